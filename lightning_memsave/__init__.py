@@ -1,0 +1,1 @@
+"""Train models that do not fit: memory-saving callbacks for PyTorch Lightning."""

@@ -1,0 +1,1 @@
+"""Callbacks for the Trainer of either Lightning package."""

@@ -1,0 +1,1 @@
+"""What every technique is made of."""

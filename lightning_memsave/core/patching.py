@@ -1,0 +1,85 @@
+"""Replace a method on one object, reversibly, so that deepcopy and pickle keep working.
+
+The replacement is a ``MethodType`` of a module-level function whose name is the method's name:
+``deepcopy`` then binds the copy's method to the copy, and ``pickle`` stores the method by name,
+so that a loaded object simply has the class's own method again. A closure would make copies run
+the original's weights; a function of another name cannot be unpickled.
+"""
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+_PREVIOUS = "_memsave_previous_{}"
+
+
+def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], None]:
+    """Put a function in place of the method of the same name, on this object alone.
+
+    Args:
+        owner: The object; its class and other instances are not touched.
+        function: A module-level function whose first parameter is the object.
+
+    Returns:
+        A function that restores what was there before; a second call does nothing.
+
+    Raises:
+        ValueError: If ``function`` is a closure or is not found in its module, which would break
+            copies or pickles of ``owner``.
+    """
+    name = function.__name__
+    if getattr(function, "__closure__", None) is not None:
+        raise ValueError(f"{function!r} is a closure: copies of the object would run the original")
+    attributes = vars(owner)
+    previous_key = _PREVIOUS.format(name)
+    if previous_key in attributes:
+        raise ValueError(f"{type(owner).__name__}.{name} is patched already")
+    replaced = attributes.get(name)
+    # A bound method of the class itself is what unpickling a patched object leaves behind.
+    if getattr(replaced, "__func__", None) is getattr(type(owner), name):
+        replaced = None
+    attributes[previous_key] = replaced
+    attributes[name] = MethodType(function, owner)
+
+    def undo() -> None:
+        if attributes.pop(previous_key, _MISSING) is _MISSING:
+            return
+        if replaced is None:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = replaced
+
+    return undo
+
+
+def previous_method(owner: object, name: str) -> Callable[..., Any]:
+    """Find what ``patch_method`` replaced, bound to the object.
+
+    Args:
+        owner: The patched object, or a copy of it.
+        name: Name of the method.
+
+    Returns:
+        The method that the replacement should call.
+    """
+    replaced: Callable[..., Any] | None = vars(owner).get(_PREVIOUS.format(name))
+    if replaced is not None:
+        return replaced
+    method: Callable[..., Any] = getattr(type(owner), name).__get__(owner)
+    return method
+
+
+def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
+    """Say whether the object's method is this function.
+
+    Args:
+        owner: Any object.
+        function: What ``patch_method`` was given.
+
+    Returns:
+        True if it is in place now.
+    """
+    return getattr(vars(owner).get(function.__name__), "__func__", None) is function
+
+
+_MISSING = object()

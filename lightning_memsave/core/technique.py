@@ -1,0 +1,127 @@
+"""The protocol that every technique follows: check, apply, undo."""
+
+import enum
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import ClassVar, Generic, Self, TypeVar
+
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+
+TargetT = TypeVar("TargetT")
+
+
+class Exactness(enum.Enum):
+    """How far a technique may move the numbers of training."""
+
+    BITWISE = "bitwise"
+    """Same losses, gradients and parameters, bit for bit, on the same device."""
+    ROUNDING = "rounding"
+    """Same mathematics in another order of operations."""
+    APPROXIMATE = "approximate"
+    """Other mathematics, judged by convergence."""
+
+    def allows(self, other: "Exactness") -> bool:
+        """Say whether something of exactness ``other`` may run under this limit.
+
+        Args:
+            other: The exactness that a technique declares.
+
+        Returns:
+            True if ``other`` moves the numbers no further than this.
+
+        Example:
+            >>> Exactness.ROUNDING.allows(Exactness.BITWISE)
+            True
+        """
+        order = list(Exactness)
+        return order.index(other) <= order.index(self)
+
+
+class Handle(Generic[TargetT]):
+    """What ``Technique.apply`` did, and the way back; also a context manager.
+
+    Args:
+        target: What to use from now on: the object that was given, unless it had to be replaced.
+        changes: What was changed, one line each, for people.
+        skipped: What was left as it was and why, one line each.
+        undo: Functions that restore the state before, run last to first.
+    """
+
+    def __init__(
+        self,
+        target: TargetT,
+        changes: Iterable[str],
+        skipped: Iterable[str] = (),
+        undo: Iterable[Callable[[], None]] = (),
+    ) -> None:
+        self.target = target
+        self.changes = tuple(changes)
+        self.skipped = tuple(skipped)
+        self._undo = list(undo)
+
+    def undo(self) -> None:
+        """Restore what was there before; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+class Technique(ABC, Generic[TargetT]):
+    """One way to save memory, usable without Lightning.
+
+    Subclasses are frozen dataclasses whose fields are the settings, validated in ``__post_init__``.
+    """
+
+    name: ClassVar[str]
+    """Registry key, word on the command line and anchor in the docs."""
+    exactness: ClassVar[Exactness]
+    source: ClassVar[str]
+    """The paper or project where it comes from."""
+
+    @abstractmethod
+    def check(self, target: TargetT) -> list[Problem]:
+        """Find every reason why ``apply`` would be refused; changes nothing.
+
+        Args:
+            target: What ``apply`` would be given.
+
+        Returns:
+            All problems, empty if there are none.
+        """
+
+    def apply(self, target: TargetT) -> Handle[TargetT]:
+        """Switch the technique on.
+
+        Args:
+            target: A module or an optimizer, as the technique needs.
+
+        Returns:
+            What was changed, and ``undo``.
+
+        Raises:
+            IncompatibleError: If ``check`` finds a problem; nothing has been changed then.
+        """
+        problems = self.check(target)
+        if problems:
+            raise IncompatibleError(self.name, problems)
+        handle = self._apply(target)
+        if not handle.changes:
+            reasons = "; ".join(handle.skipped) or "there was nothing to do"
+            warnings.warn(f"{self.name} changed nothing: {reasons}.", NoEffectWarning, stacklevel=2)
+        return handle
+
+    @abstractmethod
+    def _apply(self, target: TargetT) -> Handle[TargetT]:
+        """Make the changes; the target has passed ``check``."""

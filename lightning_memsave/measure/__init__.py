@@ -1,0 +1,1 @@
+"""What memory is: counting, reading and reporting it."""

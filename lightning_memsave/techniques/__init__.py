@@ -1,0 +1,1 @@
+"""The registry of techniques, in the order in which they are applied."""
