@@ -2,7 +2,7 @@
 
 MemsaveError
 ├── ConfigurationError(ValueError)        an argument is wrong on its own
-├── IncompatibleError(RuntimeError)       a technique does not fit the model, the Trainer or the machine
+├── IncompatibleError(RuntimeError)       a technique does not fit model, Trainer or machine
 ├── MissingDependencyError(ImportError)   a package that a setting needs is not installed
 
 MemsaveWarning(UserWarning)

@@ -24,20 +24,19 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
         A function that restores what was there before; a second call does nothing.
 
     Raises:
-        ValueError: If ``function`` is a closure or is not found in its module, which would break
-            copies or pickles of ``owner``.
+        ValueError: If ``function`` is a closure, which would break copies of ``owner``, or if the
+            method is patched already.
     """
     name = function.__name__
     if getattr(function, "__closure__", None) is not None:
         raise ValueError(f"{function!r} is a closure: copies of the object would run the original")
     attributes = vars(owner)
     previous_key = _PREVIOUS.format(name)
-    if previous_key in attributes:
-        raise ValueError(f"{type(owner).__name__}.{name} is patched already")
     replaced = attributes.get(name)
-    # A bound method of the class itself is what unpickling a patched object leaves behind.
     if getattr(replaced, "__func__", None) is getattr(type(owner), name):
-        replaced = None
+        replaced = None  # the class's own method, which is what unpickling a patched object leaves
+    elif previous_key in attributes:
+        raise ValueError(f"{type(owner).__name__}.{name} is patched already")
     attributes[previous_key] = replaced
     attributes[name] = MethodType(function, owner)
 

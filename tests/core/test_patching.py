@@ -1,0 +1,72 @@
+import copy
+import pickle
+
+import pytest
+
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.start = start
+
+    def add(self, amount: int) -> int:
+        return self.start + amount
+
+
+def add(self: Counter, amount: int) -> int:
+    return 100 * previous_method(self, "add")(amount)
+
+
+def test_patch_calls_what_was_there_and_undo_restores_it():
+    counter = Counter(1)
+    undo = patch_method(counter, add)
+    assert counter.add(2) == 300
+    assert is_patched_with(counter, add)
+    undo()
+    undo()
+    assert counter.add(2) == 3
+    assert vars(counter) == {"start": 1}
+
+
+def test_copy_is_bound_to_the_copy():
+    counter = Counter(1)
+    patch_method(counter, add)
+    twin = copy.deepcopy(counter)
+    twin.start = 5
+    assert twin.add(0) == 500
+    assert counter.add(0) == 100
+
+
+def test_pickle_loads_without_the_patch_and_can_be_patched_again():
+    counter = Counter(1)
+    patch_method(counter, add)
+    loaded = pickle.loads(pickle.dumps(counter))
+    assert loaded.add(2) == 3
+    patch_method(loaded, add)
+    assert loaded.add(2) == 300
+
+
+def test_patch_of_an_instance_keeps_an_earlier_patch_inside():
+    counter = Counter(1)
+    counter.add = lambda amount: -amount  # type: ignore[method-assign]
+    earlier = counter.add
+    undo = patch_method(counter, add)
+    assert counter.add(2) == -200
+    undo()
+    assert counter.add is earlier
+
+
+def test_refuses_closures_and_double_patches():
+    counter = Counter(1)
+    offset = 3
+
+    def closure(self: Counter, amount: int) -> int:
+        return offset
+
+    closure.__name__ = "add"
+    with pytest.raises(ValueError, match="closure"):
+        patch_method(counter, closure)
+    patch_method(counter, add)
+    with pytest.raises(ValueError, match="patched already"):
+        patch_method(counter, add)
