@@ -47,6 +47,7 @@ class Handle(Generic[TargetT]):
         changes: What was changed, one line each, for people.
         skipped: What was left as it was and why, one line each.
         undo: Functions that restore the state before, run last to first.
+        summary: The changes in one line; without it, the lines joined.
     """
 
     def __init__(
@@ -55,10 +56,12 @@ class Handle(Generic[TargetT]):
         changes: Iterable[str],
         skipped: Iterable[str] = (),
         undo: Iterable[Callable[[], None]] = (),
+        summary: str | None = None,
     ) -> None:
         self.target = target
         self.changes = tuple(changes)
         self.skipped = tuple(skipped)
+        self.summary = "; ".join(self.changes) if summary is None else summary
         self._undo = list(undo)
 
     def undo(self) -> None:

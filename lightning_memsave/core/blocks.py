@@ -1,0 +1,242 @@
+"""Find and select the repeated blocks of any module."""
+
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch import nn
+
+from lightning_memsave.errors import ConfigurationError
+
+BlockSelector: TypeAlias = (
+    str | type[nn.Module] | re.Pattern[str] | Callable[[str, nn.Module], bool]
+)
+"""A class name, ``"re:"`` and a regular expression over module names, a class, a compiled regular
+expression over module names, or a function of name and module."""
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_TORCH_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+# A family of blocks must lower the cost by this share of all that could be a block, so that a few
+# small repeated modules beside the transformer are not taken for its blocks.
+_MIN_GAIN = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One repeated unit of a model, such as a transformer layer.
+
+    Args:
+        name: Its name in ``model.named_modules()``.
+        module: The module itself.
+    """
+
+    name: str
+    module: nn.Module
+
+
+def find_blocks(
+    model: nn.Module, selectors: BlockSelector | Sequence[BlockSelector] | None = None
+) -> list[Block]:
+    """Find the repeated blocks of a model.
+
+    Without selectors: Hugging Face's ``GradientCheckpointingLayer`` and torch's transformer layers,
+    then, outside of these, the classes of repeated modules that together leave the least of the
+    model outside of blocks and have the smallest largest block (in parameters).
+
+    Args:
+        model: Any module.
+        selectors: Which modules are blocks: one of `BlockSelector`, or several of them.
+
+    Returns:
+        The blocks in the order of ``model.named_modules()``, outermost ones only, each once even if
+        it is used under several names.
+
+    Example:
+        >>> layers = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)]
+        >>> [block.name for block in find_blocks(nn.Sequential(nn.Linear(8, 8), *layers))]
+        ['1', '2', '3']
+        >>> [block.name for block in find_blocks(nn.Sequential(*layers), "re:[01]")]
+        ['0', '1']
+    """
+    named = dict(model.named_modules())
+    if selectors is not None:
+        predicates = [as_predicate(s) for s in as_selectors(selectors)]
+        chosen = {n for n, m in named.items() if n and any(p(n, m) for p in predicates)}
+        return _outermost(named, chosen)
+    known = {n for n, m in named.items() if n and isinstance(m, _known_block_classes())}
+    known = {block.name for block in _outermost(named, known)}
+    return _outermost(named, known | _repeated_outside(named, known))
+
+
+def as_selectors(
+    selectors: BlockSelector | Sequence[BlockSelector],
+) -> tuple[BlockSelector, ...]:
+    """Give one or several selectors as a tuple.
+
+    Args:
+        selectors: One selector or a sequence of them.
+
+    Returns:
+        The selectors.
+
+    Raises:
+        ConfigurationError: If one of them is of none of the kinds that `BlockSelector` names.
+    """
+    several = (
+        tuple(selectors)
+        if isinstance(selectors, Sequence) and not isinstance(selectors, str)
+        else (selectors,)
+    )
+    for selector in several:
+        if isinstance(selector, str) and selector.startswith("re:"):
+            _compile(selector)
+        elif not selector or not (isinstance(selector, str | re.Pattern) or callable(selector)):
+            raise ConfigurationError(
+                f"`blocks={selector!r}` does not choose blocks. Pass a class name such as "
+                '"BertLayer", a class, "re:" and a regular expression over module names, or a '
+                "function of name and module."
+            )
+    if not several:
+        raise ConfigurationError("`blocks=()` chooses nothing. Pass a class name, or `None`.")
+    return several
+
+
+def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:
+    """Turn a selector into a function of module name and module.
+
+    Args:
+        selector: One of the kinds that `BlockSelector` names.
+
+    Returns:
+        A function that says whether a module is chosen.
+    """
+    if isinstance(selector, str) and not selector.startswith("re:"):
+        return lambda _, module: any(c.__name__ == selector for c in type(module).__mro__)
+    if isinstance(selector, str | re.Pattern):
+        pattern = _compile(selector)
+        return lambda name, _: pattern.fullmatch(name) is not None
+    if isinstance(selector, type):
+        return lambda _, module: isinstance(module, selector)
+    return selector
+
+
+def repeated_classes(model: nn.Module, limit: int = 8) -> str:
+    """Name the classes that a model repeats, for messages.
+
+    Args:
+        model: Any module.
+        limit: How many classes to name at most.
+
+    Returns:
+        For example ```Block` (24), `MLP` (24)``, most frequent first; "none" if nothing repeats.
+    """
+    counts = Counter(
+        type(m).__name__
+        for m in model.modules()
+        if not isinstance(m, _CONTAINERS) and any(True for _ in m.parameters())
+    )
+    repeated = [f"`{name}` ({count})" for name, count in counts.most_common(limit) if count > 1]
+    return ", ".join(repeated) or "none"
+
+
+def _compile(selector: str | re.Pattern[str]) -> re.Pattern[str]:
+    if isinstance(selector, re.Pattern):
+        return selector
+    try:
+        return re.compile(selector.removeprefix("re:"))
+    except re.error as error:
+        raise ConfigurationError(
+            f"`blocks={selector!r}` is not a regular expression: {error}. Write for example "
+            r'"re:encoder\.layer\.\d+".'
+        ) from error
+
+
+def _known_block_classes() -> tuple[type[nn.Module], ...]:
+    # Where transformers was never imported there can be no instance of its classes.
+    layers = sys.modules.get("transformers.modeling_layers")
+    hugging_face = getattr(layers, "GradientCheckpointingLayer", None)
+    return _TORCH_BLOCKS if hugging_face is None else (*_TORCH_BLOCKS, hugging_face)
+
+
+def _outermost(named: dict[str, nn.Module], chosen: Iterable[str]) -> list[Block]:
+    chosen = set(chosen)
+    return [
+        Block(name, module)
+        for name, module in named.items()
+        if name in chosen and not any(parent in chosen for parent in ancestors(name))
+    ]
+
+
+def ancestors(name: str) -> list[str]:
+    """Give the names of all modules around a module, without the root.
+
+    Args:
+        name: A module name such as ``"encoder.layer.0"``.
+
+    Returns:
+        For example ``["encoder", "encoder.layer"]``.
+    """
+    parts = name.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts))]
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# Groups of modules that could be blocks: repeated, with parameters, not a single layer.
+def _families(named: dict[str, nn.Module], free: set[str]) -> list[list[Block]]:
+    families: dict[tuple[str, type[nn.Module]], list[Block]] = {}
+    for name, module in named.items():
+        if name not in free or _is_layer(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+            continue
+        # A Sequential can be anything, so only those side by side in one container are a family.
+        parent = name.rpartition(".")[0] if isinstance(module, nn.Sequential) else ""
+        if isinstance(module, nn.Sequential) and not isinstance(named[parent], _CONTAINERS):
+            continue
+        if _num_parameters(module):
+            families.setdefault((parent, type(module)), []).append(Block(name, module))
+    outermost = (_outermost(named, [b.name for b in family]) for family in families.values())
+    return [family for family in outermost if len(family) > 1]
+
+
+# A Linear, a norm or an embedding, torch's own or a subclass: recomputing it alone saves nothing.
+def _is_layer(module: nn.Module) -> bool:
+    bases = [c for c in type(module).__mro__ if c.__module__.startswith("torch.nn.modules")]
+    return bases[0] is not nn.Module and not any(True for _ in module.children())
+
+
+# Chooses families of repeated modules outside of the known blocks. Parameters stand for the memory
+# of activations: what is in no block stays as a whole, and so does one block being recomputed.
+def _repeated_outside(named: dict[str, nn.Module], known: set[str]) -> set[str]:
+    around = {parent for name in known for parent in ancestors(name)}
+    free = {
+        name
+        for name in named
+        if name and name not in around and not known.intersection([*ancestors(name), name])
+    }
+    families = _families(named, free)
+    sizes = {b.name: _num_parameters(b.module) for family in families for b in family}
+    total = sum(sizes[b.name] for b in _outermost(named, sizes))
+    min_gain = _MIN_GAIN * (total + sum(_num_parameters(named[name]) for name in known))
+
+    def cost(chosen: set[str]) -> int:
+        blocks = [sizes[b.name] for b in _outermost(named, chosen)]
+        return total - sum(blocks) + max(blocks, default=0)
+
+    chosen: set[str] = set()
+    while True:
+        options = [chosen | {b.name for b in f} for f in families if not _overlaps(chosen, f)]
+        best = min(options, key=cost, default=chosen)
+        if cost(chosen) - cost(best) <= min_gain:
+            return chosen
+        chosen = best
+
+
+def _overlaps(chosen: set[str], family: list[Block]) -> bool:
+    names = {block.name for block in family}
+    inner = any(parent in chosen for name in names for parent in [*ancestors(name), name])
+    return inner or any(parent in names for name in chosen for parent in ancestors(name))

@@ -1,0 +1,283 @@
+"""Activation checkpointing of repeated blocks, chosen one by one."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.blocks import (
+    Block,
+    BlockSelector,
+    ancestors,
+    as_selectors,
+    find_blocks,
+    repeated_classes,
+)
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques._recompute import holds_cache_in_use, recompute, without_caches
+
+_VALUES = (
+    '"all", "selective", "sqrt", "every:2", a number of blocks such as 6, or a share such as 0.5'
+)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing(Technique[nn.Module]):
+    """Recompute the activations of each block in the backward pass.
+
+    Of a chosen block only the input is kept; everything inside is computed a second time. With all
+    blocks chosen, activation memory falls from the sum over blocks to one block plus the block
+    inputs, for about one third more compute.
+
+    Args:
+        which: ``"all"`` blocks; a whole number m for the first m blocks, which is the best simple
+            choice when not all are needed; a share between 0.0 and 1.0 for that part of the blocks,
+            first ones first, rounded up; ``"every:k"`` for each k-th block; ``"selective"`` for all
+            blocks, but the outputs of matrix products, convolutions and attention are kept and only
+            the rest is recomputed; ``"sqrt"`` to cut each long ``nn.Sequential`` into about sqrt(n)
+            segments (Chen et al.). For transformer blocks ``"all"`` needs less memory than
+            ``"sqrt"`` for the same recomputation, because the inside of a block is far larger than
+            its input.
+        blocks: Which modules are blocks: class names, classes, ``"re:..."`` regular expressions
+            over module names, compiled expressions, or functions of name and module. ``None`` finds
+            them: see `find_blocks`.
+
+    Raises:
+        ConfigurationError: If ``which`` or ``blocks`` is none of these.
+
+    Note:
+        Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
+        the same state, and buffers that a block changes in ``forward`` are changed once. Key-value
+        caches are not filled while a block is recomputed, so ``past_key_values`` comes back empty
+        in training. Blocks that checkpoint themselves already are left alone. A block whose forward
+        draws on state outside of torch (a Python counter, numpy's random numbers) is not repeatable
+        and must not be chosen. ``"selective"`` is refused for blocks with ``inplace=True`` layers,
+        which would overwrite the kept outputs; torch raises the same for other in-place changes.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        >>> with ActivationCheckpointing(blocks=nn.Linear).apply(model) as handle:
+        ...     handle.changes
+        ('0', '1', '2', '3')
+        >>> ActivationCheckpointing(2, blocks="Linear").apply(model).changes
+        ('0', '1')
+
+    References:
+        Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
+    """
+
+    name: ClassVar[str] = "activation_checkpointing"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+    source: ClassVar[str] = "Chen et al. (2016), arXiv:1604.06174"
+
+    which: str | int | float = "all"
+    _: KW_ONLY
+    blocks: BlockSelector | Sequence[BlockSelector] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_valid(self.which):
+            raise ConfigurationError(
+                f"`activation_checkpointing={self.which!r}` does not say which blocks to "
+                f"recompute. Use {_VALUES}."
+            )
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", as_selectors(self.blocks))
+
+    def check(self, target: nn.Module) -> list[Problem]:
+        """Find every reason why ``apply`` would be refused; changes nothing.
+
+        Args:
+            target: The model.
+
+        Returns:
+            All problems, empty if there are none.
+        """
+        if self.which == "sqrt":
+            return [] if self._chains(target) or not self._blocks(target) else [_no_chain(target)]
+        blocks = self._blocks(target)
+        problems = []
+        if isinstance(self.which, int) and 0 < len(blocks) < self.which:
+            problems.append(
+                Problem(
+                    f"`activation_checkpointing={self.which}`",
+                    f"the model has {len(blocks)} blocks",
+                    f'Use a number up to {len(blocks)}, or "all".',
+                )
+            )
+        if self.which == "selective":
+            problems += _inplace_problems(blocks)
+        return problems
+
+    def _apply(self, target: nn.Module) -> Handle[nn.Module]:
+        if self.which == "sqrt":
+            return _patched(target, self._chains(target), _Segments.forward, "cut into segments")
+        blocks = self._blocks(target)
+        if not blocks:
+            return Handle(target, (), [self._nothing_found(target)])
+        chosen = self._choose(blocks)
+        free = [block for block in chosen if not _checkpoints_itself(target, block)]
+        skipped = []
+        if len(free) < len(chosen):
+            skipped.append(
+                f"{len(chosen) - len(free)} of {len(chosen)} blocks checkpoint themselves already"
+            )
+        if self.which == "selective":
+            return _patched(target, free, _Selective.forward, "recomputed selectively", skipped)
+        words = f"of {len(blocks)} blocks recomputed"
+        return _patched(target, free, _Full.forward, words, skipped)
+
+    def _blocks(self, model: nn.Module) -> list[Block]:
+        return find_blocks(model, self.blocks)
+
+    def _chains(self, model: nn.Module) -> list[Block]:
+        if self.blocks is not None:
+            return [b for b in self._blocks(model) if _is_chain(b.module)]
+        return find_blocks(model, lambda _, module: _is_chain(module)) or (
+            [Block("", model)] if _is_chain(model) else []
+        )
+
+    def _choose(self, blocks: list[Block]) -> list[Block]:
+        if isinstance(self.which, str):
+            kind, _, every = self.which.partition(":")
+            return blocks[:: int(every)] if kind == "every" else blocks
+        if isinstance(self.which, int):
+            return blocks[: self.which]
+        return blocks[: math.ceil(self.which * len(blocks))]
+
+    def _nothing_found(self, model: nn.Module) -> str:
+        sought = (
+            "no repeated block was found"
+            if self.blocks is None
+            else f"nothing matches `blocks={self.blocks!r}`"
+        )
+        return (
+            f"{sought} in `{type(model).__name__}`. Repeated classes are: "
+            f'{repeated_classes(model)}. Pass one of them, for example `blocks="Block"`'
+        )
+
+
+# `patch_method` needs functions of the name "forward", one per way of recomputing.
+class _Full:
+    @staticmethod
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(block, args, kwargs, is_selective=False)
+
+
+class _Selective:
+    @staticmethod
+    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return _forward(block, args, kwargs, is_selective=True)
+
+
+class _Segments:
+    @staticmethod
+    def forward(chain: nn.Sequential, input: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return previous_method(chain, "forward")(input)
+        layers = list(chain)
+        size = math.ceil(len(layers) / round(math.sqrt(len(layers))))
+        for start in range(0, len(layers), size):
+            segment = layers[start : start + size]
+            run = functools.partial(_run_chain, segment)
+            # Recomputing the last segment would keep as much alive as never freeing it.
+            is_last = start + size >= len(layers)
+            input = run(input) if is_last else recompute(run, segment, (input,), {})
+        return input
+
+
+_FORWARDS = (_Full.forward, _Selective.forward, _Segments.forward)
+
+
+def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) -> Any:
+    run = previous_method(block, "forward")
+    if not torch.is_grad_enabled() or holds_cache_in_use(block, args, kwargs):
+        return run(*args, **kwargs)
+    args, kwargs = without_caches(args, kwargs)
+    return recompute(run, [block], args, kwargs, is_selective=is_selective)
+
+
+def _run_chain(layers: list[nn.Module], input: Any) -> Any:
+    for layer in layers:
+        input = layer(input)
+    return input
+
+
+def _patched(
+    model: nn.Module,
+    blocks: list[Block],
+    forward: Callable[..., Any],
+    words: str,
+    skipped: Sequence[str] = (),
+) -> Handle[nn.Module]:
+    undo = [patch_method(block.module, forward) for block in blocks]
+    classes = Counter(type(block.module).__name__ for block in blocks)
+    counts = ", ".join(f"{count} x {name}" for name, count in classes.items())
+    return Handle(
+        model,
+        [block.name for block in blocks],
+        skipped,
+        undo,
+        summary=f"{len(blocks)} {words}: {counts}",
+    )
+
+
+def _is_valid(which: object) -> bool:
+    if isinstance(which, bool):
+        return False
+    if isinstance(which, int):
+        return which >= 1
+    if isinstance(which, float):
+        return 0.0 < which <= 1.0
+    if not isinstance(which, str):
+        return False
+    kind, colon, every = which.partition(":")
+    if colon:
+        return kind == "every" and every.isdecimal() and int(every) >= 1
+    return kind in ("all", "selective", "sqrt")
+
+
+def _is_chain(module: nn.Module) -> bool:
+    has_own_forward = type(module).forward is not nn.Sequential.forward
+    return isinstance(module, nn.Sequential) and len(module) >= 4 and not has_own_forward
+
+
+def _no_chain(model: nn.Module) -> Problem:
+    return Problem(
+        '`activation_checkpointing="sqrt"`',
+        f"`{type(model).__name__}` has no `nn.Sequential` of four or more layers to cut up",
+        'Use "all", which needs less memory for transformer blocks at the same recomputation.',
+    )
+
+
+def _inplace_problems(blocks: list[Block]) -> list[Problem]:
+    return [
+        Problem(
+            f"`{block.name}.{name}` has `inplace=True`",
+            'it would overwrite an output that "selective" keeps',
+            'Set `inplace=False` there, or use `activation_checkpointing="all"`.',
+        )
+        for block in blocks
+        for name, module in block.module.named_modules()
+        if getattr(module, "inplace", False) is True
+    ]
+
+
+# Hugging Face sets the flag on blocks or, in older models, on the module that calls them.
+def _checkpoints_itself(model: nn.Module, block: Block) -> bool:
+    around = [model, *(model.get_submodule(name) for name in ancestors(block.name))]
+    return any(_is_checkpointing(m) for m in (*around, *block.module.modules()))
+
+
+def _is_checkpointing(module: nn.Module) -> bool:
+    return (
+        getattr(module, "gradient_checkpointing", False) is True
+        or type(module).__name__ == "CheckpointWrapper"
+        or any(is_patched_with(module, forward) for forward in _FORWARDS)
+    )
