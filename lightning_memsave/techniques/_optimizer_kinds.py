@@ -1,0 +1,174 @@
+"""Which optimizers have an 8-bit form that computes the same, and what each of them keeps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One optimizer that bitsandbytes has in 8 bits.
+
+    Args:
+        word: Stem of the names that users write, as in ``"adamw_8bit"``.
+        class_name: The class in ``bitsandbytes.optim``.
+        paged_class_name: Its paged form, if there is one.
+        family: Optimizers of one family keep the same state.
+        state_keys: Names of the state tensors in torch's class; ``()`` if torch has none.
+        defaults: Settings besides the learning rate, with their default values.
+        has_step_tensor: Whether torch's class also keeps its step count as a tensor.
+    """
+
+    word: str
+    class_name: str
+    paged_class_name: str | None
+    family: str
+    state_keys: tuple[str, ...]
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    has_step_tensor: bool = True
+
+    @property
+    def num_moments(self) -> int:
+        """State tensors per parameter, each as large as the parameter."""
+        return {"adam": 2, "ademamix": 3}.get(self.family, 1)
+
+
+_ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
+_SLOW = {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "t_alpha": None, "t_beta3": None, "eps": 1e-8}
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+KINDS: tuple[Kind, ...] = (
+    Kind("adamw", "AdamW8bit", "PagedAdamW8bit", "adam", _MOMENTS, {**_ADAM, "weight_decay": 0.01}),
+    Kind("adam", "Adam8bit", "PagedAdam8bit", "adam", _MOMENTS, {**_ADAM, "weight_decay": 0.0}),
+    Kind(
+        "lion",
+        "Lion8bit",
+        "PagedLion8bit",
+        "lion",
+        ("exp_avg",),
+        {"betas": (0.9, 0.99), "weight_decay": 0.0},
+        has_step_tensor=False,
+    ),
+    Kind(
+        "sgd",
+        "SGD8bit",
+        None,
+        "momentum",
+        ("momentum_buffer",),
+        {"momentum": 0.9, "weight_decay": 0.0},
+        has_step_tensor=False,
+    ),
+    Kind(
+        "ademamix",
+        "AdEMAMix8bit",
+        "PagedAdEMAMix8bit",
+        "ademamix",
+        (),
+        {**_SLOW, "weight_decay": 0.01},
+    ),
+    Kind(
+        "rmsprop",
+        "RMSprop8bit",
+        None,
+        "rmsprop",
+        ("square_avg",),
+        {"alpha": 0.99, "eps": 1e-8, "weight_decay": 0.0},
+    ),
+)
+KIND_BY_WORD = MappingProxyType({kind.word: kind for kind in KINDS})
+
+# Exact types: a subclass may compute something else.
+KIND_BY_TYPE = MappingProxyType(
+    {
+        torch.optim.AdamW: KIND_BY_WORD["adamw"],
+        torch.optim.Adam: KIND_BY_WORD["adam"],
+        torch.optim.SGD: KIND_BY_WORD["sgd"],
+        torch.optim.RMSprop: KIND_BY_WORD["rmsprop"],
+    }
+)
+
+_FLAGS = {
+    "amsgrad": "bitsandbytes has no 8-bit AMSGrad",
+    "nesterov": "bitsandbytes has no 8-bit Nesterov momentum",
+    "centered": "bitsandbytes has no centered RMSprop",
+    "maximize": "bitsandbytes only minimizes",
+    "differentiable": "a bitsandbytes step cannot be differentiated",
+    "capturable": "bitsandbytes counts steps outside the CUDA graph",
+}
+# What each setting must be, or why the optimizer stays.
+_NUMBERS: tuple[tuple[str, str, Callable[[float], bool], str], ...] = (
+    ("sgd", "momentum", lambda x: x != 0, "without momentum it has no state"),
+    ("sgd", "dampening", lambda x: x == 0, "bitsandbytes has no dampening"),
+    ("rmsprop", "momentum", lambda x: x == 0, "bitsandbytes has no RMSprop with momentum"),
+)
+
+
+def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
+    """Find the 8-bit optimizer that computes the same as this one.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        The kind, or the sentence that says why there is none.
+    """
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("bitsandbytes."):
+        return f"`{name}` is left as it is: it is a bitsandbytes optimizer already"
+    if is_low_bit(optimizer):
+        return f"`{name}` is left as it is: its state has 8 bits already"
+    kind = KIND_BY_TYPE.get(type(optimizer))
+    if kind is None:
+        return f"`{name}` stays 32-bit: {_why_unknown(optimizer)}"
+    for group in optimizer.param_groups:
+        problem = _why_not(kind, group)
+        if problem is not None:
+            setting, why = problem
+            return f"`{name}({setting})` stays 32-bit: {why}"
+    return kind
+
+
+def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether the optimizer was made by ``LowBitOptimizer``.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        True if it was.
+    """
+    return hasattr(optimizer, "memsave_kind")
+
+
+def _why_unknown(optimizer: torch.optim.Optimizer) -> str:
+    parent = next((t for t in type(optimizer).__mro__[1:] if t in KIND_BY_TYPE), None)
+    if parent is not None:
+        return f"it is a subclass of `{parent.__name__}` and may compute something else"
+    if type(optimizer) is torch.optim.Adagrad:
+        return "its sum of squares only grows, and 8 bits would lose the small gradients"
+    return "bitsandbytes has no 8-bit form of this class"
+
+
+def _why_not(kind: Kind, group: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the setting of this group that has no 8-bit form, and why."""
+    refused = {flag: why for flag, why in _FLAGS.items() if group.get(flag)}
+    if refused:
+        flag, why = refused.popitem()
+        return f"{flag}=True", why
+    for key in ("lr", "betas", "weight_decay"):
+        value = group.get(key)
+        if any(
+            isinstance(v, torch.Tensor) for v in (value if key == "betas" and value else [value])
+        ):
+            return f"{key}=tensor", "bitsandbytes needs numbers"
+    for word, setting, fits, why in _NUMBERS:
+        if kind.word == word and not fits(group[setting]):
+            return f"{setting}={group[setting]}", why
+    for param in group["params"]:
+        if param.dtype not in {torch.float32, torch.bfloat16, torch.float16}:
+            dtype = str(param.dtype).removeprefix("torch.")
+            return f"{dtype} parameters", "bitsandbytes computes in 32 bits"
+    return None

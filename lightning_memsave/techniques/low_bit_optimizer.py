@@ -1,0 +1,246 @@
+"""Optimizer state in 8 bits."""
+
+import difflib
+import sys
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques import _low_bit_settings as settings
+from lightning_memsave.techniques._bitsandbytes import build, import_bitsandbytes
+from lightning_memsave.techniques._named_groups import set_groups
+from lightning_memsave.techniques._optimizer_kinds import Kind, find_kind, is_low_bit
+from lightning_memsave.techniques._state_precision import (
+    count_tensors,
+    low_bit_state_bytes,
+    matches,
+    parameter_names,
+    reasons_for_32bit,
+    torch_state_bytes,
+    trained_parameters,
+)
+from lightning_memsave.units import format_bytes
+
+
+@dataclass(frozen=True)
+class LowBitOptimizer(Technique[torch.optim.Optimizer]):
+    """Keep the state of the optimizer in 8 bits instead of 32.
+
+    AdamW's state falls from 8 bytes per parameter to 2.03. The state is expanded block by block
+    inside the step, which costs no memory on a GPU.
+
+    Args:
+        optimizer: ``"8bit"`` is the 8-bit form of the optimizer that is there, with the same
+            meaning of every setting; ``"paged_8bit"`` also lets CUDA move the state to host memory
+            when the GPU is full. A name such as ``"lion_8bit"`` takes another optimizer for the
+            same parameter groups: learning rates and weight decay stay, ``betas``, ``eps`` and
+            ``momentum`` stay if both optimizers mean the same by them.
+        optimizer_kwargs: Settings of a named optimizer. ``weight_decay`` is for the groups that
+            have no value of their own.
+        keep_32bit: Shell patterns (``fnmatch``) over parameter names, whose state stays 32-bit.
+        force_8bit: Patterns of names to which the rule for embeddings, norms, biases and other
+            vectors does not apply. ``keep_32bit`` wins over it.
+        min_8bit_size: Tensors with fewer elements stay 32-bit: they save nothing worth having.
+        module: Owner of the parameters, to know names, embeddings and norms. Without it only what
+            the tensors show is known: vectors stay 32-bit, embeddings do not.
+
+    Raises:
+        ConfigurationError: If an argument is wrong; the message lists all that are.
+
+    Note:
+        Exactness is *approximate*: follow the loss. What has no 8-bit form of the same meaning
+        (``amsgrad``, ``nesterov``, ``maximize``, unknown classes and subclasses) stays as it is and
+        ``Handle.skipped`` says why. The groups are shared with the optimizer that was given: use
+        ``Handle.target`` from now on, and give it to learning rate schedulers. Not for DTensor
+        parameters, and not for an optimizer that has made steps already.
+
+    Example:
+        >>> model = nn.Linear(512, 512)
+        >>> adamw = torch.optim.AdamW(model.parameters())
+        >>> handle = LowBitOptimizer(module=model).apply(adamw)
+        >>> print(*handle.changes)
+        AdamW -> 8-bit AdamW: 1 of 2 tensors, optimizer state 2.00 MiB -> 526.00 KiB
+        (kept 32-bit: 1 bias)
+
+    References:
+        Dettmers et al. (2022), 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
+    """
+
+    name: ClassVar[str] = "low_bit_optimizer"
+    exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
+    source: ClassVar[str] = (
+        "Dettmers et al. (2022), 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"
+    )
+
+    optimizer: str = "8bit"
+    _: KW_ONLY
+    optimizer_kwargs: Mapping[str, Any] | None = field(default=None, hash=False)
+    keep_32bit: tuple[str, ...] = ()
+    force_8bit: tuple[str, ...] = ()
+    min_8bit_size: int = 4096
+    module: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems = settings.problems_of_name(self.optimizer)
+        if not problems and self.optimizer_kwargs is not None:
+            problems += settings.problems_of_kwargs(self.optimizer, self.optimizer_kwargs)
+            # A copy, and betas that come from YAML as a list are a tuple.
+            kwargs = {
+                key: tuple(value) if isinstance(value, list) else value
+                for key, value in self.optimizer_kwargs.items()
+            }
+            object.__setattr__(self, "optimizer_kwargs", kwargs)
+        for setting in ("keep_32bit", "force_8bit"):
+            wrong = settings.problems_of_patterns(setting, getattr(self, setting))
+            if not wrong:
+                object.__setattr__(self, setting, tuple(getattr(self, setting)))
+            problems += wrong
+        if type(self.min_8bit_size) is not int or self.min_8bit_size < 1:
+            problems.append(
+                Problem(
+                    f"`min_8bit_size={self.min_8bit_size!r}`",
+                    "it must be a number of elements, at least 1",
+                    "Use 4096.",
+                )
+            )
+        if problems:
+            raise ConfigurationError.from_problems(type(self).__name__, problems)
+
+    def check(self, target: torch.optim.Optimizer) -> list[Problem]:
+        """Find every reason why the optimizer cannot be replaced; changes nothing.
+
+        Args:
+            target: An optimizer before its first step.
+
+        Returns:
+            All problems. That an optimizer has no 8-bit form is none: it is left as it is.
+        """
+        if isinstance(self._kind_for(target), str):
+            return []
+        problems, name = [], type(target).__name__
+        if target.state:
+            problems.append(
+                Problem(
+                    f"`{name}` with state",
+                    "it has made steps already, and they would be forgotten",
+                    "Switch to 8 bits before the first step, or resume from a checkpoint.",
+                )
+            )
+        if any(_is_dtensor(p) for group in target.param_groups for p in group["params"]):
+            problems.append(
+                Problem(
+                    f"`{name}` over DTensor parameters",
+                    "bitsandbytes' kernels do not take them",
+                    "Set `optimizer=None` under FSDP2 and tensor parallelism.",
+                )
+            )
+        return problems + self._unmatched_patterns(target)
+
+    def _apply(self, target: torch.optim.Optimizer) -> Handle[torch.optim.Optimizer]:
+        kind = self._kind_for(target)
+        if isinstance(kind, str):
+            return Handle(target, (), (kind,))
+        reasons = reasons_for_32bit(
+            target, self.module, keep_32bit=self.keep_32bit, force_8bit=self.force_8bit
+        )
+        trained = trained_parameters(target)
+        counts = count_tensors(reasons, trained, self.min_8bit_size)
+        named = settings.named_kind(self.optimizer) is not None
+        old_name = type(target).__name__
+        if not named and not counts[""]:
+            return Handle(target, (), (f"`{old_name}` stays 32-bit: {_kept(counts)}",))
+
+        import_bitsandbytes(f'optimizer="{self.optimizer}"')
+        on_gpu = any(p.device.type != "cpu" for p in trained)
+        new = build(
+            kind,
+            target,
+            bits_by_param={param: 32 if why else 8 for param, why in reasons.items()},
+            min_8bit_size=self.min_8bit_size,
+            paged=self.optimizer.startswith("paged") and on_gpu,
+            shown_name=kind.class_name if named else old_name,
+        )
+        undo = []
+        if named:
+            new.defaults, restore = set_groups(target, kind, self.optimizer_kwargs or {})
+            undo.append(lambda: restore(new))
+        change = self._describe(target, new, kind, counts)
+        return Handle(new, (change,), undo=undo)
+
+    def _describe(
+        self,
+        old: torch.optim.Optimizer,
+        new: torch.optim.Optimizer,
+        kind: Kind,
+        counts: Mapping[str, int],
+    ) -> str:
+        trained = trained_parameters(new)
+        in_8bit = [p for p in trained if new.uses_8bit(p)]  # type: ignore[attr-defined]
+        old_name, new_name = type(old).__name__, kind.class_name
+        if settings.named_kind(self.optimizer) is None:
+            new_name = f"8-bit {old_name}"
+        notes = [f"kept 32-bit: {_kept(counts)}"] if len(in_8bit) < len(trained) else []
+        if self.optimizer.startswith("paged") and not new.is_paged:  # type: ignore[attr-defined]
+            why = "the parameters are on the CPU"
+            if kind.paged_class_name is None:
+                why = f"bitsandbytes has no paged {old_name}"
+            notes.append(f"not paged: {why}")
+        before = torch_state_bytes(old)
+        shrinks = "" if before is None else f"{format_bytes(before)} -> "
+        after = format_bytes(low_bit_state_bytes(kind, trained, in_8bit))
+        remarks = f" ({'; '.join(notes)})" if notes else ""
+        return (
+            f"{old_name} -> {new_name}: {len(in_8bit)} of {len(trained)} tensors, "
+            f"optimizer state {shrinks}{after}{remarks}"
+        )
+
+    def _kind_for(self, target: torch.optim.Optimizer) -> Kind | str:
+        """Return what the target becomes, or why it stays."""
+        found = find_kind(target)
+        named = settings.named_kind(self.optimizer)
+        if named is None:
+            return found
+        name = type(target).__name__
+        if is_low_bit(target) or type(target).__module__.startswith("bitsandbytes."):
+            return str(found)
+        for group in target.param_groups:
+            if not isinstance(group.get("lr"), float | int):
+                return f"`{name}` stays 32-bit: its learning rate is not a number"
+            if group.get("maximize"):
+                return f"`{name}(maximize=True)` stays 32-bit: bitsandbytes only minimizes"
+            if any(p.dtype.itemsize > 4 or p.is_complex() for p in group["params"]):
+                return f"`{name}` stays as it is: bitsandbytes computes in 32 bits"
+        return named
+
+    def _unmatched_patterns(self, target: torch.optim.Optimizer) -> list[Problem]:
+        names = sorted({n for own in parameter_names(target, self.module).values() for n in own})
+        problems = []
+        for setting in ("keep_32bit", "force_8bit"):
+            for pattern in getattr(self, setting):
+                if pattern == "*" or matches(names, (pattern,)):
+                    continue
+                close = difflib.get_close_matches(pattern.strip("*"), names, n=1, cutoff=0)
+                fix = f"Use a pattern over names such as `{close[0]}`." if close else ""
+                problems.append(
+                    Problem(
+                        f"`{setting}` pattern {pattern!r}",
+                        "it matches no parameter" if names else "the names are not known",
+                        fix or "Pass `module=`, the owner of the parameters.",
+                    )
+                )
+        return problems
+
+
+def _kept(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {why}" for why, n in sorted(counts.items()) if why) or "no parameters"
+
+
+def _is_dtensor(param: torch.Tensor) -> bool:
+    # If nobody has imported it, nothing is one; the import would take a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(param, module.DTensor)
