@@ -1,0 +1,276 @@
+"""Exchange the optimizers that ``configure_optimizers`` returns, in every form that it may have."""
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+
+from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.technique import Handle, Technique
+from lightning_memsave.errors import NoEffectWarning
+from lightning_memsave.techniques._optimizer_state import convert_state_dict
+
+Undo = Callable[[], None]
+OptimizerHandle = Handle[Optimizer]
+
+_STATE = "_memsave_low_bit_optimizer"
+
+
+class LowBitState:
+    """What ``configure_optimizers`` on a module goes by; lies in the module's ``__dict__``.
+
+    Copies of the module and pickles of it take the technique along, not the optimizers.
+
+    Args:
+        technique: What is applied to each optimizer.
+    """
+
+    def __init__(self, technique: Technique[Optimizer]) -> None:
+        self.technique = technique
+        self.handles: list[OptimizerHandle] = []
+        """One for each optimizer of the latest call, in the order in which they were returned."""
+        self.undo: list[Undo] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"technique": self.technique, "handles": [], "undo": []}
+
+
+def enable(pl_module: Any, technique: Technique[Optimizer]) -> tuple[LowBitState, Undo]:
+    """Let a LightningModule configure its optimizers with a technique.
+
+    A module without ``configure_optimizers`` of its own is not patched, so that Lightning goes on
+    seeing that it has none.
+
+    Args:
+        pl_module: The LightningModule.
+        technique: Its field ``module``, if it has one, is filled in when it is applied.
+
+    Returns:
+        The state, whose ``handles`` are there once Lightning has asked for the optimizers, and a
+        function that restores everything, to be called once the fit is over.
+    """
+    attributes = vars(pl_module)
+    # Filled in for each call: a copy of the module must not hold on to the original.
+    state = LowBitState(_with_module(technique, None))
+    undo = [lambda: attributes.pop(_STATE, None)]
+    if _has_configure_optimizers(pl_module):
+        undo.append(patch_method(pl_module, configure_optimizers))
+    attributes[_STATE] = state
+
+    def restore() -> None:
+        _run(state.undo)
+        _run(undo)
+
+    return state, restore
+
+
+def configure_optimizers(self: Any) -> Any:
+    """Give what the module's own ``configure_optimizers`` gives, with the technique applied.
+
+    Args:
+        self: The LightningModule, which ``enable`` has seen.
+
+    Returns:
+        The same form as the module's own.
+    """
+    output = previous_method(self, "configure_optimizers")()
+    state: LowBitState = vars(self)[_STATE]
+    exchange = _Exchange(_with_module(state.technique, self))
+    converted = exchange.convert(output)
+    exchange.replace_attributes(self)
+    state.handles = exchange.handles
+    state.undo += [handle.undo for handle in exchange.handles]
+    if state.handles and not any(handle.changes for handle in state.handles):
+        reasons = "; ".join(reason for handle in state.handles for reason in handle.skipped)
+        message = f"{state.technique.name} changed nothing: {reasons}."
+        rank_zero_warn(message, category=NoEffectWarning)
+    return converted
+
+
+def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
+    """Load optimizer states as the strategy does, after translating them between 32 and 8 bits.
+
+    Args:
+        self: The strategy.
+        checkpoint: As loaded; it is not changed.
+    """
+    states = checkpoint.get("optimizer_states", [])
+    translated = [
+        convert_state_dict(state, optimizer)
+        for state, optimizer in zip(states, self.optimizers, strict=False)
+    ]
+    if any(new is not old for new, old in zip(translated, states, strict=False)):
+        checkpoint = {**checkpoint, "optimizer_states": translated}
+    previous_method(self, "load_optimizer_state_dict")(checkpoint)
+
+
+def convert_configured(
+    output: Any, technique: Technique[Optimizer]
+) -> tuple[Any, list[OptimizerHandle]]:
+    """Apply a technique to every optimizer in the output of ``configure_optimizers``.
+
+    Schedulers in it are bound to the new optimizers. Lists, tuples and dictionaries are copied, not
+    changed; an optimizer that occurs twice is replaced once.
+
+    Args:
+        output: Any form that Lightning takes: an optimizer, a list of them, optimizers with
+            schedulers, a dictionary or a list of dictionaries, ``None``.
+        technique: What to apply.
+
+    Returns:
+        The same form with the new optimizers, and one handle for each optimizer. ``undo`` of a
+        handle also binds the schedulers to the old optimizer again.
+    """
+    exchange = _Exchange(technique)
+    return exchange.convert(output), exchange.handles
+
+
+def rebind_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer) -> list[Undo]:
+    """Let learning rate schedulers, and those inside them, work on another optimizer.
+
+    Args:
+        schedulers: Any objects; those that do not refer to ``old`` are left alone.
+        old: The optimizer with which they were made.
+        new: The optimizer that shares its groups.
+
+    Returns:
+        Functions that restore them.
+    """
+    undo: list[Undo] = []
+    for scheduler in _with_inner(schedulers):
+        attributes = vars(scheduler)
+        changes = {name: new for name, value in attributes.items() if value is old}
+        if changes and "use_beta1" in attributes:
+            # OneCycleLR and CyclicLR cycle either `betas[0]` or `momentum`.
+            changes["use_beta1"] = "betas" in new.defaults  # type: ignore[assignment]
+        if changes:
+            undo.append(_setter(attributes, {name: attributes[name] for name in changes}))
+            attributes.update(changes)
+    return undo
+
+
+class _Exchange:
+    """Old optimizers and what took their place, during one call of ``configure_optimizers``."""
+
+    def __init__(self, technique: Technique[Optimizer]) -> None:
+        self._technique = technique
+        self._done: dict[int, tuple[Optimizer, OptimizerHandle]] = {}
+
+    @property
+    def handles(self) -> list[OptimizerHandle]:
+        return [handle for _, handle in self._done.values()]
+
+    def convert(self, output: Any) -> Any:
+        try:
+            for optimizer in _leaves(output, Optimizer):
+                self._apply(optimizer)
+        except BaseException:
+            _run([handle.undo for handle in self.handles])
+            raise
+        self._rebind(_leaves(output, object))
+        return self._mapped(output)
+
+    def replace_attributes(self, owner: Any) -> None:
+        """Put new optimizers and their schedulers where the module keeps the old ones itself."""
+        attributes = vars(owner)
+        for name, value in list(attributes.items()):
+            mapped = self._mapped(value)
+            if mapped is not value:
+                attributes[name] = mapped
+                changed = (old for old in _leaves(value, Optimizer) if id(old) in self._done)
+                self._add_undo(next(changed), _setter(attributes, {name: value}))
+        self._rebind(_leaves(list(attributes.values()), object))
+
+    def _apply(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._done:
+            return
+        with warnings.catch_warnings():
+            # One warning for all optimizers is given by the caller.
+            warnings.simplefilter("ignore", NoEffectWarning)
+            handle = self._technique.apply(optimizer)
+        self._done[id(optimizer)] = (optimizer, handle)
+
+    def _rebind(self, leaves: Iterable[Any]) -> None:
+        schedulers = [leaf for leaf in leaves if _is_scheduler(leaf)]
+        for old, handle in list(self._done.values()):
+            if handle.target is not old:
+                for undo in rebind_schedulers(schedulers, old, handle.target):
+                    self._add_undo(old, undo)
+
+    def _add_undo(self, old: Optimizer, undo: Undo) -> None:
+        _, handle = self._done[id(old)]
+        both = (handle.undo, undo)
+        self._done[id(old)] = (old, Handle(handle.target, handle.changes, handle.skipped, both))
+
+    def _mapped(self, value: Any) -> Any:
+        """Return the value with new optimizers in it; the same object if there are none."""
+        if isinstance(value, Optimizer):
+            _, handle = self._done.get(id(value), (value, None))
+            return value if handle is None else handle.target
+        if type(value) is dict:
+            mapped: Any = {key: self._mapped(item) for key, item in value.items()}
+            return value if all(mapped[key] is value[key] for key in value) else mapped
+        if isinstance(value, list | tuple):
+            items = [self._mapped(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        return value
+
+
+def _leaves(value: Any, kind: type) -> list[Any]:
+    """Return what lies in nested lists, tuples and dictionaries."""
+    if type(value) is dict:
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in _leaves(item, kind)]
+    return [value] if isinstance(value, kind) else []
+
+
+def _is_scheduler(value: Any) -> bool:
+    # By form: schedulers of other packages do not derive from torch's.
+    return (
+        isinstance(getattr(value, "__dict__", {}).get("optimizer"), Optimizer)
+        and callable(getattr(value, "step", None))
+        and not isinstance(value, Optimizer)
+    )
+
+
+def _with_inner(schedulers: Iterable[Any]) -> list[Any]:
+    """Return the schedulers and those that they hold, as SequentialLR and ChainedScheduler do."""
+    found: dict[int, Any] = {}
+    waiting = list(schedulers)
+    while waiting:
+        scheduler = waiting.pop()
+        if id(scheduler) not in found and _is_scheduler(scheduler):
+            found[id(scheduler)] = scheduler
+            waiting += _leaves(list(vars(scheduler).values()), object)
+    return list(found.values())
+
+
+def _setter(attributes: dict[str, Any], values: dict[str, Any]) -> Undo:
+    return lambda: attributes.update(values)
+
+
+def _run(undo: list[Undo]) -> None:
+    with contextlib.ExitStack() as stack:
+        for function in undo:
+            stack.callback(function)
+    undo.clear()
+
+
+def _with_module(technique: Technique[Optimizer], module: Any) -> Technique[Optimizer]:
+    if "module" not in getattr(technique, "__dataclass_fields__", {}):
+        return technique
+    return dataclasses.replace(technique, module=module)  # type: ignore[type-var]
+
+
+def _has_configure_optimizers(pl_module: Any) -> bool:
+    name = "configure_optimizers"
+    base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
+    own = getattr(type(pl_module), name, None)
+    return name in vars(pl_module) or own is not getattr(base, name, None)
