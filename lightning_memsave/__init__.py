@@ -1,1 +1,61 @@
-"""Train models that do not fit: memory-saving callbacks for PyTorch Lightning."""
+"""Train models that do not fit: memory-saving callbacks for PyTorch Lightning.
+
+Names are imported on first use, so that ``import lightning_memsave`` costs nothing and bitsandbytes,
+transformers and NVML are loaded only where they are needed.
+"""
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
+    from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
+    from lightning_memsave.core.blocks import find_blocks as find_blocks
+    from lightning_memsave.core.memory import MemoryBreakdown as MemoryBreakdown
+    from lightning_memsave.core.technique import Exactness as Exactness
+    from lightning_memsave.errors import ConfigurationError as ConfigurationError
+    from lightning_memsave.errors import ExactnessWarning as ExactnessWarning
+    from lightning_memsave.errors import IncompatibleError as IncompatibleError
+    from lightning_memsave.errors import MemsaveError as MemsaveError
+    from lightning_memsave.errors import MemsaveWarning as MemsaveWarning
+    from lightning_memsave.errors import MissingDependencyError as MissingDependencyError
+    from lightning_memsave.errors import NoEffectWarning as NoEffectWarning
+    from lightning_memsave.measure.peak import PeakMemory as PeakMemory
+    from lightning_memsave.techniques.activation_checkpointing import (
+        ActivationCheckpointing as ActivationCheckpointing,
+    )
+    from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
+
+_MODULES = {
+    "ActivationCheckpointing": "techniques.activation_checkpointing",
+    "ConfigurationError": "errors",
+    "Exactness": "core.technique",
+    "ExactnessWarning": "errors",
+    "GPUMemoryMonitor": "callbacks.memory_monitor",
+    "IncompatibleError": "errors",
+    "LowBitOptimizer": "techniques.low_bit_optimizer",
+    "MemSaveCallback": "callbacks.memsave",
+    "MemoryBreakdown": "core.memory",
+    "MemsaveError": "errors",
+    "MemsaveWarning": "errors",
+    "MissingDependencyError": "errors",
+    "NoEffectWarning": "errors",
+    "PeakMemory": "measure.peak",
+    "find_blocks": "core.blocks",
+}
+
+__all__ = sorted(_MODULES)  # noqa: PLE0605 - sorted() gives a list
+__version__ = importlib.metadata.version("lightning-memsave")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -33,7 +33,7 @@ class Problem:
         return f"{self.what}: {self.why}. {self.fix}"
 
 
-def _listed(head: str, problems: Sequence[Problem]) -> str:
+def _listed(head: str, problems: Sequence[Problem | str]) -> str:
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
     lines = "".join(f"\n  - {problem}" for problem in problems)
@@ -48,12 +48,12 @@ class ConfigurationError(MemsaveError, ValueError):
     """An argument is wrong on its own; raised by constructors."""
 
     @classmethod
-    def from_problems(cls, owner: str, problems: Sequence[Problem]) -> Self:
+    def from_problems(cls, owner: str, problems: Sequence[Problem | str]) -> Self:
         """Make one error that lists every problem.
 
         Args:
             owner: Name of the class whose arguments are wrong.
-            problems: At least one problem.
+            problems: At least one problem, or its message.
 
         Returns:
             The error, to be raised by the caller.

@@ -158,17 +158,20 @@ class _Buffers:
 
     def forget_unchanged(self) -> None:
         # Called after the forward pass: learns which buffers change and frees the other copies.
-        changed = [
-            entry
-            for entry in self._before
-            if _buffer(entry[0], entry[1]) is not entry[2] or entry[2]._version != entry[3]
+        # Kernels of normalisation layers change statistics without counting up `_version`.
+        statistics = {module: _statistics(module) for module in self._unknown}
+        self._before = [
+            (module, name, buffer, version, before)
+            for module, name, buffer, version, before in self._before
+            if name in statistics.get(module, ())
+            or _buffer(module, name) is not buffer
+            or buffer._version != version
+            or module not in statistics
         ]
         for module in self._unknown:
             if module.training:
-                _CHANGED_BUFFERS[module] = frozenset(
-                    [name for owner, name, *_ in changed if owner is module]
-                ) | _statistics(module)
-        self._before = changed
+                changed = frozenset(name for owner, name, *_ in self._before if owner is module)
+                _CHANGED_BUFFERS[module] = changed | statistics[module]
 
     def contexts(self, inner: Callable[[], _Contexts]) -> _Contexts:
         in_forward, in_recomputation = inner()

@@ -1,0 +1,117 @@
+"""What a run did, as a table for people and as JSON for programs."""
+
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lightning_memsave.callbacks._settings import Row
+
+REPORT_NAME = "memsave_report.json"
+
+_PACKAGES = (
+    "lightning-memsave",
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "transformers",
+    "bitsandbytes",
+)
+_WIDTH = 100
+
+
+def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
+    """Show what was switched on, what was not, and why.
+
+    Args:
+        rows: One line each.
+        console: Where to; without one, standard output: a table on a terminal, plain lines if not.
+    """
+    console = console or Console(file=sys.stdout)
+    if not console.is_terminal:
+        for line in plain_lines(rows):
+            console.file.write(f"{line}\n")
+        console.file.flush()
+        return
+    table = Table(title="MemSaveCallback", title_justify="left", show_lines=False)
+    for column in ("setting", "value", "", "exactness", "what and why"):
+        table.add_column(column, overflow="fold")
+    colors = {"on": "green", "off": "yellow", "unchanged": "dim"}
+    for row in rows:
+        status = f"[{colors[row.status]}]{row.status}[/]"
+        table.add_row(row.name, row.value, status, row.exactness, "\n".join(row.details))
+    console.print(table)
+
+
+def plain_lines(rows: Iterable[Row]) -> list[str]:
+    """Write the rows for a log file.
+
+    Args:
+        rows: One line each.
+
+    Returns:
+        Lines without colours or frames.
+    """
+    lines = ["MemSaveCallback:"]
+    for row in rows:
+        exactness = f" ({row.exactness})" if row.exactness else ""
+        details = "; ".join(row.details)
+        lines.append(f"  {row.name}={row.value}: {row.status}{exactness}. {details}".rstrip(" ."))
+    return lines
+
+
+def versions() -> dict[str, str]:
+    """Read the versions of what a run depends on.
+
+    Returns:
+        Version by package name, for installed packages, and ``python``.
+    """
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def write_report(
+    directory: str | Path,
+    settings: dict[str, str],
+    rows: Sequence[Row],
+    measured: dict[str, Any] | None,
+    error: BaseException | None = None,
+) -> Path:
+    """Write ``memsave_report.json``.
+
+    Args:
+        directory: Where to; made if it does not exist.
+        settings: Arguments of the callback as they were written.
+        rows: The table at the start of fit.
+        measured: What the monitor measured, with ``peak_bytes``; ``None`` without a monitor.
+        error: What ended the fit, if something did.
+
+    Returns:
+        Path of the file.
+    """
+    path = Path(directory) / REPORT_NAME
+    path.parent.mkdir(parents=True, exist_ok=True)
+    report = {
+        "status": "finished" if error is None else f"{type(error).__name__}: {error}",
+        "settings": settings,
+        "changes": [asdict(row) for row in rows if row.status == "on"],
+        "refusals": [asdict(row) for row in rows if row.status != "on"],
+        "measured": measured,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "versions": versions(),
+    }
+    path.write_text(json.dumps(report, indent=2) + "\n")
+    return path

@@ -1,0 +1,127 @@
+"""What ``MemSaveCallback`` can set, each behind the same few methods."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+
+from lightning_memsave.errors import Problem
+
+Status = Literal["on", "off", "unchanged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table at the start of fit.
+
+    Args:
+        name: Name of the setting.
+        value: The value in force, as it would be written.
+        status: ``"on"``, ``"off"``, or ``"unchanged"`` where the user's own choice is kept.
+        details: What was done, or why nothing was done, one line each.
+        exactness: How far the numbers may move, in one word; empty where nothing moves.
+    """
+
+    name: str
+    value: str
+    status: Status
+    details: tuple[str, ...] = ()
+    exactness: str = ""
+
+
+class Setting(ABC):
+    """One thing that the callback sets in a Trainer or a module, and takes back."""
+
+    name: str
+    is_for_evaluation: ClassVar[bool] = False
+    """It matters in validation, test and prediction too."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self._undo: list[Callable[[], None]] = []
+
+    @abstractmethod
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find every conflict with this Trainer and module; changes nothing.
+
+        Args:
+            trainer: A Trainer in ``setup``.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems.
+        """
+
+    @abstractmethod
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Make the changes, in ``setup`` of a fit, after every ``check`` was empty.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+
+    def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
+        """Make what could not be done in ``setup``, in ``on_fit_start``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+
+    def undo(self) -> None:
+        """Restore what was there before; a second call does nothing."""
+        while self._undo:
+            self._undo.pop()()
+
+
+class TensorFloat32(Setting):
+    """TF32 for float32 matrix products and convolutions on CUDA.
+
+    Args:
+        is_allowed: Whether to use it; ``None`` leaves torch's process-wide setting alone.
+    """
+
+    name = "tf32"
+    is_for_evaluation = True
+
+    def __init__(self, is_allowed: bool | None) -> None:
+        super().__init__()
+        self.is_allowed = is_allowed
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find nothing: torch accepts the setting everywhere and uses it on CUDA.
+
+        Args:
+            trainer: Not used.
+            pl_module: Not used.
+
+        Returns:
+            An empty list.
+        """
+        return []
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Set it, if asked to.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Not used.
+        """
+        if self.is_allowed is None:
+            return
+        matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        self._undo.append(lambda: _set_tf32(matmul, cudnn))
+        _set_tf32("high" if self.is_allowed else "highest", self.is_allowed)
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        status: Status = "on" if self.is_allowed and on_cuda else "off"
+        details = () if on_cuda or not self.is_allowed else ("it has an effect on CUDA only",)
+        exactness = "approximate" if status == "on" else ""
+        self.rows = [Row(self.name, str(self.is_allowed), status, details, exactness)]
+
+
+def _set_tf32(matmul: str, is_allowed_in_cudnn: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = is_allowed_in_cudnn

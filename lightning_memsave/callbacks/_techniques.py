@@ -1,0 +1,194 @@
+"""Techniques behind the methods of a `Setting`: when to apply them in a fit, and what to report."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memsave import host
+from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
+from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.core.technique import Handle, Technique
+from lightning_memsave.errors import NoEffectWarning, Problem
+
+
+class ModuleTechnique(Setting):
+    """A technique that changes the module.
+
+    Args:
+        name: Name of the argument that sets it.
+        technique: The technique, or ``None`` to leave the module as it is.
+        value: What the user wrote for it.
+        is_auto: The user did not ask for it by name: conflicts switch it off with a reason.
+    """
+
+    def __init__(
+        self, name: str, technique: Technique[nn.Module] | None, value: str, is_auto: bool
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.technique = technique
+        self.value = value
+        self.is_auto = is_auto
+        self._handle: Handle[nn.Module] | None = None
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the strategy and the module as far as it is built.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems; none for a choice of our own, which gives way.
+        """
+        if self.technique is None or self.is_auto:
+            return []
+        problems = self.technique.check(pl_module)
+        if host.checkpoints_activations_itself(trainer):
+            strategy = type(trainer.strategy).__name__
+            problems.append(
+                Problem(
+                    f"`{self.name}={self.value}`",
+                    f"`{strategy}` was told to checkpoint activations, and twice is too much",
+                    f"Remove that setting from `{strategy}`, or set `{self.name}=None` here.",
+                )
+            )
+        return problems
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Change the module, unless it makes its layers later.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        if self.technique is None:
+            self.rows = [Row(self.name, "None", "unchanged")]
+        elif self._gives_way(trainer):
+            reason = f"`{type(trainer.strategy).__name__}` checkpoints activations already"
+            self.rows = [Row(self.name, self.value, "unchanged", (reason,))]
+        elif not host.builds_model_late(pl_module):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NoEffectWarning)  # given in `start` if it holds
+                self._use(self.technique, pl_module)
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Change a module that made its layers after ``setup``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        is_done = self._handle is not None and bool(self._handle.changes)
+        if self.technique is not None and not is_done and not self._gives_way(trainer):
+            self._use(self.technique, pl_module)
+
+    def undo(self) -> None:
+        """Restore the module; a second call does nothing."""
+        super().undo()
+        self._handle = None
+
+    def _gives_way(self, trainer: Any) -> bool:
+        return self.is_auto and host.checkpoints_activations_itself(trainer)
+
+    def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> None:
+        self._handle = technique.apply(pl_module)
+        self._undo.append(self._handle.undo)
+        exactness = technique.exactness.value
+        self.rows = [_row(self.name, self.value, self._handle, exactness)]
+
+
+class OptimizerTechnique(Setting):
+    """A technique that replaces what ``configure_optimizers`` returns.
+
+    Checkpoints whose optimizer state has another format are converted when they are loaded, with
+    and without a technique.
+
+    Args:
+        technique: The technique, or ``None`` to leave optimizers as they are.
+        value: What the user wrote for it.
+        is_auto: The user did not ask for it by name: conflicts switch it off with a reason.
+    """
+
+    name = "optimizer"
+
+    def __init__(self, technique: Technique[Optimizer] | None, value: str, is_auto: bool) -> None:
+        super().__init__()
+        self.technique = technique
+        self.value = value
+        self.is_auto = is_auto
+        self._state: Any = None
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the strategy; the optimizer itself does not exist yet.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems; none for a choice of our own, which gives way.
+        """
+        if self.technique is None or self.is_auto:
+            return []
+        return _sharding_problems(trainer, self.value)
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Wrap ``configure_optimizers`` and the loading of optimizer states.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        self._undo.append(
+            host.convert_loaded_optimizer_states(
+                trainer, configure_optimizers.load_optimizer_state_dict
+            )
+        )
+        if self.technique is None:
+            self.rows = self.rows or [Row(self.name, "None", "unchanged")]
+            return
+        problems = _sharding_problems(trainer, self.value)
+        if problems:
+            self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
+            return
+        technique = self.technique
+        if any(field.name == "module" for field in dataclasses.fields(technique)):  # type: ignore[arg-type]
+            technique = dataclasses.replace(technique, module=pl_module)  # type: ignore[type-var]
+        self._state, undo = configure_optimizers.enable(pl_module, technique)
+        self._undo.append(undo)
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Say what became of each optimizer.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        if self._state is not None and self.technique is not None:
+            exactness = self.technique.exactness.value
+            self.rows = [
+                _row(self.name, self.value, handle, exactness) for handle in self._state.handles
+            ]
+
+
+def _row(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
+    if not handle.changes:
+        return Row(name, value, "off", handle.skipped)
+    return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)
+
+
+def _sharding_problems(trainer: Any, value: str) -> list[Problem]:
+    if not host.is_strategy(trainer, "ModelParallelStrategy", "FSDPStrategy"):
+        return []
+    strategy = type(trainer.strategy).__name__
+    return [
+        Problem(
+            f"`optimizer={value}`",
+            f"`{strategy}` shards parameters, which bitsandbytes' kernels do not take",
+            "Set `optimizer=None`; each rank holds only its share of the state anyway.",
+        )
+    ]

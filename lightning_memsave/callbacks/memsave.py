@@ -1,0 +1,241 @@
+"""The suite as one callback."""
+
+import contextlib
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from lightning_memsave import host
+from lightning_memsave.callbacks import _report
+from lightning_memsave.callbacks._arguments import make_settings
+from lightning_memsave.callbacks._base import CallbackBase
+from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
+from lightning_memsave.core.blocks import BlockSelector
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+
+
+class MemSaveCallback(CallbackBase):
+    """Train with less memory, by one line in an existing project.
+
+    Without arguments: the activations of every repeated block are recomputed in backward, the
+    optimizer that the module configures keeps its state in 8 bits (embeddings, norms and biases
+    stay 32-bit), mixed precision is switched on where the device is a CUDA GPU and the Trainer
+    names no other, and memory is measured. At the start of fit one table says what was switched on
+    and what was not, and why; ``memsave_report.json`` in the run's log directory says it again,
+    with the memory that was measured.
+
+    Each of the first three arguments takes ``"auto"`` (as above; what conflicts with it is left
+    alone and said), ``None`` (leave it as it is) or a value, which is set or refused.
+
+    Args:
+        activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
+            ``"every:k"``, the first m blocks as a number, or a share of them; see
+            `ActivationCheckpointing`, which can be passed too.
+        optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, or
+            a name such as ``"lion_8bit"``; see `LowBitOptimizer`, which can be passed too.
+        precision: Any precision of Lightning's Trainer. It is set for validation, test and
+            prediction as well.
+        accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
+            last window of an epoch scaled by its real length.
+        blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
+            and a regular expression over module names, a function of name and module, or several.
+        optimizer_kwargs: Settings of an optimizer that is chosen by name.
+        keep_32bit: Shell patterns of parameter names whose optimizer state stays 32-bit.
+        force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
+            embeddings, norms or biases.
+        tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
+        exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
+            What moves them further is switched off if it is ``"auto"`` and refused if not.
+        monitor: Measure memory; ``False`` for not, or a `GPUMemoryMonitor` with settings of its own.
+        report: Print the table and write ``memsave_report.json``.
+
+    Raises:
+        ConfigurationError: If arguments are wrong on their own; the message lists all that are.
+
+    Note:
+        Conflicts with the Trainer and the module end in an `IncompatibleError` at the start of fit
+        that lists all of them; nothing has been changed then. A second `MemSaveCallback` in one
+        Trainer does nothing. After fit, or an exception, the module is as it was.
+
+    Example:
+        >>> MemSaveCallback(activation_checkpointing="all", optimizer=None)
+        MemSaveCallback(activation_checkpointing='all', optimizer=None)
+    """
+
+    def __init__(
+        self,
+        activation_checkpointing: str | int | float | ActivationCheckpointing | None = "auto",
+        *,
+        optimizer: str | LowBitOptimizer | None = "auto",
+        precision: str | int | None = "auto",
+        accumulate_grad_batches: int | None = None,
+        blocks: BlockSelector | Sequence[BlockSelector] | None = None,
+        optimizer_kwargs: Mapping[str, Any] | None = None,
+        keep_32bit: Sequence[str] = (),
+        force_8bit: Sequence[str] = (),
+        tf32: bool | None = None,
+        exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
+        monitor: bool | GPUMemoryMonitor = True,
+        report: bool = True,
+    ) -> None:
+        super().__init__()
+        self.arguments = {
+            "activation_checkpointing": activation_checkpointing,
+            "optimizer": optimizer,
+            "precision": precision,
+            "accumulate_grad_batches": accumulate_grad_batches,
+            "blocks": blocks,
+            "optimizer_kwargs": optimizer_kwargs,
+            "keep_32bit": keep_32bit,
+            "force_8bit": force_8bit,
+            "tf32": tf32,
+            "exactness": exactness,
+            "monitor": monitor,
+            "report": report,
+        }
+        settings, self.monitor = make_settings(type(self).__name__, self.arguments)
+        self._settings: list[Setting] = settings
+        self._is_disabled = False
+        # The monitor whose hooks we call, and the one whose figures we report: a monitor among the
+        # Trainer's own callbacks takes the place of ours.
+        self._driven: GPUMemoryMonitor | None = None
+        self._reported: GPUMemoryMonitor | None = None
+        # Known from the start of fit to its end; asking the Trainer for it needs all ranks.
+        self._directory: str | None = None
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(
+            f"{name}={value!r}"
+            for name, value in self.arguments.items()
+            if value != _DEFAULTS[name].default
+        )
+        return f"{type(self).__name__}({arguments})"
+
+    @property
+    def rows(self) -> list[Row]:
+        """What was switched on and what was not, as the table at the start of fit shows it."""
+        return [row for setting in self._settings for row in setting.rows]
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Check everything, then change what can be changed before the model is set up.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+
+        Raises:
+            IncompatibleError: If a setting conflicts with the Trainer or the module; the message
+                lists every conflict, and nothing has been changed.
+        """
+        self._is_disabled = host.first_of(trainer, MemSaveCallback) is not self
+        if self._is_disabled:
+            warnings.warn(
+                "This Trainer has two `MemSaveCallback`s: the second one does nothing. Remove one.",
+                MemsaveWarning,
+                stacklevel=2,
+            )
+            return
+        is_fit = stage == "fit"
+        settings = self._settings if is_fit else [s for s in self._settings if s.is_for_evaluation]
+        problems = host.check_host(trainer) or [
+            problem for setting in settings for problem in setting.check(trainer, pl_module)
+        ]
+        if problems:
+            raise IncompatibleError(type(self).__name__, problems)
+        with self._undone_on_error():
+            for setting in settings:
+                setting.apply(trainer, pl_module)
+            if is_fit:
+                host.put_first(trainer, self)
+                own = host.first_of(trainer, GPUMemoryMonitor)
+                self._driven = self.monitor if own is None else None
+                self._reported = own or self.monitor
+            if self._driven is not None:
+                self._driven.setup(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Change what exists only now, and show the table.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        if self._is_disabled:
+            return
+        with self._undone_on_error():
+            for setting in self._settings:
+                setting.start(trainer, pl_module)
+        self._directory = trainer.log_dir or trainer.default_root_dir
+        if self.arguments["report"] and trainer.is_global_zero:
+            _report.print_table(self.rows)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write the report, after the monitor has closed its books."""
+        if self._driven is not None:
+            self._driven.on_fit_end(trainer, pl_module)
+        self._write_report(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Restore the module, as ``teardown`` is not called now, and write what is known."""
+        if self._driven is not None:
+            self._driven.on_exception(trainer, pl_module, exception)
+        self._undo()
+        self._write_report(trainer, exception)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Restore the module."""
+        if self._driven is not None:
+            self._driven.teardown(trainer, pl_module, stage)
+        self._undo()
+
+    def _undo(self) -> None:
+        for setting in reversed(self._settings):
+            setting.undo()
+
+    @contextlib.contextmanager
+    def _undone_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._undo()
+            raise
+
+    def _write_report(self, trainer: Any, error: BaseException | None = None) -> None:
+        directory, self._directory = self._directory, None
+        if directory is None or not self.arguments["report"] or not trainer.is_global_zero:
+            return
+        summary = None if self._reported is None else self._reported.summary
+        _report.write_report(
+            directory,
+            {name: repr(value) for name, value in self.arguments.items()},
+            self.rows,
+            None if summary is None else summary.to_dict(),
+            error,
+        )
+
+
+_DEFAULTS = inspect.signature(MemSaveCallback).parameters

@@ -1,0 +1,204 @@
+"""Models and techniques as data: the contract suite runs every technique on every model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.technique import Technique
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+
+WIDTH = 64  # 64 x 64 weights have 4,096 elements, so that their optimizer state can be 8-bit
+
+
+class Block(nn.Module):
+    """A residual block that can be awkward: a norm, keyword arguments, tuple or dict outputs."""
+
+    def __init__(self, norm: nn.Module, kind: str = "tensor") -> None:
+        super().__init__()
+        self.norm, self.kind = norm, kind
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Any, *, scale: Tensor | None = None) -> Any:
+        x = x["x"] if self.kind == "dict" else x
+        hidden = torch.nn.functional.gelu(self.up(self.norm(x)))
+        y = x + self.down(self.dropout(hidden)) * (1.0 if scale is None else scale)
+        if self.kind == "tuple":
+            return y, hidden.mean()
+        return {"x": y} if self.kind == "dict" else y
+
+
+class Model(nn.Module):
+    """Blocks, a head and a loss; subclasses change one thing each."""
+
+    kind = "tensor"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(self.make_norm(), self.kind) for _ in range(4)])
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def make_norm(self) -> nn.Module:
+        return nn.LayerNorm(WIDTH)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=torch.tensor(0.5))
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.run_blocks(x)).square().mean()
+
+
+class BatchNormModel(Model):
+    def make_norm(self) -> nn.Module:
+        return nn.BatchNorm1d(WIDTH, momentum=None)
+
+
+class SpectralNormModel(Model):
+    """Each forward pass reads and changes buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.utils.parametrizations.spectral_norm(block.get_submodule("up"))
+
+
+class TupleModel(Model):
+    kind = "tuple"
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        auxiliary: Any = 0.0
+        for block in self.blocks:
+            x, part = block(x)
+            auxiliary = auxiliary + part
+        return x + auxiliary
+
+
+class DictModel(Model):
+    kind = "dict"
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block({"x": x})["x"]
+        return x
+
+
+class FrozenModel(Model):
+    """A frozen block whose input has no gradient, one whose input has, trained ones around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0].requires_grad_(False)
+        self.blocks[2].requires_grad_(False).eval()
+
+
+class TwiceModel(Model):
+    """Every block is used twice."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return super().run_blocks(super().run_blocks(x))
+
+
+class TiedModel(Model):
+    """A language model whose head shares the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.argmax(-1, keepdim=True).expand(-1, 4)
+        logits = self.head(self.run_blocks(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class TransformerModel(Model):
+    """torch's own encoder layers, which do not return at all what ours return."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        layers = [
+            nn.TransformerEncoderLayer(WIDTH, 4, WIDTH, dropout=0.5, batch_first=True)
+            for _ in range(3)
+        ]
+        self.blocks, self.head = nn.ModuleList(layers), nn.Linear(WIDTH, WIDTH)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        x = x.unsqueeze(0)
+        for block in self.blocks:
+            x = block(x, src_key_padding_mask=None)
+        return x
+
+
+class UnrepeatedModel(Model):
+    """No block at all."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.first, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return self.first(x).relu()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "dropout": Model,
+    "batch_norm": BatchNormModel,
+    "spectral_norm": SpectralNormModel,
+    "tuple_output": TupleModel,
+    "dict_input": DictModel,
+    "frozen": FrozenModel,
+    "used_twice": TwiceModel,
+    "tied": TiedModel,
+    "transformer": TransformerModel,
+    "unrepeated": UnrepeatedModel,
+}
+
+
+def make_model(name: str) -> nn.Module:
+    torch.manual_seed(1)
+    return MODELS[name]()
+
+
+def make_batch(step: int) -> Tensor:
+    """A batch of 16 vectors, the same for the same step."""
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+@dataclass(frozen=True)
+class Case:
+    """How the contract suite uses a technique.
+
+    ``variants``: settings to hold to the contract; ``needs_blocks``: it has nothing to do on a
+    model without blocks; ``loss_factor``: bound on the final loss over the unmodified one, for
+    techniques that are approximate.
+    """
+
+    variants: tuple[Technique[Any], ...]
+    needs_blocks: bool
+    loss_factor: float = 1.0
+
+
+CASES: dict[str, Case] = {
+    ActivationCheckpointing.name: Case(
+        variants=(
+            ActivationCheckpointing(),
+            ActivationCheckpointing("selective"),
+            ActivationCheckpointing(2),
+            ActivationCheckpointing(0.5),
+            ActivationCheckpointing("every:2"),
+        ),
+        needs_blocks=True,
+    ),
+    LowBitOptimizer.name: Case(
+        variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
+        needs_blocks=False,
+        loss_factor=1.05,
+    ),
+}

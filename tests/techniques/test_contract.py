@@ -1,0 +1,178 @@
+"""What every technique promises, on every awkward model."""
+
+import copy
+import dataclasses
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave.core.technique import Exactness, Technique
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning
+from lightning_memsave.techniques import TECHNIQUES
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from tests.cases import CASES, MODELS, make_batch, make_model
+from tests.helpers import adamw, assert_bitwise_equal, snapshot, switch_on, train
+
+ALL = [
+    pytest.param(variant, name, id=f"{variant!r}-{name}")
+    for case in CASES.values()
+    for variant in case.variants
+    for name in MODELS
+    if not (case.needs_blocks and name == "unrepeated")
+]
+VARIANTS = [
+    pytest.param(variant, id=repr(variant)) for case in CASES.values() for variant in case.variants
+]
+
+
+def for_model(technique: Technique[Any], model: nn.Module) -> Technique[Any]:
+    if isinstance(technique, LowBitOptimizer):
+        return dataclasses.replace(technique, module=model)
+    return technique
+
+
+def target_of(technique: Technique[Any], model: nn.Module) -> Any:
+    return adamw(model) if isinstance(technique, LowBitOptimizer) else model
+
+
+@pytest.mark.parametrize(("technique", "name"), ALL)
+def test_trains_as_exactly_as_it_declares(technique, name):
+    model = make_model(name)
+    technique = for_model(technique, model)
+    if technique.exactness is Exactness.BITWISE:
+        plain = train(model, make_batch)
+        assert_bitwise_equal(plain, train(model, make_batch, technique))
+        return
+    assert technique.exactness is Exactness.APPROXIMATE, "rounding: compare with float64 here"
+    # Below dropout's noise, so that the masks, which are the same, do not hide a difference.
+    plain = train(model, make_batch, steps=30)
+    saving = train(model, make_batch, technique, steps=30)
+    assert saving.losses[-1] <= plain.losses[-1] * CASES[technique.name].loss_factor
+    moved = [torch.equal(saving.state[k], plain.state[k]) for k in saving.state]
+    assert not all(moved), "the technique did nothing: its exactness would be bitwise"
+
+
+@pytest.mark.parametrize(("technique", "name"), ALL)
+def test_check_changes_nothing(technique, name):
+    model = make_model(name)
+    technique = for_model(technique, model)
+    before, state = snapshot(model), copy.deepcopy(model.state_dict())
+    assert technique.check(target_of(technique, model)) == []
+    assert snapshot(model) == before
+    assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("technique", "name"), ALL)
+def test_undo_restores_the_module(technique, name):
+    model = make_model(name).train()
+    technique = for_model(technique, model)
+    before, keys = snapshot(model), list(model.state_dict())
+    optimizer, handle = switch_on(technique, model, adamw(model))
+    assert list(model.state_dict()) == keys
+    model(make_batch(0)).backward()
+    optimizer.step()
+    handle.undo()
+    handle.undo()
+    assert snapshot(model) == before
+
+
+@pytest.mark.parametrize("technique", VARIANTS)
+def test_applying_twice_equals_once_or_is_refused(technique):
+    model = make_model("dropout").train()
+    technique = for_model(technique, model)
+    optimizer, first = switch_on(technique, model, adamw(model))
+    before = snapshot(model)
+    try:
+        with pytest.warns(NoEffectWarning):
+            _, second = switch_on(technique, model, optimizer)
+    except IncompatibleError:
+        return
+    assert second.changes == ()
+    second.undo()
+    assert snapshot(model) == before
+    first.undo()
+
+
+@pytest.mark.parametrize(("technique", "name"), ALL)
+def test_state_loads_with_and_without_it(technique, name):
+    """Saved with, loaded without, and back; optimizer state goes through a file half-way."""
+    model = make_model(name)
+    straight, resumed = copy.deepcopy(model), copy.deepcopy(model)
+    losses = {}
+    for key, net in (("straight", straight), ("resumed", resumed)):
+        net.train()
+        optimizer, _ = switch_on(for_model(technique, net), net, adamw(net))
+        torch.manual_seed(3)
+        for step in range(4):
+            if key == "resumed" and step == 2:
+                file = io.BytesIO()
+                torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                net = copy.deepcopy(model).train()  # noqa: PLW2901 - a fresh process would have this
+                optimizer, _ = switch_on(for_model(technique, net), net, adamw(net))
+                file.seek(0)
+                saved = torch.load(file, weights_only=True)
+                net.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            optimizer.zero_grad()
+            loss = net(make_batch(step))
+            loss.backward()
+            optimizer.step()
+        losses[key] = loss.detach()
+    assert torch.equal(losses["straight"], losses["resumed"])
+    make_model(name).load_state_dict(straight.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("technique", VARIANTS)
+def test_a_copy_is_independent_and_pickles_load(technique, name):
+    if CASES[technique.name].needs_blocks and name == "unrepeated":
+        return
+    model = make_model(name).train()
+    _, handle = switch_on(for_model(technique, model), model, adamw(model))
+    twin = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
+    twin(make_batch(0)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert any(p.grad is not None for p in twin.parameters())
+    handle.undo()
+    if name != "spectral_norm":  # torch refuses to pickle parametrized modules
+        loaded = pickle.loads(pickle.dumps(twin))
+        assert list(loaded.state_dict()) == list(twin.state_dict())
+        assert torch.isfinite(loaded(make_batch(0)))
+
+
+@pytest.mark.parametrize("technique", VARIANTS)
+def test_repr_makes_an_equal_technique(technique):
+    names = {cls.__name__: cls for cls in TECHNIQUES}
+    again = eval(repr(technique), names)
+    assert again == technique
+    assert hash(again) == hash(technique)
+
+
+def test_warns_when_there_is_nothing_to_do():
+    model = make_model("unrepeated")
+    with pytest.warns(NoEffectWarning, match=r"Repeated classes are: `Linear` \(2\)"):
+        ActivationCheckpointing().apply(model)
+    with pytest.warns(NoEffectWarning, match="SGD"):
+        LowBitOptimizer(module=model).apply(torch.optim.SGD(model.parameters()))
+
+
+def test_an_exception_in_the_block_leaves_nothing_behind():
+    model = make_model("dropout").train()
+    before = snapshot(model)
+    with (
+        pytest.raises(RuntimeError, match="expected input with shape"),
+        ActivationCheckpointing().apply(model),
+    ):
+        model(torch.randn(3, 7, 5))
+    assert snapshot(model) == before
+
+
+def test_every_registered_technique_has_a_case():
+    assert [technique.name for technique in TECHNIQUES] == list(CASES)
