@@ -1,0 +1,277 @@
+"""Count the bytes of live tensors, exactly and by category, on any device."""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure.storages import on_storage_resize, storages_of, tensors_in
+
+# What the phase of the step says of a new storage is a guess until something claims it. What is
+# claimed already keeps its category, for example a parameter that an optimizer also has in `state`.
+_UNCLAIMED = frozenset({"activation", "temporary", "other"})
+
+
+class _Entry:
+    """One live storage."""
+
+    __slots__ = ("category", "num_bytes", "ref")
+
+    def __init__(self, ref: "weakref.ref[torch.UntypedStorage]", category: str) -> None:
+        self.ref = ref
+        self.category = category
+        self.num_bytes = 0
+
+
+class LiveTensors(TorchDispatchMode):
+    """Bytes of the live tensor storages of one device, now and at their peak.
+
+    Each storage counts once, however many tensors share it, from the operation that makes it until
+    it is freed. The same on every machine, and what a GPU would have to hold apart from rounding,
+    fragmentation and the workspaces of its kernels. Costs time (each operation passes through
+    Python) and no memory: storages are held by weak reference only.
+
+    Args:
+        module: Its parameters, buffers and gradients are counted from the start. Held weakly.
+        optimizers: Their state is counted from the start and found again after each step.
+        device: The device to count on. ``None`` takes that of the first parameter, and the CPU
+            where there is none.
+
+    Note:
+        What counts as what: made inside an optimizer step with gradients switched off, or during
+        backward with gradients switched off, is *temporary*; made during backward with gradients
+        on is recomputation, and an *activation* as all else is. Then ``Parameter.grad`` makes a
+        *gradient* of it and ``Optimizer.state`` *optimizer state*, after the step. A storage that
+        is older than the context and that no one has named is *other* from its first use on.
+
+        Scratch memory inside a kernel is not a tensor and is not seen, such as the reordered copies
+        of oneDNN's convolutions or what the 8-bit optimizers of bitsandbytes do inside; nor are the
+        states of random generators, 5 kB for each checkpointed block on a CPU. Compiled modules are
+        not for this: with the context on, torch runs them as plain operations.
+
+    Example:
+        >>> model = nn.Linear(100, 10, bias=False)
+        >>> with LiveTensors(model) as live:
+        ...     model(torch.ones(5, 100)).sum().backward()
+        >>> live.peak.parameter_bytes, live.breakdown.gradient_bytes
+        (4000, 4000)
+    """
+
+    # Let operators such as flex_attention through instead of failing on them.
+    supports_higher_order_operators = True
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        optimizers: Iterable[Optimizer] = (),
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.device = _device_of(module) if device is None else _with_index(torch.device(device))
+        self._module = None if module is None else weakref.ref(module)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self._entries: dict[int, _Entry] = {}
+        self._bytes = MemoryBreakdown().by_category()
+        self._peak = dict(self._bytes)
+        self._live_bytes = 0
+        self._peak_bytes = 0
+        self._num_running_steps = 0
+        self._undo: list[Callable[[], None]] = []
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of all storages alive now, or when the context was left."""
+        return self._live_bytes
+
+    @property
+    def breakdown(self) -> MemoryBreakdown:
+        """The same by category."""
+        return MemoryBreakdown.from_categories(self._bytes)
+
+    @property
+    def peak(self) -> MemoryBreakdown:
+        """Bytes by category at the moment when their sum was largest since the context began."""
+        return MemoryBreakdown.from_categories(self._peak)
+
+    def reset_peak(self) -> None:
+        """Look for the peak from now on."""
+        self._peak_bytes = self._live_bytes
+        self._peak = dict(self._bytes)
+
+    def track_input(self, batch: object) -> None:
+        """Count the tensors of a batch as input; for storages that the context has not seen made.
+
+        Args:
+            batch: Tensors in any nesting of sequences, mappings and dataclasses.
+        """
+        for tensor in tensors_in(batch):
+            self._claim(tensor, "input")
+
+    def track_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Follow more optimizers; those that are followed already stay as they are.
+
+        Args:
+            optimizers: Plain ones, not wrappers around them.
+        """
+        known = {id(ref()) for ref in self._optimizers}
+        for optimizer in optimizers:
+            if id(optimizer) not in known:
+                self._optimizers.append(weakref.ref(optimizer))
+                if self._undo:
+                    self._follow(optimizer)
+
+    def __enter__(self) -> Self:
+        if self._undo:
+            raise RuntimeError("LiveTensors is running already: make a second one.")
+        module = nn.Module() if self._module is None else self._module()
+        if module is None:
+            raise RuntimeError("The module of this LiveTensors is gone: make one with another.")
+        self._bytes = MemoryBreakdown().by_category()
+        self._live_bytes = self._num_running_steps = 0
+        self._undo.append(on_storage_resize(self._see_storage))
+        try:
+            self._register(module)
+            super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._stop()
+            raise
+        self.reset_peak()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        finally:
+            self._stop()
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.ops.aten.lift_fresh.default:  # its input is new: torch.tensor(...)
+            for tensor in _arguments(args):
+                self._see(tensor, "other")
+            for tensor in _arguments(kwargs.values()):
+                self._see(tensor, "other")
+        result = func(*args, **kwargs)
+        category = self._category_of_new()
+        for tensor in _arguments((result,)):
+            self._see(tensor, category)
+        return result
+
+    def _category_of_new(self) -> str:
+        if torch.is_grad_enabled():
+            return "activation"
+        in_backward = torch._C._current_graph_task_id() != -1
+        return "temporary" if in_backward or self._num_running_steps else "activation"
+
+    def _register(self, module: nn.Module) -> None:
+        for parameter in module.parameters():
+            self._claim(parameter, "parameter")
+        for buffer in module.buffers():
+            self._claim(buffer, "buffer")
+        for parameter in module.parameters():
+            self._claim_gradient(parameter)
+            if parameter.requires_grad:
+                register: Any = parameter.register_post_accumulate_grad_hook  # untyped in torch
+                self._undo.append(register(self._claim_gradient).remove)
+        for ref in self._optimizers:
+            optimizer = ref()
+            if optimizer is not None:
+                self._follow(optimizer)
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        self._claim_state(optimizer)
+        self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+
+    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._num_running_steps += 1
+        for group in optimizer.param_groups:  # gradients that someone assigned
+            for parameter in group["params"]:
+                self._claim_gradient(parameter)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self._num_running_steps -= 1
+        self._claim_state(optimizer)
+
+    def _claim_state(self, optimizer: Optimizer) -> None:
+        for tensor in tensors_in(optimizer.state):
+            self._claim(tensor, "optimizer_state")
+
+    def _claim_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._claim(parameter.grad, "gradient")
+
+    def _claim(self, tensor: Tensor, category: str) -> None:
+        self._see(tensor, category)
+        for storage in storages_of(tensor):
+            entry = self._entries.get(storage._cdata)
+            if entry is not None and entry.category in _UNCLAIMED:
+                self._bytes[entry.category] -= entry.num_bytes
+                self._bytes[category] += entry.num_bytes
+                entry.category = category
+
+    def _see(self, tensor: Tensor, category: str) -> None:
+        if tensor.device == self.device:
+            for storage in storages_of(tensor):
+                self._see_storage(storage, category)
+
+    def _see_storage(self, storage: torch.UntypedStorage, category: str | None = None) -> None:
+        key = storage._cdata
+        entry = self._entries.get(key)
+        if entry is None:
+            if category is None:
+                return
+            ref = weakref.ref(storage, lambda _: self._forget(key))
+            entry = self._entries[key] = _Entry(ref, category)
+        change = storage.nbytes() - entry.num_bytes
+        if change:
+            entry.num_bytes += change
+            self._bytes[entry.category] += change
+            self._live_bytes += change
+            if self._live_bytes > self._peak_bytes:
+                self.reset_peak()
+
+    def _forget(self, key: int) -> None:
+        entry = self._entries.pop(key)
+        self._bytes[entry.category] -= entry.num_bytes
+        self._live_bytes -= entry.num_bytes
+
+    def _stop(self) -> None:
+        self._entries.clear()  # drops the weak references, so that no callback comes any more
+        while self._undo:
+            self._undo.pop()()
+
+
+def _arguments(values: Iterable[Any]) -> Iterator[Tensor]:
+    # Operators take and give tensors and lists of them; this walk is on the hot path.
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _arguments(value)
+
+
+def _device_of(module: nn.Module | None) -> torch.device:
+    parameter = None if module is None else next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _with_index(device: torch.device) -> torch.device:
+    return torch.empty(0, device=device).device  # tensors say "cuda:0" where people write "cuda"

@@ -1,0 +1,83 @@
+"""Find tensors in nested structures, and the storages behind them."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """Find the tensors of a nested structure.
+
+    Args:
+        value: Tensors in any nesting of sequences, mappings and dataclasses; all else is ignored.
+
+    Yields:
+        Each tensor, in order; one that stands there twice comes twice.
+
+    Example:
+        >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2)]})]
+        [1, 2]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """Find the storages that hold a tensor's numbers.
+
+    Args:
+        tensor: Also a sparse one, or a subclass that wraps others, such as a DTensor.
+
+    Yields:
+        One storage for an ordinary tensor; none for what has no memory of its own.
+    """
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.sparse_coo:
+        yield from storages_of(tensor._indices())
+        yield from storages_of(tensor._values())
+    elif tensor.layout is torch.strided:
+        try:
+            storage = tensor.untyped_storage()
+        except (RuntimeError, NotImplementedError):  # the wrappers of torch.func have none
+            return
+        yield storage
+
+
+def on_storage_resize(resized: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
+    """Hear of ``UntypedStorage.resize_``, with which FSDP frees parameters: no operator shows it.
+
+    Args:
+        resized: Called with each storage after it was resized.
+
+    Returns:
+        A function that stops it.
+    """
+    own = vars(torch.UntypedStorage).get("resize_")
+    previous = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        result: torch.UntypedStorage = previous(storage, size)
+        resized(storage)
+        return result
+
+    def undo() -> None:
+        if own is None:
+            del torch.UntypedStorage.resize_
+        else:
+            torch.UntypedStorage.resize_ = own  # type: ignore[method-assign]
+
+    torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+    return undo
