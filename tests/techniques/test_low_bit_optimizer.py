@@ -1,0 +1,563 @@
+import copy
+import inspect
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MissingDependencyError,
+    NoEffectWarning,
+)
+from lightning_memsave.techniques._low_bit_settings import NAMES
+from lightning_memsave.techniques._optimizer_kinds import KINDS
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+
+
+def needs_cuda(test):
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    return pytest.mark.gpu(skip(test))
+
+
+class Tied(nn.Module):
+    """An embedding tied to the head, a norm, biases, a small matrix and two larger ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(80, 64)
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 128)
+        self.down = nn.Linear(128, 64)
+        self.head = nn.Linear(64, 80, bias=False)
+        self.head.weight = self.embed.weight
+        self.gate = nn.Linear(64, 4, bias=False)
+
+    def forward(self, tokens):
+        x = self.norm(self.embed(tokens))
+        x = x + self.down(torch.tanh(self.up(x)))
+        return self.head(x * self.gate(x).mean(-1, keepdim=True))
+
+
+def train(make_optimizer, make_technique=None, steps=20, dtype=torch.float32):
+    """Train the same model on the same data; gives its parameters, the losses, the optimizer."""
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    # Never has a gradient; it is there so that some tensor is converted when all others are kept.
+    ballast = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    optimizer = make_optimizer([*model.parameters(), ballast])
+    if make_technique is not None:
+        optimizer = make_technique(model).apply(optimizer).target
+    # Labels that the tokens do not tell, so that there is always something left to learn.
+    tokens, labels = torch.randint(80, (2, 4, 64))
+    losses = []
+    for _ in range(steps):
+        loss = nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.cat([p.detach().float().flatten() for p in model.parameters()]), losses, optimizer
+
+
+def in_32bit(model):
+    return LowBitOptimizer(module=model, keep_32bit=("?*",))
+
+
+def in_8bit(model):
+    return LowBitOptimizer(module=model)
+
+
+def largest_difference(a, b):
+    return (a - b).abs().max().item()
+
+
+def state_bytes(optimizer):
+    tensors = {
+        id(value): value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    }
+    return sum(tensors.values())
+
+
+def widths(optimizer):
+    """Whether each parameter's state has 8 bits, in the order of the groups."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [
+        optimizer.state[p]["state1"].dtype == torch.uint8 for p in params if p in optimizer.state
+    ]
+
+
+CONVERTED = {
+    "adamw": lambda p: optim.AdamW(p, lr=3e-3, weight_decay=0.1),
+    "adam": lambda p: optim.Adam(p, lr=3e-3),
+    "adam_coupled": lambda p: optim.Adam(p, lr=3e-3, weight_decay=0.1),
+    "adam_decoupled": lambda p: optim.Adam(
+        p, lr=3e-3, weight_decay=0.1, decoupled_weight_decay=True
+    ),
+    "sgd": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=1e-3, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_with_32bit_state_it_computes_what_torch_computes(name):
+    expected, _, _ = train(CONVERTED[name])
+    result, _, optimizer = train(CONVERTED[name], in_32bit)
+    assert hasattr(optimizer, "memsave_kind")
+    assert not any(widths(optimizer))
+    assert largest_difference(result, expected) < 1e-6
+
+
+def test_without_the_added_term_coupled_weight_decay_would_be_another_optimizer():
+    expected, _, _ = train(CONVERTED["adam_coupled"])
+
+    def decoupled(model):
+        return LowBitOptimizer("adamw_8bit", module=model, keep_32bit=("*",))
+
+    coupled, _, _ = train(
+        CONVERTED["adam_coupled"], lambda model: LowBitOptimizer("adam_8bit", keep_32bit=("*",))
+    )
+    wrong, _, _ = train(CONVERTED["adam_coupled"], decoupled)
+    assert largest_difference(coupled, expected) < 1e-6
+    assert largest_difference(wrong, expected) > 0.01
+
+
+def test_coupled_weight_decay_leaves_the_gradient_as_it_was():
+    weight = nn.Parameter(torch.randn(64, 64))
+    optimizer = LowBitOptimizer().apply(optim.Adam([weight], weight_decay=0.1)).target
+    weight.grad = torch.ones_like(weight)
+    gradient = weight.grad
+    optimizer.step()
+    assert weight.grad is gradient
+    assert torch.equal(gradient, torch.ones_like(weight))
+
+
+# Not float16: torch's own optimizers end in NaN there.
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONVERTED)
+def test_8bit_training_stays_close(name, dtype):
+    _, expected, _ = train(CONVERTED[name], dtype=dtype)
+    _, losses, optimizer = train(CONVERTED[name], in_8bit, dtype=dtype)
+    assert any(widths(optimizer))
+    assert losses[-1] < losses[0]
+    assert losses[-1] == pytest.approx(expected[-1], rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "rmsprop"])
+def test_change_names_the_exact_bytes_before_and_after(name):
+    from lightning_memsave.units import format_bytes
+
+    _, _, old = train(CONVERTED[name], steps=1)
+    _, _, new = train(CONVERTED[name], in_8bit, steps=1)
+    model = Tied()
+    (change,) = in_8bit(model).apply(CONVERTED[name](model.parameters())).changes
+    assert f"{format_bytes(state_bytes(old))} -> {format_bytes(state_bytes(new))}" in change
+    assert "2 of 8 tensors" in change
+    assert "(kept 32-bit: 2 bias, 1 embedding, 2 norm, 1 small)" in change
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_8bit") and n[:5] != "paged"])
+def test_bytes_are_counted_to_the_byte(name, dtype):
+    from lightning_memsave.techniques._optimizer_kinds import KIND_BY_WORD
+    from lightning_memsave.techniques._state_precision import low_bit_state_bytes
+
+    model = nn.Sequential(nn.Linear(70, 65), nn.Linear(65, 3)).to(dtype)  # not whole blocks of 256
+    adamw = optim.AdamW(model.parameters())
+    optimizer = LowBitOptimizer(name, module=model).apply(adamw).target
+    model(torch.randn(2, 70, dtype=dtype)).sum().backward()
+    optimizer.step()
+    kind = KIND_BY_WORD[name.removesuffix("_8bit")]
+    expected = low_bit_state_bytes(kind, list(model.parameters()), [next(model.parameters())])
+    assert state_bytes(optimizer) == expected
+
+
+def test_embeddings_norms_biases_and_small_tensors_stay_32bit():
+    _, _, optimizer = train(CONVERTED["adamw"], in_8bit, steps=1)
+    # embed (tied to head), norm weight and bias, up, up bias, down, down bias, gate
+    assert widths(optimizer) == [False, False, False, True, False, True, False, False]
+
+
+def test_name_patterns_override_the_rule():
+    def technique(model):
+        return LowBitOptimizer(
+            module=model, force_8bit=("head.*", "gate.*"), keep_32bit=("up.*",), min_8bit_size=256
+        )
+
+    _, _, optimizer = train(CONVERTED["adamw"], technique, steps=1)
+    assert widths(optimizer) == [True, False, False, False, False, True, False, True]
+
+
+def test_a_bitsandbytes_override_meant_for_another_optimizer_has_no_effect():
+    import bitsandbytes
+
+    manager = bitsandbytes.optim.optimizer.GlobalOptimManager.get_instance()
+    manager.index2config[0, 3] = {"optim_bits": 32}
+    try:
+        _, _, optimizer = train(CONVERTED["adamw"], in_8bit, steps=1)
+    finally:
+        manager.initialize()
+    assert widths(optimizer)[3]
+
+
+def test_without_a_module_vectors_stay_32bit_and_param_names_are_used():
+    model = Tied()
+    adamw = optim.AdamW(model.named_parameters())
+    optimizer: Any = LowBitOptimizer(keep_32bit=("up.weight",)).apply(adamw).target
+    by_name = dict(model.named_parameters())
+    assert not optimizer.uses_8bit(by_name["up.weight"])
+    assert optimizer.uses_8bit(by_name["down.weight"])
+    assert not optimizer.uses_8bit(by_name["norm.weight"])
+
+
+class MyAdamW(optim.AdamW):
+    pass
+
+
+STAYS = {
+    "amsgrad": (lambda p: optim.AdamW(p, amsgrad=True), "AdamW.amsgrad=True.*no 8-bit AMSGrad"),
+    "nesterov": (lambda p: optim.SGD(p, momentum=0.9, nesterov=True), "nesterov=True"),
+    "maximize": (lambda p: optim.Adam(p, maximize=True), "only minimizes"),
+    "differentiable": (lambda p: optim.Adam(p, differentiable=True), "cannot be differentiated"),
+    "capturable": (lambda p: optim.AdamW(p, capturable=True), "outside the CUDA graph"),
+    "lr": (lambda p: optim.AdamW(p, lr=torch.tensor(1e-3)), "lr=tensor"),
+    "momentum": (optim.SGD, "without momentum it has no state"),
+    "dampening": (lambda p: optim.SGD(p, momentum=0.9, dampening=0.1), "dampening=0.1"),
+    "centered": (lambda p: optim.RMSprop(p, centered=True), "no centered RMSprop"),
+    "rmsprop": (lambda p: optim.RMSprop(p, momentum=0.9), "RMSprop with momentum"),
+    "lbfgs": (optim.LBFGS, "`LBFGS` stays 32-bit: bitsandbytes has no 8-bit form"),
+    "adafactor": (optim.Adafactor, "`Adafactor` stays 32-bit"),
+    "adagrad": (optim.Adagrad, "lose the small gradients"),
+    "subclass": (MyAdamW, "subclass of `AdamW`"),
+    "second group": (
+        lambda p: optim.AdamW([{"params": p}, {"params": [], "amsgrad": True}]),
+        "amsgrad=True",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_has_no_8bit_form_stays_and_says_why(name):
+    make, reason = STAYS[name]
+    optimizer = make(list(Tied().parameters()))
+    with pytest.warns(NoEffectWarning, match=reason):
+        handle = LowBitOptimizer().apply(optimizer)
+    assert handle.target is optimizer
+    assert handle.changes == ()
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda m: optim.AdamW(m.double().parameters()), "float64 parameters"),
+        (lambda m: optim.AdamW(m.norm.parameters()), "stays 32-bit: 2 norm"),
+        (lambda m: __import__("bitsandbytes").optim.AdamW8bit(m.parameters()), "already"),
+        (lambda m: in_8bit(m).apply(optim.AdamW(m.parameters())).target, "8 bits already"),
+    ],
+)
+def test_nothing_to_convert_is_said(make, reason):
+    model = Tied()
+    optimizer = make(model)
+    with pytest.warns(NoEffectWarning, match=reason):
+        assert in_8bit(model).apply(optimizer).target is optimizer
+
+
+def test_groups_are_shared_and_untouched():
+    weight = nn.Parameter(torch.randn(64, 64))
+    sgd = optim.SGD([weight], lr=0.1, momentum=0.9)
+    group = sgd.param_groups[0]
+    before, defaults = dict(group), dict(sgd.defaults)
+    handle = LowBitOptimizer().apply(sgd)
+    assert handle.target.param_groups[0] is group
+    assert handle.target.defaults == defaults
+    assert group.keys() == before.keys()
+    assert "momentum" in group
+    assert "betas" not in group
+    handle.undo()
+    assert group == before
+    assert not sgd.state
+
+
+def test_momentum_of_the_group_is_the_one_that_counts():
+    def cycled(params):
+        optimizer = CONVERTED["sgd"](params)
+        optimizer.param_groups[0]["momentum"] = 0.5
+        return optimizer
+
+    expected, _, _ = train(cycled)
+    result, _, _ = train(cycled, in_32bit)
+    assert largest_difference(result, expected) < 1e-6
+
+
+def test_step_hooks_run_once():
+    weight = nn.Parameter(torch.randn(64, 64))
+    adamw, calls = optim.AdamW([weight]), []
+    adamw.register_step_post_hook(lambda *args: calls.append(type(args[0]).__name__))
+    new = LowBitOptimizer().apply(adamw).target
+    weight.sum().backward()
+    new.step()
+    assert calls == ["AdamW"]
+
+
+def test_groups_added_later_are_trained():
+    model = Tied()
+    new = in_8bit(model).apply(optim.AdamW(model.up.parameters(), lr=0.1)).target
+    new.add_param_group({"params": list(model.down.parameters()), "lr": 0.2})
+    new.add_param_group({"params": [model.embed.weight]})
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    new.step()
+    assert widths(new) == [True, False, True, False, False]
+    assert new.param_groups[2]["weight_decay"] == 0.01
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_go_on_as_the_original(way):
+    model = Tied()
+    pair = (model, in_8bit(model).apply(CONVERTED["adam_coupled"](model.parameters())).target)
+
+    def step(pair):
+        pair[0](torch.arange(8)[None]).square().sum().backward()
+        pair[1].step()
+        pair[1].zero_grad()
+
+    step(pair)
+    twin = copy.deepcopy(pair) if way == "deepcopy" else pickle.loads(pickle.dumps(pair))
+    before = copy.deepcopy(twin[0].state_dict())
+    step(pair)
+    assert all(torch.equal(before[k], v) for k, v in twin[0].state_dict().items())
+    step(twin)
+    params = zip(pair[0].parameters(), twin[0].parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in params)
+    assert widths(twin[1]) == widths(pair[1])
+
+
+def test_state_dict_round_trip_is_bit_identical():
+    _, _, optimizer = train(CONVERTED["adamw"], in_8bit, steps=3)
+    _, _, other = train(CONVERTED["adamw"], in_8bit, steps=1)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for a, b in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert a.keys() == b.keys()
+        assert all(torch.equal(torch.as_tensor(a[k]), torch.as_tensor(b[k])) for k in a)
+
+
+def test_command_lines_do_not_see_the_classes():
+    from jsonargparse._typehints import get_all_subclass_paths
+
+    before = get_all_subclass_paths(optim.Optimizer)
+    weight = nn.Parameter(torch.randn(64, 64))
+    new = LowBitOptimizer().apply(optim.AdamW([weight])).target
+    assert type(new).__name__ == "AdamW"  # LearningRateMonitor logs under this name
+    assert type(new) is not optim.AdamW
+    assert "8-bit" in repr(new)
+    assert [p for p in get_all_subclass_paths(optim.Optimizer) if "memsave" in p] == []
+    assert set(before) <= set(get_all_subclass_paths(optim.Optimizer))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in {"8bit", "paged_8bit"}])
+def test_named_optimizers_train(name):
+    _, losses, optimizer = train(
+        lambda p: optim.AdamW(p, lr=1e-3), lambda m: LowBitOptimizer(name, module=m)
+    )
+    assert losses[-1] < losses[0]
+    stem = name.removeprefix("paged_").removesuffix("_8bit")
+    assert type(optimizer).__name__.lower() == f"{stem}8bit"
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd", "ademamix"])
+def test_named_optimizers_equal_bitsandbytes_own(name):
+    import bitsandbytes
+
+    kind = next(kind for kind in KINDS if kind.word == name)
+    own = getattr(bitsandbytes.optim, kind.class_name)
+    kwargs = {"momentum": 0.8} if name == "sgd" else {}
+
+    def technique(model):
+        return LowBitOptimizer(f"{name}_8bit", optimizer_kwargs=kwargs, force_8bit=("*",))
+
+    expected, _, _ = train(lambda p: own(p, lr=1e-3, weight_decay=0.05, **kwargs))
+    result, _, _ = train(lambda p: optim.AdamW(p, lr=1e-3, weight_decay=0.05), technique)
+    assert torch.equal(result, expected)
+
+
+def test_named_optimizer_keeps_what_means_the_same_and_undo_restores_the_groups():
+    a, b = (nn.Parameter(torch.randn(64, 64)) for _ in range(2))
+    groups: list[dict[str, Any]] = [
+        {"params": [a]},
+        {"params": [b], "weight_decay": 0.0, "lr": 0.5},
+    ]
+    adamw = optim.AdamW(groups, lr=0.1, betas=(0.8, 0.95), weight_decay=0.2)
+    before = [dict(group) for group in adamw.param_groups]
+    handle = LowBitOptimizer("lion_8bit", optimizer_kwargs={"weight_decay": 0.3}).apply(adamw)
+    first, second = handle.target.param_groups
+    assert (first["lr"], first["weight_decay"], first["betas"]) == (0.1, 0.3, (0.9, 0.99))
+    assert (second["lr"], second["weight_decay"]) == (0.5, 0.0)
+    handle.undo()
+    assert adamw.param_groups == before
+    assert handle.target.param_groups[0]["betas"] == (0.9, 0.99)
+
+    same = LowBitOptimizer("adam_8bit").apply(adamw).target.param_groups[0]
+    assert (same["betas"], same["decoupled_weight_decay"]) == ((0.8, 0.95), False)
+
+
+def test_paged_says_when_it_is_not():
+    weight = nn.Parameter(torch.randn(64, 64))
+    (change,) = LowBitOptimizer("paged_8bit").apply(optim.AdamW([weight])).changes
+    assert "not paged: the parameters are on the CPU" in change
+    sgd = optim.SGD([weight], momentum=0.9)
+    (change,) = LowBitOptimizer("paged_8bit").apply(sgd).changes
+    assert "bitsandbytes has no paged SGD" in change
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", CONVERTED)
+def test_32bit_tensors_step_in_bfloat16_on_cuda(name):
+    results = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)).to(device, torch.bfloat16)
+        optimizer = in_8bit(model).apply(CONVERTED[name](model.parameters())).target
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 0.1)
+        optimizer.step()
+        results.append(torch.cat([p.detach().float().cpu().flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)
+
+
+@needs_cuda
+def test_paged_state_is_paged_again_after_a_load():
+    weight = nn.Parameter(torch.randn(512, 512, device="cuda"))
+    new = LowBitOptimizer("paged_8bit").apply(optim.AdamW([weight])).target
+    weight.grad = torch.ones_like(weight)
+    new.step()
+    new.load_state_dict(copy.deepcopy(new.state_dict()))
+    new.step()
+    assert new.state[weight]["state1"].is_paged
+
+
+def test_the_path_for_kernels_that_cuda_lacks_computes_the_same(monkeypatch):
+    from lightning_memsave.techniques._bitsandbytes import _PerParameterBits
+
+    expected, _, _ = train(CONVERTED["sgd"], in_32bit, dtype=torch.bfloat16)
+    monkeypatch.setattr(_PerParameterBits, "_lacks_kernel", lambda self, p: True)
+    result, _, _ = train(CONVERTED["sgd"], in_32bit, dtype=torch.bfloat16)
+    assert torch.equal(result, expected)
+
+
+def test_refuses_an_optimizer_that_has_made_steps():
+    weight = nn.Parameter(torch.randn(64, 64))
+    adamw = optim.AdamW([weight])
+    weight.sum().backward()
+    adamw.step()
+    with pytest.raises(IncompatibleError, match="Switch to 8 bits before the first step"):
+        LowBitOptimizer().apply(adamw)
+
+
+def test_refuses_a_pattern_that_fits_nothing():
+    model = Tied()
+    adamw = optim.AdamW(model.parameters())
+    with pytest.raises(IncompatibleError, match=r"names such as `head.weight`"):
+        LowBitOptimizer(module=model, keep_32bit=("*lm_head.weight",)).apply(adamw)
+    with pytest.raises(IncompatibleError, match="Pass `module=`"):
+        LowBitOptimizer(force_8bit=("embed.*",)).apply(adamw)
+
+
+def test_refuses_dtensor_parameters():
+    from torch._C._distributed_c10d import HashStore
+    from torch.distributed import destroy_process_group, device_mesh, init_process_group
+    from torch.distributed.tensor import distribute_tensor
+
+    init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        mesh = device_mesh.init_device_mesh("cpu", (1,))
+        weight = nn.Parameter(distribute_tensor(torch.randn(64, 64), mesh))
+        with pytest.raises(IncompatibleError, match="Set `optimizer=None` under FSDP2"):
+            LowBitOptimizer().apply(optim.AdamW([weight]))
+    finally:
+        destroy_process_group()
+
+
+def test_missing_bitsandbytes_names_the_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    weight = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(MissingDependencyError, match="pip install 'bitsandbytes"):
+        LowBitOptimizer().apply(optim.AdamW([weight]))
+
+
+def test_import_does_not_import_bitsandbytes():
+    code = (
+        "import sys, lightning_memsave.techniques.low_bit_optimizer as m; m.LowBitOptimizer(); "
+        "import lightning_memsave.techniques._optimizer_state; "
+        "sys.exit('bitsandbytes' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+BAD = [
+    ({"optimizer": "adamw8bit"}, 'Did you mean "adamw_8bit"'),
+    ({"optimizer": "paged_adamw8bit"}, 'Did you mean "paged_adamw_8bit"'),
+    ({"optimizer": "4bit"}, 'Choose one of "8bit", "paged_8bit", "adamw_8bit"'),
+    ({"optimizer": "paged_sgd_8bit"}, 'Use "sgd_8bit"'),
+    ({"optimizer_kwargs": {"betas": (0.9, 0.9)}}, "Set them in `configure_optimizers`"),
+    ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"lr": 1}}, "in `configure_optimizers`"),
+    ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"beta": 1}}, "Did you mean `betas`"),
+    ({"optimizer": "lion_8bit", "optimizer_kwargs": {"eps": 1}}, "It takes betas, weight_decay"),
+    ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"betas": (0.9,)}}, r"example \(0.9, 0.999\)"),
+    ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"eps": -1}}, "The default is 1e-08"),
+    ({"optimizer": "sgd_8bit", "optimizer_kwargs": {"momentum": 0}}, "Use for example 0.9"),
+    (
+        {"optimizer": "adamw_8bit", "optimizer_kwargs": {"min_8bit_size": 9}},
+        r"Write `LowBitOptimizer\(..., min_8bit_size=9\)`",
+    ),
+    ({"keep_32bit": "*.head"}, r"Write `keep_32bit=\('\*.head',\)`"),
+    ({"force_8bit": (1,)}, "Write for example `force_8bit="),
+    ({"min_8bit_size": 0}, "Use 4096"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "remedy"), BAD)
+def test_bad_arguments_are_refused_with_a_remedy(arguments, remedy):
+    with pytest.raises(ConfigurationError, match=remedy):
+        LowBitOptimizer(**arguments)
+
+
+def test_all_bad_arguments_are_in_one_message():
+    with pytest.raises(ConfigurationError, match=r"3 problems[\s\S]*keep_32bit[\s\S]*min_8bit"):
+        LowBitOptimizer("adam", keep_32bit="a", min_8bit_size=-1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "technique",
+    [
+        LowBitOptimizer(),
+        LowBitOptimizer(
+            "ademamix_8bit",
+            optimizer_kwargs={"betas": [0.9, 0.99, 0.999], "t_alpha": 10},
+            keep_32bit=["*.head"],  # type: ignore[arg-type]
+            min_8bit_size=1,
+        ),
+    ],
+)
+def test_repr_gives_an_equal_object_that_hashes_the_same(technique):
+    twin = eval(repr(technique))
+    assert twin == technique
+    assert hash(twin) == hash(technique)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.word)
+def test_our_tables_agree_with_bitsandbytes(kind):
+    import bitsandbytes
+
+    parameters = inspect.signature(getattr(bitsandbytes.optim, kind.class_name)).parameters
+    assert kind.defaults.keys() <= parameters.keys()
+    paged = hasattr(bitsandbytes.optim, f"Paged{kind.class_name}")
+    assert paged == (kind.paged_class_name is not None)
+    for key in kind.defaults.keys() - {"momentum", "weight_decay"}:
+        assert kind.defaults[key] == parameters[key].default
