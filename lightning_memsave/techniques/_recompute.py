@@ -63,14 +63,16 @@ def recompute(
     Returns:
         What ``run`` returns.
     """
-    context_fn = _selective_contexts if is_selective else noop_context_fn
+    run_and_drop = functools.partial(checkpoint, run, *args, use_reentrant=False, **kwargs)
     if torch.compiler.is_compiling():
-        # The compiler replays operations, not side effects, so buffers need no care there.
-        return checkpoint(run, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+        # The compiler replays operations, not side effects, so buffers need no care there; and it
+        # knows this context function but not the default one when it is passed.
+        return run_and_drop(context_fn=_selective_contexts) if is_selective else run_and_drop()
+    context_fn = _selective_contexts if is_selective else noop_context_fn
     buffers = _Buffers(modules)
     if buffers.can_change:
         context_fn = functools.partial(buffers.contexts, context_fn)
-    output = checkpoint(run, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    output = run_and_drop(context_fn=context_fn)
     buffers.forget_unchanged()
     return output
 
@@ -175,18 +177,30 @@ class _Buffers:
 
     def contexts(self, inner: Callable[[], _Contexts]) -> _Contexts:
         in_forward, in_recomputation = inner()
-        return in_forward, self._put_back(in_recomputation)
+        return in_forward, _PutBack(self, in_recomputation)
 
-    @contextlib.contextmanager
-    def _put_back(self, inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    def put_back(self) -> list[tuple[nn.Module, str, Tensor | None]]:
         now = [(module, name, _buffer(module, name)) for module, name, *_ in self._before]
         for module, name, _, _, before in self._before:
             _set_buffer(module, name, before.clone())
+        return now
+
+
+class _PutBack(contextlib.AbstractContextManager[None]):
+    # Not a generator: with `retain_graph=True` it is entered once per backward pass.
+    def __init__(self, buffers: _Buffers, inner: contextlib.AbstractContextManager[Any]) -> None:
+        self._buffers, self._inner = buffers, inner
+        self._now: list[tuple[nn.Module, str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._now = self._buffers.put_back()
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> bool | None:
         try:
-            with inner:
-                yield
+            return self._inner.__exit__(*exc)
         finally:
-            for module, name, buffer in now:
+            for module, name, buffer in self._now:
                 _set_buffer(module, name, buffer)
 
 
