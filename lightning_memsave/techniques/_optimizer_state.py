@@ -72,7 +72,7 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
                 raise IncompatibleError("low_bit_optimizer", [problem])
             wants = _wants_8bit(target, group_index, param_index) if to_bitsandbytes else None
             converted[saved_id] = _convert(saved, kind, own, wants)
-    filled = [_fill_group(a, b) for a, b in zip(groups, target.param_groups, strict=True)]
+    filled = [_fill_group(a, b, kind) for a, b in zip(groups, target.param_groups, strict=True)]
     if all(a is b for a, b in zip(filled, groups, strict=True)) and all(
         value is states[key] for key, value in converted.items()
     ):
@@ -205,17 +205,19 @@ def _quantized(moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return result
 
 
-def _fill_group(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Mapping[str, Any]:
+def _fill_group(
+    saved: Mapping[str, Any], own: Mapping[str, Any], kind: Kind | None
+) -> Mapping[str, Any]:
     """Return the saved group with every key that the target reads."""
     missing = {key: value for key, value in own.items() if key not in saved}
     if not missing:
         return saved
-    for word in {"momentum", "alpha"} & missing.keys():
-        if "betas" in saved and "betas" not in own:
-            missing[word] = saved["betas"][0]
-    if "betas" in missing:
-        first = saved.get("momentum", saved.get("alpha", missing["betas"][0]))
-        missing["betas"] = (first, *missing["betas"][1:])
+    # bitsandbytes writes the momentum of SGD and the decay of RMSprop as `betas[0]`.
+    word = {"momentum": "momentum", "rmsprop": "alpha"}.get(kind.family if kind else "", "")
+    if word in missing and "betas" in saved:
+        missing[word] = saved["betas"][0]
+    if word in saved and "betas" in missing:
+        missing["betas"] = (saved[word], *missing["betas"][1:])
     return {**saved, **missing}
 
 

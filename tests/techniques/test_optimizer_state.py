@@ -1,0 +1,260 @@
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.techniques._optimizer_state import convert_state_dict
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+
+FAMILIES = {
+    "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),
+    "adam": lambda m: optim.Adam(m.parameters(), lr=3e-3, weight_decay=0.1),
+    "sgd": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
+    "rmsprop": lambda m: optim.RMSprop(m.parameters(), lr=1e-3),
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    # 70 x 65 is not a whole number of blocks of 256; the second weight stays 32-bit.
+    return nn.Sequential(nn.Linear(70, 65), nn.Tanh(), nn.Linear(65, 3))
+
+
+def train(model, optimizer, steps, start=0):
+    for step in range(start, start + steps):
+        torch.manual_seed(step)
+        x = torch.randn(16, 70)
+        loss = (model(x) - x[:, :3].sin()).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def low_bit(model, make, technique=LowBitOptimizer()):  # noqa: B008
+    return technique.apply(make(model)).target
+
+
+def parameters(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def continue_with(model, old, make, steps=10):
+    """Go on from a checkpoint with another optimizer; the file must stay as it is."""
+    model = copy.deepcopy(model)
+    saved = copy.deepcopy(old.state_dict())
+    before = copy.deepcopy(saved)
+    new = make(model)
+    new.load_state_dict(convert_state_dict(saved, new))
+    assert_same(saved, before)
+    return train(model, new, steps, start=100), model, new
+
+
+def assert_same(a, b):
+    assert type(a) is type(b)
+    if isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key, value in a.items():
+            assert_same(value, b[key])
+    elif isinstance(a, list | tuple):
+        for x, y in zip(a, b, strict=True):
+            assert_same(x, y)
+    elif isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_32bit_to_8bit_goes_on_as_32bit_would(name):
+    make, model = FAMILIES[name], make_model()
+    old = make(model)
+    train(model, old, 20)
+    expected, kept, _ = continue_with(model, old, make)
+    loss, moved, new = continue_with(model, old, lambda m: low_bit(m, make))
+    weight, bias = list(moved.parameters())[:2]
+    assert new.state[weight]["state1"].dtype == torch.uint8
+    assert new.state[bias]["state1"].dtype == torch.float32
+    assert loss == pytest.approx(expected, rel=0.02)
+    forgetful = copy.deepcopy(model)
+    train(forgetful, make(forgetful), 10, start=100)
+    forgotten = (parameters(forgetful) - parameters(kept)).abs().mean()
+    error = (parameters(moved) - parameters(kept)).abs().mean()
+    assert error < 0.1 * forgotten  # the state has really arrived
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_8bit_to_32bit_goes_on_as_8bit_would(name):
+    make, model = FAMILIES[name], make_model()
+    old = low_bit(model, make)
+    train(model, old, 20)
+    expected, kept, _ = continue_with(model, old, lambda m: low_bit(m, make))
+    loss, moved, new = continue_with(model, old, make)
+    assert type(new).__module__.startswith("torch.optim")
+    assert loss == pytest.approx(expected, rel=0.02)
+    forgetful = copy.deepcopy(model)
+    train(forgetful, make(forgetful), 10, start=100)
+    forgotten = (parameters(forgetful) - parameters(kept)).abs().mean()
+    error = (parameters(moved) - parameters(kept)).abs().mean()
+    assert error < 0.1 * forgotten
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_8bit_to_8bit_passes_as_it_is(name):
+    make, model = FAMILIES[name], make_model()
+    old = low_bit(model, make)
+    train(model, old, 3)
+    saved = old.state_dict()
+    assert convert_state_dict(saved, low_bit(make_model(), make)) is saved
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_32bit_to_32bit_passes_as_it_is(name):
+    make, model = FAMILIES[name], make_model()
+    old = make(model)
+    train(model, old, 3)
+    saved = old.state_dict()
+    assert convert_state_dict(saved, make(make_model())) is saved
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "sgd_8bit", "ademamix_8bit"])
+def test_width_follows_the_target_and_the_rest_is_bit_identical(name):
+    make, model = FAMILIES["adamw"], make_model()
+    wide = LowBitOptimizer(name, keep_32bit=("*",))
+    narrow = LowBitOptimizer(name)
+    old = low_bit(model, make, wide)
+    train(model, old, 20)
+    expected, kept, _ = continue_with(model, old, lambda m: low_bit(m, make, wide))
+    loss, moved, new = continue_with(model, old, lambda m: low_bit(m, make, narrow))
+    assert new.state[next(moved.parameters())]["state1"].dtype == torch.uint8
+    assert loss == pytest.approx(expected, rel=0.02)
+
+    saved = old.state_dict()
+    there = convert_state_dict(saved, low_bit(model, make, narrow))
+    assert there["state"][0] is not saved["state"][0]
+    assert all(there["state"][i] is saved["state"][i] for i in (1, 2, 3))  # these stay 32-bit
+    back = convert_state_dict(there, low_bit(model, make, wide))
+    state = saved["state"][0]["__bnb_optimizer_quant_state__"]["state1"]
+    assert back["state"][0]["state1"].dtype == torch.float32
+    assert back["state"][0]["state1"].shape == state.shape
+    error = (back["state"][0]["state1"] - state).abs().max()
+    assert 0 < error < 0.02 * state.abs().max()
+    assert kept is not moved
+
+
+def test_step_counts_are_kept_both_ways():
+    make, model = FAMILIES["adamw"], make_model()
+    old = make(model)
+    train(model, old, 7)
+    narrow = low_bit(model, make)
+    there = convert_state_dict(old.state_dict(), narrow)
+    assert there["state"][0]["step"] == 7
+    assert type(there["state"][0]["step"]) is int
+    narrow.load_state_dict(there)
+    back = convert_state_dict(narrow.state_dict(), make(model))
+    assert torch.equal(back["state"][0]["step"], old.state_dict()["state"][0]["step"])
+
+
+def test_checkpoints_of_bitsandbytes_own_classes_load():
+    from bitsandbytes.optim.adamw import AdamW8bit
+    from bitsandbytes.optim.rmsprop import RMSprop8bit
+    from bitsandbytes.optim.sgd import SGD8bit
+
+    model = make_model()
+    for own, make in (
+        (AdamW8bit(model.parameters()), FAMILIES["adamw"]),
+        (SGD8bit(model.parameters(), lr=0.1, momentum=0.7), FAMILIES["sgd"]),
+        (RMSprop8bit(model.parameters(), alpha=0.8), FAMILIES["rmsprop"]),
+    ):
+        train(model, own, 5)
+        for target in (make(model), low_bit(model, make)):
+            target.load_state_dict(convert_state_dict(own.state_dict(), target))
+            train(model, target, 1)
+        group = target.param_groups[0]
+        assert group.get("momentum", 0.7) in {0.7, 0}
+        assert group.get("alpha", 0.8) in {0.8, 0.0}
+
+
+def test_our_checkpoints_load_into_bitsandbytes_own_classes():
+    from bitsandbytes.optim.sgd import SGD8bit
+
+    model = make_model()
+    old = low_bit(model, FAMILIES["sgd"])
+    train(model, old, 5)
+    plain = SGD8bit(model.parameters(), lr=0.1, momentum=0.5)
+    saved = convert_state_dict(old.state_dict(), plain)
+    assert saved["param_groups"][0]["betas"] == (0.9, 0)
+    plain.load_state_dict(saved)
+    train(model, plain, 1)
+
+
+def test_amsgrad_starts_from_the_second_moment():
+    model = make_model()
+    old = low_bit(model, FAMILIES["adamw"])
+    train(model, old, 5)
+    loss, _, _ = continue_with(model, old, lambda m: optim.AdamW(m.parameters(), amsgrad=True))
+    assert loss < 1
+
+
+def test_parameters_without_state_stay_without():
+    model = make_model()
+    model[2].requires_grad_(False)
+    make = FAMILIES["adamw"]
+    old = make(model)
+    train(model, old, 2)
+    there = convert_state_dict(old.state_dict(), low_bit(model, make))
+    assert there["state"].keys() == {0, 1}
+    plain = optim.SGD(model.parameters(), lr=0.1)
+    train(model, plain, 1)
+    narrow = low_bit(model, FAMILIES["sgd"])
+    narrow.load_state_dict(convert_state_dict(plain.state_dict(), narrow))
+    train(model, narrow, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("sgd", "adamw", "written by SGD with momentum, and this run has AdamW"),
+        ("adamw", "sgd", "written by Adam or AdamW, and this run has SGD"),
+        ("rmsprop", "sgd", "written by RMSprop, and this run has SGD"),
+    ],
+)
+@pytest.mark.parametrize("narrow_first", [True, False])
+def test_state_of_another_optimizer_is_refused(old, new, message, narrow_first):
+    model = make_model()
+    first = low_bit(model, FAMILIES[old]) if narrow_first else FAMILIES[old](model)
+    second = FAMILIES[new](model) if narrow_first else low_bit(model, FAMILIES[new])
+    train(model, first, 1)
+    with pytest.raises(IncompatibleError, match=f"{message}.*load its weights only"):
+        convert_state_dict(first.state_dict(), second)
+
+
+def test_unknown_state_is_refused():
+    model = make_model()
+    first = optim.Adadelta(model.parameters())
+    train(model, first, 1)
+    with pytest.raises(IncompatibleError, match="keeps acc_delta, square_avg"):
+        convert_state_dict(first.state_dict(), low_bit(model, FAMILIES["adamw"]))
+
+
+def test_other_groups_are_left_to_torch():
+    model = make_model()
+    narrow = low_bit(model, FAMILIES["adamw"])
+    saved = optim.AdamW([{"params": [p]} for p in model.parameters()]).state_dict()
+    assert convert_state_dict(saved, narrow) is saved
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        narrow.load_state_dict(saved)
+
+
+def test_channels_last_state_is_converted_by_value():
+    weight = nn.Parameter(torch.randn(16, 16, 4, 4).contiguous(memory_format=torch.channels_last))
+    old = optim.AdamW([weight])
+    weight.square().sum().backward()
+    old.step()
+    narrow = LowBitOptimizer().apply(optim.AdamW([weight])).target
+    there = convert_state_dict(old.state_dict(), narrow)
+    back = convert_state_dict(there, old)
+    error = (back["state"][0]["exp_avg"] - old.state[weight]["exp_avg"]).abs().max()
+    assert error < 0.02 * old.state[weight]["exp_avg"].abs().max()
