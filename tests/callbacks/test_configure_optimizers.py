@@ -1,0 +1,519 @@
+import copy
+import functools
+import importlib
+import pickle
+import warnings
+from collections import namedtuple
+from types import MethodType
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+from torch.utils.data import DataLoader
+
+from lightning_memsave.callbacks._configure_optimizers import (
+    convert_configured,
+    enable,
+    load_optimizer_state_dict,
+)
+from lightning_memsave.core.patching import patch_method
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+
+PACKAGES = [lightning.pytorch, pytorch_lightning]
+
+
+def step_by_hand(module, loss):
+    for optimizer in module.optimizers():
+        optimizer.zero_grad()
+    module.manual_backward(loss)
+    for optimizer in module.optimizers():
+        optimizer.step()
+    for scheduler in module.lr_schedulers():
+        scheduler.step()
+
+
+@functools.cache
+def module_class(package):
+    class Regression(package.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self, configure=None, automatic=True):
+            super().__init__()
+            torch.manual_seed(0)
+            self.lr = 1e-3
+            self.net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 64))
+            self.automatic_optimization = automatic
+            self.configure = configure
+            self.trace, self.losses, self.classes = [], [], []
+
+        def configure_optimizers(self):
+            return self.configure(self)
+
+        def training_step(self, batch, batch_idx):
+            loss = (self.net(batch) - batch.sin()).square().mean()
+            self.losses.append(loss.detach())
+            self.log("loss", loss)
+            return loss if self.automatic_optimization else step_by_hand(self, loss)
+
+        def on_train_batch_end(self, *args):
+            for optimizer in self.trainer.optimizers:
+                for group in optimizer.param_groups:
+                    momentum = group.get("betas", group.get("momentum"))
+                    self.trace.append((group["lr"], momentum))
+                self.classes.append(type(optimizer))
+
+    return Regression
+
+
+@functools.cache
+def callback_class(package):
+    class Enable(package.Callback):  # type: ignore[misc,name-defined]
+        """What MemSaveCallback does with this part."""
+
+        def __init__(self, technique=None):
+            self.technique, self.undo, self.state = technique, [], None
+
+        def setup(self, trainer, pl_module, stage):
+            self.undo.append(patch_method(trainer.strategy, load_optimizer_state_dict))
+            if self.technique is not None:
+                self.state, undo = enable(pl_module, self.technique)
+                self.undo.append(undo)
+
+        def teardown(self, trainer, pl_module, stage):
+            while self.undo:
+                self.undo.pop()()
+
+    return Enable
+
+
+def fit(module, technique=None, package=lightning.pytorch, ckpt_path=None, epochs=2, **kwargs):
+    """Train two epochs of four batches; no technique means that states are only converted."""
+    callback = callback_class(package)(technique)
+    settings = {
+        "max_epochs": epochs,
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    callbacks = [callback, *kwargs.pop("callbacks", [])]
+    trainer = package.Trainer(**{**settings, **kwargs}, callbacks=callbacks)
+    data = torch.randn(32, 64, generator=torch.Generator().manual_seed(1))
+    batches: Any = DataLoader(data, batch_size=8)  # type: ignore[arg-type]
+    trainer.fit(module, batches, ckpt_path=ckpt_path)
+    return trainer, callback
+
+
+def adamw(module, **kwargs):
+    return optim.AdamW(module.net.parameters(), lr=1e-3, **kwargs)
+
+
+def two_groups(module):
+    first, last = module.net[0], module.net[2]
+    groups = [
+        {"params": first.parameters(), "lr": 1e-3},
+        {"params": last.parameters(), "weight_decay": 0.0},
+    ]
+    return optim.AdamW(groups, lr=2e-3)
+
+
+def sgd(module):
+    return optim.SGD(module.net.parameters(), lr=1e-2, momentum=0.9)
+
+
+def with_scheduler(make_optimizer, make_scheduler, **config):
+    def configure(module):
+        optimizer = make_optimizer(module)
+        scheduler = {"scheduler": make_scheduler(optimizer), "interval": "step", **config}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    return configure
+
+
+def sequential(optimizer):
+    parts = [
+        lr_scheduler.LinearLR(optimizer, total_iters=3),
+        lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[3])
+
+
+def chained(optimizer):
+    parts = [lr_scheduler.ExponentialLR(optimizer, 0.9), lr_scheduler.StepLR(optimizer, 2)]
+    return lr_scheduler.ChainedScheduler(parts)
+
+
+class ThirdPartyScheduler:
+    """Not torch's class, with another scheduler inside, as GradualWarmupScheduler."""
+
+    def __init__(self, optimizer):
+        self.optimizer, self.count = optimizer, 0
+        self.after_scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def step(self, epoch=None):
+        self.count += 1
+        if self.count > 2:
+            self.after_scheduler.step()
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def lists(module):
+    optimizer = adamw(module)
+    return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 1), "interval": "epoch"}]
+
+
+def single_in_tuple(module):
+    optimizer = adamw(module)
+    return [optimizer], lr_scheduler.StepLR(optimizer, 1)
+
+
+FORMS = {
+    "optimizer": adamw,
+    "list": lambda m: [adamw(m)],
+    "lists": lists,
+    "list and scheduler": single_in_tuple,
+    "dict": lambda m: {"optimizer": adamw(m)},
+    "list of dicts": lambda m: [with_scheduler(adamw, sequential)(m)],
+    "sequential": with_scheduler(adamw, sequential),
+    "chained": with_scheduler(adamw, chained),
+    "plateau": with_scheduler(
+        adamw, lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0), monitor="loss"
+    ),
+    "two lambdas": with_scheduler(
+        two_groups,
+        lambda o: lr_scheduler.LambdaLR(o, [lambda s: 0.9**s, lambda s: 1 / (s + 1)]),
+    ),
+    "one cycle betas": with_scheduler(
+        two_groups, lambda o: lr_scheduler.OneCycleLR(o, [0.01, 0.02], total_steps=20)
+    ),
+    "one cycle momentum": with_scheduler(
+        sgd, lambda o: lr_scheduler.OneCycleLR(o, 0.01, total_steps=20)
+    ),
+    "cyclic momentum": with_scheduler(
+        sgd, lambda o: lr_scheduler.CyclicLR(o, 0.001, 0.01, step_size_up=3)
+    ),
+    "third party": with_scheduler(adamw, ThirdPartyScheduler),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_schedules_are_those_of_the_32bit_run(form):
+    def run(technique):
+        module = module_class(lightning.pytorch)(FORMS[form])
+        if form == "third party":
+            module.lr_scheduler_step = lambda scheduler, metric: scheduler.step()
+        fit(module, technique)
+        return module
+
+    expected, module = run(None), run(LowBitOptimizer())
+    assert module.trace == expected.trace
+    assert len(module.trace) >= 8
+    assert all(hasattr(cls, "memsave_kind") for cls in module.classes)
+    assert module.losses[-1].item() == pytest.approx(expected.losses[-1].item(), rel=0.02)
+
+
+@pytest.mark.parametrize("form", ["sequential", "one cycle momentum", "lists"])
+def test_schedules_are_the_same_in_the_other_package(form):
+    runs = []
+    for technique in (None, LowBitOptimizer()):
+        runs.append(module_class(pytorch_lightning)(FORMS[form]))
+        fit(runs[-1], technique, pytorch_lightning)
+    assert runs[1].trace == runs[0].trace
+    assert all(hasattr(cls, "memsave_kind") for cls in runs[1].classes)
+
+
+def test_none_trains_without_an_optimizer():
+    module = module_class(lightning.pytorch)(lambda m: None)
+    with pytest.warns(UserWarning, match="no optimizer"):
+        _, callback = fit(module, LowBitOptimizer())
+    assert callback.state.handles == []
+
+
+def test_two_optimizers_under_manual_optimization():
+    def configure(module):
+        first = optim.AdamW(module.net[0].parameters(), lr=1e-3)
+        second = optim.SGD(module.net[2].parameters(), lr=1e-2, momentum=0.9)
+        return [first, second], [lr_scheduler.StepLR(first, 1), lr_scheduler.StepLR(second, 2)]
+
+    runs = []
+    for technique in (None, LowBitOptimizer()):
+        runs.append(module_class(lightning.pytorch)(configure, automatic=False))
+        trainer, callback = fit(runs[-1], technique)
+        assert trainer.global_step == 16
+    assert runs[1].trace == runs[0].trace
+    assert [len(handle.changes) for handle in callback.state.handles] == [1, 1]
+    assert runs[1].losses[-1].item() == pytest.approx(runs[0].losses[-1].item(), rel=0.02)
+
+
+def test_optimizers_and_schedulers_that_the_module_keeps_are_replaced_and_come_back():
+    def configure(module):
+        module.own = adamw(module)
+        module.table = {"opts": [module.own]}
+        module.schedule = lr_scheduler.StepLR(module.own, 1)
+        return module.own
+
+    module = module_class(lightning.pytorch)(configure)
+    module.configure = configure
+    state, undo = enable(module, LowBitOptimizer())
+    new = module.configure_optimizers()
+    assert state.handles[0].target is new
+    assert module.own is new
+    assert module.table["opts"][0] is new
+    assert module.schedule.optimizer is new
+    undo()
+    assert type(module.own) is optim.AdamW
+    assert module.table["opts"][0] is module.own
+    assert module.schedule.optimizer is module.own
+    assert not [name for name in vars(module) if "memsave" in name]
+    undo()
+
+
+def test_prebuilt_optimizer_is_the_users_own_again_after_fit():
+    module = module_class(lightning.pytorch)(lambda m: m.own)
+    module.own = own = adamw(module)
+    before = dict(own.param_groups[0])
+    fit(module, LowBitOptimizer())
+    assert module.own is own
+    assert own.param_groups[0] == before
+    assert not own.state
+
+
+def test_second_fit_starts_over_as_the_first():
+    module = module_class(lightning.pytorch)(FORMS["sequential"])
+    fit(module, LowBitOptimizer())
+    fit(module, LowBitOptimizer())
+    assert module.trace[:8] == module.trace[8:]
+    assert all(hasattr(cls, "memsave_kind") for cls in module.classes)
+    fit(module)
+    assert module.classes[-1] is optim.AdamW
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_is_overridden_answers_as_before(package):
+    helpers = importlib.import_module(f"{package.__name__}.utilities.model_helpers")
+
+    class Plain(package.LightningModule):  # type: ignore[misc,name-defined]
+        pass
+
+    def from_cli(pl_module, optimizer):
+        return optimizer(pl_module.parameters())
+
+    own, plain, cli = module_class(package)(adamw), Plain(), Plain()
+    cli.net = nn.Linear(64, 64)
+    cli.configure_optimizers = MethodType(functools.partial(from_cli, optimizer=optim.AdamW), cli)
+    prebuilt = cli.configure_optimizers
+    undo = [enable(module, LowBitOptimizer())[1] for module in (own, plain, cli)]
+    answers = [helpers.is_overridden("configure_optimizers", m) for m in (own, plain, cli)]
+    assert answers == [True, False, True]
+    assert hasattr(cli.configure_optimizers(), "memsave_kind")
+    for restore in undo:
+        restore()
+    assert cli.configure_optimizers is prebuilt
+    assert "configure_optimizers" not in vars(own)
+
+
+def test_a_copy_of_the_module_configures_its_own_parameters():
+    module = module_class(lightning.pytorch)(adamw)
+    enable(module, LowBitOptimizer(keep_32bit=("net.0.*",)))
+    module.configure_optimizers()
+    twin = copy.deepcopy(module)
+    assert vars(twin)["_memsave_low_bit_optimizer"].handles == []
+    optimizer = twin.configure_optimizers()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [id(p) for p in params] == [id(p) for p in twin.parameters()]
+    assert not optimizer.uses_8bit(twin.net[0].weight)
+    assert optimizer.uses_8bit(twin.net[2].weight)
+
+
+class Named(module_class(lightning.pytorch)):  # type: ignore[misc]
+    """Pickle finds it by its name."""
+
+
+def test_a_pickled_module_loads_without_the_technique_and_takes_it_again():
+    module = Named(adamw)
+    enable(module, LowBitOptimizer())
+    module.configure_optimizers()
+    loaded = pickle.loads(pickle.dumps(module))
+    assert type(loaded.configure_optimizers()) is optim.AdamW
+    enable(loaded, LowBitOptimizer())
+    assert hasattr(loaded.configure_optimizers(), "memsave_kind")
+
+
+def test_learning_rate_finder_sees_the_8bit_optimizer(tmp_path):
+    from lightning.pytorch.callbacks import LearningRateFinder
+
+    module = module_class(lightning.pytorch)(lambda m: optim.AdamW(m.parameters(), lr=m.lr))
+    finder = LearningRateFinder(num_training_steps=20, update_attr=True)
+    fit(module, LowBitOptimizer(), callbacks=[finder], epochs=10, default_root_dir=tmp_path)
+    assert len(module.classes) == 60  # twenty of the search, forty of the fit
+    assert all(hasattr(cls, "memsave_kind") for cls in module.classes)
+    assert module.lr != 1e-3
+    assert module.trace[-1][0] == pytest.approx(module.lr)
+
+
+def test_learning_rate_monitor_logs_the_same_names(tmp_path):
+    from lightning.pytorch.callbacks import LearningRateMonitor
+    from lightning.pytorch.loggers import CSVLogger
+
+    logged = []
+    for technique in (None, LowBitOptimizer()):
+        monitor = LearningRateMonitor(log_momentum=True)
+        module = module_class(lightning.pytorch)(FORMS["one cycle momentum"])
+        fit(module, technique, callbacks=[monitor], logger=CSVLogger(tmp_path), log_every_n_steps=1)
+        logged.append(monitor.lrs)
+    assert logged[0] == logged[1]
+    assert list(logged[0]) == ["lr-SGD"]
+
+
+class TestResume:
+    """Stop after epoch 1, go on in a new Trainer, compare with the run that was never stopped."""
+
+    @staticmethod
+    def run(path, first, second, configure=FORMS["sequential"], package=lightning.pytorch):
+        kinds = {32: None, 8: LowBitOptimizer()}
+        straight = module_class(package)(configure)
+        fit(straight, kinds[first], package, epochs=2)
+        stopped = module_class(package)(configure)
+        trainer, _ = fit(stopped, kinds[first], package, epochs=1)
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        resumed = module_class(package)(configure)
+        trainer, _ = fit(resumed, kinds[second], package, ckpt_path=path)
+        assert len(resumed.losses) == 4
+        return straight, resumed, saved
+
+    @pytest.mark.parametrize("package", PACKAGES)
+    @pytest.mark.parametrize("form", ["sequential", "one cycle momentum"])
+    def test_8bit_to_8bit_is_bit_identical(self, tmp_path, form, package):
+        straight, resumed, _ = self.run(tmp_path / "x.ckpt", 8, 8, FORMS[form], package)
+        assert torch.equal(torch.stack(straight.losses[4:]), torch.stack(resumed.losses))
+        assert straight.trace[4:] == resumed.trace
+        for a, b in zip(straight.parameters(), resumed.parameters(), strict=True):
+            assert torch.equal(a, b)
+
+    @pytest.mark.parametrize("form", ["sequential", "one cycle momentum", "one cycle betas"])
+    @pytest.mark.parametrize(("first", "second"), [(32, 8), (8, 32)])
+    def test_other_width_goes_on_close_by(self, tmp_path, form, first, second):
+        straight, resumed, _ = self.run(tmp_path / "x.ckpt", first, second, FORMS[form])
+        torch.testing.assert_close(
+            torch.stack(straight.losses[4:]), torch.stack(resumed.losses), rtol=5e-3, atol=0
+        )
+        assert straight.trace[-len(resumed.trace) :] == resumed.trace
+        assert hasattr(resumed.classes[0], "memsave_kind") == (second == 8)
+
+    def test_checkpoint_saved_after_fit_holds_a_named_optimizers_settings(self, tmp_path):
+        path = tmp_path / "x.ckpt"
+        technique = LowBitOptimizer("lion_8bit", optimizer_kwargs={"betas": (0.8, 0.9)})
+        trainer, _ = fit(module_class(lightning.pytorch)(adamw), technique, epochs=1)
+        trainer.save_checkpoint(path)
+        resumed = module_class(lightning.pytorch)(adamw)
+        fit(resumed, technique, ckpt_path=path)
+        assert {betas for _, betas in resumed.trace} == {(0.8, 0.9)}
+
+    def test_other_optimizer_is_refused(self, tmp_path):
+        path = tmp_path / "x.ckpt"
+        trainer, _ = fit(module_class(lightning.pytorch)(sgd), epochs=1)
+        trainer.save_checkpoint(path)
+        with pytest.raises(IncompatibleError, match="load its weights only"):
+            fit(module_class(lightning.pytorch)(adamw), LowBitOptimizer(), ckpt_path=path)
+
+
+class TestConvertConfigured:
+    def make(self):
+        return nn.Linear(64, 64), LowBitOptimizer()
+
+    def test_containers_of_the_user_are_not_changed(self):
+        layer, technique = self.make()
+        optimizer = optim.AdamW(layer.parameters())
+        schedule = lr_scheduler.StepLR(optimizer, 1)
+        inner = {"scheduler": schedule, "interval": "step"}
+        output = {"optimizer": optimizer, "lr_scheduler": inner, "monitor": "loss"}
+        converted, (handle,) = convert_configured(output, technique)
+        assert output == {"optimizer": optimizer, "lr_scheduler": inner, "monitor": "loss"}
+        assert converted["optimizer"] is handle.target
+        assert converted["lr_scheduler"] is inner
+        assert schedule.optimizer is handle.target
+        handle.undo()
+        assert schedule.optimizer is optimizer
+
+    def test_an_optimizer_named_twice_is_replaced_once(self):
+        layer, technique = self.make()
+        optimizer = optim.AdamW(layer.parameters())
+        (a, b), handles = convert_configured((optimizer, optimizer), technique)
+        assert a is b
+        assert len(handles) == 1
+
+    def test_named_tuples_stay_named_tuples(self):
+        pair = namedtuple("pair", ["opt", "other"])
+        layer, technique = self.make()
+        converted, _ = convert_configured(pair(optim.AdamW(layer.parameters()), 3), technique)
+        assert type(converted) is pair
+        assert hasattr(converted.opt, "memsave_kind")
+
+    def test_what_is_not_converted_comes_back_as_it_was(self):
+        layer, technique = self.make()
+        output = [optim.AdamW(layer.parameters(), amsgrad=True)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            converted, (handle,) = convert_configured(output, technique)
+        assert converted is output
+        assert "AMSGrad" in handle.skipped[0]
+        assert convert_configured(None, technique) == (None, [])
+
+    def test_a_refusal_leaves_nothing_half_done(self):
+        layer, other = nn.Linear(64, 64), nn.Linear(64, 64)
+        used = optim.AdamW(other.parameters())
+        other(torch.ones(64)).sum().backward()
+        used.step()
+        first = optim.AdamW(layer.parameters())
+        before = dict(first.param_groups[0])
+        with pytest.raises(IncompatibleError, match="before the first step"):
+            convert_configured([first, used], LowBitOptimizer("lion_8bit"))
+        assert first.param_groups[0] == before
+
+    def test_beta_cycling_follows_a_named_optimizer(self):
+        layer, _ = self.make()
+        optimizer = optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+        schedule = lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=10)
+        new, (handle,) = convert_configured([optimizer, schedule], LowBitOptimizer("adamw_8bit"))
+        assert schedule.use_beta1
+        layer(torch.ones(64)).sum().backward()
+        new[0].step()
+        schedule.step()
+        assert new[0].param_groups[0]["betas"][0] != 0.9
+        handle.undo()
+        assert not schedule.use_beta1
+
+
+def test_one_warning_when_no_optimizer_could_be_converted():
+    def configure(module):
+        return [
+            optim.SGD(module.net[0].parameters(), lr=0.1),
+            optim.LBFGS(module.net[2].parameters()),
+        ]
+
+    module = module_class(lightning.pytorch)(configure)
+    enable(module, LowBitOptimizer())
+    with pytest.warns(NoEffectWarning, match="momentum.*LBFGS") as caught:
+        module.configure_optimizers()
+    assert len(caught) == 1
+
+
+def test_no_warning_when_one_of_two_is_converted():
+    def configure(module):
+        return [adamw(module), optim.SGD(module.net[2].parameters(), lr=0.1)]
+
+    module = module_class(lightning.pytorch)(configure)
+    state, _ = enable(module, LowBitOptimizer())
+    module.configure_optimizers()
+    assert [bool(handle.changes) for handle in state.handles] == [True, False]
