@@ -21,11 +21,12 @@ _UNCLAIMED = frozenset({"activation", "temporary", "other"})
 class _Entry:
     """One live storage."""
 
-    __slots__ = ("category", "num_bytes", "ref")
+    __slots__ = ("born", "category", "num_bytes", "ref")
 
-    def __init__(self, ref: "weakref.ref[torch.UntypedStorage]", category: str) -> None:
+    def __init__(self, ref: "weakref.ref[torch.UntypedStorage]", category: str, born: int) -> None:
         self.ref = ref
         self.category = category
+        self.born = born
         self.num_bytes = 0
 
 
@@ -47,8 +48,9 @@ class LiveTensors(TorchDispatchMode):
         What counts as what: made inside an optimizer step with gradients switched off, or during
         backward with gradients switched off, is *temporary*; made during backward with gradients
         on is recomputation, and an *activation* as all else is. Then ``Parameter.grad`` makes a
-        *gradient* of it and ``Optimizer.state`` *optimizer state*, after the step. A storage that
-        is older than the context and that no one has named is *other* from its first use on.
+        *gradient* of it and ``Optimizer.state`` *optimizer state*, in the peak as well if it was
+        there then. A storage that is older than the context and that no one has named is *other*
+        from its first use on.
 
         Scratch memory inside a kernel is not a tensor and is not seen, such as the reordered copies
         of oneDNN's convolutions or what the 8-bit optimizers of bitsandbytes do inside; nor are the
@@ -73,7 +75,7 @@ class LiveTensors(TorchDispatchMode):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = _device_of(module) if device is None else _with_index(torch.device(device))
+        self.device = device_of(module) if device is None else _with_index(torch.device(device))
         self._module = None if module is None else weakref.ref(module)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self._entries: dict[int, _Entry] = {}
@@ -81,6 +83,8 @@ class LiveTensors(TorchDispatchMode):
         self._peak = dict(self._bytes)
         self._live_bytes = 0
         self._peak_bytes = 0
+        self._num_born = 0  # storages so far: a clock
+        self._peak_time = 0
         self._num_running_steps = 0
         self._undo: list[Callable[[], None]] = []
 
@@ -102,6 +106,7 @@ class LiveTensors(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Look for the peak from now on."""
         self._peak_bytes = self._live_bytes
+        self._peak_time = self._num_born
         self._peak = dict(self._bytes)
 
     def track_input(self, batch: object) -> None:
@@ -223,9 +228,16 @@ class LiveTensors(TorchDispatchMode):
         for storage in storages_of(tensor):
             entry = self._entries.get(storage._cdata)
             if entry is not None and entry.category in _UNCLAIMED:
-                self._bytes[entry.category] -= entry.num_bytes
-                self._bytes[category] += entry.num_bytes
+                self._move(self._bytes, entry, category)
+                # Alive now and older than the peak, so it was part of it.
+                if entry.born <= self._peak_time:
+                    self._move(self._peak, entry, category)
                 entry.category = category
+
+    @staticmethod
+    def _move(by_category: dict[str, int], entry: _Entry, category: str) -> None:
+        by_category[entry.category] -= entry.num_bytes
+        by_category[category] += entry.num_bytes
 
     def _see(self, tensor: Tensor, category: str) -> None:
         if tensor.device == self.device:
@@ -239,7 +251,8 @@ class LiveTensors(TorchDispatchMode):
             if category is None:
                 return
             ref = weakref.ref(storage, lambda _: self._forget(key))
-            entry = self._entries[key] = _Entry(ref, category)
+            self._num_born += 1
+            entry = self._entries[key] = _Entry(ref, category, self._num_born)
         change = storage.nbytes() - entry.num_bytes
         if change:
             entry.num_bytes += change
@@ -268,7 +281,15 @@ def _arguments(values: Iterable[Any]) -> Iterator[Tensor]:
             yield from _arguments(value)
 
 
-def _device_of(module: nn.Module | None) -> torch.device:
+def device_of(module: nn.Module | None) -> torch.device:
+    """Find where a module is.
+
+    Args:
+        module: Any module, or none.
+
+    Returns:
+        The device of its first parameter, and the CPU if there is none.
+    """
     parameter = None if module is None else next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 

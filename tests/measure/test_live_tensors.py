@@ -158,7 +158,7 @@ def test_small_step_by_hand(zero_grad_first):
     if zero_grad_first:
         # In backward, when the new gradient is made: the output is gone (`sum` needs its shape
         # only), the loss and its gradient, made before backward begins, are not.
-        at_peak = {"gradient": 0, "activation": 2 * scalar, "temporary": weight}
+        at_peak = {"gradient": weight, "activation": 2 * scalar, "temporary": 0}
     else:
         # In forward, before the old gradient goes.
         at_peak = {"gradient": weight, "activation": output + scalar, "temporary": 0}
@@ -204,6 +204,18 @@ def test_first_step_finds_gradients_and_optimizer_state():
     steps = 4 * len(list(training.model.parameters()))  # AdamW counts steps in tensors
     assert live.breakdown.gradient_bytes == parameters
     assert live.breakdown.optimizer_state_bytes == 2 * parameters + steps
+
+
+def test_optimizer_state_made_at_the_peak_is_optimizer_state():
+    model = nn.Linear(100, 10, bias=False)
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    with LiveTensors(model, [optimizer]) as live:
+        optimizer.step()
+    assert live.peak.by_category() | {"optimizer_state": 8004, "activation": 0} == (
+        live.peak.by_category()
+    )
+    assert live.peak.temporary_bytes > 0
 
 
 def test_optimizers_may_come_later():

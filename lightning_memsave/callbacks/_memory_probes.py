@@ -1,0 +1,244 @@
+"""How memory is measured during training: on CUDA by its allocator, elsewhere by counting."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure.allocator import read_allocator
+from lightning_memsave.measure.host_memory import read_host_memory
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.measure.nvml import NvmlDevice
+from lightning_memsave.units import GIB
+
+PEAKS = ("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_live_gib")
+
+
+@dataclass
+class Highest:
+    """Largest values so far, in bytes; ``None`` until there is one."""
+
+    peak_bytes: int | None = None
+    by_category: dict[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    nvml_bytes: int | None = None
+
+
+class Probe(ABC):
+    """Measures one optimizer step after the other.
+
+    Args:
+        device: Where the module is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.highest = Highest()
+        self.notes: list[str] = []
+
+    @property
+    def name(self) -> str:
+        """Name of the device, for people."""
+        return str(self.device)
+
+    @abstractmethod
+    def begin_step(self, is_logged: bool) -> None:
+        """Forget the peak of the step before.
+
+        Args:
+            is_logged: Whether ``metrics`` will be asked for at the end of this step.
+        """
+
+    @abstractmethod
+    def begin_batch(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
+    ) -> None:
+        """Prepare for one of the batches of the step.
+
+        Args:
+            module: What is trained.
+            optimizers: What it is trained with, without wrappers.
+            batch: Its tensors are input.
+        """
+
+    @abstractmethod
+    def end_batch(self) -> None:
+        """Stop what ``begin_batch`` began, if it did; harmless at any time."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Take the peak of the step into account."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Read what is logged of the step that just ended.
+
+        Returns:
+            Values under their documented keys; what is not known is left out.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what was opened; a second call does nothing."""
+
+
+class CudaProbe(Probe):
+    """Reads torch's allocator at each step, and the driver at logged steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._cleanup = contextlib.ExitStack()
+        self._nvml = self._cleanup.enter_context(NvmlDevice(device))
+        self._reading = read_allocator(device)
+        if reason := self._nvml.read().reason:
+            self.notes.append(reason)
+
+    @property
+    @override
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    @override
+    def begin_step(self, is_logged: bool) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def begin_batch(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
+    ) -> None:
+        pass
+
+    @override
+    def end_batch(self) -> None:
+        pass
+
+    @override
+    def end_step(self) -> None:
+        self._reading = reading = read_allocator(self.device)
+        if reading is not None:
+            highest = self.highest
+            highest.peak_bytes = max(highest.peak_bytes or 0, reading.peak_allocated_bytes)
+            highest.reserved_bytes = max(highest.reserved_bytes or 0, reading.peak_reserved_bytes)
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        reading = self._reading
+        if reading is None:
+            return _host_metrics()
+        nvml = self._nvml.read(reading.reserved_bytes)
+        seen_bytes = nvml.used_bytes if nvml.process_bytes is None else nvml.process_bytes
+        if seen_bytes is not None:
+            self.highest.nvml_bytes = max(self.highest.nvml_bytes or 0, seen_bytes)
+        sizes = {
+            "memory/allocated_gib": reading.allocated_bytes,
+            "memory/reserved_gib": reading.reserved_bytes,
+            "memory/peak_allocated_gib": reading.peak_allocated_bytes,
+            "memory/peak_reserved_gib": reading.peak_reserved_bytes,
+            "memory/nvml_used_gib": nvml.used_bytes,
+            "memory/nvml_total_gib": nvml.total_bytes,
+            "memory/nvml_process_gib": nvml.process_bytes,
+            "memory/cuda_context_gib": nvml.context_bytes,
+        }
+        counts = {
+            "memory/num_alloc_retries": float(reading.num_alloc_retries),
+            "memory/num_ooms": float(reading.num_ooms),
+        }
+        return _in_gib(sizes) | counts | _host_metrics()
+
+    @override
+    def close(self) -> None:
+        self._cleanup.close()
+
+
+class LiveTensorsProbe(Probe):
+    """Counts live tensors, in the first two steps and in those that are logged."""
+
+    def __init__(self, device: torch.device, module: nn.Module) -> None:
+        super().__init__(device)
+        self._can_count = not is_compiled(module)
+        if not self._can_count:
+            self.notes.append(
+                "live tensors are not counted in a module with `torch.compile`, which would run "
+                "uncompiled for it: train without, or on CUDA, to measure memory"
+            )
+        self._num_steps = 0
+        self._is_counted = False
+        self._live: LiveTensors | None = None
+        self._step_peak: MemoryBreakdown | None = None
+        self._live_bytes: int | None = None
+
+    @override
+    def begin_step(self, is_logged: bool) -> None:
+        self._step_peak = self._live_bytes = None
+        # In the first step the optimizer makes its state, the second is like all that follow.
+        self._is_counted = self._can_count and (is_logged or self._num_steps < 2)
+
+    @override
+    def begin_batch(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
+    ) -> None:
+        self.end_batch()
+        if self._is_counted:
+            self._live = LiveTensors(module, optimizers, self.device)
+            self._live.__enter__()
+            self._live.track_input(batch)
+
+    @override
+    def end_batch(self) -> None:
+        live, self._live = self._live, None
+        if live is None:
+            return
+        live.__exit__(None, None, None)
+        self._live_bytes = live.live_bytes
+        if self._step_peak is None or live.peak.total_bytes > self._step_peak.total_bytes:
+            self._step_peak = live.peak
+
+    @override
+    def end_step(self) -> None:
+        self._num_steps += 1
+        peak = self._step_peak
+        if peak is not None and peak.total_bytes > (self.highest.peak_bytes or 0):
+            self.highest.peak_bytes = peak.total_bytes
+            self.highest.by_category = peak.by_category()
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        peak_bytes = None if self._step_peak is None else self._step_peak.total_bytes
+        sizes = {"memory/live_gib": self._live_bytes, "memory/peak_live_gib": peak_bytes}
+        return _in_gib(sizes) | _host_metrics()
+
+    @override
+    def close(self) -> None:
+        self.end_batch()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether ``torch.compile`` was applied to a module or to one inside it.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        False also for compiled functions that a module merely calls: they cannot be seen.
+    """
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        # By name: importing torch._dynamo to compare classes takes seconds.
+        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+        for part in module.modules()
+    )
+
+
+def _host_metrics() -> dict[str, float]:
+    host = read_host_memory()
+    sizes = {"memory/host_rss_gib": host.rss_bytes, "memory/host_pinned_gib": host.pinned_bytes}
+    return _in_gib(sizes)
+
+
+def _in_gib(sizes: dict[str, int | None]) -> dict[str, float]:
+    return {name: n / GIB for name, n in sizes.items() if n is not None}

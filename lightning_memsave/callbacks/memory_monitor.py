@@ -1,0 +1,285 @@
+"""Log the memory of training."""
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lightning_memsave import host
+from lightning_memsave.callbacks._base import CallbackBase, inform
+from lightning_memsave.callbacks._memory_probes import (
+    PEAKS,
+    CudaProbe,
+    LiveTensorsProbe,
+    Probe,
+)
+from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
+from lightning_memsave.callbacks._ranks import over_ranks
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.measure.storages import tensors_in
+
+
+@dataclass
+class _Run:
+    """One fit while it lasts."""
+
+    probe: Probe
+    start_s: float = field(default_factory=time.perf_counter)
+    # End of the last batch: what comes after it, such as writing checkpoints, is no training.
+    end_s: float | None = None
+    validation_start_s: float | None = None
+    validation_s: float = 0.0
+    # `Trainer.global_step` before the first batch of the step; None between steps.
+    step_before: int | None = None
+    is_logged: bool = False
+    num_steps: int = 0
+    num_samples: int = 0
+
+    def seconds(self) -> float:
+        return 0.0 if self.end_s is None else self.end_s - self.start_s - self.validation_s
+
+
+class GPUMemoryMonitor(CallbackBase):
+    """Log the memory of training to every logger, and sum it up at the end of fit.
+
+    On CUDA the allocator is read after each optimizer step and its peaks are reset before the next,
+    and at logged steps the driver is asked through NVML. On other devices the bytes of live tensors
+    are counted, which makes a step slower: it is done in the first two steps and in logged ones.
+
+    **Logged metrics**, in GiB (2**30 bytes) where the key says so. What is not known, for example
+    without NVML, is left out.
+
+    ================================ ========= ====================================================
+    key                              device    meaning
+    ================================ ========= ====================================================
+    ``memory/allocated_gib``         CUDA      in tensors after the step
+    ``memory/reserved_gib``          CUDA      taken from the driver by torch's allocator
+    ``memory/peak_allocated_gib``    CUDA      largest allocated during the step, over all ranks
+    ``memory/peak_reserved_gib``     CUDA      largest reserved during the step, over all ranks
+    ``memory/num_alloc_retries``     CUDA      times that the allocator had to free its reserve
+    ``memory/num_ooms``              CUDA      out-of-memory errors, caught ones too
+    ``memory/nvml_used_gib``         CUDA      taken on the GPU by all processes
+    ``memory/nvml_total_gib``        CUDA      what the GPU has
+    ``memory/nvml_process_gib``      CUDA      taken by this process; not in most containers
+    ``memory/cuda_context_gib``      CUDA      of that, what torch's allocator did not reserve
+    ``memory/live_gib``              others    in live tensors after the step
+    ``memory/peak_live_gib``         others    largest in live tensors in the step, over all ranks
+    ``memory/host_rss_gib``          all       resident host memory of this process
+    ``memory/host_pinned_gib``       CUDA      page-locked host memory that torch holds
+    ================================ ========= ====================================================
+
+    Retries and out-of-memory errors are counts since the process began.
+
+    Args:
+        every_n_steps: Log at every n-th optimizer step, as Lightning counts its ``step`` for
+            loggers. Independent of the Trainer's ``log_every_n_steps``.
+        print_summary: Print peak, time, steps and samples per second at the end of fit.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+
+    Note:
+        Training is the same bit for bit with and without. Values do not enter
+        ``Trainer.callback_metrics``. Time includes the steps that counting makes slower.
+        Because peaks are reset, ``torch.cuda.max_memory_allocated()`` in your own code means the
+        current step. Modules with ``torch.compile`` are not counted outside CUDA. In one Trainer
+        the first monitor works and others do nothing.
+
+    Example:
+        >>> monitor = GPUMemoryMonitor(every_n_steps=10)
+        >>> monitor.summary is None  # until the end of a fit
+        True
+    """
+
+    def __init__(self, every_n_steps: int = 50, *, print_summary: bool = True) -> None:
+        super().__init__()
+        _check_arguments(type(self).__name__, every_n_steps, print_summary)
+        self.every_n_steps = every_n_steps
+        self.print_summary = print_summary
+        self._run: _Run | None = None
+        self._summary: MemorySummary | None = None
+
+    @property
+    def summary(self) -> MemorySummary | None:
+        """What the last fit needed; ``None`` before the end of the first one."""
+        return self._summary
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_run": None}  # it holds handles of the driver
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Forget the fit before."""
+        if stage == "fit":
+            self._close()
+            self._summary = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to measure, unless another monitor of this Trainer does."""
+        first = host.first_of(trainer, GPUMemoryMonitor)
+        if first is not None and first is not self:
+            inform(trainer, "Another `GPUMemoryMonitor` measures already: this one does nothing.")
+            return
+        device = trainer.strategy.root_device
+        is_cuda = device.type == "cuda"
+        probe = CudaProbe(device) if is_cuda else LiveTensorsProbe(device, pl_module)
+        self._run = _Run(probe)
+        for note in probe.notes:
+            inform(trainer, f"GPUMemoryMonitor: {note}.")
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin an optimizer step, if this is its first batch, and measure the batch."""
+        run = self._run
+        if run is None:
+            return
+        if run.step_before is None:
+            run.step_before = trainer.global_step
+            run.is_logged = (host.logged_step(trainer) + 1) % self.every_n_steps == 0
+            run.probe.begin_step(run.is_logged)
+        run.probe.begin_batch(pl_module, trainer.optimizers, batch)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the measurement of a batch and, after the last one of a step, log."""
+        run = self._run
+        if run is None:
+            return
+        run.probe.end_batch()
+        run.num_samples += batch_size_of(batch)
+        run.end_s = time.perf_counter()
+        if trainer.global_step == run.step_before:
+            return  # gradients are still being accumulated
+        run.step_before = None
+        run.num_steps += 1
+        run.probe.end_step()
+        if run.is_logged:
+            metrics = run.probe.metrics()
+            # Loggers write on rank zero only, so that the peaks of the others must come to it.
+            peaks = {key: metrics[key] for key in PEAKS if key in metrics}
+            metrics |= over_ranks(trainer, "max", peaks)
+            for logger in trainer.loggers:
+                logger.log_metrics(metrics, step=host.logged_step(trainer))
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop the clock."""
+        if self._run is not None:
+            self._run.probe.end_batch()
+            self._run.validation_start_s = time.perf_counter()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let the clock go on."""
+        run = self._run
+        if run is not None and run.validation_start_s is not None:
+            now_s = time.perf_counter()
+            run.validation_s += now_s - run.validation_start_s
+            run.validation_start_s = None
+            # So that what is subtracted lies before the end, also after the last batch.
+            if run.end_s is not None:
+                run.end_s = now_s
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop counting in case the module broke off the epoch in the middle of a batch."""
+        if self._run is not None:
+            self._run.probe.end_batch()
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Sum up, over all ranks."""
+        run = self._run
+        if run is None:
+            return
+        run.probe.end_batch()
+        run.probe.metrics()  # asks NVML, which a short fit has not done yet
+        summary = _summarize(run)
+        self._close()
+        highest = over_ranks(
+            trainer,
+            "max",
+            {
+                "peak_bytes": summary.peak_bytes,
+                "peak_reserved_bytes": summary.peak_reserved_bytes,
+                "nvml_peak_bytes": summary.nvml_peak_bytes,
+            },
+        )
+        total = over_ranks(trainer, "sum", {"num_samples": summary.num_samples})
+        whole: dict[str, Any] = {n: int(value) for n, value in (highest | total).items()}
+        self._summary = replace(summary, **whole)
+        if self.print_summary and trainer.is_global_zero:
+            print_summary(self._summary)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stop measuring and sum up what there is, of this rank alone: others may be gone."""
+        run = self._run
+        if run is None:
+            return
+        run.probe.end_batch()
+        run.probe.notes.append(f"fit was ended by {type(exception).__name__}")
+        self._summary = _summarize(run)
+        self._close()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop measuring."""
+        self._close()
+
+    def _close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.probe.close()
+
+
+def batch_size_of(batch: object) -> int:
+    """Count the samples of a batch.
+
+    Args:
+        batch: Tensors in any nesting, as a DataLoader gives them.
+
+    Returns:
+        The first size of the first tensor; 1 if that is a scalar, and without a tensor the length
+        of a sequence.
+
+    Example:
+        >>> from torch import zeros
+        >>> batch_size_of({"x": zeros(4, 2), "y": zeros(4)}), batch_size_of(["a", "b"])
+        (4, 2)
+    """
+    tensor = next(tensors_in(batch), None)
+    if tensor is not None:
+        return tensor.shape[0] if tensor.ndim else 1
+    return len(batch) if isinstance(batch, (list, tuple)) else 1
+
+
+def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -> None:
+    problems = []
+    if type(every_n_steps) is not int or every_n_steps < 1:
+        problems.append(
+            Problem(
+                f"`every_n_steps={every_n_steps!r}`",
+                "it must be a whole number of optimizer steps, at least 1",
+                "Use `every_n_steps=1` to log at every step, or `every_n_steps=50`.",
+            )
+        )
+    if not isinstance(print_summary, bool):
+        problems.append(
+            Problem(
+                f"`print_summary={print_summary!r}`",
+                "it must be True or False",
+                "Use `print_summary=False` to print nothing.",
+            )
+        )
+    if problems:
+        raise ConfigurationError.from_problems(owner, problems)
+
+
+def _summarize(run: _Run) -> MemorySummary:
+    highest = run.probe.highest
+    return MemorySummary(
+        device=run.probe.name,
+        peak_bytes=highest.peak_bytes,
+        by_category=highest.by_category,
+        peak_reserved_bytes=highest.reserved_bytes,
+        nvml_peak_bytes=highest.nvml_bytes,
+        num_steps=run.num_steps,
+        num_samples=run.num_samples,
+        seconds=run.seconds(),
+        notes=tuple(run.probe.notes),
+    )

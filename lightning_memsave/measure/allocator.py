@@ -1,0 +1,73 @@
+"""What torch's CUDA allocators say of themselves."""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorReading:
+    """State of torch's CUDA allocator on one device.
+
+    Args:
+        allocated_bytes: In tensors now.
+        reserved_bytes: Taken from the driver now: what is allocated and what is kept for later.
+        peak_allocated_bytes: Largest value since the peaks were reset.
+        peak_reserved_bytes: The same of what is reserved.
+        num_alloc_retries: How often the allocator had to give back its reserve and try again, since
+            the process began: memory is nearly full, and steps are slow.
+        num_ooms: Out-of-memory errors since the process began, caught ones too.
+        host_pinned_bytes: Page-locked host memory that torch holds, for all devices; ``None`` where
+            this torch does not say.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+    num_alloc_retries: int
+    num_ooms: int
+    host_pinned_bytes: int | None
+
+
+def read_allocator(device: torch.device | int | str | None = None) -> AllocatorReading | None:
+    """Read the allocator of a CUDA device; does not wait for the device.
+
+    Args:
+        device: A CUDA device; ``None`` is the current one.
+
+    Returns:
+        The reading, or ``None`` where there is no CUDA device.
+
+    Example:
+        >>> torch.cuda.is_available() or read_allocator()
+    """
+    if not torch.cuda.is_available() or torch.device(device or "cuda").type != "cuda":
+        return None
+    stats = torch.cuda.memory_stats(device)
+
+    def stat(name: str) -> int:
+        return int(stats.get(name, 0))  # other allocator backends leave some out
+
+    return AllocatorReading(
+        allocated_bytes=stat("allocated_bytes.all.current"),
+        reserved_bytes=stat("reserved_bytes.all.current"),
+        peak_allocated_bytes=stat("allocated_bytes.all.peak"),
+        peak_reserved_bytes=stat("reserved_bytes.all.peak"),
+        num_alloc_retries=stat("num_alloc_retries"),
+        num_ooms=stat("num_ooms"),
+        host_pinned_bytes=pinned_bytes(),
+    )
+
+
+def pinned_bytes() -> int | None:
+    """Read how much page-locked host memory torch holds.
+
+    Returns:
+        Bytes, rounded up by torch to powers of two for each block; ``None`` without CUDA or where
+        this torch does not say.
+    """
+    host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)  # torch 2.7 and later
+    if host_memory_stats is None or not torch.cuda.is_available():
+        return None
+    return int(host_memory_stats().get("allocated_bytes.current", 0))

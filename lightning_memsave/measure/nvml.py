@@ -1,0 +1,203 @@
+"""What NVIDIA's driver says of a GPU and of this process on it.
+
+Works with ``nvidia-ml-py`` and with ``nvidia-ml-py3`` of 2017: the same module name, but the old
+one takes and gives bytes, knows no MIG and has no ``_v2`` functions. Whatever goes wrong here is
+caught, whichever of the two raises it: a figure for a log must not end a training.
+"""
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlReading:
+    """Memory of one GPU (or MIG slice) as the driver sees it. What it does not tell is ``None``.
+
+    Args:
+        used_bytes: Taken by all processes together.
+        total_bytes: What there is.
+        process_bytes: Taken by this process, its CUDA context and all libraries included.
+        context_bytes: Of that, what torch's allocator did not reserve: mostly the CUDA context.
+        reason: Why something is ``None``, in one line; empty if nothing is.
+    """
+
+    used_bytes: int | None = None
+    total_bytes: int | None = None
+    process_bytes: int | None = None
+    context_bytes: int | None = None
+    reason: str = ""
+
+
+class NvmlDevice:
+    """One GPU, as NVML knows it; a context manager that opens and closes the library.
+
+    Never raises for want of a driver, a GPU or permission: readings then say why they are empty.
+
+    Args:
+        device: The device as torch counts, which is not as NVML counts where
+            ``CUDA_VISIBLE_DEVICES`` is set; the two are matched by UUID.
+
+    Example:
+        >>> with NvmlDevice(0) as gpu:
+        ...     reading = gpu.read()
+        >>> reading.reason != "" or reading.process_bytes > 0
+        True
+    """
+
+    def __init__(self, device: torch.device | int | str = 0) -> None:
+        # A bare "cuda" is the current device, which only an initialized CUDA can tell.
+        index: int | None = device if isinstance(device, int) else torch.device(device).index
+        if index is None:
+            index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+        self.index: int = index
+        self._nvml: Any = None
+        self._handle: Any = None
+        self._reason = ""
+
+    def __enter__(self) -> "NvmlDevice":
+        try:
+            pynvml: Any = importlib.import_module("pynvml")  # not needed without a GPU
+            pynvml.nvmlInit()
+        except ImportError as error:
+            self._reason = f"NVML is not available: {error}. Run `pip install nvidia-ml-py`."
+            return self
+        except Exception as error:
+            self._reason = f"NVML is not available: {_describe(error)}"
+            return self
+        self._nvml = pynvml
+        try:
+            self._handle = _find_handle(pynvml, self.index)
+        except Exception as error:
+            self._reason = f"NVML does not find CUDA device {self.index}: {_describe(error)}"
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        nvml, self._nvml, self._handle = self._nvml, None, None
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlShutdown()
+
+    def read(self, reserved_bytes: int | None = None) -> NvmlReading:
+        """Ask the driver.
+
+        Args:
+            reserved_bytes: What torch's allocator has reserved on this device now, to tell the
+                CUDA context from it.
+
+        Returns:
+            The reading.
+        """
+        if self._handle is None:
+            return NvmlReading(reason=self._reason or "NVML is closed")
+        try:
+            memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
+            used_bytes, total_bytes = int(memory.used), int(memory.total)
+        except Exception as error:
+            return NvmlReading(reason=f"NVML does not tell memory: {_describe(error)}")
+        try:
+            process_bytes = self._process_bytes(reserved_bytes or 0)
+        except Exception as error:
+            reason = f"NVML does not tell the memory of processes: {_describe(error)}"
+            return NvmlReading(used_bytes, total_bytes, reason=reason)
+        if process_bytes is None:
+            where = "a MIG slice" if self._is_mig() else "a container"
+            reason = f"NVML does not tell the memory of this process, as usual in {where}"
+            return NvmlReading(used_bytes, total_bytes, reason=reason)
+        context_bytes = None if reserved_bytes is None else process_bytes - reserved_bytes
+        return NvmlReading(used_bytes, total_bytes, process_bytes, context_bytes)
+
+    def _process_bytes(self, at_least: int) -> int | None:
+        pid = os.getpid()
+        processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
+        used = [p.usedGpuMemory for p in processes if p.pid == pid]
+        # In a container the number of another process may be ours by chance: less than torch has
+        # reserved cannot be ours.
+        if not used or used[0] is None or used[0] < at_least:
+            return None
+        return int(used[0])
+
+    def _is_mig(self) -> bool:
+        try:
+            return bool(_value(self._nvml.nvmlDeviceIsMigDeviceHandle(self._handle)))
+        except Exception:  # an old library or driver, which has no MIG
+            return False
+
+
+def read_nvml(
+    device: torch.device | int | str = 0, reserved_bytes: int | None = None
+) -> NvmlReading:
+    """Read once; `NvmlDevice` is for several readings.
+
+    Args:
+        device: The device as torch counts.
+        reserved_bytes: What torch's allocator has reserved on it.
+
+    Returns:
+        The reading, with ``reason`` where something is missing; never an exception.
+    """
+    with NvmlDevice(device) as gpu:
+        return gpu.read(reserved_bytes)
+
+
+def _find_handle(nvml: Any, index: int) -> Any:
+    uuid = _uuid_from_torch(index)
+    if uuid is not None:
+        # torch does not say whether the UUID is that of a GPU or of a slice.
+        with contextlib.suppress(nvml.NVMLError):
+            return _by_uuid(nvml, f"GPU-{uuid}")
+        return _by_uuid(nvml, f"MIG-{uuid}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return nvml.nvmlDeviceGetHandleByIndex(index)
+    entries = [entry.strip() for entry in visible.split(",")]
+    entry = entries[index] if index < len(entries) else ""
+    if entry.isdecimal():
+        return nvml.nvmlDeviceGetHandleByIndex(int(entry))
+    if entry.startswith("MIG-"):
+        return _by_uuid(nvml, entry)
+    if entry.startswith("GPU-"):
+        return _by_uuid_prefix(nvml, entry)
+    raise LookupError(f"CUDA_VISIBLE_DEVICES={visible!r} does not name it")
+
+
+def _uuid_from_torch(index: int) -> str | None:
+    try:
+        uuid = getattr(torch.cuda.get_device_properties(index), "uuid", None)
+    except (RuntimeError, AssertionError):  # no CUDA in this torch, or no such device
+        return None
+    return None if uuid is None else str(uuid)
+
+
+def _by_uuid(nvml: Any, uuid: str) -> Any:
+    # Bytes are right for both libraries: the new one encodes text, the old one cannot.
+    return nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
+
+
+def _by_uuid_prefix(nvml: Any, prefix: str) -> Any:
+    found = [h for h in _handles(nvml) if _text(nvml.nvmlDeviceGetUUID(h)).startswith(prefix)]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} GPUs have a UUID that begins with {prefix!r}")
+    return found[0]
+
+
+def _handles(nvml: Any) -> Iterator[Any]:
+    for index in range(nvml.nvmlDeviceGetCount()):
+        yield nvml.nvmlDeviceGetHandleByIndex(index)
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _value(value: Any) -> Any:
+    return getattr(value, "value", value)  # some functions give a ctypes number
+
+
+def _describe(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

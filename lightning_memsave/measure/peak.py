@@ -1,0 +1,109 @@
+"""Peak memory of a block of code."""
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure.live_tensors import LiveTensors, device_of
+
+
+class PeakMemory:
+    """The most memory that was allocated at once while a block of code ran.
+
+    On CUDA this is what torch's allocator says; its peak is reset when the block begins. On any
+    other device live tensors are counted, which makes the block slower, and give the peak by
+    category too.
+
+    Args:
+        module: The module that runs. Not needed on CUDA; elsewhere its parameters, buffers and
+            gradients are counted with all that is made inside the block.
+        optimizers: Their state is counted likewise.
+        device: Where to measure. ``None`` takes the device of the first parameter, and without a
+            parameter CUDA where there is one.
+
+    Note:
+        On CUDA other code of this process that resets the peak inside the block makes it too small.
+
+    Example:
+        >>> model = nn.Linear(100, 10, bias=False)
+        >>> with PeakMemory(model) as peak:
+        ...     model(torch.ones(5, 100)).sum().backward()
+        >>> peak.breakdown.parameter_bytes, peak.reserved_bytes
+        (4000, None)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        optimizers: Iterable[Optimizer] = (),
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.device = _default_device(module) if device is None else torch.device(device)
+        self._live: LiveTensors | None = None
+        if self.device.type != "cuda":
+            self._live = LiveTensors(module, optimizers, self.device)
+        self._allocated_bytes: int | None = None
+        self._reserved_bytes: int | None = None
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Peak of allocated bytes: so far inside the block, and of all of it afterwards."""
+        if self._live is not None:
+            return self._live.peak.total_bytes
+        if self._allocated_bytes is not None:
+            return self._allocated_bytes
+        return torch.cuda.max_memory_allocated(self.device)
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """Peak of what torch's allocator took from the driver; ``None`` where it is not CUDA's."""
+        if self._live is not None:
+            return None
+        if self._reserved_bytes is not None:
+            return self._reserved_bytes
+        return torch.cuda.max_memory_reserved(self.device)
+
+    @property
+    def breakdown(self) -> MemoryBreakdown | None:
+        """The peak by category; ``None`` on CUDA, whose allocator does not know categories."""
+        return None if self._live is None else self._live.peak
+
+    def track_input(self, batch: object) -> None:
+        """Let the tensors of a batch count, as input.
+
+        Args:
+            batch: Tensors in any nesting of sequences, mappings and dataclasses.
+        """
+        if self._live is not None:
+            self._live.track_input(batch)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.__enter__()
+        else:
+            self._allocated_bytes = self._reserved_bytes = None
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.__exit__(exc_type, exc, traceback)
+        else:
+            self._allocated_bytes, self._reserved_bytes = self.allocated_bytes, self.reserved_bytes
+
+
+def _default_device(module: nn.Module | None) -> torch.device:
+    has_parameters = module is not None and next(module.parameters(), None) is not None
+    if not has_parameters and torch.cuda.is_available():
+        return torch.device("cuda")
+    return device_of(module)
