@@ -1,6 +1,5 @@
 """Techniques behind the methods of a `Setting`: when to apply them in a fit, and what to report."""
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -155,10 +154,7 @@ class OptimizerTechnique(Setting):
         if problems:
             self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
             return
-        technique = self.technique
-        if any(field.name == "module" for field in dataclasses.fields(technique)):  # type: ignore[arg-type]
-            technique = dataclasses.replace(technique, module=pl_module)  # type: ignore[type-var]
-        self._state, undo = configure_optimizers.enable(pl_module, technique)
+        self._state, undo = configure_optimizers.enable(pl_module, self.technique)
         self._undo.append(undo)
 
     def start(self, trainer: Any, pl_module: Any) -> None:

@@ -194,10 +194,9 @@ class MemSaveCallback(CallbackBase):
             self._driven.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Write the report, after the monitor has closed its books."""
+        """Pass the hook on to the monitor."""
         if self._driven is not None:
             self._driven.on_fit_end(trainer, pl_module)
-        self._write_report(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the module, as ``teardown`` is not called now, and write what is known."""
@@ -207,10 +206,11 @@ class MemSaveCallback(CallbackBase):
         self._write_report(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Restore the module."""
+        """Restore the module and write the report, as every monitor has closed its books now."""
         if self._driven is not None:
             self._driven.teardown(trainer, pl_module, stage)
         self._undo()
+        self._write_report(trainer)
 
     def _undo(self) -> None:
         for setting in reversed(self._settings):

@@ -1,0 +1,396 @@
+"""What `MemSaveCallback` does in a Trainer, alone and beside what else users have there."""
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import callbacks as stock
+from torch import nn
+
+from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning, NoEffectWarning
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from tests.callbacks.lit import PACKAGES, Trace, assert_same, fit, loader, make_lit, make_trainer
+from tests.cases import MODELS, Model
+from tests.helpers import snapshot
+
+
+def exact(**settings: Any) -> MemSaveCallback:
+    """Everything that is bitwise: what must not be seen in the numbers."""
+    return MemSaveCallback(exactness="bitwise", monitor=False, **settings)
+
+
+def status(callback: MemSaveCallback, name: str) -> str:
+    return next(row.status for row in callback.rows if row.name == name)
+
+
+def details(callback: MemSaveCallback, name: str) -> str:
+    return " ".join(next(row.details for row in callback.rows if row.name == name))
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+class TestOneLine:
+    def test_bare_callback_switches_everything_on(self, package):
+        lit, callback = make_lit(package), MemSaveCallback()
+        losses, _, trainer = fit(lit, callback, package=package)
+        assert status(callback, "activation_checkpointing") == "on"
+        assert status(callback, "optimizer") == "on"
+        assert status(callback, "precision") == "unchanged"
+        assert type(trainer.optimizers[0]).__module__ != "torch.optim.adamw"
+        plain, *_ = fit(lit, package=package)
+        assert losses[0] == plain[0]
+        assert losses[-1] == pytest.approx(plain[-1], rel=0.05)
+
+    def test_stands_alone_and_not_in_a_list(self, package):
+        trainer = package.Trainer(callbacks=MemSaveCallback(), logger=False, accelerator="cpu")
+        assert any(isinstance(c, MemSaveCallback) for c in trainer.callbacks)
+
+    @pytest.mark.parametrize("name", [name for name in MODELS if name != "unrepeated"])
+    def test_what_is_bitwise_is_bitwise(self, package, name):
+        lit = make_lit(package, name)
+        assert_same(fit(lit, package=package), fit(lit, exact(), package=package))
+
+    def test_names_and_steps_of_logged_values_stay(self, package, tmp_path):
+        from_csv = {}
+        for key, callbacks in (("plain", []), ("saving", [exact()])):
+            logger = package.loggers.CSVLogger(tmp_path / key)
+            fit(make_lit(package), *callbacks, package=package, logger=logger, log_every_n_steps=1)
+            from_csv[key] = (Path(logger.log_dir) / "metrics.csv").read_text()
+        assert from_csv["plain"] == from_csv["saving"]
+
+
+class TestNothingLeftBehind:
+    def test_module_is_as_before_after_fit(self, package):
+        lit = make_lit(package)
+        make_trainer(package, MemSaveCallback()).fit(lit)
+        reference = make_lit(package)
+        make_trainer(package).fit(reference)
+        ours, theirs = snapshot(lit), snapshot(reference)
+        assert {k: v[3] for k, v in ours.items()} == {k: v[3] for k, v in theirs.items()}
+
+    def test_module_is_as_before_after_an_exception(self, package):
+        class Stop(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                if batch_idx == 1:
+                    raise ArithmeticError("in the middle of fit")
+
+        lit, callback = make_lit(package), MemSaveCallback()
+        before = {name: sorted(vars(m)) for name, m in lit.model.named_modules()}
+        with pytest.raises(ArithmeticError):
+            make_trainer(package, callback, Stop()).fit(lit)
+        assert {name: sorted(vars(m)) for name, m in lit.model.named_modules()} == before
+        assert "configure_optimizers" not in vars(lit)
+        report = json.loads(Path("memsave_report.json").read_text())
+        assert report["status"] == "ArithmeticError: in the middle of fit"
+
+    def test_nothing_is_changed_when_something_is_refused(self, package):
+        lit = make_lit(package)
+        before = snapshot(lit)
+        trainer = make_trainer(package, MemSaveCallback(99, precision="bf16-true"))
+        with pytest.raises(IncompatibleError, match="up to 4"):
+            trainer.fit(lit)
+        assert snapshot(lit.model) == {k[6:]: v for k, v in before.items() if k.startswith("model")}
+        assert trainer.precision == "32-true"
+
+    def test_fit_twice(self, package):
+        lit, reference = make_lit(package), make_lit(package)
+        for module, callbacks in ((lit, [exact()]), (reference, [])):
+            for _ in range(2):
+                torch.manual_seed(2)
+                trainer = make_trainer(package, *callbacks)
+                trainer.fit(module)
+        state = reference.state_dict()
+        assert all(torch.equal(v, state[k]) for k, v in lit.state_dict().items())
+
+    def test_fit_twice_with_one_trainer(self):
+        lit, callback = make_lit(), exact()
+        trainer = make_trainer(PACKAGES["lightning"], callback)
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(lit)
+            assert status(callback, "activation_checkpointing") == "on"
+        assert trainer.current_epoch == 2
+
+    def test_checkpoint_loads_without_the_callback(self, package, tmp_path):
+        lit = make_lit(package)
+        _, state, trainer = fit(lit, MemSaveCallback(), package=package)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        saved = torch.load(tmp_path / "a.ckpt", weights_only=True)
+        assert saved["state_dict"].keys() == lit.state_dict().keys()
+        lit.load_state_dict(saved["state_dict"])
+        assert all(torch.equal(v, state[k]) for k, v in lit.state_dict().items())
+
+    def test_resume_gives_the_straight_run(self, package, tmp_path):
+        class Reseed(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+                torch.manual_seed(trainer.global_step)
+
+        def run(ckpt_path: Path | None, max_epochs: int) -> tuple[list[float], Any, Any]:
+            lit, trace = make_lit(package), Trace(package)
+            callbacks = (MemSaveCallback(monitor=False), Reseed(), trace.callback)
+            trainer = make_trainer(package, *callbacks, max_epochs=max_epochs)
+            trainer.fit(lit, ckpt_path=ckpt_path)
+            return trace.losses, lit.state_dict(), trainer
+
+        straight = run(None, 2)
+        run(None, 1)[2].save_checkpoint(tmp_path / "a.ckpt")
+        resumed = run(tmp_path / "a.ckpt", 2)
+        assert straight[0][6:] == resumed[0]
+        assert all(torch.equal(v, resumed[1][k]) for k, v in straight[1].items())
+
+
+class TestNothingSilent:
+    def test_table_says_what_is_on_and_why_not(self, capsys):
+        fit(make_lit(), MemSaveCallback(monitor=False))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "MemSaveCallback:"
+        assert "  precision=32-true: unchanged. kept on cpu; pass a precision to change it" in lines
+        checkpointing = next(line for line in lines if "activation_checkpointing" in line)
+        assert checkpointing.endswith("on (bitwise). 4 of 4 blocks recomputed: 4 x Block")
+        assert any(line.startswith("  optimizer='8bit': on (approximate). AdamW") for line in lines)
+
+    def test_table_is_a_table_on_a_terminal(self):
+        import io
+
+        from rich.console import Console
+
+        from lightning_memsave.callbacks import _report
+
+        callback = MemSaveCallback(monitor=False)
+        fit(make_lit(), callback)
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=True, width=100)
+        _report.print_table(callback.rows, console)
+        assert "activation_checkpointing" in file.getvalue()
+        assert "┃" in file.getvalue()
+
+    def test_report_is_written_beside_the_logs(self, package, tmp_path):
+        logger = package.loggers.CSVLogger(tmp_path)
+        callback = MemSaveCallback(tf32=False)
+        settings = {"logger": logger, "log_every_n_steps": 1}
+        fit(make_lit(package), callback, package=package, **settings)
+        report = json.loads((Path(logger.log_dir) / "memsave_report.json").read_text())
+        assert report["status"] == "finished"
+        assert report["settings"]["optimizer"] == "'auto'"
+        assert {row["name"] for row in report["changes"]} == {
+            "activation_checkpointing",
+            "optimizer",
+        }
+        assert report["versions"]["torch"] == torch.__version__
+        measured = report["measured"]
+        parameters = sum(p.numel() * 4 for p in make_lit(package).parameters())
+        assert measured["peak_bytes"] > 2 * parameters
+        assert sum(measured["by_category"].values()) == measured["peak_bytes"]
+        assert measured["by_category"]["parameter"] == parameters
+
+    def test_report_can_be_switched_off(self, capsys):
+        fit(make_lit(), MemSaveCallback(report=False, monitor=False))
+        assert capsys.readouterr().out == ""
+        assert not Path("memsave_report.json").exists()
+
+    def test_a_model_without_blocks_is_told_once_and_loudly(self):
+        with pytest.warns(NoEffectWarning, match=r"Repeated classes are: `Linear` \(2\)") as caught:
+            fit(make_lit(model="unrepeated"), exact())
+        assert len([w for w in caught if w.category is NoEffectWarning]) == 1
+
+    def test_a_second_callback_does_nothing_and_says_so(self):
+        second = MemSaveCallback(monitor=False)
+        with pytest.warns(MemsaveWarning, match="Remove one"):
+            result = fit(make_lit(), exact(), second)
+        assert second.rows == [] or all(row.status != "on" for row in second.rows)
+        assert_same(fit(make_lit()), result)
+
+    def test_exactness_limits_what_is_chosen(self):
+        callback = exact()
+        fit(make_lit(), callback)
+        assert status(callback, "optimizer") == "off"
+        assert "exactness='bitwise'" in details(callback, "optimizer")
+
+    def test_repr_shows_what_was_asked_for(self):
+        assert repr(MemSaveCallback(2, optimizer=None)) == (
+            "MemSaveCallback(activation_checkpointing=2, optimizer=None)"
+        )
+
+
+class TestStages:
+    @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+    def test_evaluation_is_as_without_it(self, package, stage):
+        lit = make_lit(package)
+        before = snapshot(lit.model)
+        plain = getattr(make_trainer(package), stage)(lit, **self.quiet(stage))
+        ours = getattr(make_trainer(package, MemSaveCallback()), stage)(lit, **self.quiet(stage))
+        assert str(plain) == str(ours)
+        assert snapshot(lit.model) == before
+        assert not Path("memsave_report.json").exists()
+
+    @staticmethod
+    def quiet(stage):
+        return {} if stage == "predict" else {"verbose": False}
+
+    def test_evaluation_runs_in_the_precision_that_was_set(self):
+        lit = make_lit()
+        trainer = make_trainer(PACKAGES["lightning"], MemSaveCallback(precision="bf16-mixed"))
+        set_here = trainer.predict(lit)
+        given = make_trainer(PACKAGES["lightning"], precision="bf16-mixed").predict(lit)
+        assert all(torch.equal(a, b) for a, b in zip(set_here, given, strict=True))
+
+
+class TestBesideOthers:
+    def test_learning_rate_finder_sees_checkpointed_blocks_and_the_8bit_optimizer(self, package):
+        seen: list[Any] = []
+
+        class Finder(package.callbacks.LearningRateFinder):  # type: ignore[name-defined, misc]
+            def lr_find(self, trainer, pl_module):
+                seen.append([type(o).__module__ for o in trainer.optimizers])
+                seen.append("forward" in vars(pl_module.model.blocks[0]))
+                super().lr_find(trainer, pl_module)
+
+        finder = Finder(num_training_steps=5)
+        callback = MemSaveCallback(monitor=False)
+        fit(make_lit(package), finder, callback, package=package)
+        assert "torch.optim" not in seen[0][0]
+        assert seen[1] is True
+        assert finder.optimal_lr is not None
+
+    def test_batch_size_finder_works(self, package):
+        sizes = []
+        for callbacks in ([], [exact()]):
+            finder = package.callbacks.BatchSizeFinder(max_trials=2, steps_per_trial=1)
+            lit = make_lit(package)
+            make_trainer(package, finder, *callbacks).fit(lit)
+            sizes.append((finder.optimal_batch_size, lit.batch_size))
+        assert sizes[0] == sizes[1]
+
+    def test_weight_averaging_keeps_its_own_copy(self):
+        def ema():
+            return stock.EMAWeightAveraging(decay=0.5)
+
+        plain, ours = fit(make_lit(), ema()), fit(make_lit(), ema(), exact())
+        assert_same(plain, ours)
+
+    def test_stochastic_weight_averaging_is_as_without_it(self, package):
+        def swa():
+            return package.callbacks.StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1)
+
+        plain = fit(make_lit(package, "batch_norm"), swa(), package=package, max_epochs=3)
+        ours = fit(make_lit(package, "batch_norm"), swa(), exact(), package=package, max_epochs=3)
+        assert_same(plain, ours)
+
+    def test_model_checkpoint_saves_and_restores(self, package, tmp_path):
+        saver = package.callbacks.ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=2)
+        _, state, trainer = fit(
+            make_lit(package), saver, MemSaveCallback(), package=package, enable_checkpointing=True
+        )
+        assert type(trainer.callbacks[-1]) is package.callbacks.ModelCheckpoint
+        lit = make_lit(package)
+        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+        lit.load_state_dict(saved["state_dict"])
+        assert all(torch.equal(v, state[k]) for k, v in lit.state_dict().items())
+
+    def test_accumulation_scheduler_is_kept(self, package):
+        def scheduler():
+            return package.callbacks.GradientAccumulationScheduler({0: 2})
+
+        callback = exact()
+        plain = fit(make_lit(package), scheduler(), package=package)
+        ours = fit(make_lit(package), scheduler(), callback, package=package)
+        assert_same(plain, ours)
+        assert "set by the Trainer" in details(callback, "accumulate_grad_batches")
+
+    @pytest.mark.parametrize("algorithm", ["norm", "value"])
+    def test_gradient_clipping(self, package, algorithm):
+        settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+        plain = fit(make_lit(package), package=package, **settings)
+        assert_same(plain, fit(make_lit(package), exact(), package=package, **settings))
+        fit(make_lit(package), MemSaveCallback(monitor=False), package=package, **settings)
+
+    def test_manual_optimization(self, package):
+        lit = make_lit(package)
+        lit.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.model(batch)
+            self.manual_backward(loss)
+            optimizer.step()
+            return {"loss": loss.detach()}
+
+        type(lit).training_step = training_step
+        assert_same(fit(lit, package=package), fit(lit, exact(), package=package))
+        callback = MemSaveCallback(monitor=False)
+        fit(lit, callback, package=package)
+        assert status(callback, "optimizer") == "on"
+
+    def test_a_module_built_in_configure_model(self, package):
+        lit = make_lit(package)
+        model, lit.model = lit.model, None
+
+        def configure_model(self):
+            if self.model is None:
+                self.model = copy.deepcopy(model)
+
+        type(lit).configure_model = configure_model
+        callback = exact()
+        assert_same(fit(lit, package=package), fit(lit, callback, package=package))
+        assert status(callback, "activation_checkpointing") == "on"
+
+    @pytest.mark.slow
+    def test_compiled_module(self):
+        model: Any = Model()
+        for block in model.blocks:
+            block.dropout.p = 0.0
+        lit = make_lit(model=model)
+        plain = fit(lit)
+        lit.model = torch.compile(lit.model, backend="aot_eager")
+        callback = exact()
+        ours = fit(lit, callback)
+        assert status(callback, "activation_checkpointing") == "on"
+        assert ours[0] == pytest.approx(plain[0], rel=1e-5)
+
+    def test_a_monitor_of_the_users_own_is_the_one_that_measures(self):
+        own = GPUMemoryMonitor(every_n_steps=1, print_summary=False)
+        callback = MemSaveCallback()
+        fit(make_lit(), own, callback)
+        assert own.summary is not None
+        measured = json.loads(Path("memsave_report.json").read_text())["measured"]
+        assert measured["peak_bytes"] == own.summary.peak_bytes
+        assert callback.monitor.summary is None
+
+    def test_technique_objects_can_be_passed(self):
+        callback = MemSaveCallback(
+            ActivationCheckpointing(2, blocks="Block"),
+            optimizer=LowBitOptimizer("8bit", keep_32bit=("*head*",)),
+            monitor=False,
+        )
+        fit(make_lit(), callback)
+        assert "2 of 4 blocks" in details(callback, "activation_checkpointing")
+
+    def test_deepcopy_of_the_module_while_training_is_independent(self):
+        copies: list[nn.Module] = []
+
+        class Copy(stock.Callback):
+            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+                copies.append(copy.deepcopy(pl_module.model))
+
+        _, state, _ = fit(make_lit(), exact(), Copy())
+        trained = [v for k, v in state.items() if k.startswith("model")]
+        twin = copies[0]
+        assert any(not torch.equal(a, b) for a, b in zip(twin.state_dict().values(), trained, strict=True))
+        twin.train()(next(iter(loader()))).backward()
+        assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_no_warning_is_given_where_all_is_well():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MemsaveWarning)
+        fit(make_lit(), MemSaveCallback())

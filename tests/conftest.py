@@ -1,0 +1,44 @@
+"""Seeds, and a check after each test that nothing global was left behind."""
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = "needs a CUDA device, and torch sees none"
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run in an empty folder from a fixed seed; fail a test that changes the process for others."""
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    before = (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    threads = set(threading.enumerate())
+    yield
+    assert _get_current_dispatch_mode_stack() == []
+    after = (
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        torch.is_grad_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+    assert after == before
+    started = [t for t in set(threading.enumerate()) - threads if not t.daemon]
+    assert started == []

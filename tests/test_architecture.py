@@ -1,0 +1,94 @@
+"""The structure that DESIGN describes, read from the source."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_memsave
+from lightning_memsave.techniques import TECHNIQUES
+from tests.cases import CASES
+
+PACKAGE = Path(lightning_memsave.__file__).parent
+ROOT = PACKAGE.parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What each part may import of the package itself, beside its own files.
+ALLOWED = {
+    "errors": set(),
+    "units": {"errors"},
+    "core": {"errors", "units"},
+    "techniques": {"errors", "units", "core"},
+    "measure": {"errors", "units", "core"},
+    "planning": {"errors", "units", "core", "techniques", "measure"},
+    "host": {"errors", "units", "core"},
+    "callbacks": {"errors", "units", "core", "techniques", "measure", "planning", "host"},
+}
+MAY_IMPORT_LIGHTNING = {"host", "callbacks", "modules", "cli"}
+ONLY_ON_FIRST_USE = {"bitsandbytes", "transformers", "pynvml", "peft"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported(tree: ast.AST) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+class TestEachFile:
+    def test_imports_point_one_way(self, path):
+        part = part_of(path)
+        if part == "__init__":
+            return
+        inside = {n for n in imported(ast.parse(path.read_text())) if n.startswith(PACKAGE.name)}
+        parts = {n.split(".")[1] for n in inside if "." in n}
+        assert parts - ALLOWED[part] - {part} == set()
+
+    def test_only_the_lightning_layer_imports_lightning(self, path):
+        if part_of(path) in MAY_IMPORT_LIGHTNING:
+            return
+        roots = {n.split(".")[0] for n in imported(ast.parse(path.read_text()))}
+        assert roots & {"lightning", "pytorch_lightning"} == set()
+
+    def test_heavy_packages_are_imported_on_first_use(self, path):
+        top_level = ast.Module(ast.parse(path.read_text()).body, type_ignores=[])
+        statements = [n for n in top_level.body if isinstance(n, ast.Import | ast.ImportFrom)]
+        roots = {n.split(".")[0] for s in statements for n in imported(s)}
+        assert roots & ONLY_ON_FIRST_USE == set()
+
+    def test_is_short_enough_to_read(self, path):
+        assert len(path.read_text().splitlines()) <= 300
+
+    def test_says_what_it_is_for(self, path):
+        assert ast.get_docstring(ast.parse(path.read_text()))
+
+
+def test_private_names_of_lightning_stay_in_host():
+    private = re.compile(r"trainer\.(?:\w+\.)*_\w+")
+    found = {
+        f"{path.relative_to(PACKAGE)}: {match}"
+        for path in FILES
+        if path.name != "host.py"
+        for match in private.findall(path.read_text())
+    }
+    assert found == set()
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda t: t.name)
+def test_each_technique_has_a_case_a_section_and_a_changelog_line(technique):
+    assert technique.name in CASES
+    assert f"## {technique.name}\n" in (ROOT / "docs" / "techniques.md").read_text()
+    assert f"`{technique.__name__}`" in (ROOT / "CHANGELOG.md").read_text()
+    assert technique.source
+    assert technique.__doc__
+    for section in ("Args:", "Raises:", "Note:", "Example:", "References:"):
+        assert section in technique.__doc__

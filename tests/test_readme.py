@@ -1,0 +1,35 @@
+"""What README and docs show runs, and what they name exists."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_memsave
+
+ROOT = Path(lightning_memsave.__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the pages show what users see; warnings have own tests
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_on_the_page_runs(page):
+    text = page.read_text()
+    names: dict[str, object] = {}
+    for match in BLOCK.finditer(text):
+        line = text[: match.start()].count("\n") + 1
+        code = compile("\n" * line + match[1], str(page), "exec")
+        exec(code, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_and_names_on_the_page_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for path in re.findall(r"`((?:benchmarks|examples|docs|tests)/[\w./-]+)`", text):
+        assert (ROOT / path).exists(), f"{page.name} names {path}"
+    for name in re.findall(r"`lightning_memsave\.(\w+)`", text):
+        assert name in lightning_memsave.__all__, f"{page.name} names {name}"
