@@ -123,7 +123,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if isinstance(self._kind_for(target), str):
             return []
         problems, name = [], type(target).__name__
-        if target.state:
+        if any(target.state.values()):
             problems.append(
                 Problem(
                     f"`{name}` with state",
