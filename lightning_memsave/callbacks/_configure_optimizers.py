@@ -203,8 +203,8 @@ class _Exchange:
 
     def _add_undo(self, old: Optimizer, undo: Undo) -> None:
         _, handle = self._done[id(old)]
-        both = (handle.undo, undo)
-        self._done[id(old)] = (old, Handle(handle.target, handle.changes, handle.skipped, both))
+        fields = handle.target, handle.changes, handle.skipped, (handle.undo, undo)
+        self._done[id(old)] = (old, Handle(*fields, summary=handle.summary))
 
     def _mapped(self, value: Any) -> Any:
         """Return the value with new optimizers in it; the same object if there are none."""
