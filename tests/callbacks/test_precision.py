@@ -1,0 +1,210 @@
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memsave import MemSaveCallback, host
+from lightning_memsave.callbacks import _precision
+from lightning_memsave.callbacks._precision import TrainerPrecision
+from lightning_memsave.errors import IncompatibleError
+from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
+
+
+def only_precision(precision: Any) -> MemSaveCallback:
+    return MemSaveCallback(None, optimizer=None, precision=precision, monitor=False, report=False)
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+# torch's CPU half kernels warn about nothing; Lightning says that fp16 AMP becomes bf16 on CPU.
+@pytest.mark.filterwarnings("ignore:You passed `Trainer\\(accelerator='cpu', precision='16-mixed'")
+@pytest.mark.parametrize(
+    "precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "bf16", 32, "64"]
+)
+def test_trains_as_a_trainer_that_was_given_it(package, precision):
+    lit = make_lit(package)
+    dtypes: list[Any] = []
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.model.blocks[0].up(batch)
+        dtypes.append((batch.dtype, hidden.dtype, self.model.head.weight.dtype))
+        return self.model(batch)
+
+    type(lit).training_step = training_step
+    with _no_default_dtype_change():
+        ours = fit(lit, only_precision(precision), package=package)
+        seen, dtypes[:] = list(dtypes), []
+        long_name = _precision.full_name(precision)
+        theirs = fit(lit, package=package, precision=long_name)
+    assert seen == dtypes
+    assert ours[2].precision == theirs[2].precision
+    assert type(ours[2].strategy.precision_plugin) is type(theirs[2].strategy.precision_plugin)
+    assert_same(ours, theirs)
+
+
+class _no_default_dtype_change:  # noqa: N801 - reads as a statement
+    def __enter__(self):
+        self.before = torch.get_default_dtype()
+
+    def __exit__(self, *_):
+        torch.set_default_dtype(self.before)
+
+
+def test_the_table_says_what_lightning_made_of_it():
+    callback = only_precision("16-mixed")
+    with pytest.warns(UserWarning, match="not supported on CPU"):
+        fit(make_lit(), callback)
+    assert callback.rows[0].value == "bf16-mixed"
+    assert "Lightning replaced 16-mixed on this device" in callback.rows[0].details
+
+
+def test_auto_leaves_what_the_trainer_was_given(package):
+    callback = only_precision("auto")
+    _, _, trainer = fit(make_lit(package), callback, package=package, precision="bf16-true")
+    assert trainer.precision == "bf16-true"
+    assert callback.rows[0].details == ("kept: the Trainer was given it",)
+
+
+def test_auto_leaves_a_plugin(package):
+    plugin = package.plugins.MixedPrecision("bf16-mixed", "cpu")
+    callback = only_precision("auto")
+    fit(make_lit(package), callback, package=package, plugins=[plugin])
+    assert "the plugin `MixedPrecision` decides it" in callback.rows[0].details[0]
+
+
+def test_a_second_fit_may_have_another_precision(package):
+    trainer, lit = make_trainer(package, only_precision("bf16-mixed")), make_lit(package)
+    trainer.fit(lit)
+    assert trainer.precision == "bf16-mixed"
+    trainer.callbacks = [only_precision("32-true")]
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(lit)
+    assert trainer.precision == "32-true"
+
+
+def conflict(lit: Any, trainer: Any, precision: str, fix: str) -> None:
+    trainer.callbacks.insert(0, only_precision(precision))
+    before = trainer.precision
+    with pytest.raises(IncompatibleError, match=fix):
+        trainer.fit(lit)
+    assert trainer.precision == before
+
+
+class TestConflicts:
+    """Each conflict of facts/lightning.md B has a message of its own."""
+
+    def test_plugin(self, package):
+        plugin = package.plugins.MixedPrecision("bf16-mixed", "cpu")
+        trainer = make_trainer(package, plugins=[plugin])
+        conflict(make_lit(package), trainer, "32-true", "Remove that plugin")
+
+    def test_bitsandbytes_precision(self, package):
+        """Its own weights are 8-bit; it refuses every device but CUDA, so it is put in by hand."""
+        trainer = make_trainer(package)
+        plugin = object.__new__(package.plugins.BitsandbytesPrecision)
+        trainer._accelerator_connector._precision_plugin_flag = plugin
+        lit = make_lit(package)
+        problems = TrainerPrecision("bf16-mixed").check(trainer, lit)
+        assert ["BitsandbytesPrecision" in p.why for p in problems] == [True]
+        auto = TrainerPrecision("auto")
+        assert auto.check(trainer, lit) == []
+        auto.apply(trainer, lit)
+        assert auto.rows[0].status == "unchanged"
+        assert trainer.precision == "32-true"
+
+    def test_trainers_own_precision(self, package):
+        trainer = make_trainer(package, precision="bf16-true")
+        conflict(make_lit(package), trainer, "bf16-mixed", "Remove one of the two")
+
+    def test_fsdp_with_its_own_mixed_precision(self, package):
+        trainer = make_trainer(package)
+        trainer.strategy.mixed_precision = object()
+        problems = TrainerPrecision("bf16-mixed").check(trainer, make_lit(package))
+        assert [p.fix.startswith("Remove `mixed_precision`") for p in problems] == [True]
+
+    @pytest.mark.parametrize(("precision", "fix"), [("16-mixed", "bf16"), ("64-true", "32-true")])
+    def test_model_parallel(self, package, precision, fix):
+        trainer = make_trainer(package)
+        strategy = type("ModelParallelStrategy", (type(trainer.strategy),), {})
+        trainer.strategy.__class__ = strategy
+        problems = TrainerPrecision(precision).check(trainer, make_lit(package))
+        assert [fix in p.fix for p in problems] == [True]
+
+    def test_deepspeed_that_has_started(self, package):
+        trainer = make_trainer(package)
+        trainer.strategy._config_initialized = True
+        problems = TrainerPrecision("bf16-mixed").check(trainer, make_lit(package))
+        assert [p.fix for p in problems] == ["Make a new Trainer with a new strategy."]
+
+    def test_xla(self, package):
+        trainer = make_trainer(package)
+        trainer.strategy.__class__ = type("SingleDeviceXLAStrategy", (type(trainer.strategy),), {})
+        problems = TrainerPrecision("bf16-mixed").check(trainer, make_lit(package))
+        assert ['precision="bf16-true"' in p.fix for p in problems] == [True]
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed", "32-true"])
+    def test_parameters_that_are_half_already(self, package, dtype, precision):
+        lit = make_lit(package).to(dtype)
+        conflict(lit, make_trainer(package), precision, "Load the model in float32")
+
+
+class TestAutoOnCuda:
+    """What would be chosen on a GPU; the device is the only thing that is pretended."""
+
+    @pytest.fixture(autouse=True)
+    def cuda(self, monkeypatch):
+        monkeypatch.setattr(
+            "lightning.pytorch.strategies.SingleDeviceStrategy.root_device",
+            property(lambda self: torch.device("cuda", 0)),
+        )
+
+    @pytest.mark.parametrize(("is_native", "chosen"), [(True, "bf16-mixed"), (False, "16-mixed")])
+    def test_prefers_native_bfloat16(self, monkeypatch, is_native, chosen):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native)
+        trainer, lit = make_trainer(), make_lit()
+        assert _precision._choose(trainer, lit)[0] == chosen
+
+    def test_gives_way_to_half_parameters(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+        chosen, reason = _precision._choose(make_trainer(), make_lit().bfloat16())
+        assert chosen is None
+        assert "would stay so" in reason
+
+
+def test_tf32_is_set_and_put_back():
+    seen: list[tuple[str, bool]] = []
+    lit = make_lit()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        return self.model(batch)
+
+    type(lit).training_step = training_step
+    before = (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32)
+    callback = MemSaveCallback(None, optimizer=None, tf32=True, monitor=False, report=False)
+    fit(lit, callback)
+    assert set(seen) == {("high", True)}
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
+    row = next(row for row in callback.rows if row.name == "tf32")
+    assert row.details == ("it has an effect on CUDA only",)
+
+
+def test_host_says_which_private_names_are_missing():
+    trainer = make_trainer()
+    assert host.check_host(trainer) == []
+    del trainer.fit_loop.epoch_loop.automatic_optimization
+    problems = host.check_host(trainer)
+    assert [p.what for p in problems] == [
+        "`Trainer.fit_loop.epoch_loop.automatic_optimization._make_closure`"
+    ]
+    assert "Install lightning" in problems[0].fix
+
+
+def test_host_refuses_what_is_no_trainer():
+    with pytest.raises(TypeError, match="no Trainer of lightning"):
+        host.package_of(object())
