@@ -193,6 +193,21 @@ class MemSaveCallback(CallbackBase):
         if self._driven is not None:
             self._driven.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_validation_start(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_validation_end(trainer, pl_module)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Pass the hook on to the monitor."""
         if self._driven is not None:

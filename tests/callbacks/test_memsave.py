@@ -385,9 +385,18 @@ class TestBesideOthers:
         _, state, _ = fit(make_lit(), exact(), Copy())
         trained = [v for k, v in state.items() if k.startswith("model")]
         twin = copies[0]
-        assert any(not torch.equal(a, b) for a, b in zip(twin.state_dict().values(), trained, strict=True))
+        assert any(
+            not torch.equal(a, b) for a, b in zip(twin.state_dict().values(), trained, strict=True)
+        )
         twin.train()(next(iter(loader()))).backward()
         assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_every_hook_of_the_monitor_is_passed_on():
+    def hooks(cls: type) -> set[str]:
+        return {name for name in vars(cls) if name.startswith("on_")}
+
+    assert hooks(GPUMemoryMonitor) <= hooks(MemSaveCallback)
 
 
 def test_no_warning_is_given_where_all_is_well():
