@@ -1,7 +1,7 @@
 """Log the memory of training."""
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memsave import host
@@ -23,7 +23,7 @@ class _Run:
     """One fit while it lasts."""
 
     probe: Probe
-    start_s: float = field(default_factory=time.perf_counter)
+    start_s: float
     # End of the last batch: what comes after it, such as writing checkpoints, is no training.
     end_s: float | None = None
     validation_start_s: float | None = None
@@ -121,7 +121,7 @@ class GPUMemoryMonitor(CallbackBase):
         device = trainer.strategy.root_device
         is_cuda = device.type == "cuda"
         probe = CudaProbe(device) if is_cuda else LiveTensorsProbe(device, pl_module)
-        self._run = _Run(probe)
+        self._run = _Run(probe, time.perf_counter())
         for note in probe.notes:
             inform(trainer, f"GPUMemoryMonitor: {note}.")
 

@@ -7,8 +7,6 @@ from lightning_memsave.measure.host_memory import read_host_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.peak import PeakMemory
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
 
 def test_peak_of_a_block():
     model = nn.Linear(100, 10, bias=False)
@@ -68,7 +66,6 @@ def test_resident_memory_grows_with_what_is_touched():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_peak_on_cuda():
     before_bytes = torch.cuda.memory_allocated()
     with PeakMemory() as peak:
@@ -83,7 +80,6 @@ def test_peak_on_cuda():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_live_tensors_agree_with_the_cuda_allocator():
     # Multiplications would bring workspaces of cuBLAS, which are no tensors; sizes are multiples of
     # what the allocator rounds to.
@@ -98,7 +94,6 @@ def test_live_tensors_agree_with_the_cuda_allocator():
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_allocator_on_cuda():
     tensor = torch.zeros(2**20, device="cuda")
     pinned = torch.zeros(2**20, pin_memory=True)

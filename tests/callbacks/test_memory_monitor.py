@@ -1,0 +1,542 @@
+import copy
+import importlib
+import io
+import json
+import logging
+import pickle
+import re
+from csv import DictReader
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave.callbacks import _memory_probes
+from lightning_memsave.callbacks._memory_probes import CudaProbe
+from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, batch_size_of
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.measure.allocator import AllocatorReading
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.units import GIB
+
+NUM_SAMPLES, BATCH_SIZE = 40, 4
+NUM_PARAMETERS = 64 * 256 + 256 + 256 + 1
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def package(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The Trainer's batches, from zero, in which live tensors were counted."""
+    batches = []
+
+    def track_input(self, batch):
+        batches.append(int(batch[1][0]) // BATCH_SIZE)
+        LiveTensors.track_input(self, batch)
+
+    spy = type("Spy", (LiveTensors,), {"track_input": track_input})
+    monkeypatch.setattr(_memory_probes, "LiveTensors", spy)
+    return batches
+
+
+def validation_step(self, batch, batch_idx):
+    self.layers(batch[0])
+
+
+def make_module(package, **attributes):
+    class Module(package.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layers = nn.Sequential(
+                nn.Linear(64, 256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 1)
+            )
+            self.losses = []
+
+        def training_step(self, batch, batch_idx):
+            loss = self.layers(batch[0]).pow(2).mean()
+            self.losses.append(loss.detach())
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    for name, value in attributes.items():
+        setattr(Module, name, value)
+    return Module()
+
+
+def loader():
+    torch.manual_seed(1)
+    samples = TensorDataset(torch.randn(NUM_SAMPLES, 64), torch.arange(NUM_SAMPLES))
+    return DataLoader(samples, batch_size=BATCH_SIZE)
+
+
+def make_trainer(package, *callbacks, **arguments):
+    quiet = dict.fromkeys(
+        ("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False
+    )
+    settings = {"max_epochs": 1, "log_every_n_steps": 1, "accelerator": "cpu", "devices": 1}
+    return package.Trainer(callbacks=list(callbacks), **(settings | quiet | arguments))
+
+
+def loggers(package, path):
+    module = importlib.import_module(f"{package.__name__}.loggers")
+
+    class Memory(module.CSVLogger):  # type: ignore[name-defined, misc]
+        """A second logger, which keeps what it is given."""
+
+        def __init__(self):
+            super().__init__(path, name="second")
+            self.monitored = []
+            self.others = []
+
+        def log_metrics(self, metrics, step=None):
+            (self.monitored if "memory/host_rss_gib" in metrics else self.others).append(
+                (step, dict(metrics))
+            )
+
+    return module.CSVLogger(path, name="first"), Memory()
+
+
+def logged_rows(logger):
+    (path,) = Path(logger.save_dir, logger.name).rglob("metrics.csv")
+    with path.open() as file:
+        return [row for row in DictReader(file) if row["memory/host_rss_gib"]]
+
+
+def test_logs_to_every_logger_at_the_right_steps(package, tmp_path):
+    csv, memory = loggers(package, tmp_path)
+    trainer = make_trainer(package, GPUMemoryMonitor(3), logger=[csv, memory], max_epochs=2)
+    trainer.fit(make_module(package), loader())
+    rows = logged_rows(csv)
+    assert [int(row["step"]) for row in rows] == [2, 5, 8, 11, 14, 17]
+    assert [step for step, _ in memory.monitored] == [2, 5, 8, 11, 14, 17]
+    assert [step for step, _ in memory.others] == list(range(20))  # Lightning's own metrics
+    for row, (_, metrics) in zip(rows, memory.monitored, strict=True):
+        assert {key for key, value in row.items() if key.startswith("memory/") and value} == (
+            metrics.keys()
+        )
+
+
+def test_values_on_cpu(package, tmp_path):
+    memory = loggers(package, tmp_path)[1]
+    trainer = make_trainer(package, GPUMemoryMonitor(1), logger=memory)
+    trainer.fit(make_module(package), loader())
+    _, metrics = memory.monitored[-1]
+    assert metrics.keys() == {
+        "memory/live_gib",
+        "memory/peak_live_gib",
+        "memory/host_rss_gib",
+    }
+    # After a step: parameters, gradients, two moments, and less than a kB of steps and losses; at
+    # its peak at least one temporary of the optimizer besides, as large as the first weight.
+    state_bytes = 4 * 4 * NUM_PARAMETERS
+    batch_bytes = BATCH_SIZE * (64 * 4 + 8)
+    assert state_bytes + batch_bytes <= metrics["memory/live_gib"] * GIB
+    assert metrics["memory/live_gib"] * GIB < state_bytes + batch_bytes + 1000
+    assert metrics["memory/peak_live_gib"] * GIB > state_bytes + batch_bytes + 4 * 64 * 256
+    assert 0.05 < metrics["memory/host_rss_gib"] < 100
+
+
+def test_metrics_stay_out_of_callback_metrics(package, tmp_path):
+    trainer = make_trainer(package, GPUMemoryMonitor(1), logger=loggers(package, tmp_path)[1])
+    trainer.fit(make_module(package), loader())
+    assert trainer.callback_metrics.keys() == {"loss"}
+
+
+def test_accumulated_batches_are_one_step(package, tmp_path, counted):
+    memory = loggers(package, tmp_path)[1]
+    monitor = GPUMemoryMonitor(4)
+    trainer = make_trainer(package, monitor, logger=memory, accumulate_grad_batches=2)
+    trainer.fit(make_module(package), loader())
+    assert [step for step, _ in memory.monitored] == [3]
+    assert counted == [0, 1, 2, 3, 6, 7]  # two batches each of the first two steps and the fourth
+    assert monitor.summary.num_steps == 5
+
+
+def test_counts_the_first_two_steps_and_the_logged_ones(package, counted):
+    make_trainer(package, GPUMemoryMonitor(5)).fit(make_module(package), loader())
+    assert counted == [0, 1, 4, 9]
+
+
+@pytest.mark.parametrize("accumulate_grad_batches", [1, 3])
+def test_training_is_the_same_bit_for_bit(package, accumulate_grad_batches):
+    modules = []
+    for callbacks in ([], [GPUMemoryMonitor(2)]):
+        module = make_module(package)
+        trainer = make_trainer(
+            package, *callbacks, accumulate_grad_batches=accumulate_grad_batches, max_epochs=2
+        )
+        data = loader()
+        torch.manual_seed(2)
+        trainer.fit(module, data)
+        modules.append(module)
+    plain, monitored = modules
+    assert len(plain.losses) == 20
+    assert all(map(torch.equal, plain.losses, monitored.losses))
+    assert all(map(torch.equal, plain.parameters(), monitored.parameters()))
+
+
+def test_summary(package, capsys):
+    monitor = GPUMemoryMonitor()
+    trainer = make_trainer(package, monitor, max_epochs=2)
+    trainer.fit(make_module(package, validation_step=validation_step), loader(), loader())
+    summary = monitor.summary
+    assert (summary.num_steps, summary.num_samples) == (20, 80)
+    assert summary.by_category["parameter"] == 4 * NUM_PARAMETERS
+    assert summary.by_category["optimizer_state"] == 8 * NUM_PARAMETERS + 16
+    assert summary.by_category["input"] == BATCH_SIZE * (64 * 4 + 8)
+    assert summary.peak_bytes == sum(summary.by_category.values())
+    assert summary.samples_per_second == pytest.approx(80 / summary.seconds)
+    assert json.loads(json.dumps(summary.to_dict()))["steps_per_second"] > 0
+    assert (summary.device, summary.notes) == ("cpu", ())
+    printed = capsys.readouterr().out
+    assert printed.count("Memory of this fit") == 1
+    assert "samples: 80 (" in printed
+
+
+def test_time_of_validation_is_left_out(package, monkeypatch):
+    # A clock that only the steps move: one second for training, a hundred for validation.
+    now = [0.0]
+    clock = SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr("lightning_memsave.callbacks.memory_monitor.time", clock)
+
+    def training_step(self, batch, batch_idx):
+        now[0] += 1
+        return self.layers(batch[0]).mean()
+
+    def validation_step(self, batch, batch_idx):
+        now[0] += 100
+
+    module = make_module(package, training_step=training_step, validation_step=validation_step)
+    monitor = GPUMemoryMonitor()
+    make_trainer(package, monitor, max_epochs=2).fit(module, loader(), loader())
+    assert monitor.summary.seconds == 20
+
+
+def test_prints_nothing_if_told_so(package, capsys):
+    monitor = GPUMemoryMonitor(print_summary=False)
+    make_trainer(package, monitor, max_steps=2).fit(make_module(package), loader())
+    assert "Memory of this fit" not in capsys.readouterr().out
+    assert monitor.summary.num_steps == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "num_steps"),
+    [({"fast_dev_run": 2}, 2), ({"max_steps": 3}, 3), ({"max_epochs": 0}, 0)],
+    ids=str,
+)
+def test_short_fits(package, arguments, num_steps):
+    monitor = GPUMemoryMonitor(every_n_steps=1)
+    module = make_module(package, validation_step=validation_step)
+    make_trainer(package, monitor, **arguments).fit(module, loader(), loader())
+    summary = monitor.summary
+    # With nothing to do Lightning never starts to train.
+    assert (0 if summary is None else summary.num_steps) == num_steps
+
+
+def test_fit_twice_measures_twice(package, tmp_path):
+    memory = loggers(package, tmp_path)[1]
+    monitor = GPUMemoryMonitor(every_n_steps=10)
+    trainer = make_trainer(package, monitor, logger=memory, max_epochs=1)
+    module = make_module(package)
+    trainer.fit(module, loader())
+    first = monitor.summary
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, loader())
+    assert (first.num_steps, monitor.summary.num_steps) == (10, 10)
+    assert monitor.summary is not first
+    assert [step for step, _ in memory.monitored] == [9, 19]
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_does_nothing_outside_fit(package, stage, counted):
+    monitor = GPUMemoryMonitor(1)
+    module = make_module(
+        package,
+        validation_step=validation_step,
+        test_step=lambda self, batch, batch_idx: None,
+        predict_step=lambda self, batch, batch_idx: batch[0],
+    )
+    getattr(make_trainer(package, monitor), stage)(module, loader())
+    assert counted == []
+    assert monitor.summary is None
+
+
+def test_exception_in_the_middle_of_a_step(package):
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise ZeroDivisionError
+        return self.layers(batch[0]).mean()
+
+    monitor = GPUMemoryMonitor()
+    module = make_module(package, training_step=training_step)
+    with pytest.raises(ZeroDivisionError):
+        make_trainer(package, monitor).fit(module, loader())
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
+    assert monitor.summary.num_steps == 1
+    assert monitor.summary.notes == ("fit was ended by ZeroDivisionError",)
+
+
+def test_batches_that_the_module_skips(package):
+    # Lightning then ends the epoch without `on_train_batch_end`.
+    modes = []
+    module = make_module(
+        package,
+        on_train_batch_start=lambda self, batch, batch_idx: -1 if batch_idx == 1 else None,
+        on_train_epoch_end=lambda self: modes.append(torch._C._len_torch_dispatch_stack()),
+    )
+    monitor = GPUMemoryMonitor(1)
+    make_trainer(package, monitor, max_epochs=2).fit(module, loader())
+    assert modes == [0, 0]
+    assert monitor.summary.num_steps == 2
+
+
+def test_manual_optimization_with_two_optimizers(package, tmp_path):
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(self.layers(batch[0]).mean())
+            optimizer.step()
+
+    module = make_module(
+        package,
+        training_step=training_step,
+        automatic_optimization=False,
+        configure_optimizers=lambda self: [
+            torch.optim.SGD(self.layers[0].parameters(), lr=0.1, momentum=0.9),
+            torch.optim.AdamW(self.layers[3].parameters()),
+        ],
+    )
+    memory = loggers(package, tmp_path)[1]
+    monitor = GPUMemoryMonitor(5)
+    make_trainer(package, monitor, logger=memory).fit(module, loader())
+    assert [step for step, _ in memory.monitored] == [4, 9]
+    assert monitor.summary.num_steps == 10
+    first, last = 64 * 256 + 256, 256 + 1
+    assert monitor.summary.by_category["optimizer_state"] == 4 * first + 8 * last + 8
+
+
+def test_compiled_modules_are_not_counted(package, tmp_path, counted):
+    module = make_module(package)
+    module.layers[0] = torch.compile(module.layers[0], backend="eager")
+    memory = loggers(package, tmp_path)[1]
+    monitor = GPUMemoryMonitor(1)
+    make_trainer(package, monitor, logger=memory, max_steps=2).fit(module, loader())
+    assert counted == []
+    assert monitor.summary.peak_bytes is None
+    assert len(monitor.summary.notes) == 1
+    assert "not counted in a module with `torch.compile`" in monitor.summary.notes[0]
+    assert memory.monitored[0][1].keys() == {"memory/host_rss_gib"}
+
+
+def test_the_second_monitor_does_nothing(package, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger(package.__name__), "propagate", True)
+    memory = loggers(package, tmp_path)[1]
+    first, second = GPUMemoryMonitor(5), GPUMemoryMonitor(1)
+    make_trainer(package, first, second, logger=memory).fit(make_module(package), loader())
+    assert [step for step, _ in memory.monitored] == [4, 9]
+    assert first.summary is not None
+    assert second.summary is None
+    assert "Another `GPUMemoryMonitor` measures already" in caplog.text
+
+
+def test_stands_alone_in_a_trainer_of_either_package(package):
+    monitor = GPUMemoryMonitor()
+    trainer = package.Trainer(callbacks=monitor, accelerator="cpu", logger=False)
+    assert monitor in trainer.callbacks
+    assert isinstance(monitor, package.Callback)
+
+
+def test_copies_and_pickles_after_a_fit(package):
+    monitor = GPUMemoryMonitor(7)
+    make_trainer(package, monitor, max_steps=1).fit(make_module(package), loader())
+    for name in ("log", "log_dict"):
+        delattr(monitor, name)  # Lightning puts it there, bound to the module
+    for other in (copy.deepcopy(monitor), pickle.loads(pickle.dumps(monitor))):
+        assert other.every_n_steps == 7
+        assert other.summary == monitor.summary
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ({"every_n_steps": 0}, "Use `every_n_steps=1`"),
+        ({"every_n_steps": -3}, "Use `every_n_steps=1`"),
+        ({"every_n_steps": "50"}, "Use `every_n_steps=1`"),
+        ({"every_n_steps": True}, "Use `every_n_steps=1`"),
+        ({"every_n_steps": 2.5}, "Use `every_n_steps=1`"),
+        ({"every_n_steps": None}, "Use `every_n_steps=1`"),
+        ({"print_summary": "no"}, "Use `print_summary=False`"),
+        ({"every_n_steps": 0, "print_summary": 1}, "2 problems"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments(arguments, remedy):
+    with pytest.raises(ConfigurationError, match=re.escape(remedy)):
+        GPUMemoryMonitor(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"),
+    [
+        (torch.zeros(3, 2), 3),
+        (torch.tensor(1.0), 1),
+        ({"name": "x", "ids": torch.zeros(5)}, 5),
+        ([["a", "b"], {"x": torch.zeros(2)}], 2),
+        (["a", "b", "c"], 3),
+        (None, 1),
+    ],
+)
+def test_batch_size(batch, size):
+    assert batch_size_of(batch) == size
+
+
+def documented_keys():
+    return set(re.findall(r"^    ``(memory/\w+)``", GPUMemoryMonitor.__doc__ or "", re.MULTILINE))
+
+
+class FakeGpu:
+    """A driver and an allocator with figures of their own; only the hardware is pretended."""
+
+    def __init__(self, monkeypatch, nvml):
+        self.calls: list[str] = []
+        self.reading = AllocatorReading(4, 6, 5, 7, 1, 2, 8)
+        monkeypatch.setattr(_memory_probes, "read_allocator", lambda device: self.reading)
+        monkeypatch.setattr(
+            torch.cuda, "reset_peak_memory_stats", lambda device: self.calls.append("reset")
+        )
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
+        monkeypatch.setattr(
+            _memory_probes,
+            "read_host_memory",
+            lambda: SimpleNamespace(rss_bytes=GIB, pinned_bytes=2 * GIB),
+        )
+        gpu = self
+
+        class Device:
+            def __init__(self, device):
+                pass
+
+            def __enter__(self):
+                gpu.calls.append("open")
+                return self
+
+            def __exit__(self, *exc_info):
+                gpu.calls.append("close")
+
+            def read(self, reserved_bytes=None):
+                return nvml
+
+        monkeypatch.setattr(_memory_probes, "NvmlDevice", Device)
+
+
+def test_cuda_metrics_are_the_documented_ones(monkeypatch):
+    gpu = FakeGpu(monkeypatch, NvmlReading(10 * GIB, 80 * GIB, 9 * GIB, GIB))
+    probe = CudaProbe(torch.device("cuda", 0))
+    probe.begin_step(is_logged=True)
+    probe.end_step()
+    metrics = probe.metrics()
+    probe.close()
+    probe.close()
+    assert metrics.keys() | {"memory/live_gib", "memory/peak_live_gib"} == documented_keys()
+    assert metrics["memory/nvml_process_gib"] == 9
+    assert metrics["memory/cuda_context_gib"] == 1
+    assert metrics["memory/host_pinned_gib"] == 2
+    assert metrics["memory/peak_allocated_gib"] == 5 / GIB
+    assert (metrics["memory/num_alloc_retries"], metrics["memory/num_ooms"]) == (1, 2)
+    assert gpu.calls == ["open", "reset", "close"]
+    assert (probe.name, probe.notes) == ("Some GPU", [])
+
+
+def test_cuda_peaks_are_of_each_step_and_the_highest_is_kept(monkeypatch):
+    gpu = FakeGpu(monkeypatch, NvmlReading(used_bytes=10, total_bytes=80, reason="in a container"))
+    probe = CudaProbe(torch.device("cuda", 0))
+    for peak_bytes in (50, 70, 60):
+        probe.begin_step(is_logged=True)
+        gpu.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0, None)
+        probe.end_step()
+        metrics = probe.metrics()
+        assert metrics["memory/peak_allocated_gib"] == peak_bytes / GIB
+    highest = probe.highest
+    assert (highest.peak_bytes, highest.reserved_bytes, highest.nvml_bytes) == (70, 140, 10)
+    assert gpu.calls.count("reset") == 3
+    assert probe.notes == ["in a container"]
+    assert "memory/nvml_process_gib" not in metrics
+
+
+def test_cpu_metrics_are_documented(tmp_path):
+    package = importlib.import_module("lightning.pytorch")
+    memory = loggers(package, tmp_path)[1]
+    make_trainer(package, GPUMemoryMonitor(1), logger=memory, max_steps=1).fit(
+        make_module(package), loader()
+    )
+    assert memory.monitored[0][1].keys() <= documented_keys()
+
+
+def test_summary_on_a_terminal_is_a_table():
+    output = io.StringIO()
+    summary = MemorySummary(
+        "cpu", 3 * GIB, {"parameter": GIB, "buffer": 0}, num_steps=4, seconds=2, notes=("[why]",)
+    )
+    print_summary(summary, Console(file=output, force_terminal=True, width=60))
+    text = output.getvalue()
+    assert "3.00 GiB" in text
+    assert "4 (2.00 per second)" in text
+    assert "[why]" in text
+    assert "buffer" not in text
+    assert "─" in text
+
+
+def test_maximum_and_sum_over_ranks(package, tmp_path):
+    def training_step(self, batch, batch_idx):
+        torch.zeros(10**6 * (1 + self.global_rank))
+        return self.layers(batch[0]).mean()
+
+    class WriteSummary(package.Callback):  # type: ignore[name-defined, misc]
+        def on_fit_end(self, trainer, pl_module):
+            if trainer.is_global_zero:
+                path = tmp_path / "summary.json"
+                path.write_text(json.dumps(monitor.summary.to_dict()))
+
+    monitor = GPUMemoryMonitor(2)
+    csv = loggers(package, tmp_path)[0]
+    module = make_module(package, training_step=training_step)
+    trainer = make_trainer(
+        package, monitor, WriteSummary(), logger=csv, devices=2, strategy="ddp_fork"
+    )
+    trainer.fit(module, loader())
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["num_samples"] == NUM_SAMPLES
+    assert summary["num_steps"] == 5
+    # Eight megabytes on rank one, four on rank zero, beside less than one of all else.
+    assert 8_000_000 < summary["peak_bytes"] < 9_000_000
+    assert sum(summary["by_category"].values()) < 5_000_000
+    assert float(logged_rows(csv)[0]["memory/peak_live_gib"]) * GIB > 8_000_000
+
+
+@pytest.mark.gpu
+def test_values_on_cuda(package, tmp_path):
+    memory = loggers(package, tmp_path)[1]
+    monitor = GPUMemoryMonitor(1)
+    make_trainer(package, monitor, logger=memory, accelerator="gpu").fit(
+        make_module(package), loader()
+    )
+    metrics = memory.monitored[-1][1]
+    assert metrics.keys() <= documented_keys()
+    allocated, peak = metrics["memory/allocated_gib"], metrics["memory/peak_allocated_gib"]
+    assert 4 * 4 * NUM_PARAMETERS / GIB <= allocated <= peak <= metrics["memory/peak_reserved_gib"]
+    assert monitor.summary.peak_bytes >= peak * GIB
+    assert monitor.summary.device == torch.cuda.get_device_name()
