@@ -1,13 +1,12 @@
 """Gradient accumulation set from the callback, with the last partial window scaled right."""
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import Row, Setting, warn
 from lightning_memsave.errors import ExactnessWarning, Problem
 
 
@@ -92,12 +91,12 @@ class Accumulation(Setting):
             details.append("a shorter last window is divided by its own number of batches")
         self.rows = [Row(self.name, str(self.num_batches), "on", tuple(details), "rounding")]
         if self.num_batches > 1 and _has_batch_norm(pl_module):
-            warnings.warn(
+            warn(
+                trainer,
                 f"`accumulate_grad_batches={self.num_batches}` and batch normalisation: its "
                 "statistics come from each batch alone, not from the whole window. Use a "
                 "normalisation without batch statistics, such as `nn.GroupNorm`, if that matters.",
                 ExactnessWarning,
-                stacklevel=2,
             )
 
     def scale(

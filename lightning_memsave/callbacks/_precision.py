@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting
 from lightning_memsave.errors import ConfigurationError, Problem
 
 PRECISIONS = (
@@ -86,6 +86,7 @@ class TrainerPrecision(Setting):
         current = host.precision_state(trainer).current
         wanted, reason = self.precision, ""
         if self.precision is None:
+            self.rows = self.rows or [Row(self.name, current, "unchanged", (AS_IT_IS,))]
             return
         if self.precision == "auto":
             wanted, reason = _choose(trainer, pl_module)

@@ -1,5 +1,6 @@
 """What ``MemSaveCallback`` can set, each behind the same few methods."""
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,9 @@ import torch
 from lightning_memsave.errors import Problem
 
 Status = Literal["on", "off", "unchanged"]
+
+
+AS_IT_IS = "left as it is: `None` was asked for"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,18 @@ class Row:
     status: Status
     details: tuple[str, ...] = ()
     exactness: str = ""
+
+
+def warn(trainer: Any, message: str, category: type[Warning]) -> None:
+    """Give a warning on rank zero.
+
+    Args:
+        trainer: The Trainer.
+        message: What happens, why, and what to type instead.
+        category: Class of the warning.
+    """
+    if trainer.is_global_zero:
+        warnings.warn(message, category, stacklevel=3)
 
 
 class Setting(ABC):

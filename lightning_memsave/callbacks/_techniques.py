@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import NoEffectWarning, Problem
 
@@ -65,14 +65,12 @@ class ModuleTechnique(Setting):
             pl_module: Its LightningModule.
         """
         if self.technique is None:
-            self.rows = [Row(self.name, "None", "unchanged")]
+            self.rows = [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
         elif self._gives_way(trainer):
             reason = f"`{type(trainer.strategy).__name__}` checkpoints activations already"
             self.rows = [Row(self.name, self.value, "unchanged", (reason,))]
         elif not host.builds_model_late(pl_module):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NoEffectWarning)  # given in `start` if it holds
-                self._use(self.technique, pl_module)
+            self._use(self.technique, pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Change a module that made its layers after ``setup``.
@@ -82,8 +80,12 @@ class ModuleTechnique(Setting):
             pl_module: Its LightningModule.
         """
         is_done = self._handle is not None and bool(self._handle.changes)
-        if self.technique is not None and not is_done and not self._gives_way(trainer):
-            self._use(self.technique, pl_module)
+        if self.technique is None or is_done or self._gives_way(trainer):
+            return
+        handle = self._use(self.technique, pl_module)
+        if not handle.changes:
+            reasons = "; ".join(handle.skipped)
+            warn(trainer, f"{self.name} changed nothing: {reasons}.", NoEffectWarning)
 
     def undo(self) -> None:
         """Restore the module; a second call does nothing."""
@@ -93,11 +95,14 @@ class ModuleTechnique(Setting):
     def _gives_way(self, trainer: Any) -> bool:
         return self.is_auto and host.checkpoints_activations_itself(trainer)
 
-    def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> None:
-        self._handle = technique.apply(pl_module)
-        self._undo.append(self._handle.undo)
-        exactness = technique.exactness.value
-        self.rows = [_row(self.name, self.value, self._handle, exactness)]
+    def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
+        with warnings.catch_warnings():
+            # A module may make its layers later, and each rank would say it.
+            warnings.simplefilter("ignore", NoEffectWarning)
+            handle = self._handle = technique.apply(pl_module)
+        self._undo.append(handle.undo)
+        self.rows = [_row(self.name, self.value, handle, technique.exactness.value)]
+        return handle
 
 
 class OptimizerTechnique(Setting):
@@ -148,7 +153,7 @@ class OptimizerTechnique(Setting):
             )
         )
         if self.technique is None:
-            self.rows = self.rows or [Row(self.name, "None", "unchanged")]
+            self.rows = self.rows or [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
             return
         problems = _sharding_problems(trainer, self.value)
         if problems:

@@ -392,6 +392,29 @@ class TestBesideOthers:
         assert all(p.grad is not None for p in twin.parameters())
 
 
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_on_a_gpu_memory_falls_and_precision_is_chosen():
+    peaks = {}
+    for key, callback in (
+        ("plain", MemSaveCallback(None, optimizer=None, precision=None)),
+        ("saving", MemSaveCallback()),
+    ):
+        model = nn.Sequential(
+            *[nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True) for _ in range(8)]
+        )
+        lit: Any = make_lit(model=model)
+        type(lit).training_step = lambda self, batch, batch_idx: (
+            self.model(batch.repeat(1, 4).unsqueeze(1).expand(-1, 256, -1)).square().mean()
+        )
+        type(lit).validation_step = lambda self, batch, batch_idx: None
+        fit(lit, callback, accelerator="gpu")
+        peaks[key] = json.loads(Path("memsave_report.json").read_text())["measured"]["peak_bytes"]
+    assert peaks["saving"] < 0.5 * peaks["plain"]
+    assert status(callback, "precision") == "on"
+    assert next(r.value for r in callback.rows if r.name == "precision") == "bf16-mixed"
+
+
 def test_every_hook_of_the_monitor_is_passed_on():
     def hooks(cls: type) -> set[str]:
         return {name for name in vars(cls) if name.startswith("on_")}
