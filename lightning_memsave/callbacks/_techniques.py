@@ -1,5 +1,6 @@
 """Techniques behind the methods of a `Setting`: when to apply them in a fit, and what to report."""
 
+import importlib.util
 import warnings
 from typing import Any
 
@@ -138,7 +139,7 @@ class OptimizerTechnique(Setting):
         """
         if self.technique is None or self.is_auto:
             return []
-        return _sharding_problems(trainer, self.value)
+        return self._problems(trainer)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Wrap ``configure_optimizers`` and the loading of optimizer states.
@@ -155,7 +156,7 @@ class OptimizerTechnique(Setting):
         if self.technique is None:
             self.rows = self.rows or [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
             return
-        problems = _sharding_problems(trainer, self.value)
+        problems = self._problems(trainer)
         if problems:
             self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
             return
@@ -175,21 +176,23 @@ class OptimizerTechnique(Setting):
                 _row(self.name, self.value, handle, exactness) for handle in self._state.handles
             ]
 
+    def _problems(self, trainer: Any) -> list[Problem]:
+        assert self.technique is not None, "called with a technique only"
+        missing = [p for p in self.technique.requires if importlib.util.find_spec(p) is None]
+        what, problems = f"`optimizer={self.value}`", []
+        if missing:
+            why, install = f"{' and '.join(missing)} is not installed", " ".join(missing)
+            fix = f"Run `pip install {install}`, or set `optimizer=None`."
+            problems.append(Problem(what, why, fix))
+        if host.is_strategy(trainer, "ModelParallelStrategy", "FSDPStrategy"):
+            strategy = type(trainer.strategy).__name__
+            why = f"`{strategy}` shards parameters, which bitsandbytes' kernels do not take"
+            fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
+            problems.append(Problem(what, why, fix))
+        return problems
+
 
 def _row(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
     if not handle.changes:
         return Row(name, value, "off", handle.skipped)
     return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)
-
-
-def _sharding_problems(trainer: Any, value: str) -> list[Problem]:
-    if not host.is_strategy(trainer, "ModelParallelStrategy", "FSDPStrategy"):
-        return []
-    strategy = type(trainer.strategy).__name__
-    return [
-        Problem(
-            f"`optimizer={value}`",
-            f"`{strategy}` shards parameters, which bitsandbytes' kernels do not take",
-            "Set `optimizer=None`; each rank holds only its share of the state anyway.",
-        )
-    ]

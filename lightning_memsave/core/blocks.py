@@ -191,7 +191,11 @@ def _num_parameters(module: nn.Module) -> int:
 def _families(named: dict[str, nn.Module], free: set[str]) -> list[list[Block]]:
     families: dict[tuple[str, type[nn.Module]], list[Block]] = {}
     for name, module in named.items():
-        if name not in free or _is_layer(module) or isinstance(module, nn.ModuleList | nn.ModuleDict):
+        if (
+            name not in free
+            or _is_layer(module)
+            or isinstance(module, nn.ModuleList | nn.ModuleDict)
+        ):
             continue
         # A Sequential can be anything, so only those side by side in one container are a family.
         parent = name.rpartition(".")[0] if isinstance(module, nn.Sequential) else ""

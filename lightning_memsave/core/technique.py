@@ -92,6 +92,8 @@ class Technique(ABC, Generic[TargetT]):
     exactness: ClassVar[Exactness]
     source: ClassVar[str]
     """The paper or project where it comes from."""
+    requires: ClassVar[tuple[str, ...]] = ()
+    """Packages that are imported when it is applied."""
 
     @abstractmethod
     def check(self, target: TargetT) -> list[Problem]:

@@ -76,6 +76,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     source: ClassVar[str] = (
         "Dettmers et al. (2022), 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"
     )
+    requires: ClassVar[tuple[str, ...]] = ("bitsandbytes",)
 
     optimizer: str = "8bit"
     _: KW_ONLY

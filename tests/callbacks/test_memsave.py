@@ -209,6 +209,22 @@ class TestNothingSilent:
         assert second.rows == [] or all(row.status != "on" for row in second.rows)
         assert_same(fit(make_lit()), result)
 
+    def test_without_bitsandbytes_auto_leaves_the_optimizer_and_8bit_is_refused(self, monkeypatch):
+        import importlib.util
+
+        real = importlib.util.find_spec
+
+        def find_spec(name: str) -> Any:
+            return None if name == "bitsandbytes" else real(name)
+
+        monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+        callback = MemSaveCallback(monitor=False)
+        _, _, trainer = fit(make_lit(), callback)
+        assert type(trainer.optimizers[0]) is torch.optim.AdamW
+        assert details(callback, "optimizer") == "bitsandbytes is not installed"
+        with pytest.raises(IncompatibleError, match="Run `pip install bitsandbytes`"):
+            fit(make_lit(), MemSaveCallback(optimizer="8bit", monitor=False))
+
     def test_exactness_limits_what_is_chosen(self):
         callback = exact()
         fit(make_lit(), callback)
