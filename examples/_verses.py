@@ -39,10 +39,12 @@ class Passage:
     Args:
         text: The verses, joined.
         group: Index into ``GROUPS``.
+        chapter: For example ``"Genesis 1"``.
     """
 
     text: str
     group: int
+    chapter: str
 
 
 def load_passages(
@@ -64,9 +66,11 @@ def load_passages(
     verses = _read_verses()
     group_of = {book: i for i, books in enumerate(GROUPS.values()) for book in books}
     chapters: list[list[list[Passage]]] = [[] for _ in GROUPS]
-    for (book, _), chapter in groupby(verses, key=lambda verse: (verse["book"], verse["chapter"])):
+    by_chapter = groupby(verses, key=lambda verse: (verse["book"], verse["chapter"]))
+    for (book, number), chapter in by_chapter:
         group = group_of[book]
-        chapters[group].append(_passages_of([verse["text"] for verse in chapter], group))
+        texts = [verse["text"] for verse in chapter]
+        chapters[group].append(_passages_of(texts, group, f"{book} {number}"))
     rng = random.Random(seed)
     parts: tuple[list[Passage], list[Passage]] = ([], [])
     for group, of_group in enumerate(chapters):
@@ -88,12 +92,13 @@ def _read_verses() -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def _passages_of(verses: list[str], group: int) -> list[Passage]:
-    passages, words = [], []
+def _passages_of(verses: list[str], group: int, chapter: str) -> list[Passage]:
+    passages: list[Passage] = []
+    words: list[str] = []
     for verse in verses:
         words += verse.split()
         if len(words) >= MIN_WORDS:
-            passages.append(Passage(" ".join(words), group))
+            passages.append(Passage(" ".join(words), group, chapter))
             words = []
     return passages  # what is left at the end of a chapter is too short to fill the tokens
 

