@@ -1,0 +1,378 @@
+"""Two processes that train together on CPU, started once for all tests of this file.
+
+Run as a script, under torchrun, this file trains every scenario on its rank and writes down what it
+saw; run by pytest, it compares the notes of the two ranks.
+"""
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from filelock import FileLock
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_memsave import GPUMemoryMonitor, IncompatibleError, MemSaveCallback
+from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
+from tests.cases import WIDTH, BatchNormModel, Model
+
+Notes = dict[str, Any]
+Report = Callable[[str], list[Notes]]
+
+RANKS = 2
+LENGTH, BATCH = 40, 4  # five batches on each rank
+SECONDS = 200
+
+
+# --- what runs on each rank ---
+
+
+class TwoHeads(Model):
+    """One head is never used: its parameters get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+
+class Stream(IterableDataset[Tensor]):
+    """A rank's share of the vectors; its loader does not know how many they are."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(Vectors(LENGTH).data[self.rank :: RANKS])
+
+
+def digest(module: nn.Module) -> str:
+    """Tell two states apart to the last bit."""
+    whole = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole.update(name.encode() + full.contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def train(lit: Any, *callbacks: Any, strategy: Any = "ddp", **settings: Any) -> Notes:
+    trace = Trace(pl)
+    trainer = make_trainer(pl, *callbacks, trace.callback, **two_ranks(strategy), **settings)
+    torch.manual_seed(100 + rank_of_this_process())  # other dropout on each rank
+    trainer.fit(lit)
+    return {"losses": trace.losses, "digest": digest(lit)}
+
+
+def two_ranks(strategy: Any) -> dict[str, Any]:
+    return {"devices": RANKS, "strategy": strategy}
+
+
+def rank_of_this_process() -> int:
+    return int(os.environ["RANK"])
+
+
+def rows_of(callback: MemSaveCallback) -> dict[str, tuple[str, str]]:
+    return {row.name: (row.status, " ".join(row.details)) for row in callback.rows}
+
+
+def lit_of(model: nn.Module, **methods: Any) -> Any:
+    lit = make_lit(model=model)
+    defaults = {"train_dataloader": lambda self: DataLoader(Vectors(LENGTH), batch_size=BATCH)}
+    for name, method in (defaults | methods).items():
+        setattr(type(lit), name, method)
+    return lit
+
+
+def seeded(model_class: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(1)
+    return model_class()
+
+
+def run_bitwise() -> Notes:
+    notes = {"plain": train(lit_of(seeded(BatchNormModel)))}
+    for which in ("all", "selective", "every:2"):
+        callback = MemSaveCallback(which, exactness="bitwise", monitor=False)
+        notes[which] = train(lit_of(seeded(BatchNormModel)), callback)
+        notes[which]["rows"] = rows_of(callback)
+    return notes
+
+
+def run_unused_parameters() -> Notes:
+    notes = {}
+    for name, make_strategy in (
+        ("unused", lambda: DDPStrategy(find_unused_parameters=True)),
+        ("static", lambda: DDPStrategy(static_graph=True)),
+    ):
+        for way, callbacks in (
+            ("plain", []),
+            ("ours", [MemSaveCallback(exactness="bitwise", monitor=False)]),
+        ):
+            lit = lit_of(seeded(TwoHeads if name == "unused" else Model))
+            strategy = make_strategy()
+            notes[f"{name} {way}"] = train(lit, *callbacks, strategy=strategy)
+    return notes
+
+
+def run_bare() -> Notes:
+    callback, written, out = MemSaveCallback(), [], io.StringIO()
+    is_on = True
+
+    def hear(event: str, args: Any) -> None:
+        if is_on and event == "open" and str(args[0]).endswith("memsave_report.json"):
+            written.append(str(args[0]))
+
+    sys.addaudithook(hear)  # every file that this process opens
+    with contextlib.redirect_stdout(out):
+        notes = train(lit_of(seeded(Model)), callback, max_epochs=2)
+    is_on = False
+    return notes | {"rows": rows_of(callback), "printed": out.getvalue(), "written": written}
+
+
+def run_monitor() -> Notes:
+    """Rank 1 alone holds a large tensor during each step."""
+    monitor = GPUMemoryMonitor(every_n_steps=1, print_summary=False)
+
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        ballast = torch.zeros(1 + rank_of_this_process() * 1_000_000)
+        return self.model(batch) + ballast.sum()
+
+    logger = pl.loggers.CSVLogger(Path.cwd() / "csv")
+    train(lit_of(seeded(Model), training_step=training_step), monitor, logger=logger)
+    summary = monitor.summary
+    assert summary is not None
+    return {
+        "peak_bytes": summary.peak_bytes,
+        "own_peak_bytes": sum(summary.by_category.values()),
+        "num_samples": summary.num_samples,
+        "num_steps": summary.num_steps,
+        "logged_bytes": logged_peaks(Path(logger.log_dir)) if rank_of_this_process() == 0 else [],
+    }
+
+
+def logged_peaks(folder: Path) -> list[int]:
+    with (folder / "metrics.csv").open() as file:
+        values = [row["memory/peak_live_gib"] for row in csv.DictReader(file)]
+    return [round(float(value) * 2**30) for value in values if value]  # one row is of validation
+
+
+def accumulated(make_loader: Callable[[], Any], window: int) -> list[list[float]]:
+    gradients: list[list[float]] = []
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        gradients.append(self.model.head.weight.grad.flatten().tolist())
+
+    lit = lit_of(
+        without_dropout(),
+        on_before_optimizer_step=on_before_optimizer_step,
+        training_step=lambda self, batch, batch_idx: self.model(batch.double()),
+        configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.0),
+        train_dataloader=lambda self: make_loader(),
+    )
+    callback = MemSaveCallback(
+        None, optimizer=None, accumulate_grad_batches=window, monitor=False, report=False
+    )
+    # Each rank has its share already; Lightning's own sampler would shuffle.
+    train(lit, callback, limit_val_batches=0, use_distributed_sampler=False)
+    return gradients
+
+
+def without_dropout() -> nn.Module:
+    model: Any = seeded(Model)
+    for block in model.blocks:
+        block.dropout.p = 0.0
+    return model.double()
+
+
+def run_accumulation() -> Notes:
+    stream = Stream(rank_of_this_process())
+    loaders: dict[str, Callable[[], Any]] = {
+        "known length": lambda: DataLoader(list(stream), batch_size=BATCH),  # type: ignore[arg-type] # a list is a dataset
+        "unknown length": lambda: DataLoader(stream, batch_size=BATCH),
+    }
+    return {
+        f"{kind} {window}": accumulated(make, window)
+        for kind, make in loaders.items()
+        for window in (2, 3)
+    }
+
+
+def sharded_lit() -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    def configure_model(self: Any) -> None:
+        for part in (*self.model.blocks, self.model):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    return lit_of(seeded(Model), configure_model=configure_model)
+
+
+def run_sharded() -> Notes:
+    notes = {}
+    for way, callbacks in (("plain", []), ("ours", [MemSaveCallback(monitor=False)])):
+        lit = sharded_lit()
+        notes[way] = train(lit, *callbacks, strategy=ModelParallelStrategy())
+        if callbacks:
+            notes["rows"] = rows_of(callbacks[0])
+    with pytest.raises(IncompatibleError) as refusal:
+        train(sharded_lit(), MemSaveCallback(optimizer="8bit"), strategy=ModelParallelStrategy())
+    return notes | {"refusal": str(refusal.value)}
+
+
+SCENARIOS: dict[str, Callable[[], Notes]] = {
+    "bitwise": run_bitwise,
+    "unused_parameters": run_unused_parameters,
+    "bare": run_bare,
+    "monitor": run_monitor,
+    "accumulation": run_accumulation,
+    "sharded": run_sharded,
+}
+
+
+def main(folder: Path) -> None:
+    for name, run in SCENARIOS.items():
+        notes = run()
+        (folder / f"{name}-{rank_of_this_process()}.json").write_text(json.dumps(notes))
+
+
+# --- what pytest compares ---
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Give what both ranks wrote down for a scenario."""
+    root = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent  # so that the workers of pytest share one launch
+    folder = root / "ranks"
+    with FileLock(root / "ranks.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            launch(folder)
+
+    def notes_of(name: str) -> list[Notes]:
+        paths = [folder / f"{name}-{rank}.json" for rank in range(RANKS)]
+        missing = [path.name for path in paths if not path.exists()]
+        assert not missing, f"{missing} missing:\n{(folder / 'log').read_text()[-6000:]}"
+        return [json.loads(path.read_text()) for path in paths]
+
+    return notes_of
+
+
+def launch(folder: Path) -> None:
+    # torchrun finds a free port itself, and ends the other rank when one fails.
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={RANKS}", str(Path(__file__).resolve()), str(folder)]
+    root = str(Path(__file__).parents[2])
+    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # torchrun then ends its ranks
+            process.wait()
+
+
+@pytest.mark.parametrize("which", ["all", "selective", "every:2"])
+def test_checkpointing_is_bitwise_with_dropout_and_batch_norm(report, which):
+    for notes in report("bitwise"):
+        assert notes[which]["rows"]["activation_checkpointing"][0] == "on"
+        assert notes[which]["losses"] == notes["plain"]["losses"]
+        assert notes[which]["digest"] == notes["plain"]["digest"]
+
+
+def test_ranks_draw_other_batches_and_other_dropout(report):
+    """Else the test above would not see a mix-up between ranks."""
+    first, second = report("bitwise")
+    assert first["plain"]["losses"] != second["plain"]["losses"]
+
+
+@pytest.mark.parametrize("kind", ["unused", "static"])
+def test_unused_parameters_and_static_graph_are_as_without_it(report, kind):
+    for notes in report("unused_parameters"):
+        assert notes[f"{kind} ours"] == notes[f"{kind} plain"]
+
+
+def test_bare_callback_trains_equal_parameters_on_both_ranks(report):
+    first, second = report("bare")
+    assert first["digest"] == second["digest"]
+    assert first["losses"] != second["losses"]
+    assert sum(first["losses"][-3:]) < sum(first["losses"][:3])
+    for notes in (first, second):
+        assert notes["rows"]["activation_checkpointing"][0] == "on"
+        assert notes["rows"]["optimizer"][0] == "on"
+
+
+def test_only_rank_zero_prints_and_writes(report):
+    first, second = report("bare")
+    assert "MemSaveCallback:" in first["printed"]
+    assert "peak memory" in first["printed"]
+    assert len(first["written"]) == 1
+    assert (second["printed"], second["written"]) == ("", [])
+
+
+def test_peaks_are_maxima_over_ranks(report):
+    first, second = report("monitor")
+    assert second["own_peak_bytes"] > first["own_peak_bytes"] + 3_000_000
+    assert first["peak_bytes"] == second["peak_bytes"] == second["own_peak_bytes"]
+    assert max(first["logged_bytes"]) == first["peak_bytes"]
+    assert min(first["logged_bytes"]) > first["own_peak_bytes"]
+
+
+def test_samples_are_the_sum_over_ranks(report):
+    for notes in report("monitor"):
+        assert notes["num_samples"] == LENGTH
+        assert notes["num_steps"] == LENGTH // BATCH // RANKS
+
+
+@pytest.mark.parametrize("window", [2, 3])
+@pytest.mark.parametrize("kind", ["known length", "unknown length"])
+def test_gradient_is_the_mean_over_window_and_ranks(report, kind, window):
+    model = without_dropout()
+    shares = [Vectors(LENGTH).data[rank::RANKS].double().split(BATCH) for rank in range(RANKS)]
+    for notes in report("accumulation"):
+        gradients = notes[f"{kind} {window}"]
+        starts = range(0, len(shares[0]), window)
+        assert len(gradients) == len(starts)
+        for gradient, start in zip(gradients, starts, strict=True):
+            batches = [batch for share in shares for batch in share[start : start + window]]
+            model.zero_grad()
+            torch.stack([model(batch) for batch in batches]).mean().backward()
+            truth: Any = model.get_parameter("head.weight").grad
+            torch.testing.assert_close(
+                torch.tensor(gradient, dtype=torch.float64), truth.flatten(), rtol=1e-11, atol=0.0
+            )
+
+
+def test_sharded_parameters_train_bitwise_equal(report):
+    for notes in report("sharded"):
+        assert notes["rows"]["activation_checkpointing"][0] == "on"
+        assert notes["ours"] == notes["plain"]
+
+
+def test_8bit_optimizer_gives_way_to_sharding_or_is_refused(report):
+    for notes in report("sharded"):
+        status, reason = notes["rows"]["optimizer"]
+        assert status == "off"
+        assert "shards parameters" in reason
+        assert "Set `optimizer=None`" in notes["refusal"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
