@@ -164,8 +164,8 @@ class LiveTensorsProbe(Probe):
         self._can_count = not is_compiled(module)
         if not self._can_count:
             self.notes.append(
-                "live tensors are not counted in a module with `torch.compile`, which would run "
-                "uncompiled for it: train without, or on CUDA, to measure memory"
+                "live tensors are not counted in a module with `torch.compile`, whose graphs "
+                "allocate unseen: train without it, or on CUDA, to measure memory"
             )
         self._num_steps = 0
         self._is_counted = False

@@ -27,8 +27,8 @@ def over_ranks(
         return known
     result = {}
     for key, value in known.items():
-        metric = _METRICS[how]().set_dtype(torch.float64)  # float32 is exact to 16 MiB only
-        metric.to(trainer.strategy.root_device)
+        metric = _METRICS[how]().to(trainer.strategy.root_device)
+        metric.set_dtype(torch.float64)  # float32 is exact to 16 MiB only; `to` would undo it
         metric.update(value)
         result[key] = float(metric.compute())
     return result

@@ -9,9 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.measure.storages import on_storage_resize, storages_of, tensors_in
+from lightning_memsave.measure.storages import (
+    device_of,
+    on_storage_resize,
+    storages_of,
+    tensors_in,
+)
 
 # What the phase of the step says of a new storage is a guess until something claims it. What is
 # claimed already keeps its category, for example a parameter that an optimizer also has in `state`.
@@ -54,8 +60,8 @@ class LiveTensors(TorchDispatchMode):
 
         Scratch memory inside a kernel is not a tensor and is not seen, such as the reordered copies
         of oneDNN's convolutions or what the 8-bit optimizers of bitsandbytes do inside; nor are the
-        states of random generators, 5 kB for each checkpointed block on a CPU. Compiled modules are
-        not for this: with the context on, torch runs them as plain operations.
+        states of random generators, 5 kB for each checkpointed block on a CPU, and what a graph of
+        ``torch.compile`` allocates inside.
 
     Example:
         >>> model = nn.Linear(100, 10, bias=False)
@@ -67,6 +73,12 @@ class LiveTensors(TorchDispatchMode):
 
     # Let operators such as flex_attention through instead of failing on them.
     supports_higher_order_operators = True
+
+    # Let torch.compile work under the mode; else a function with `fullgraph=True` would fail.
+    @classmethod
+    @override
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(
         self,
@@ -279,19 +291,6 @@ def _arguments(values: Iterable[Any]) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _arguments(value)
-
-
-def device_of(module: nn.Module | None) -> torch.device:
-    """Find where a module is.
-
-    Args:
-        module: Any module, or none.
-
-    Returns:
-        The device of its first parameter, and the CPU if there is none.
-    """
-    parameter = None if module is None else next(module.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _with_index(device: torch.device) -> torch.device:

@@ -9,7 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.measure.live_tensors import LiveTensors, device_of
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.measure.storages import device_of
 
 
 class PeakMemory:

@@ -1,10 +1,10 @@
-"""Find tensors in nested structures, and the storages behind them."""
+"""Find tensors in nested structures, and the storages and devices behind them."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -54,6 +54,19 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
         except (RuntimeError, NotImplementedError):  # the wrappers of torch.func have none
             return
         yield storage
+
+
+def device_of(module: nn.Module | None) -> torch.device:
+    """Find where a module is.
+
+    Args:
+        module: Any module, or none.
+
+    Returns:
+        The device of its first parameter, and the CPU if there is none.
+    """
+    parameter = None if module is None else next(module.parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def on_storage_resize(resized: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jsonargparse import ArgumentError, ArgumentParser
 from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memsave.callbacks import _memory_probes
 from lightning_memsave.callbacks._memory_probes import CudaProbe
 from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
+from lightning_memsave.callbacks._ranks import over_ranks
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, batch_size_of
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.allocator import AllocatorReading
@@ -370,6 +372,19 @@ def test_copies_and_pickles_after_a_fit(package):
         assert other.summary == monitor.summary
 
 
+def test_on_the_command_line_of_either_package(package):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(package.Callback, "callback")
+    path = f"{GPUMemoryMonitor.__module__}.GPUMemoryMonitor"
+    arguments = [f"--callback={path}", "--callback.every_n_steps=7"]
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    monitor = instantiate(parser.parse_args(arguments)).callback
+    assert isinstance(monitor, GPUMemoryMonitor)
+    assert (monitor.every_n_steps, monitor.print_summary) == (7, True)
+    with pytest.raises(ArgumentError, match="every_n_steps"):
+        parser.parse_args([arguments[0], "--callback.every_n_steps=often"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
@@ -540,3 +555,13 @@ def test_values_on_cuda(package, tmp_path):
     assert 4 * 4 * NUM_PARAMETERS / GIB <= allocated <= peak <= metrics["memory/peak_reserved_gib"]
     assert monitor.summary.peak_bytes >= peak * GIB
     assert monitor.summary.device == torch.cuda.get_device_name()
+
+
+def test_bytes_survive_the_way_over_ranks():
+    # In float32, the metrics' own type, it would become 1000000000.
+    trainer = SimpleNamespace(
+        world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu"))
+    )
+    values = {"bytes": 1_000_000_001, "unknown": None}
+    assert over_ranks(trainer, "max", values) == {"bytes": 1_000_000_001}
+    assert over_ranks(trainer, "sum", values) == {"bytes": 1_000_000_001}

@@ -1,5 +1,6 @@
 """Peak memory of a step from the events of torch's own allocator."""
 
+import gc
 from collections.abc import Callable, Iterable
 
 from torch import Tensor
@@ -13,6 +14,8 @@ def profiler_peak_bytes(step: Callable[[], object], alive_before: Iterable[Tenso
     does not hear of the end of memory that is older than itself. That is also why the first step,
     which makes gradients and optimizer state, is profiled too.
     """
+    # The allocator remembers what earlier profilers saw, and would tell this one of its end.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
         with record_function("second step"):

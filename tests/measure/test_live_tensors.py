@@ -358,6 +358,16 @@ def test_an_exception_leaves_nothing_behind():
     copy.deepcopy(training.model)
 
 
+def test_compiled_functions_run():
+    compiled = torch.compile(lambda x: (2 * x).sin().sum(), backend="aot_eager", fullgraph=True)
+    x = torch.ones(1000, requires_grad=True)
+    with LiveTensors() as live:
+        loss = compiled(x)
+        loss.backward()
+    assert torch.equal(loss, (2 * x).sin().sum())
+    assert live.peak.other_bytes == 4000
+
+
 def test_twice_at_once_is_refused():
     live = LiveTensors()
     with live, pytest.raises(RuntimeError, match="make a second one"), live:

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.measure.allocator import read_allocator
+from lightning_memsave.measure.allocator import AllocatorReading, read_allocator
 from lightning_memsave.measure.host_memory import read_host_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.peak import PeakMemory
@@ -102,3 +102,57 @@ def test_allocator_on_cuda():
     assert tensor.nbytes <= reading.allocated_bytes <= reading.reserved_bytes
     assert reading.allocated_bytes == torch.cuda.memory_allocated()
     assert reading.host_pinned_bytes is None or reading.host_pinned_bytes >= pinned.nbytes
+
+
+class FakeCuda:
+    """Figures of an allocator; only the hardware is pretended."""
+
+    def __init__(self, monkeypatch):
+        self.peak_bytes = 0
+        stats = {
+            "allocated_bytes.all.current": 1,
+            "reserved_bytes.all.current": 2,
+            "allocated_bytes.all.peak": 3,
+            "reserved_bytes.all.peak": 4,
+            "num_alloc_retries": 5,
+        }
+        functions = {
+            "is_available": lambda: True,
+            "memory_stats": lambda device: stats,
+            "host_memory_stats": lambda: {"allocated_bytes.current": 7},
+            "reset_peak_memory_stats": lambda device: setattr(self, "peak_bytes", 0),
+            "max_memory_allocated": lambda device: self.peak_bytes,
+            "max_memory_reserved": lambda device: 2 * self.peak_bytes,
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function, raising=False)
+
+
+def test_allocator_figures(monkeypatch):
+    FakeCuda(monkeypatch)
+    # This allocator does not count out-of-memory errors, as cudaMallocAsync's does not.
+    assert read_allocator(0) == AllocatorReading(1, 2, 3, 4, 5, 0, 7)
+    assert read_allocator("cuda:1") == read_allocator()
+    monkeypatch.delattr(torch.cuda, "host_memory_stats")  # torch 2.6
+    reading = read_allocator()
+    assert reading is not None
+    assert reading.host_pinned_bytes is None
+
+
+def test_peak_where_there_is_cuda(monkeypatch):
+    cuda = FakeCuda(monkeypatch)
+    peak = PeakMemory()
+    assert peak.device.type == "cuda"
+    cuda.peak_bytes = 100
+    with peak:
+        assert peak.allocated_bytes == 0  # the peak before the block does not count
+        cuda.peak_bytes = 40
+        assert (peak.allocated_bytes, peak.reserved_bytes) == (40, 80)
+        peak.track_input(torch.zeros(10))
+    cuda.peak_bytes = 1000
+    assert (peak.allocated_bytes, peak.reserved_bytes, peak.breakdown) == (40, 80, None)
+
+
+def test_a_module_on_the_cpu_is_measured_there(monkeypatch):
+    FakeCuda(monkeypatch)
+    assert PeakMemory(nn.Linear(1, 1)).device.type == "cpu"
