@@ -63,6 +63,7 @@ def test_demo_saves_half_and_tells_how(tmp_path):
     assert saving["peak_bytes"] <= plain["peak_bytes"] / 2
     assert saving["peak_bytes"] < min(checkpointing["peak_bytes"], low_bit["peak_bytes"])
     assert max(checkpointing["peak_bytes"], low_bit["peak_bytes"]) < plain["peak_bytes"]
+    assert saving["time_ratio"] > 0.0
     assert sum(plain["by_category"].values()) == plain["peak_bytes"]
     report = json.loads((tmp_path / "run" / "memsave_report.json").read_text())
     assert report["measured"]["peak_bytes"] == saving["peak_bytes"]
@@ -71,18 +72,18 @@ def test_demo_saves_half_and_tells_how(tmp_path):
 @needs_demo_data
 def test_demo_says_when_a_claim_does_not_hold(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    import demo
+    import _table
 
-    plain = demo.Run("as it is", 100, {}, 1.0, accuracy=0.70)
-    too_large = demo.Run("one line added", 51, {}, 1.0, accuracy=0.70)
-    too_bad = demo.Run("one line added", 40, {}, 1.0, accuracy=0.67)
-    good = demo.Run("one line added", 40, {}, 1.0, accuracy=0.69)
+    plain = _table.Run("as it is", 100, {}, accuracy=0.70)
+    too_large = _table.Run("one line added", 51, {}, accuracy=0.70)
+    too_bad = _table.Run("one line added", 40, {}, accuracy=0.67)
+    good = _table.Run("one line added", 40, {}, accuracy=0.69)
 
-    assert not demo.judge([plain, too_large], is_same=True)
-    assert not demo.judge([plain, too_bad], is_same=True)
-    assert not demo.judge([plain, good], is_same=False)
+    assert not _table.judge([plain, too_large], is_same=True)
+    assert not _table.judge([plain, too_bad], is_same=True)
+    assert not _table.judge([plain, good], is_same=False)
     assert capsys.readouterr().out.count("FAILS:") == 3
-    assert demo.judge([plain, good], is_same=True)
+    assert _table.judge([plain, good], is_same=True)
 
 
 @needs_demo_data

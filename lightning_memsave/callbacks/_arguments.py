@@ -54,7 +54,8 @@ def make_settings(
     monitor = attempt(_monitor)
     attempt(_report)
     if problems:
-        raise ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
+        error = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
+        raise error
     return [setting for setting in settings if setting is not None], monitor
 
 
@@ -64,7 +65,7 @@ def _limit(arguments: _Arguments) -> Exactness:
     except ValueError as error:
         raise ConfigurationError(
             f"`exactness={arguments['exactness']!r}` is no exactness. Use "
-            f'{" or ".join(repr(e.value) for e in Exactness)}.'
+            f"{' or '.join(repr(e.value) for e in Exactness)}."
         ) from error
 
 
@@ -148,8 +149,8 @@ def _optimizer(arguments: _Arguments) -> Setting:
         if details:
             raise ConfigurationError(
                 f"{', '.join(f'`{name}`' for name in details)} is not used with "
-                f"`optimizer={wanted!r}`. Use `optimizer=LowBitOptimizer(...)` with these settings, "
-                'or `optimizer="8bit"`.'
+                f"`optimizer={wanted!r}`. Pass `optimizer=LowBitOptimizer(...)` with them, "
+                'or use `optimizer="8bit"`.'
             )
         technique = wanted
     else:

@@ -50,7 +50,7 @@ class MemSaveCallback(CallbackBase):
         tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             What moves them further is switched off if it is ``"auto"`` and refused if not.
-        monitor: Measure memory; ``False`` for not, or a `GPUMemoryMonitor` with settings of its own.
+        monitor: Measure memory; ``False`` for not; or a `GPUMemoryMonitor` with its own settings.
         report: Print the table and write ``memsave_report.json``.
 
     Raises:

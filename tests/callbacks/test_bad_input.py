@@ -45,7 +45,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": torch.optim.AdamW}, r"8bit"),
     ({"optimizer": LowBitOptimizer}, r"Use `optimizer=LowBitOptimizer\(\)`"),
     ({"optimizer": ActivationCheckpointing()}, r"Use `optimizer=LowBitOptimizer\(\)`"),
-    ({"optimizer": None, "keep_32bit": ["*"]}, r'or `optimizer="8bit"`'),
+    ({"optimizer": None, "keep_32bit": ["*"]}, r'or use `optimizer="8bit"`'),
     ({"optimizer": LowBitOptimizer(), "force_8bit": ["*"]}, r"LowBitOptimizer\(\.\.\.\)`"),
     ({"optimizer": "lion_8bit", "optimizer_kwargs": {"beta": 0.9}}, r"betas"),
     ({"optimizer": "8bit", "optimizer_kwargs": {"betas": (0.9, 0.9)}}, r"adamw_8bit|named"),
