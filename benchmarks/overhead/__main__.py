@@ -118,8 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Of the command line.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="fits per comparison")
-    parser.add_argument("--steps", type=int, default=60, help="pairs of steps per round")
+    parser.add_argument("--rounds", type=int, default=6, help="fits per comparison")
+    parser.add_argument("--steps", type=int, default=50, help="pairs of steps per round")
     parser.add_argument("--dry-run", action="store_true", help="a tiny model and a few steps")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     options = parser.parse_args(arguments)
