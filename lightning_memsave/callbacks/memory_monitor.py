@@ -98,6 +98,10 @@ class GPUMemoryMonitor(CallbackBase):
         self._run: _Run | None = None
         self._summary: MemorySummary | None = None
 
+    def __repr__(self) -> str:
+        arguments = f"every_n_steps={self.every_n_steps}, print_summary={self.print_summary}"
+        return f"{type(self).__name__}({arguments})"
+
     @property
     def summary(self) -> MemorySummary | None:
         """What the last fit needed; ``None`` before the end of the first one."""

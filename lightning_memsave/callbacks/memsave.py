@@ -68,12 +68,12 @@ class MemSaveCallback(CallbackBase):
 
     def __init__(
         self,
-        activation_checkpointing: str | int | float | ActivationCheckpointing | None = "auto",
+        activation_checkpointing: int | float | str | ActivationCheckpointing | None = "auto",
         *,
         optimizer: str | LowBitOptimizer | None = "auto",
-        precision: str | int | None = "auto",
+        precision: int | str | None = "auto",
         accumulate_grad_batches: int | None = None,
-        blocks: BlockSelector | Sequence[BlockSelector] | None = None,
+        blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
         force_8bit: Sequence[str] = (),
@@ -111,7 +111,7 @@ class MemSaveCallback(CallbackBase):
         arguments = ", ".join(
             f"{name}={value!r}"
             for name, value in self.arguments.items()
-            if value != _DEFAULTS[name].default
+            if not _is_default(name, value)
         )
         return f"{type(self).__name__}({arguments})"
 
@@ -253,4 +253,10 @@ class MemSaveCallback(CallbackBase):
         )
 
 
-_DEFAULTS = inspect.signature(MemSaveCallback).parameters
+_PARAMETERS = inspect.signature(MemSaveCallback).parameters
+
+
+def _is_default(name: str, value: object) -> bool:
+    default = _PARAMETERS[name].default
+    # Command lines and YAML write an empty list for `()`.
+    return bool(value == default) or (default == () and not value)

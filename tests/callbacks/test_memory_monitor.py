@@ -372,6 +372,11 @@ def test_copies_and_pickles_after_a_fit(package):
         assert other.summary == monitor.summary
 
 
+def test_repr_makes_an_equal_one():
+    monitor = eval(repr(GPUMemoryMonitor(7, print_summary=False)))
+    assert (monitor.every_n_steps, monitor.print_summary) == (7, False)
+
+
 def test_on_the_command_line_of_either_package(package):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(package.Callback, "callback")

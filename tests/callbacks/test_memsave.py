@@ -236,6 +236,16 @@ class TestNothingSilent:
             "MemSaveCallback(activation_checkpointing=2, optimizer=None)"
         )
 
+    def test_repr_leaves_out_defaults_as_a_command_line_writes_them(self):
+        callback = MemSaveCallback(keep_32bit=[], force_8bit=[], blocks=None, tf32=False)
+        assert repr(callback) == "MemSaveCallback(tf32=False)"
+
+    def test_settings_in_the_report_are_what_was_written(self):
+        fit(make_lit(), MemSaveCallback(2, monitor=GPUMemoryMonitor(7, print_summary=False)))
+        settings = json.loads(Path("memsave_report.json").read_text())["settings"]
+        assert settings["activation_checkpointing"] == "2"
+        assert settings["monitor"] == "GPUMemoryMonitor(every_n_steps=7, print_summary=False)"
+
 
 class TestStages:
     @pytest.mark.parametrize("stage", ["validate", "test", "predict"])

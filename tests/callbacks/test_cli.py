@@ -1,0 +1,193 @@
+"""The callback under the stock LightningCLI: flags, YAML, and configurations that are printed."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_memsave import (
+    ActivationCheckpointing,
+    GPUMemoryMonitor,
+    LowBitOptimizer,
+    MemSaveCallback,
+)
+
+# lightning 2.6.6 calls jsonargparse 4.53 by names of older releases.
+pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:lightning.pytorch.cli")
+
+PLAIN = ["--trainer.accelerator=cpu", "--trainer.logger=false"]
+OURS = "--trainer.callbacks+=lightning_memsave.MemSaveCallback"
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytest(monkeypatch):
+    """LightningCLI warns about `args` where the process itself was given some."""
+    monkeypatch.setattr("sys.argv", ["train.py"])
+
+
+def from_command_line(args: list[str]) -> MemSaveCallback:
+    cli = LightningCLI(
+        BoringModel,
+        args=[*PLAIN, *args],
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+    )
+    callbacks: Any = cli.trainer.callbacks  # type: ignore[attr-defined]
+    return next(callback for callback in callbacks if isinstance(callback, MemSaveCallback))
+
+
+def from_flags(*flags: str) -> MemSaveCallback:
+    return from_command_line([OURS, *(f"--trainer.callbacks.{flag}" for flag in flags)])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("activation_checkpointing=2", 2),
+        ("activation_checkpointing=1", 1),
+        ("activation_checkpointing=0.5", 0.5),
+        ("activation_checkpointing=1.0", 1.0),
+        ("activation_checkpointing=all", "all"),
+        ("activation_checkpointing=auto", "auto"),
+        ("activation_checkpointing=every:2", "every:2"),
+        ("activation_checkpointing=null", None),
+        ("optimizer=8bit", "8bit"),
+        ("optimizer=paged_lion_8bit", "paged_lion_8bit"),
+        ("optimizer=null", None),
+        ("precision=bf16-mixed", "bf16-mixed"),
+        ("precision=32", 32),
+        ("precision=16", 16),
+        ("precision=null", None),
+        ("accumulate_grad_batches=4", 4),
+        ("accumulate_grad_batches=null", None),
+        ("blocks=Block", "Block"),
+        (r"blocks=re:layers\.\d+", r"re:layers\.\d+"),
+        (r'blocks=["re:layer[.]x", Block]', ["re:layer[.]x", "Block"]),
+        ("blocks=null", None),
+        ('keep_32bit=["*.head.*", "*gate*"]', ["*.head.*", "*gate*"]),
+        ("keep_32bit+=*.head.*", ["*.head.*"]),
+        ('force_8bit=["*.embed.*"]', ["*.embed.*"]),
+        ("tf32=true", True),
+        ("tf32=false", False),
+        ("tf32=null", None),
+        ("exactness=bitwise", "bitwise"),
+        ("monitor=false", False),
+        ("report=false", False),
+    ],
+)
+def test_flags(flag, value):
+    name = flag.partition("=")[0].rstrip("+")
+    got = from_flags(flag).arguments[name]
+    assert (got, type(got)) == (value, type(value))
+
+
+def test_flags_together():
+    callback = from_flags("optimizer=lion_8bit", 'optimizer_kwargs={"betas": [0.9, 0.95]}')
+    assert callback.arguments["optimizer_kwargs"] == {"betas": [0.9, 0.95]}
+    callback = from_flags("optimizer=lion_8bit", "optimizer_kwargs.weight_decay=0.1")
+    assert callback.arguments["optimizer_kwargs"] == {"weight_decay": 0.1}
+
+
+def test_every_argument_has_a_flag_here():
+    marks: Any = test_flags.pytestmark
+    tested = {flag.partition("=")[0].rstrip("+") for flag, _ in marks[0].args[1]}
+    assert tested | {"optimizer_kwargs"} == MemSaveCallback().arguments.keys()
+
+
+def test_flags_of_technique_objects():
+    callback = from_flags(
+        "activation_checkpointing=lightning_memsave.ActivationCheckpointing",
+        "activation_checkpointing.which=every:2",
+        "optimizer=lightning_memsave.LowBitOptimizer",
+        "optimizer.min_8bit_size=64",
+        "monitor=lightning_memsave.GPUMemoryMonitor",
+        "monitor.every_n_steps=7",
+    )
+    checkpointing = ActivationCheckpointing("every:2")
+    assert callback.arguments["activation_checkpointing"] == checkpointing
+    assert callback.arguments["optimizer"] == LowBitOptimizer(min_8bit_size=64)
+    assert isinstance(callback.monitor, GPUMemoryMonitor)
+    assert callback.monitor.every_n_steps == 7
+
+
+CONFIGS = {
+    "values": r"""
+        activation_checkpointing: 2
+        optimizer: lion_8bit
+        precision: 32
+        accumulate_grad_batches: 4
+        blocks: ["re:layers[.]x", Block]
+        optimizer_kwargs: {betas: [0.9, 0.95]}
+        keep_32bit: ["*.head.*"]
+        force_8bit: []
+        tf32: false
+        monitor: false
+        report: false
+""",
+    "other values": r"""
+        activation_checkpointing: 0.5
+        precision: bf16-mixed
+        blocks: re:layers[.]\d+
+        exactness: approximate
+""",
+    "nothing": """
+        activation_checkpointing: null
+        optimizer: null
+        precision: null
+""",
+    "objects": """
+        activation_checkpointing:
+          class_path: lightning_memsave.ActivationCheckpointing
+          init_args: {which: 'every:2'}
+        optimizer:
+          class_path: lightning_memsave.LowBitOptimizer
+          init_args: {optimizer: paged_8bit, keep_32bit: ['*.head.*']}
+        monitor:
+          class_path: lightning_memsave.GPUMemoryMonitor
+          init_args: {every_n_steps: 7}
+""",
+}
+
+
+def write_config(arguments: str) -> str:
+    head = """
+trainer:
+  callbacks:
+    - class_path: lightning_memsave.MemSaveCallback
+      init_args:"""
+    Path("config.yaml").write_text(head + arguments)
+    return "config.yaml"
+
+
+def test_yaml():
+    callback = from_command_line(["--config", write_config(CONFIGS["values"])])
+    assert callback.arguments == {
+        "activation_checkpointing": 2,
+        "optimizer": "lion_8bit",
+        "precision": 32,
+        "accumulate_grad_batches": 4,
+        "blocks": ["re:layers[.]x", "Block"],
+        "optimizer_kwargs": {"betas": [0.9, 0.95]},
+        "keep_32bit": ["*.head.*"],
+        "force_8bit": [],
+        "tf32": False,
+        "exactness": "approximate",
+        "monitor": False,
+        "report": False,
+    }
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_printed_configuration_gives_the_same_callback(name, capsys):
+    config = write_config(CONFIGS[name])
+    first = from_command_line(["--config", config])
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        from_command_line(["--config", config, "--print_config"])
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    second = from_command_line(["--config", "printed.yaml"])
+    assert repr(second) == repr(first)
+    assert repr(second) != "MemSaveCallback()"
