@@ -6,10 +6,10 @@ import platform
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
@@ -84,26 +84,21 @@ def versions() -> dict[str, str]:
 
 
 def write_report(
-    directory: str | Path,
+    directory: str,
     settings: dict[str, str],
     rows: Sequence[Row],
     measured: dict[str, Any] | None,
     error: BaseException | None = None,
-) -> Path:
+) -> None:
     """Write ``memsave_report.json``.
 
     Args:
-        directory: Where to; made if it does not exist.
+        directory: Where to, also a remote one such as ``s3://...``; made if it does not exist.
         settings: Arguments of the callback as they were written.
         rows: The table at the start of fit.
         measured: What the monitor measured, with ``peak_bytes``; ``None`` without a monitor.
         error: What ended the fit, if something did.
-
-    Returns:
-        Path of the file.
     """
-    path = Path(directory) / REPORT_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "status": "finished" if error is None else f"{type(error).__name__}: {error}",
         "settings": settings,
@@ -113,5 +108,6 @@ def write_report(
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
     }
-    path.write_text(json.dumps(report, indent=2) + "\n")
-    return path
+    filesystem, folder = url_to_fs(directory)
+    filesystem.makedirs(folder, exist_ok=True)
+    filesystem.write_text(f"{folder}/{REPORT_NAME}", json.dumps(report, indent=2) + "\n")

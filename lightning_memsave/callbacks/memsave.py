@@ -244,13 +244,24 @@ class MemSaveCallback(CallbackBase):
         if directory is None or not self.arguments["report"] or not trainer.is_global_zero:
             return
         summary = None if self._reported is None else self._reported.summary
-        _report.write_report(
-            directory,
-            {name: repr(value) for name, value in self.arguments.items()},
-            self.rows,
-            None if summary is None else summary.to_dict(),
-            error,
-        )
+        try:
+            _report.write_report(
+                directory,
+                {name: repr(value) for name, value in self.arguments.items()},
+                self.rows,
+                None if summary is None else summary.to_dict(),
+                error,
+            )
+        # Remote file systems raise their own classes. A run that is over must not fail for this,
+        # and what ended it must be seen.
+        except Exception as failure:
+            warnings.warn(
+                f"`{directory}/{_report.REPORT_NAME}` cannot be written "
+                f"({type(failure).__name__}: {failure}). Use `Trainer(default_root_dir=...)` with "
+                "a folder that can be written, or `MemSaveCallback(report=False)`.",
+                MemsaveWarning,
+                stacklevel=2,
+            )
 
 
 _PARAMETERS = inspect.signature(MemSaveCallback).parameters

@@ -192,6 +192,40 @@ class TestNothingSilent:
         assert sum(measured["by_category"].values()) == measured["peak_bytes"]
         assert measured["by_category"]["parameter"] == parameters
 
+    @pytest.mark.parametrize("kind", ["no folder", "a file", "unknown protocol"])
+    def test_a_report_that_cannot_be_written_ends_no_fit(self, kind, tmp_path):
+        (tmp_path / "file").write_text("kept")
+        folders = {"no folder": "/proc/none", "a file": str(tmp_path / "file")}
+        folder = folders.get(kind, "nowhere://folder")
+        with pytest.warns(MemsaveWarning, match=r"default_root_dir=\.\.\.") as caught:
+            fit(make_lit(), exact(), default_root_dir=folder)
+        messages = [str(w.message) for w in caught if w.category is MemsaveWarning]
+        assert [f"`{folder}/memsave_report.json`" in message for message in messages] == [True]
+        assert (tmp_path / "file").read_text() == "kept"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
+
+    def test_a_report_that_cannot_be_written_hides_no_exception(self, package):
+        class Stop(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                raise ArithmeticError("in the middle of fit")
+
+        with (
+            pytest.warns(MemsaveWarning, match="cannot be written"),
+            pytest.raises(ArithmeticError, match="in the middle of fit"),
+        ):
+            fit(make_lit(package), exact(), Stop(), package=package, default_root_dir="/proc/none")
+
+    def test_report_is_written_to_remote_folders(self, package, tmp_path):
+        from fsspec.implementations.memory import (  # type: ignore[import-untyped]
+            MemoryFileSystem,
+        )
+
+        folder = f"memory://runs/{package.__name__}"
+        fit(make_lit(package), exact(), package=package, default_root_dir=folder)
+        path = f"/runs/{package.__name__}/memsave_report.json"
+        assert json.loads(MemoryFileSystem().cat(path))["status"] == "finished"
+        assert list(tmp_path.iterdir()) == []
+
     def test_report_can_be_switched_off(self, capsys):
         fit(make_lit(), MemSaveCallback(report=False, monitor=False))
         assert capsys.readouterr().out == ""
