@@ -97,6 +97,43 @@ class FrozenModel(Model):
         self.blocks[2].requires_grad_(False).eval()
 
 
+class MutatingModel(Model):
+    """Blocks that change what they are given: a dictionary, a list, an object, a tensor."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        state = State(x)
+        for block in self.blocks:
+            state = block({"x": 1.0}, state=state, log=[], out=x.new_zeros(x.shape))
+        return state.x
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [MutatingBlock() for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks)
+
+
+class State:
+    """What graph networks hand from layer to layer."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+class MutatingBlock(nn.Module):
+    """Its second run would see what its first run left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block(nn.LayerNorm(WIDTH))
+
+    def forward(self, flags: Any, *, state: Any, log: Any, out: Any) -> Any:
+        flags["x"] = flags["x"] + 1.0
+        log.append(flags["x"])
+        out += self.inner(state.x) * sum(log)
+        state.x = state.x + out * flags["x"]
+        return state
+
+
 class TwiceModel(Model):
     """Every block is used twice."""
 
@@ -154,6 +191,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tuple_output": TupleModel,
     "dict_input": DictModel,
     "frozen": FrozenModel,
+    "mutating": MutatingModel,
     "used_twice": TwiceModel,
     "tied": TiedModel,
     "transformer": TransformerModel,

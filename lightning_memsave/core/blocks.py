@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from lightning_memsave.errors import ConfigurationError
 
@@ -67,7 +69,9 @@ def find_blocks(
         chosen = {n for n, m in named.items() if n and any(p(n, m) for p in predicates)}
         return _outermost(named, chosen)
     known = {n for n, m in named.items() if n and isinstance(m, _known_block_classes())}
-    known = {block.name for block in _outermost(named, known)}
+    # A stage of Swin is such a layer, and so are the several that it holds.
+    inside = Counter(parent for name in known for parent in ancestors(name))
+    known = {block.name for block in _outermost(named, {n for n in known if inside[n] < 2})}
     return _outermost(named, known | _repeated_outside(named, known))
 
 
@@ -184,27 +188,31 @@ def ancestors(name: str) -> list[str]:
 
 
 def _num_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
+    return sum(p.numel() for p in module.parameters() if not isinstance(p, UninitializedParameter))
 
 
 # Groups of modules that could be blocks: repeated, with parameters, not a single layer.
 def _families(named: dict[str, nn.Module], free: set[str]) -> list[list[Block]]:
     families: dict[tuple[str, type[nn.Module]], list[Block]] = {}
     for name, module in named.items():
-        if (
-            name not in free
-            or _is_layer(module)
-            or isinstance(module, nn.ModuleList | nn.ModuleDict)
-        ):
+        if name not in free or not _can_be_block(name, module):
             continue
         # A Sequential can be anything, so only those side by side in one container are a family.
         parent = name.rpartition(".")[0] if isinstance(module, nn.Sequential) else ""
         if isinstance(module, nn.Sequential) and not isinstance(named[parent], _CONTAINERS):
             continue
-        if _num_parameters(module):
-            families.setdefault((parent, type(module)), []).append(Block(name, module))
+        families.setdefault((parent, type(module)), []).append(Block(name, module))
     outermost = (_outermost(named, [b.name for b in family]) for family in families.values())
     return [family for family in outermost if len(family) > 1]
+
+
+def _can_be_block(name: str, module: nn.Module) -> bool:
+    # Experts run side by side: most of a mixture's parameters, but few of its activations.
+    is_expert = name.split(".")[-2:-1] == ["experts"]
+    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)
+    if is_expert or is_list or _is_layer(module) or isinstance(module, torch.jit.ScriptModule):
+        return False
+    return any(True for _ in module.parameters())
 
 
 # A Linear, a norm or an embedding, torch's own or a subclass: recomputing it alone saves nothing.

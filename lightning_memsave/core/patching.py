@@ -6,11 +6,14 @@ so that a loaded object simply has the class's own method again. A closure would
 the original's weights; a function of another name cannot be unpickled.
 """
 
+import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 _PREVIOUS = "_memsave_previous_{}"
+# Set where somebody put a method over ours that still calls ours after `undo`.
+_UNDONE = "_memsave_undone_{}"
 
 
 def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], None]:
@@ -31,18 +34,26 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
     if getattr(function, "__closure__", None) is not None:
         raise ValueError(f"{function!r} is a closure: copies of the object would run the original")
     attributes = vars(owner)
-    previous_key = _PREVIOUS.format(name)
+    previous_key, undone_key = _PREVIOUS.format(name), _UNDONE.format(name)
     replaced = attributes.get(name)
     if getattr(replaced, "__func__", None) is getattr(type(owner), name):
         replaced = None  # the class's own method, which is what unpickling a patched object leaves
+    elif attributes.get(undone_key) is function:
+        del attributes[undone_key]
+        return lambda: attributes.update({undone_key: function})
     elif previous_key in attributes:
         raise ValueError(f"{type(owner).__name__}.{name} is patched already")
-    attributes[previous_key] = replaced
+    is_static = isinstance(inspect.getattr_static(type(owner), name), staticmethod)
+    attributes[previous_key] = getattr(type(owner), name) if is_static else replaced
     attributes[name] = MethodType(function, owner)
 
     def undo() -> None:
-        if attributes.pop(previous_key, _MISSING) is _MISSING:
+        if previous_key not in attributes:
             return
+        if not is_patched_with(owner, function):
+            attributes[undone_key] = function
+            return
+        del attributes[previous_key]
         if replaced is None:
             attributes.pop(name, None)
         else:
@@ -68,6 +79,19 @@ def previous_method(owner: object, name: str) -> Callable[..., Any]:
     return method
 
 
+def is_undone(owner: object, name: str) -> bool:
+    """Say whether a method was restored but is still called by one that was put over it.
+
+    Args:
+        owner: The patched object.
+        name: Name of the method.
+
+    Returns:
+        True if the replacement should do nothing but call ``previous_method``.
+    """
+    return _UNDONE.format(name) in vars(owner)
+
+
 def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
     """Say whether the object's method is this function.
 
@@ -79,6 +103,3 @@ def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
         True if it is in place now.
     """
     return getattr(vars(owner).get(function.__name__), "__func__", None) is function
-
-
-_MISSING = object()

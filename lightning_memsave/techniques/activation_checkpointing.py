@@ -18,7 +18,12 @@ from lightning_memsave.core.blocks import (
     find_blocks,
     repeated_classes,
 )
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    is_undone,
+    patch_method,
+    previous_method,
+)
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques._recompute import holds_cache_in_use, recompute, without_caches
@@ -57,9 +62,12 @@ class ActivationCheckpointing(Technique[nn.Module]):
         the same state, and buffers that a block changes in ``forward`` are changed once. Key-value
         caches are not filled while a block is recomputed, so ``past_key_values`` comes back empty
         in training. Blocks that checkpoint themselves already are left alone. A block whose forward
-        draws on state outside of torch (a Python counter, numpy's random numbers) is not repeatable
-        and must not be chosen. ``"selective"`` is refused for blocks with ``inplace=True`` layers,
-        which would overwrite the kept outputs; torch raises the same for other in-place changes.
+        draws on state outside of torch (a Python counter, random numbers of Python or numpy, a
+        ``torch.Generator`` of its own) is not repeatable and must not be chosen; parameters that
+        ``torch.func.functional_call`` puts in are gone when it is repeated. Hooks on modules inside
+        a block run once more in backward. ``"selective"`` is refused for blocks with
+        ``inplace=True`` layers, which would overwrite the kept outputs; torch raises the same for
+        other in-place changes.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -122,11 +130,14 @@ class ActivationCheckpointing(Technique[nn.Module]):
         if not blocks:
             return Handle(target, (), [self._nothing_found(target)])
         chosen = self._choose(blocks)
-        free = [block for block in chosen if not _checkpoints_itself(target, block)]
+        plain = [b for b in chosen if not isinstance(b.module, torch.jit.ScriptModule)]
+        free = [block for block in plain if not _checkpoints_itself(target, block)]
         skipped = []
-        if len(free) < len(chosen):
+        if len(plain) < len(chosen):
+            skipped.append(f"{len(chosen) - len(plain)} of {len(chosen)} blocks are TorchScript")
+        if len(free) < len(plain):
             skipped.append(
-                f"{len(chosen) - len(free)} of {len(chosen)} blocks checkpoint themselves already"
+                f"{len(plain) - len(free)} of {len(chosen)} blocks checkpoint themselves already"
             )
         if self.which == "selective":
             return _patched(target, free, _Selective.forward, "recomputed selectively", skipped)
@@ -166,20 +177,20 @@ class ActivationCheckpointing(Technique[nn.Module]):
 # `patch_method` needs functions of the name "forward", one per way of recomputing.
 class _Full:
     @staticmethod
-    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _forward(block, args, kwargs, is_selective=False)
 
 
 class _Selective:
     @staticmethod
-    def forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         return _forward(block, args, kwargs, is_selective=True)
 
 
 class _Segments:
     @staticmethod
     def forward(chain: nn.Sequential, input: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or is_undone(chain, "forward"):
             return previous_method(chain, "forward")(input)
         layers = list(chain)
         size = math.ceil(len(layers) / round(math.sqrt(len(layers))))
@@ -197,9 +208,10 @@ _FORWARDS = (_Full.forward, _Selective.forward, _Segments.forward)
 
 def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) -> Any:
     run = previous_method(block, "forward")
-    if not torch.is_grad_enabled() or holds_cache_in_use(block, args, kwargs):
+    is_off = not torch.is_grad_enabled() or is_undone(block, "forward")
+    if is_off or holds_cache_in_use(block, args, kwargs):
         return run(*args, **kwargs)
-    args, kwargs = without_caches(args, kwargs)
+    args, kwargs = without_caches(block, args, kwargs)
     return recompute(run, [block], args, kwargs, is_selective=is_selective)
 
 

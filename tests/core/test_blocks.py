@@ -2,6 +2,7 @@ import re
 from typing import Any
 
 import pytest
+import torch
 import transformers
 from torch import nn
 
@@ -113,6 +114,32 @@ def test_takes_whole_blocks_not_the_heads_inside():
 def test_takes_blocks_not_the_stages_around_them():
     stages = nn.ModuleList([Stage(2, 4), Stage(2, 8), Stage(6, 16), Stage(2, 32)])
     assert classes_and_counts(nn.ModuleDict({"layers": stages})) == {"Mlp": 12}
+
+
+def test_takes_swin_layers_not_the_stages_around_them():
+    config = transformers.SwinConfig(
+        image_size=32, patch_size=2, embed_dim=8, depths=[2, 4], num_heads=[2, 2], window_size=4
+    )
+    assert classes_and_counts(transformers.SwinModel(config)) == {"SwinLayer": 6}
+
+
+class MoeLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        self.experts = nn.ModuleList([Mlp(8) for _ in range(8)])
+
+
+def test_takes_layers_not_the_experts_inside():
+    assert classes_and_counts(nn.ModuleList([MoeLayer() for _ in range(3)])) == {"MoeLayer": 3}
+
+
+def test_lazy_layers_and_torchscript_are_no_obstacle():
+    lazy = [nn.Sequential(nn.LazyLinear(8), nn.ReLU()) for _ in range(3)]
+    assert find_blocks(nn.Sequential(*lazy, *[Mlp(8) for _ in range(2)])) != []
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        scripted = [torch.jit.script(nn.Sequential(nn.Linear(8, 8))) for _ in range(3)]
+    assert find_blocks(nn.Sequential(*scripted)) == []
 
 
 def test_finds_blocks_inside_sequential():

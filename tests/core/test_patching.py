@@ -3,7 +3,12 @@ import pickle
 
 import pytest
 
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    is_undone,
+    patch_method,
+    previous_method,
+)
 
 
 class Counter:
@@ -70,3 +75,31 @@ def test_refuses_closures_and_double_patches():
     patch_method(counter, add)
     with pytest.raises(ValueError, match="patched already"):
         patch_method(counter, add)
+
+
+def test_a_method_put_over_the_patch_stays_and_the_patch_steps_aside():
+    counter = Counter(1)
+    undo = patch_method(counter, add)
+    inner = counter.add
+    counter.add = lambda amount: -inner(amount)  # type: ignore[method-assign]
+    undo()
+    assert is_undone(counter, "add")
+    assert counter.add(2) == -300  # a replacement that asks `is_undone` would give -3
+    again = patch_method(counter, add)
+    assert not is_undone(counter, "add")
+    again()
+    assert is_undone(counter, "add")
+
+
+class Static:
+    @staticmethod
+    def add(amount: int) -> int:
+        return amount
+
+
+def test_static_methods_are_called_without_the_object():
+    static = Static()
+    undo = patch_method(static, add)
+    assert static.add(2) == 200
+    undo()
+    assert vars(static) == {}

@@ -9,7 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
+from lightning_memsave.errors import (
+    ConfigurationError,
+    ExactnessWarning,
+    IncompatibleError,
+    NoEffectWarning,
+)
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.cases import WIDTH, Block, Model, make_batch, make_model
 from tests.helpers import assert_bitwise_equal, saved_bytes, snapshot, train
@@ -336,3 +341,109 @@ def test_a_second_backward_does_not_change_buffers_again():
         loss.backward()
     for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, theirs), name
+
+
+class ActivatesInPlace(nn.Module):
+    """Pre-activation with an in-place ReLU: the input is gone when the block is computed again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.is_in_place = True
+
+    def forward(self, x: Tensor, function: int = 0, block: int = 0, debug: bool = False) -> Tensor:
+        assert (function, block, debug) == (1, 2, True)
+        return self.linear(nn.functional.relu(x, inplace=self.is_in_place).add(1.0).sin())
+
+
+class InPlaceModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ActivatesInPlace() for _ in range(3)])
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        x = self.head(x)
+        for block in self.blocks:
+            x = block(x, function=1, block=2, debug=True)
+        return x
+
+
+def test_blocks_that_change_their_input_in_place_train_bitwise_equal():
+    torch.manual_seed(1)
+    model = InPlaceModel()
+    assert_bitwise_equal(
+        train(model, make_batch), train(model, make_batch, ActivationCheckpointing())
+    )
+
+
+def test_a_block_that_begins_to_change_its_input_is_refused():
+    model: Any = InPlaceModel().train()
+    for block in model.blocks:
+        block.is_in_place = False
+    ActivationCheckpointing().apply(model)
+    model(make_batch(0)).backward()
+    model.blocks[1].is_in_place = True
+    with pytest.raises(IncompatibleError, match=r"Write `x = x \+ y`"):
+        model(make_batch(0))
+
+
+class WarmsUp(Block):
+    """Counts in a buffer from the third call on, as observers that are switched on late do."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(WIDTH))
+        self.register_buffer("calls", torch.zeros(()))
+        self.num_calls = 0
+
+    def forward(self, x: Any, *, scale: Tensor | None = None) -> Any:
+        if self.training and self.num_calls >= 2:
+            self.calls.add_(1)
+        return super().forward(x, scale=scale)
+
+
+def test_buffers_that_begin_to_change_later_change_once():
+    model: Any = make_model("dropout").train()
+    model.blocks = nn.ModuleList([WarmsUp()])
+    ActivationCheckpointing(blocks=WarmsUp).apply(model)
+    for step in range(4):
+        model.blocks[0].num_calls = step
+        if step == 2:
+            with pytest.warns(ExactnessWarning, match="Leave this block out with `blocks=`"):
+                loss = model(make_batch(step))
+        else:
+            loss = model(make_batch(step))
+        loss.backward()
+    assert model.blocks[0].calls == 2
+
+
+def test_a_cache_that_should_be_filled_by_now_is_refused():
+    model = WithLoss("gpt2").model.train()
+    tokens = torch.arange(2, 10).reshape(1, 8)
+    with ActivationCheckpointing().apply(model):
+        cache = model(tokens[:, :4]).past_key_values
+        with pytest.raises(IncompatibleError, match="activation_checkpointing=None"):
+            model(tokens[:, 4:], past_key_values=cache)
+
+
+def test_torchscript_blocks_are_left_alone():
+    with pytest.warns(DeprecationWarning, match="torch.jit"):
+        blocks = [torch.jit.script(nn.Sequential(nn.Linear(8, 8))) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    with pytest.warns(NoEffectWarning, match="2 of 2 blocks are TorchScript"):
+        ActivationCheckpointing(blocks=torch.jit.ScriptModule).apply(model)
+
+
+@pytest.mark.gpu
+def test_dropout_draws_the_same_mask_for_keyword_arguments_on_a_gpu():
+    class OnlyKeywords(Model):
+        def run_blocks(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x=x, scale=torch.tensor(0.5))
+            return x
+
+    model = OnlyKeywords().cuda()
+
+    def on_gpu(step: int) -> Tensor:
+        return make_batch(step).cuda()
+
+    assert_bitwise_equal(train(model, on_gpu), train(model, on_gpu, ActivationCheckpointing()))
