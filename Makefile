@@ -74,6 +74,10 @@ bench-checkpointing: $(READY)  ## What checkpointing saves, counted twice, on th
 bench-gpu: $(READY)  ## The GPU tests, then each technique alone and all together on one GPU
 	$(PYTHON) -m benchmarks.gpu
 
+.PHONY: readme
+readme: $(READY)  ## Copy the tables of the result files into README and docs
+	$(PYTHON) -m benchmarks.readme
+
 .PHONY: venv
 venv: $(READY)  ## Only make the environment
 

@@ -1,5 +1,6 @@
 """What the demo shows: one table, what it claims, and a result file."""
 
+import io
 import json
 import sys
 from dataclasses import dataclass, field
@@ -7,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
@@ -35,8 +37,8 @@ class Run:
         return {key: value for key, value in vars(self).items() if key != "predictions"}
 
 
-def show(runs: list[Run]) -> None:
-    """Print the one table."""
+def make_table(runs: list[Run]) -> Table:
+    """Lay out the one table."""
     plain, saving, *alone = runs
     table = Table(title="Peak memory of a training step", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("")
@@ -55,7 +57,7 @@ def show(runs: list[Run]) -> None:
     table.add_row("time of a step", *ratios, *[""] * len(alone))
     accuracies = [f"{run.accuracy:.1%}" for run in (plain, saving)]
     table.add_row("validation accuracy", *accuracies, *[""] * len(alone))
-    console.print(table)
+    return table
 
 
 def judge(runs: list[Run], is_same: bool) -> bool:
@@ -79,9 +81,10 @@ def judge(runs: list[Run], is_same: bool) -> bool:
 
 
 def write_results(path: Path, runs: list[Run], folder: Path) -> None:
-    """Write the table for programs."""
+    """Write the table for programs, and beside it as Markdown for people."""
     report = json.loads((folder / "memsave_report.json").read_text(encoding="utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
+    versions = ", ".join(f"{name} {v}" for name, v in report["versions"].items() if v)
     results = {
         "command": " ".join(["python", *sys.argv]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -90,3 +93,9 @@ def write_results(path: Path, runs: list[Run], folder: Path) -> None:
         "runs": [run.to_dict() for run in runs],
     }
     path.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    text = io.StringIO()
+    Console(file=text, width=100).print(make_table(runs))
+    lines = "\n".join(line.rstrip() for line in text.getvalue().splitlines()).strip("\n")
+    device = f"{results['device']} ({torch.get_num_threads()} threads)"
+    source = f"`{results['command']}`, {results['date']}, {device},\n{versions}."
+    path.with_suffix(".md").write_text(f"{source}\n\n```\n{lines}\n```\n", encoding="utf-8")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _table import Run, console, judge, show, write_results
+from _table import Run, console, judge, make_table, write_results
 from _verses import GROUPS, Passage, load_passages
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import RichProgressBar
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs, is_same = compare(
         options.steps, options.num_validation, options.batch_size, options.output
     )
-    show(runs)
+    console.print(make_table(runs))
     if options.results is not None:
         write_results(options.results, runs, options.output)
     all_hold = judge(runs, is_same)

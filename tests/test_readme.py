@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import lightning_memsave
+from benchmarks.readme import fill
 
 ROOT = Path(lightning_memsave.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,3 +34,9 @@ def test_files_and_names_on_the_page_exist(page):
         assert (ROOT / path).exists(), f"{page.name} names {path}"
     for name in re.findall(r"`lightning_memsave\.(\w+)`", text):
         assert name in lightning_memsave.__all__, f"{page.name} names {name}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_figures_on_the_page_are_those_of_the_result_files(page):
+    text = page.read_text()
+    assert text == fill(text), "run `make readme`"

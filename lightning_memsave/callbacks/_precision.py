@@ -86,7 +86,9 @@ class TrainerPrecision(Setting):
         current = host.precision_state(trainer).current
         wanted, reason = self.precision, ""
         if self.precision is None:
-            self.rows = self.rows or [Row(self.name, current, "unchanged", (AS_IT_IS,))]
+            # A reason that was there from the start stays; what an earlier Trainer left goes.
+            given = [row for row in self.rows if row.status == "off"]
+            self.rows = given or [Row(self.name, current, "unchanged", (AS_IT_IS,))]
             return
         if self.precision == "auto":
             wanted, reason = _choose(trainer, pl_module)

@@ -12,6 +12,7 @@ import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lightning_memsave.callbacks._settings import Row
 
@@ -46,8 +47,10 @@ def print_table(rows: Sequence[Row], console: Console | None = None) -> None:
         table.add_column(column, overflow="fold")
     colors = {"on": "green", "off": "yellow", "unchanged": "dim"}
     for row in rows:
-        status = f"[{colors[row.status]}]{row.status}[/]"
-        table.add_row(row.name, row.value, status, row.exactness, "\n".join(row.details))
+        # As `Text`: rich would read brackets, which regular expressions have, as its markup.
+        cells = [Text(cell) for cell in (row.name, row.value, row.status, row.exactness)]
+        cells[2].stylize(colors[row.status])
+        table.add_row(*cells, Text("\n".join(row.details)))
     console.print(table)
 
 

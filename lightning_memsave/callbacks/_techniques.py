@@ -65,6 +65,7 @@ class ModuleTechnique(Setting):
             trainer: The Trainer.
             pl_module: Its LightningModule.
         """
+        self.rows = []  # those of an earlier Trainer
         if self.technique is None:
             self.rows = [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
         elif self._gives_way(trainer):
@@ -154,8 +155,11 @@ class OptimizerTechnique(Setting):
             )
         )
         if self.technique is None:
-            self.rows = self.rows or [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
+            # A reason that was there from the start stays; what an earlier Trainer left goes.
+            given = [row for row in self.rows if row.status == "off"]
+            self.rows = given or [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
             return
+        self.rows = []
         problems = self._problems(trainer)
         if problems:
             self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
@@ -174,7 +178,12 @@ class OptimizerTechnique(Setting):
             exactness = self.technique.exactness.value
             self.rows = [
                 _row(self.name, self.value, handle, exactness) for handle in self._state.handles
-            ]
+            ] or [Row(self.name, self.value, "off", ("the module configures no optimizer",))]
+
+    def undo(self) -> None:
+        """Restore module and strategy, and let go of the optimizers; a second call does nothing."""
+        super().undo()
+        self._state = None
 
     def _problems(self, trainer: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"

@@ -1,6 +1,7 @@
 """Log the memory of training."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -238,8 +239,8 @@ def batch_size_of(batch: object) -> int:
         batch: Tensors in any nesting, as a DataLoader gives them.
 
     Returns:
-        The first size of the first tensor; 1 if that is a scalar, and without a tensor the length
-        of a sequence.
+        The first size of the first tensor; 1 if that is a scalar. Without a tensor the length of
+        the first list or tuple that does not hold others; without one of those, 1.
 
     Example:
         >>> from torch import zeros
@@ -249,7 +250,12 @@ def batch_size_of(batch: object) -> int:
     tensor = next(tensors_in(batch), None)
     if tensor is not None:
         return tensor.shape[0] if tensor.ndim else 1
-    return len(batch) if isinstance(batch, (list, tuple)) else 1
+    while isinstance(batch, list | tuple | Mapping) and batch:
+        first = next(iter(batch.values() if isinstance(batch, Mapping) else batch))
+        if not isinstance(batch, Mapping) and not isinstance(first, list | tuple):
+            return len(batch)
+        batch = first
+    return 1
 
 
 def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -> None:

@@ -168,7 +168,11 @@ def _why_not(kind: Kind, group: Mapping[str, Any]) -> tuple[str, str] | None:
         if kind.word == word and not fits(group[setting]):
             return f"{setting}={group[setting]}", why
     for param in group["params"]:
-        if param.dtype not in {torch.float32, torch.bfloat16, torch.float16}:
+        if param.requires_grad and param.dtype not in {
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        }:
             dtype = str(param.dtype).removeprefix("torch.")
             return f"{dtype} parameters", "bitsandbytes computes in 32 bits"
     return None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from lightning_memsave.techniques._optimizer_kinds import KIND_BY_TYPE, Kind
 
@@ -113,6 +114,26 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         Those that require a gradient.
     """
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+
+def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str | None:
+    """Find parameters that no bitsandbytes optimizer takes.
+
+    Args:
+        optimizer: Any optimizer.
+        module: The owner of the parameters; without it sparse gradients are not foreseen.
+
+    Returns:
+        Why the optimizer must stay, or ``None``.
+    """
+    trained = set(trained_parameters(optimizer))
+    if any(is_lazy(param) for param in trained):
+        return "it has lazy parameters, whose size is not known before the first forward"
+    for name, child in module.named_modules() if module is not None else ():
+        is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        if is_table and child.sparse and child.weight in trained:
+            return f"`{name}` has sparse gradients, which bitsandbytes does not take"
+    return None
 
 
 def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:

@@ -23,6 +23,7 @@ from lightning_memsave.techniques._state_precision import (
     reasons_for_32bit,
     torch_state_bytes,
     trained_parameters,
+    why_unsuitable,
 )
 from lightning_memsave.units import format_bytes
 
@@ -204,19 +205,15 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         """Return what the target becomes, or why it stays."""
         found = find_kind(target)
         named = settings.named_kind(self.optimizer)
-        if named is None:
+        is_done = is_low_bit(target) or type(target).__module__.startswith("bitsandbytes.")
+        if is_done or (named is None and isinstance(found, str)):
             return found
-        name = type(target).__name__
-        if is_low_bit(target) or type(target).__module__.startswith("bitsandbytes."):
-            return str(found)
-        for group in target.param_groups:
-            if not isinstance(group.get("lr"), float | int):
-                return f"`{name}` stays 32-bit: its learning rate is not a number"
-            if group.get("maximize"):
-                return f"`{name}(maximize=True)` stays 32-bit: bitsandbytes only minimizes"
-            if any(p.dtype.itemsize > 4 or p.is_complex() for p in group["params"]):
-                return f"`{name}` stays as it is: bitsandbytes computes in 32 bits"
-        return named
+        why = why_unsuitable(target, self.module)
+        if why is None and named is not None:
+            why = _why_not_replaced(target)
+        if why is not None:
+            return f"`{type(target).__name__}` stays as it is: {why}"
+        return found if named is None else named
 
     def _unmatched_patterns(self, target: torch.optim.Optimizer) -> list[Problem]:
         names = sorted({n for own in parameter_names(target, self.module).values() for n in own})
@@ -235,6 +232,19 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
                     )
                 )
         return problems
+
+
+def _why_not_replaced(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return what keeps an optimizer from being replaced by one of another kind."""
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), float | int):
+            return "its learning rate is not a number"
+        if group.get("maximize"):
+            return "it has `maximize=True`, and bitsandbytes only minimizes"
+        trained = [p for p in group["params"] if p.requires_grad]
+        if any(p.dtype.itemsize > 4 or p.is_complex() for p in trained):
+            return "bitsandbytes computes in 32 bits"
+    return None
 
 
 def _kept(counts: Mapping[str, int]) -> str:

@@ -417,6 +417,11 @@ def test_wrong_arguments(arguments, remedy):
         ({"name": "x", "ids": torch.zeros(5)}, 5),
         ([["a", "b"], {"x": torch.zeros(2)}], 2),
         (["a", "b", "c"], 3),
+        ((["a", "b", "c"], ["d", "e", "f"]), 3),
+        ({"text": ["a", "b"], "label": [0, 1]}, 2),
+        ([{"text": "a"}, {"text": "b"}, {"text": "c"}], 3),
+        ({"text": "a"}, 1),
+        ([], 1),
         (None, 1),
     ],
 )
@@ -509,13 +514,19 @@ def test_cpu_metrics_are_documented(tmp_path):
 def test_summary_on_a_terminal_is_a_table():
     output = io.StringIO()
     summary = MemorySummary(
-        "cpu", 3 * GIB, {"parameter": GIB, "buffer": 0}, num_steps=4, seconds=2, notes=("[why]",)
+        "cpu",
+        3 * GIB,
+        {"parameter": GIB, "buffer": 0},
+        num_steps=4,
+        seconds=2,
+        notes=("[why]", "[/]"),
     )
     print_summary(summary, Console(file=output, force_terminal=True, width=60))
     text = output.getvalue()
     assert "3.00 GiB" in text
     assert "4 (2.00 per second)" in text
     assert "[why]" in text
+    assert "[/]" in text
     assert "buffer" not in text
     assert "─" in text
 

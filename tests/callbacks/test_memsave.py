@@ -1,8 +1,11 @@
 """What `MemSaveCallback` does in a Trainer, alone and beside what else users have there."""
 
 import copy
+import gc
 import json
+import pickle
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +123,45 @@ class TestNothingLeftBehind:
             assert status(callback, "activation_checkpointing") == "on"
         assert trainer.current_epoch == 2
 
+    def test_a_used_callback_holds_neither_module_nor_optimizers(self):
+        lit, callback = make_lit(), MemSaveCallback()
+        lit.own = lit.configure_optimizers()
+        lit.configure_optimizers = lambda own=lit.own: own
+        trainer = make_trainer(PACKAGES["lightning"], callback)
+        trainer.fit(lit)
+        for name in ("log", "log_dict"):
+            delattr(callback, name)  # Lightning puts it there, bound to the module
+        held = [weakref.ref(lit), weakref.ref(lit.own), weakref.ref(trainer.optimizers[0])]
+        del lit, trainer
+        gc.collect()
+        assert [ref() for ref in held] == [None, None, None]
+        again = pickle.loads(pickle.dumps(callback))
+        assert (repr(again), again.rows) == (repr(callback), callback.rows)
+
+    @pytest.mark.parametrize("hook", ["configure_optimizers", "configure_model"])
+    def test_rows_of_an_earlier_trainer_are_forgotten(self, hook):
+        def fail() -> None:
+            raise ArithmeticError("too early")
+
+        def empty(self: Any) -> None:
+            pass
+
+        lit, callback = make_lit(), MemSaveCallback(monitor=False)
+        type(lit).configure_model = empty
+        make_trainer(PACKAGES["lightning"], callback).fit(lit)
+        name = "activation_checkpointing" if hook == "configure_model" else "optimizer"
+        assert status(callback, name) == "on"
+        setattr(type(lit), hook, lambda self: fail())
+        with pytest.raises(ArithmeticError):
+            make_trainer(PACKAGES["lightning"], callback).fit(lit)
+        assert [row for row in callback.rows if row.name == name] == []
+
+    def test_reasons_given_at_the_start_stay_over_several_fits(self):
+        callback = exact()
+        for _ in range(2):
+            fit(make_lit(), callback)
+            assert "exactness='bitwise'" in details(callback, "optimizer")
+
     def test_checkpoint_loads_without_the_callback(self, package, tmp_path):
         lit = make_lit(package)
         _, state, trainer = fit(lit, MemSaveCallback(), package=package)
@@ -172,6 +214,32 @@ class TestNothingSilent:
         _report.print_table(callback.rows, console)
         assert "activation_checkpointing" in file.getvalue()
         assert "┃" in file.getvalue()
+
+    def test_brackets_are_no_markup_on_a_terminal(self):
+        import io
+
+        from rich.console import Console
+
+        from lightning_memsave.callbacks import _report
+        from lightning_memsave.callbacks._settings import Row
+
+        file = io.StringIO()
+        rows = [Row("[/]name", "[red]value", "on", ("`re:model[/]x`", "[bold]why"))]
+        _report.print_table(rows, Console(file=file, force_terminal=True, width=100))
+        assert all(text in file.getvalue() for text in ("[/]name", "[red]value", "model[/]x"))
+        assert "[bold]why" in file.getvalue()
+
+    def test_a_module_without_an_optimizer_is_told_so(self):
+        lit: Any = make_lit()
+        lit.configure_optimizers = lambda: None
+        lit.training_step = lambda batch, batch_idx: None
+        callback = MemSaveCallback(None, monitor=False)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`LightningModule.configure_optimizers` returned")
+            warnings.filterwarnings("ignore", "`training_step` returned `None`")
+            make_trainer(PACKAGES["lightning"], callback).fit(lit)
+        assert status(callback, "optimizer") == "off"
+        assert details(callback, "optimizer") == "the module configures no optimizer"
 
     def test_report_is_written_beside_the_logs(self, package, tmp_path):
         logger = package.loggers.CSVLogger(tmp_path)

@@ -69,8 +69,8 @@ def in_32bit(model):
     return LowBitOptimizer(module=model, keep_32bit=("?*",))
 
 
-def in_8bit(model):
-    return LowBitOptimizer(module=model)
+def in_8bit(model, name="8bit"):
+    return LowBitOptimizer(name, module=model)
 
 
 def largest_difference(a, b):
@@ -268,6 +268,47 @@ def test_nothing_to_convert_is_said(make, reason):
     optimizer = make(model)
     with pytest.warns(NoEffectWarning, match=reason):
         assert in_8bit(model).apply(optimizer).target is optimizer
+
+
+def sparse(model):
+    model.embed.sparse = True
+    return optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("name", ["8bit", "lion_8bit"])
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (sparse, "`embed` has sparse gradients"),
+        (
+            lambda m: optim.AdamW([*m.parameters(), *nn.LazyLinear(3).parameters()]),
+            "lazy parameters",
+        ),
+    ],
+    ids=["sparse", "lazy"],
+)
+def test_parameters_that_bitsandbytes_cannot_take(make, reason, name):
+    model = Tied()
+    optimizer = make(model)
+    with pytest.warns(NoEffectWarning, match=f"stays as it is: .*{reason}"):
+        assert in_8bit(model, name).apply(optimizer).target is optimizer
+    if reason != "lazy parameters":
+        model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("name", ["8bit", "lion_8bit"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.complex64])
+def test_frozen_parameters_of_any_type_do_not_matter(name, dtype):
+    model = Tied()
+    frozen = nn.Parameter(torch.zeros(3, dtype=dtype), requires_grad=False)
+    optimizer = optim.AdamW([*model.parameters(), frozen])
+    handle = in_8bit(model, name).apply(optimizer)
+    model(torch.zeros(2, 3, dtype=torch.long)).sum().backward()
+    handle.target.step()
+    assert handle.target.uses_8bit(model.up.weight)
+    assert handle.target.state[model.up.weight]["state1"].dtype == torch.uint8
+    assert frozen not in handle.target.state
 
 
 def test_groups_are_shared_and_untouched():
