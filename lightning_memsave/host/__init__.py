@@ -1,0 +1,38 @@
+"""The one place with private access to Lightning: which package, hooks, loops, precision.
+
+Everything is resolved from the Trainer at run time, so that one callback class serves Trainers of
+``lightning.pytorch`` and of ``pytorch_lightning``. Written against 2.6.6; ``check_host`` says which
+names are missing in another release before anything is changed.
+"""
+
+from lightning_memsave.host.precision import PrecisionState, precision_state, set_precision
+from lightning_memsave.host.trainer import (
+    PACKAGES,
+    builds_model_late,
+    check_host,
+    checkpoints_activations_itself,
+    convert_loaded_optimizer_states,
+    first_of,
+    is_strategy,
+    logged_step,
+    package_of,
+    put_first,
+)
+from lightning_memsave.host.training_loop import adjust_losses
+
+__all__ = [
+    "PACKAGES",
+    "PrecisionState",
+    "adjust_losses",
+    "builds_model_late",
+    "check_host",
+    "checkpoints_activations_itself",
+    "convert_loaded_optimizer_states",
+    "first_of",
+    "is_strategy",
+    "logged_step",
+    "package_of",
+    "precision_state",
+    "put_first",
+    "set_precision",
+]

@@ -1,0 +1,66 @@
+"""Precision of a Trainer that exists already."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+# Precisions that this package set, so that a second fit may set another one.
+_OUR_PRECISION: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionState:
+    """What decides the precision of a Trainer.
+
+    Args:
+        current: Precision in force, such as ``"32-true"``.
+        is_ours: It was set by this package, in an earlier fit.
+        plugin: Class name of a precision plugin that the user passed, or ``None``.
+        is_frozen: It cannot be changed any more.
+        has_own_mixed_precision: ``FSDPStrategy(mixed_precision=...)``, which wins over the plugin.
+    """
+
+    current: str
+    is_ours: bool
+    plugin: str | None
+    is_frozen: bool
+    has_own_mixed_precision: bool
+
+
+def precision_state(trainer: Any) -> PrecisionState:
+    """Read what decides the precision of a Trainer.
+
+    Args:
+        trainer: A Trainer.
+
+    Returns:
+        The state now.
+    """
+    flag = trainer._accelerator_connector._precision_plugin_flag
+    return PrecisionState(
+        current=str(trainer.precision),
+        is_ours=_OUR_PRECISION.get(trainer) == str(trainer.precision),
+        plugin=None if flag is None else type(flag).__name__,
+        is_frozen=getattr(trainer.strategy, "_config_initialized", False),
+        has_own_mixed_precision=getattr(trainer.strategy, "mixed_precision", None) is not None,
+    )
+
+
+def set_precision(trainer: Any, precision: str) -> None:
+    """Give the Trainer another precision, as its constructor would have.
+
+    Args:
+        trainer: A Trainer in ``setup``.
+        precision: One of Lightning's precision strings, in the long form.
+    """
+    connector = trainer._accelerator_connector
+    before = connector._precision_flag
+    connector._precision_flag = precision
+    try:
+        plugin = connector._check_and_init_precision()
+    except Exception:
+        connector._precision_flag = before
+        raise
+    trainer.strategy.precision_plugin = plugin
+    connector.precision_plugin = plugin
+    _OUR_PRECISION[trainer] = str(trainer.precision)
