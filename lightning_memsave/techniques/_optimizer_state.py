@@ -52,7 +52,7 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
         (torch.uint8, 1)
     """
     states, groups = state_dict["state"], state_dict["param_groups"]
-    from_bitsandbytes = any(_is_bitsandbytes(state) for state in states.values())
+    from_bitsandbytes = any(is_bitsandbytes(state) for state in states.values())
     to_bitsandbytes = hasattr(target, "optimizer_name")
     sizes = [len(group["params"]) for group in groups]
     if sizes != [len(group["params"]) for group in target.param_groups]:
@@ -66,7 +66,7 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
             saved = states.get(saved_id)
             if not saved:
                 continue
-            family = _family(saved, saved_group, own["params"][param_index])
+            family = family_of(saved, saved_group)
             if kind is None or family != kind.family:
                 problem = _other_family(family, target)
                 raise IncompatibleError("low_bit_optimizer", [problem])
@@ -80,11 +80,27 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
     return {**state_dict, "state": {**states, **converted}, "param_groups": filled}
 
 
-def _is_bitsandbytes(state: object) -> bool:
+def is_bitsandbytes(state: object) -> bool:
+    """Say whether the state of a parameter is in bitsandbytes' format.
+
+    Args:
+        state: One value of ``state_dict["state"]``.
+
+    Returns:
+        True for 8-bit state, and for 32-bit state that bitsandbytes keeps beside it.
+    """
     return isinstance(state, Mapping) and (_NESTED in state or "state1" in state)
 
 
-def _flat(state: Mapping[str, Any]) -> dict[str, Any]:
+def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Lay out the state of one parameter without bitsandbytes' nesting.
+
+    Args:
+        state: One value of ``state_dict["state"]``.
+
+    Returns:
+        A new dictionary with the same tensors.
+    """
     outer = {key: value for key, value in state.items() if key != _NESTED}
     return {**outer, **state.get(_NESTED, {})}
 
@@ -100,12 +116,21 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
     return next((KIND_BY_TYPE[t] for t in type(optimizer).__mro__ if t in KIND_BY_TYPE), None)
 
 
-def _family(state: Mapping[str, Any], group: Mapping[str, Any], param: torch.Tensor) -> str:
-    """Return which family of optimizers has written the state of this parameter."""
-    keys = _flat(state).keys()
-    if "state2" in keys:
-        return "ademamix" if _flat(state)["state1"].ndim > param.ndim else "adam"
-    if "state1" in keys:
+def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """Find out which family of optimizers has written the state of a parameter.
+
+    Args:
+        state: One value of ``state_dict["state"]``; not empty.
+        group: The saved group that the parameter is in.
+
+    Returns:
+        The family as in `Kind`, or what an unknown optimizer keeps, in words.
+    """
+    flat = flat_state(state)
+    if "state2" in flat:
+        # AdEMAMix keeps two moments in its first tensor.
+        return "ademamix" if flat["state1"].ndim > flat["state2"].ndim else "adam"
+    if "state1" in flat:
         return _family_of_one_state(group)
     known = {
         frozenset({"exp_avg", "exp_avg_sq"}): "adam",
@@ -113,17 +138,21 @@ def _family(state: Mapping[str, Any], group: Mapping[str, Any], param: torch.Ten
         frozenset({"square_avg"}): "rmsprop",
         frozenset({"momentum_buffer"}): "momentum",
     }
-    moments = frozenset(keys - {"step", "max_exp_avg_sq"})
+    moments = frozenset(flat.keys() - {"step", "max_exp_avg_sq"})
     return known.get(moments, f"an optimizer that keeps {', '.join(sorted(moments))}")
 
 
 def _family_of_one_state(group: Mapping[str, Any]) -> str:
-    # The state of all three is one tensor; only their settings tell them apart.
-    if "centered" in group:
-        return "rmsprop"
+    # The state of all three is one tensor; only their settings tell them apart, among which are
+    # those of torch's class whose groups an optimizer chosen by name has taken over.
+    has_betas = group.get("betas", (0.0, 0.0))[1] > 0
+    if has_betas and ("nesterov" in group or "centered" in group):
+        return "lion"
+    if "centered" in group:  # RMSprop with momentum of its own has no 8-bit form
+        return "momentum" if group.get("momentum") else "rmsprop"
     if "momentum" in group:
         return "momentum"
-    if group["betas"][1] > 0:
+    if has_betas:
         return "lion"
     return "momentum" if group.get("eps") == 0 else "rmsprop"
 
@@ -139,7 +168,7 @@ def _convert(
     saved: Mapping[str, Any], kind: Kind, group: Mapping[str, Any], wants_8bit: bool | None
 ) -> Mapping[str, Any]:
     """Return the state in 8 bits, in bitsandbytes' 32 bits, or (None) as torch keeps it."""
-    flat = _flat(saved)
+    flat = flat_state(saved)
     moments = _moments(flat, kind)
     if not moments:  # SGD writes `momentum_buffer=None` for a parameter without momentum
         return {}

@@ -190,6 +190,16 @@ def test_our_checkpoints_load_into_bitsandbytes_own_classes():
     train(model, plain, 1)
 
 
+@pytest.mark.parametrize("base", FAMILIES)
+@pytest.mark.parametrize("name", ["lion_8bit", "sgd_8bit", "adamw_8bit", "ademamix_8bit"])
+def test_an_optimizer_chosen_by_name_resumes_over_the_groups_of_another_class(base, name):
+    make, model, technique = FAMILIES[base], make_model(), LowBitOptimizer(name)
+    old = low_bit(model, make, technique)
+    train(model, old, 3)
+    saved = copy.deepcopy(old.state_dict())
+    assert convert_state_dict(saved, low_bit(make_model(), make, technique)) is saved
+
+
 def test_amsgrad_starts_from_the_second_moment():
     model = make_model()
     old = low_bit(model, FAMILIES["adamw"])
