@@ -18,11 +18,15 @@ class LanguageModel(LightningModule):
 
     Args:
         model: Gives the loss itself, from ``labels``.
+        lr: Learning rate.
+        weight_decay: Of all parameters.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, lr: float = 1e-4, weight_decay: float = 0.01) -> None:
         super().__init__()
         self.model = model
+        self.lr = lr
+        self.weight_decay = weight_decay
 
     def training_step(self, batch: Batch) -> Tensor:
         """Give the loss of a batch."""
@@ -31,7 +35,7 @@ class LanguageModel(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Give AdamW over all parameters."""
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
 
 
 class Batches(IterableDataset[Batch]):
@@ -50,7 +54,7 @@ class Batches(IterableDataset[Batch]):
 
 def fit(
     module: LightningModule,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch] | DataLoader[Any],
     callbacks: Sequence[Callback],
     *,
     accelerator: str = "cpu",
@@ -60,7 +64,7 @@ def fit(
 
     Args:
         module: What to train.
-        batches: Its batches.
+        batches: Its batches, or a DataLoader.
         callbacks: The Trainer's callbacks.
         accelerator: ``"cpu"`` or ``"cuda"``.
         settings: More arguments of the Trainer.
@@ -85,4 +89,6 @@ def fit(
         enable_model_summary=False,
         **settings,
     )
-    trainer.fit(module, DataLoader(Batches(batches), batch_size=None))
+    if not isinstance(batches, DataLoader):
+        batches = DataLoader(Batches(batches), batch_size=None)
+    trainer.fit(module, batches)

@@ -2,26 +2,21 @@
 
 from typing import Any
 
-_NOTHING: dict[str, Any] = {
-    "activation_checkpointing": None,
-    "optimizer": None,
-    "precision": None,
-    "monitor": False,
-}
+from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISION, NOTHING
 
 RUNGS: dict[str, dict[str, Any] | None] = {
     "nothing": None,
     "nothing, again": None,
-    "all None": _NOTHING,
-    "checkpointing all": {**_NOTHING, "activation_checkpointing": "all"},
-    "checkpointing half": {**_NOTHING, "activation_checkpointing": 0.5},
-    "checkpointing selective": {**_NOTHING, "activation_checkpointing": "selective"},
-    "optimizer 8bit": {**_NOTHING, "optimizer": "8bit"},
-    "optimizer paged_8bit": {**_NOTHING, "optimizer": "paged_8bit"},
-    "precision bf16-mixed": {**_NOTHING, "precision": "bf16-mixed"},
-    "precision 16-mixed": {**_NOTHING, "precision": "16-mixed"},
-    "precision bf16-true": {**_NOTHING, "precision": "bf16-true"},
-    "tf32": {**_NOTHING, "tf32": True},
+    "all None": NOTHING,
+    "checkpointing all": {**NOTHING, **CHECKPOINTING},
+    "checkpointing half": {**NOTHING, "activation_checkpointing": 0.5},
+    "checkpointing selective": {**NOTHING, "activation_checkpointing": "selective"},
+    "optimizer 8bit": {**NOTHING, **LOW_BIT_OPTIMIZER},
+    "optimizer paged_8bit": {**NOTHING, "optimizer": "paged_8bit"},
+    "precision bf16-mixed": {**NOTHING, **MIXED_PRECISION},
+    "precision 16-mixed": {**NOTHING, "precision": "16-mixed"},
+    "precision bf16-true": {**NOTHING, "precision": "bf16-true"},
+    "tf32": {**NOTHING, "tf32": True},
     "all": {},
     "all, selective": {"activation_checkpointing": "selective"},
 }

@@ -13,16 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
+from benchmarks._paired import TimedBatches, summarise, time_pairs
+from benchmarks._settings import CHECKPOINTING, NOTHING
 from benchmarks._training import LanguageModel, fit
-from benchmarks.overhead._paired import TimedBatches, summarise, time_pairs
 from lightning_memsave import MemSaveCallback
 
-NOTHING: dict[str, Any] = {
-    "activation_checkpointing": None,
-    "optimizer": None,
-    "precision": None,
-    "monitor": False,
-}
 NUM_WARMUP = 5
 
 Make = Callable[[MaskedLM], tuple[nn.Module, list[MemSaveCallback]]]
@@ -60,7 +55,7 @@ COMPARISONS: dict[str, tuple[Make, Make]] = {
     "everything None / no callback": (plain, partial(plain, **NOTHING)),
     "checkpointing / by hand": (
         checkpointed_by_hand,
-        partial(plain, **{**NOTHING, "activation_checkpointing": "all"}),
+        partial(plain, **{**NOTHING, **CHECKPOINTING}),
     ),
     "monitor alone / no callback": (plain, partial(plain, **{**NOTHING, "monitor": True})),
     "no callback / no callback": (plain, plain),  # what the method itself gets wrong

@@ -1,31 +1,36 @@
-"""Run two fits side by side, one step of each in turn, and compare each pair of steps."""
+"""Run fits side by side, one step of each in turn, and compare the steps of each round."""
 
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Generic, TypeVar
 
 BatchT = TypeVar("BatchT")
 
 
 class Turns:
-    """Lets one of two threads work at a time, in the order 0 1 1 0 0 1 1 0 ...
+    """Lets one of several threads work at a time, of two in the order 0 1 1 0 0 1 1 0 ...
 
-    So neither is always the one that comes first.
+    So none is always the one that comes first.
+
+    Args:
+        num_threads: How many take turns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 2) -> None:
         self._condition = threading.Condition()
-        self._present = {0, 1}
-        self._num_turns = -2  # the first two are for what comes before the first step
+        self._num_threads = num_threads
+        self._present = set(range(num_threads))
+        self._num_turns = -num_threads  # the first ones are for what comes before the first step
 
     def wait(self, me: int) -> None:
         """Sleep until it is this thread's turn.
 
         Args:
-            me: 0 or 1.
+            me: Its number, from 0.
         """
         with self._condition:
             self._condition.wait_for(lambda: self._present == {me} or self._owner() == me)
@@ -40,17 +45,47 @@ class Turns:
         """Take no more turns.
 
         Args:
-            me: 0 or 1.
+            me: Its number, from 0.
         """
         with self._condition:
             self._present.discard(me)
             self._condition.notify_all()
 
     def _owner(self) -> int:
-        return (0, 1, 1, 0)[self._num_turns % 4] if self._num_turns >= 0 else self._num_turns + 2
+        n = self._num_threads
+        if self._num_turns < 0:
+            return self._num_turns + n
+        round_index, place = divmod(self._num_turns, n)
+        return place if round_index % 2 == 0 else n - 1 - place
 
 
-class TimedBatches(Generic[BatchT]):
+class StepClock:
+    """Times the steps of a fit that takes turns with others.
+
+    Args:
+        turns: Shared with the fits that run beside.
+        me: Number of this fit, from 0.
+    """
+
+    def __init__(self, turns: Turns, me: int) -> None:
+        self.turns = turns
+        self.me = me
+        self.wall_times_s: list[float] = []
+        self.cpu_times_s: list[float] = []
+
+    def begin(self) -> None:
+        """Let the others make their step, wait for the next turn, and start the clock."""
+        self.turns.end()
+        self.turns.wait(self.me)
+        self._wall_s, self._cpu_s = time.perf_counter(), time.thread_time()
+
+    def end(self) -> None:
+        """Stop the clock."""
+        self.cpu_times_s.append(time.thread_time() - self._cpu_s)
+        self.wall_times_s.append(time.perf_counter() - self._wall_s)
+
+
+class TimedBatches(StepClock, Generic[BatchT]):
     """Batches that time what is done between one and the next: a whole step with all its hooks.
 
     Args:
@@ -60,20 +95,14 @@ class TimedBatches(Generic[BatchT]):
     """
 
     def __init__(self, batches: list[BatchT], turns: Turns, me: int) -> None:
+        super().__init__(turns, me)
         self.batches = batches
-        self.turns = turns
-        self.me = me
-        self.wall_times_s: list[float] = []
-        self.cpu_times_s: list[float] = []
 
     def __iter__(self) -> Iterator[BatchT]:
         for batch in self.batches:
-            self.turns.end()
-            self.turns.wait(self.me)
-            wall, cpu = time.perf_counter(), time.thread_time()
+            self.begin()
             yield batch
-            self.cpu_times_s.append(time.thread_time() - cpu)
-            self.wall_times_s.append(time.perf_counter() - wall)
+            self.end()
 
 
 def summarise(ratios: list[float]) -> dict[str, float]:
@@ -123,17 +152,31 @@ def time_pairs(
     """
     turns = Turns()
     timed = (TimedBatches(batches, turns, 0), TimedBatches(batches, turns, 1))
-
-    def run(me: int, fit: Callable[[TimedBatches[BatchT]], None]) -> None:
-        turns.wait(me)
-        try:
-            fit(timed[me])
-        finally:
-            turns.leave(me)
-
-    with ThreadPoolExecutor(2) as pool:
-        for future in [pool.submit(run, me, fit) for me, fit in enumerate((first, second))]:
-            future.result()
-    for one in timed:
-        del one.cpu_times_s[:num_warmup], one.wall_times_s[:num_warmup]
+    take_turns([partial(first, timed[0]), partial(second, timed[1])], timed, num_warmup=num_warmup)
     return timed
+
+
+def take_turns(
+    fits: Sequence[Callable[[], None]], clocks: Sequence[StepClock], *, num_warmup: int
+) -> None:
+    """Run fits beside each other, each in a thread of its own, but only one at a time.
+
+    Args:
+        fits: Each begins and ends its clock around each step.
+        clocks: One for each fit, with the same turns.
+        num_warmup: Steps at the start that are struck from the clocks.
+    """
+
+    def run(clock: StepClock, fit: Callable[[], None]) -> None:
+        clock.turns.wait(clock.me)
+        try:
+            fit()
+        finally:
+            clock.turns.leave(clock.me)
+
+    with ThreadPoolExecutor(len(fits)) as pool:
+        futures = [pool.submit(run, *one) for one in zip(clocks, fits, strict=True)]
+        for future in futures:
+            future.result()
+    for clock in clocks:
+        del clock.cpu_times_s[:num_warmup], clock.wall_times_s[:num_warmup]

@@ -1,0 +1,1 @@
+"""One workload, each technique alone and all together, beside Hugging Face's Trainer."""
