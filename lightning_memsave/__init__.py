@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
     from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
+    from lightning_memsave.cli.lightning_pytorch import MemSaveCLI as MemSaveCLI
+    from lightning_memsave.cli.mixin import MemSaveCLIMixin as MemSaveCLIMixin
     from lightning_memsave.core.blocks import find_blocks as find_blocks
     from lightning_memsave.core.memory import MemoryBreakdown as MemoryBreakdown
     from lightning_memsave.core.technique import Exactness as Exactness
@@ -35,6 +37,8 @@ _MODULES = {
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
     "LowBitOptimizer": "techniques.low_bit_optimizer",
+    "MemSaveCLI": "cli.lightning_pytorch",
+    "MemSaveCLIMixin": "cli.mixin",
     "MemSaveCallback": "callbacks.memsave",
     "MemoryBreakdown": "core.memory",
     "MemsaveError": "errors",

@@ -24,6 +24,8 @@ ALLOWED = {
     "planning": {"errors", "units", "core", "techniques", "measure"},
     "host": {"errors", "units", "core"},
     "callbacks": {"errors", "units", "core", "techniques", "measure", "planning", "host"},
+    "cli": {"errors", "units", "core", "techniques", "measure", "planning", "callbacks"},
+    "__main__": {"cli"},
 }
 MAY_IMPORT_LIGHTNING = {"host", "callbacks", "modules", "cli"}
 ONLY_ON_FIRST_USE = {"bitsandbytes", "transformers", "pynvml", "peft"}

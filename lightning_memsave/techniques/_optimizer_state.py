@@ -14,7 +14,7 @@ StateDict = dict[str, Any]
 
 # bitsandbytes hides its tensors from FSDP under this key since 0.49.
 _NESTED = "__bnb_optimizer_quant_state__"
-_FAMILY_NAMES = {
+FAMILY_NAMES = {
     "adam": "Adam or AdamW",
     "lion": "Lion",
     "momentum": "SGD with momentum",
@@ -251,7 +251,7 @@ def _fill_group(
 
 
 def _other_family(family: str, target: torch.optim.Optimizer) -> Problem:
-    name = _FAMILY_NAMES.get(family, family)
+    name = FAMILY_NAMES.get(family, family)
     return Problem(
         "The checkpoint's optimizer state",
         f"it was written by {name}, and this run has {type(target).__name__}, "

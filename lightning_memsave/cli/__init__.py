@@ -1,0 +1,1 @@
+"""The command `memsave`, one file per subcommand, and `MemSaveCLI` for LightningCLI projects."""

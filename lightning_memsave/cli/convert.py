@@ -1,0 +1,168 @@
+"""``memsave convert``: the optimizer states of a checkpoint between 8 and 32 bits."""
+
+import argparse
+import os
+import pickle
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.units import format_bytes
+
+SUMMARY = "Rewrite the optimizer states of a Lightning checkpoint between 8 and 32 bits."
+EXAMPLES = """\
+memsave convert last.ckpt --to 32bit      # writes last-32bit.ckpt; resume without the callback
+memsave convert last.ckpt --to 8bit --output small.ckpt
+memsave convert last.ckpt --to 8bit --keep-32bit '*embed*' '*head*'"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: Of this subcommand.
+    """
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a file written by Lightning")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=("8bit", "32bit"),
+        help="8bit: as MemSaveCallback writes it; 32bit: as torch.optim does",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PATH",
+        help="where to; CKPT with -8bit or -32bit before its suffix if not given",
+    )
+    parser.add_argument("--force", action="store_true", help="overwrite the output if it exists")
+    parser.add_argument(
+        "--keep-32bit",
+        nargs="*",
+        metavar="PATTERN",
+        help="with --to 8bit: names of parameters whose state stays 32-bit, as shell patterns; "
+        "default: what looks like an embedding or a bias",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Convert, write and say what was done.
+
+    Args:
+        arguments: As parsed.
+
+    Raises:
+        ConfigurationError: If ``--keep-32bit`` is given where all states get 32 bits.
+    """
+    source: Path = arguments.checkpoint
+    output: Path = arguments.output or source.with_stem(f"{source.stem}-{arguments.to}")
+    _check_output(output, arguments.force)
+    if arguments.keep_32bit is not None and arguments.to == "32bit":
+        raise ConfigurationError(
+            "--keep-32bit is for --to 8bit. Remove it: all states get 32 bits."
+        )
+    # After what can be refused at once: this import takes seconds.
+    from lightning_memsave.techniques._optimizer_checkpoint import convert_optimizer_states
+
+    checkpoint = load_checkpoint(source)
+    converted, changes = convert_optimizer_states(checkpoint, arguments.to, arguments.keep_32bit)
+    _check_output(output, arguments.force)  # it has taken a while
+    write_checkpoint(converted, output, mode_of=source)
+    for i, change in enumerate(changes):
+        print(f"optimizer {i}: {'' if change.is_converted else 'not converted: '}{change.text}")
+    before, after = (format_bytes(path.stat().st_size) for path in (source, output))
+    print(f"{output} ({before} -> {after})")
+
+
+def _check_output(output: Path, may_overwrite: bool) -> None:
+    if not output.parent.is_dir():
+        raise ConfigurationError(f"The folder `{output.parent}` does not exist. Make it first.")
+    if output.is_dir():
+        raise ConfigurationError(f"`{output}` is a folder. Give the name of a file in it.")
+    if output.exists() and not may_overwrite:
+        raise ConfigurationError(f"`{output}` exists. Pass --force, or another --output.")
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Load a Lightning checkpoint without running code that may be in it.
+
+    Args:
+        path: A file.
+
+    Returns:
+        The checkpoint on the CPU.
+
+    Raises:
+        ConfigurationError: If there is no such file, if it is not a Lightning checkpoint with
+            optimizer states, or if it holds objects whose loading could run code.
+    """
+    import torch
+
+    if path.is_dir():
+        raise ConfigurationError(
+            f"`{path}` is a folder: sharded checkpoints of FSDP and DeepSpeed are not converted. "
+            "Save a full one: `FSDPStrategy(state_dict_type='full')`."
+        )
+    if not path.exists():
+        raise ConfigurationError(f"`{path}` does not exist.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise ConfigurationError(_refusal(path, error)) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise ConfigurationError(_unreadable(path, error)) from error
+    if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
+        raise ConfigurationError(
+            f"`{path}` is not a checkpoint of Lightning. Give a file that `ModelCheckpoint` or "
+            "`trainer.save_checkpoint` has written."
+        )
+    if not checkpoint.get("optimizer_states"):
+        raise ConfigurationError(
+            f"`{path}` has no optimizer states: it was saved with weights only, and there is "
+            "nothing to convert. It loads as it is."
+        )
+    return checkpoint
+
+
+def write_checkpoint(checkpoint: dict[str, Any], path: Path, mode_of: Path) -> None:
+    """Write a checkpoint so that there is never half a file under its name.
+
+    Args:
+        checkpoint: What to write.
+        path: Where to; a file that is there is replaced at the end.
+        mode_of: The file whose permissions it gets.
+    """
+    import torch
+
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
+        temporary = Path(f.name)
+        try:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+            shutil.copymode(mode_of, temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def _refusal(path: Path, error: Exception) -> str:
+    found = re.search(r"GLOBAL (\S+)", str(error))
+    if found is None:
+        return _unreadable(path, error)
+    return (
+        f"`{path}` holds an object of `{found[1]}`, and loading that could run code: it was not "
+        "loaded. If you trust its origin, save it without: `c = torch.load(path, "
+        "weights_only=False)`, delete what is not a tensor or a plain value (most often in "
+        "`c['hyper_parameters']`), and `torch.save(c, path)`."
+    )
+
+
+def _unreadable(path: Path, error: Exception) -> str:
+    reason = str(error).strip().splitlines()
+    why = f" ({reason[0]})" if reason else ""
+    return f"`{path}` cannot be read by torch{why}. Is it whole, and was it written by Lightning?"
