@@ -113,7 +113,7 @@ class _Kept:
     is_right: bool = False
 
 
-_NO_STEP = _Kept("it has made no step yet", is_right=True)
+_NO_STATE = _Kept("it keeps no state, or has made no step yet", is_right=True)
 
 
 def _fix(to: Width, kept: _Kept) -> str:
@@ -126,7 +126,7 @@ def _to_32bit(state_dict: StateDict) -> tuple[StateDict, str] | _Kept:
     """Return the state dict in torch's format and what was done, or why it stays."""
     states = [flat_state(state) for state in state_dict["state"].values() if state]
     if not states:
-        return _NO_STEP
+        return _NO_STATE
     if not any(map(is_bitsandbytes, states)):
         return _Kept("its state has the 32-bit format of torch already", is_right=True)
     stand_in = _stand_in(state_dict)
@@ -147,7 +147,7 @@ def _to_8bit(
     """Return the state dict in bitsandbytes' format and what was done, or why it stays."""
     states = [state for state in state_dict["state"].values() if state]
     if not states:
-        return _NO_STEP
+        return _NO_STATE
     if any(map(is_bitsandbytes, states)):
         return _Kept("its state has the 8-bit format already", is_right=True)
     stand_in = _stand_in(state_dict)

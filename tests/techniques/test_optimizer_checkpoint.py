@@ -1,0 +1,290 @@
+import copy
+
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques._optimizer_checkpoint import convert_optimizer_states
+from lightning_memsave.techniques._optimizer_state import convert_state_dict, flat_state
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+
+MAKE = {
+    "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),
+    "adam": lambda m: optim.Adam(m.parameters(), lr=3e-3, weight_decay=0.1),
+    "sgd": lambda m: optim.SGD(m.parameters(), lr=1e-2, momentum=0.9),
+    "rmsprop": lambda m: optim.RMSprop(m.parameters(), lr=1e-3),
+}
+
+
+class Reader(nn.Module):
+    """An embedding, two weights that get 8 bits, and what is too small for it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(100, 64)
+        self.body = nn.Sequential(nn.Linear(64, 65), nn.Tanh(), nn.Linear(65, 64), nn.LayerNorm(64))
+        self.head = nn.Linear(64, 3)
+
+    def forward(self, tokens):
+        return self.head(self.body(self.embed(tokens)))
+
+
+def make_model():
+    torch.manual_seed(0)
+    return Reader()
+
+
+def train(model, optimizer, steps=5):
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(torch.randint(0, 100, (8, 16))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def checkpoint_of(model, *optimizers):
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    return copy.deepcopy({"state_dict": model.state_dict(), "optimizer_states": states, "epoch": 3})
+
+
+def trained(make, technique=None):
+    model = make_model()
+    optimizer = make(model)
+    if technique is not None:
+        optimizer = technique.apply(optimizer).target
+    train(model, optimizer)
+    return model, checkpoint_of(model, optimizer)
+
+
+def low_bit(model, make, name="8bit"):
+    return LowBitOptimizer(name, module=model).apply(make(model)).target
+
+
+def low_bit_checkpoint(make, name="8bit"):
+    model = make_model()
+    optimizer = low_bit(model, make, name)
+    train(model, optimizer)
+    return model, checkpoint_of(model, optimizer)
+
+
+def is_same(a, b):
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(is_same, a, b))
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_to_32bit_gives_what_loading_into_torchs_optimizer_gives(name):
+    model, checkpoint = low_bit_checkpoint(MAKE[name])
+    before = copy.deepcopy(checkpoint)
+    wide, changes = convert_optimizer_states(checkpoint, "32bit")
+    plain = MAKE[name](model)
+    expected = convert_state_dict(checkpoint["optimizer_states"][0], plain)
+    assert is_same(wide["optimizer_states"][0], expected)
+    assert is_same(checkpoint, before)
+    assert wide["epoch"] == 3
+    assert changes[0].is_converted
+    assert changes[0].text.startswith(f"{type(plain).__name__}: 2 of 9 tensors were 8-bit, ")
+    plain.load_state_dict(wide["optimizer_states"][0])
+    train(model, plain, 1)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_to_8bit_leaves_nothing_to_convert_on_resume(name):
+    """What the callback will keep in 32 bits must not lose precision here."""
+    model, checkpoint = trained(MAKE[name])
+    before = copy.deepcopy(checkpoint)
+    narrow, changes = convert_optimizer_states(checkpoint, "8bit")
+    assert is_same(checkpoint, before)
+    assert "2 of 9 tensors" in changes[0].text
+    state = narrow["optimizer_states"][0]
+    assert "param_names" not in state["param_groups"][0]
+    target = low_bit(model, MAKE[name])
+    assert convert_state_dict(state, target) is state
+    direct = convert_state_dict(checkpoint["optimizer_states"][0], target)
+    assert is_same(state, direct)
+    target.load_state_dict(state)
+    train(model, target, 1)
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_there_and_back_again(name):
+    _, checkpoint = low_bit_checkpoint(MAKE[name])
+    wide, _ = convert_optimizer_states(checkpoint, "32bit")
+    narrow, _ = convert_optimizer_states(wide, "8bit")
+    first, second = (c["optimizer_states"][0] for c in (checkpoint, narrow))
+    assert is_same(second["param_groups"], first["param_groups"])
+    for key in first["state"]:
+        was, now = flat_state(first["state"][key]), flat_state(second["state"][key])
+        assert was.keys() == now.keys()
+        # The signed table of bitsandbytes has 1 but not -1: a block whose largest value is
+        # negative is scaled anew. Everything else comes back bit by bit.
+        is_signed = "absmax1" in was
+        exact = was.keys() - ({"state1", "absmax1"} if is_signed else set())
+        exact -= {"step"} if name == "sgd" else set()  # torch's SGD counts none
+        assert all(is_same(was[k], now[k]) for k in exact), key
+        if is_signed:
+            a, b = (values(state) for state in (was, now))
+            assert (a - b).abs().max() < 0.02 * a.abs().max()
+
+
+def values(state):
+    import bitsandbytes.functional as F  # noqa: N812
+
+    return F.dequantize_blockwise(
+        state["state1"], absmax=state["absmax1"], code=state["qmap1"], blocksize=256
+    )
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "reason"),
+    [
+        (lambda m: optim.AdamW(m.parameters(), amsgrad=True), "has no 8-bit AMSGrad"),
+        (lambda m: optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True), "no 8-bit Nester"),
+        (lambda m: optim.SGD(m.parameters(), 0.1), "keeps no state, or has made no step yet"),
+        (lambda m: optim.Adadelta(m.parameters()), "keeps acc_delta, square_avg"),
+        (lambda m: optim.RAdam(m.parameters()), "settings are not those of torch's AdamW"),
+        (lambda m: low_bit(m, MAKE["adamw"]), "has the 8-bit format already"),
+    ],
+)
+def test_says_what_has_no_8bit_form(optimizer, reason):
+    model = make_model()
+    own = optimizer(model)
+    train(model, own)
+    with pytest.raises(IncompatibleError, match=f"optimizer 0: .*{reason}.*Resume from the check"):
+        convert_optimizer_states(checkpoint_of(model, own), "8bit")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "remedy"),
+    [
+        ("lion_8bit", "that of Lion, which torch.optim does not have", "with `MemSaveCallback`"),
+        ("ademamix_8bit", "that of AdEMAMix, which torch.optim does not", "with `MemSaveCallback`"),
+        (None, "has the 32-bit format of torch already", "Resume from the checkpoint as it is."),
+    ],
+)
+@pytest.mark.parametrize("base", MAKE)
+def test_says_what_has_no_32bit_form(base, name, reason, remedy):
+    _, checkpoint = low_bit_checkpoint(MAKE[base], name) if name else trained(MAKE[base])
+    with pytest.raises(IncompatibleError, match=f"{reason}.*{remedy}"):
+        convert_optimizer_states(checkpoint, "32bit")
+
+
+def test_an_optimizer_chosen_by_name_becomes_torchs_class_of_that_name():
+    model, checkpoint = low_bit_checkpoint(MAKE["sgd"], "adamw_8bit")
+    wide, changes = convert_optimizer_states(checkpoint, "32bit")
+    assert changes[0].text.startswith("AdamW: ")
+    plain = optim.AdamW(model.parameters())
+    plain.load_state_dict(wide["optimizer_states"][0])
+    train(model, plain, 1)
+
+
+def test_several_optimizers_one_of_which_has_no_8bit_form():
+    model = make_model()
+    adamw = optim.AdamW(model.body.parameters())
+    radam = optim.RAdam(model.head.parameters())
+    unused = optim.AdamW([nn.Parameter(torch.ones(99, 99))])
+    for optimizer in (adamw, radam):
+        train(model, optimizer)
+    checkpoint = checkpoint_of(model, adamw, radam, unused)
+    narrow, changes = convert_optimizer_states(checkpoint, "8bit")
+    assert [change.is_converted for change in changes] == [True, False, False]
+    assert changes[2].text == "it keeps no state, or has made no step yet"
+    assert narrow["optimizer_states"][1] is checkpoint["optimizer_states"][1]
+    _, changes = convert_optimizer_states(narrow, "32bit")
+    assert [change.is_converted for change in changes] == [True, False, False]
+    assert "32-bit format of torch already" in changes[1].text
+    lion_model = make_model()
+    lion = low_bit(lion_model, MAKE["adamw"], "lion_8bit")
+    train(lion_model, lion)
+    narrow["optimizer_states"].append(copy.deepcopy(lion.state_dict()))
+    with pytest.raises(IncompatibleError, match="applied: optimizer 3: its state is that of Lion"):
+        convert_optimizer_states(narrow, "32bit")
+
+
+def num_8bit(checkpoint):
+    return sum(
+        "absmax1" in flat_state(s) for s in checkpoint["optimizer_states"][0]["state"].values()
+    )
+
+
+def test_patterns_choose_what_stays_32bit():
+    _, checkpoint = trained(MAKE["adamw"])
+    assert num_8bit(convert_optimizer_states(checkpoint, "8bit", [])[0]) == 3
+    # body.0.weight is 65 x 64 and body.2.weight 64 x 65.
+    narrow, _ = convert_optimizer_states(checkpoint, "8bit", ["body.2.*"])
+    assert num_8bit(narrow) == 2
+    assert "absmax1" not in flat_state(narrow["optimizer_states"][0]["state"][3])
+    with pytest.raises(ConfigurationError, match=r"'\*heads\*' matches no.* such as body.0.bias"):
+        convert_optimizer_states(checkpoint, "8bit", ["*body*", "*heads*"])
+
+
+def test_names_in_the_groups_win_over_shapes():
+    layers = nn.ModuleDict({name: nn.Linear(64, 64) for name in "ab"} | {"c": nn.Linear(64, 65)})
+    for named, expected in ((False, 1), (True, 2)):
+        optimizer = optim.AdamW(layers.named_parameters() if named else layers.parameters())
+        sum(layer(torch.ones(1, 64)).sum() for layer in layers.values()).backward()
+        optimizer.step()
+        checkpoint = checkpoint_of(layers, optimizer)
+        narrow, _ = convert_optimizer_states(checkpoint, "8bit", ["a.weight"])
+        assert num_8bit(narrow) == expected
+        group, before = (c["optimizer_states"][0]["param_groups"][0] for c in (narrow, checkpoint))
+        assert is_same(group, before)
+
+
+def test_groups_of_an_older_torch():
+    model, checkpoint = trained(MAKE["adamw"])
+    for group in checkpoint["optimizer_states"][0]["param_groups"]:
+        del group["decoupled_weight_decay"]
+    narrow, _ = convert_optimizer_states(checkpoint, "8bit")
+    assert num_8bit(narrow) == 2
+    wide, _ = convert_optimizer_states(narrow, "32bit")
+    plain = optim.AdamW(model.parameters())
+    plain.load_state_dict(wide["optimizer_states"][0])
+    train(model, plain, 1)
+
+
+def test_checkpoints_of_bitsandbytes_own_classes():
+    from bitsandbytes.optim.adamw import AdamW8bit
+    from bitsandbytes.optim.sgd import SGD8bit
+
+    for make, torch_class, group in (
+        (lambda p: AdamW8bit(p, weight_decay=0.3), optim.AdamW, {"weight_decay": 0.3}),
+        (
+            lambda p: SGD8bit(p, lr=0.1, momentum=0.7),
+            optim.SGD,
+            {"momentum": 0.7, "nesterov": False},
+        ),
+    ):
+        model = make_model()
+        own = make(model.parameters())
+        train(model, own)
+        wide, _ = convert_optimizer_states(checkpoint_of(model, own), "32bit")
+        plain = torch_class(model.parameters(), lr=0.01)
+        plain.load_state_dict(wide["optimizer_states"][0])
+        train(model, plain, 1)
+        assert group.items() <= plain.param_groups[0].items()
+
+
+def test_half_precision_parameters():
+    torch.manual_seed(0)
+    model = nn.Linear(128, 128, dtype=torch.bfloat16)
+    optimizer = optim.AdamW(model.parameters())
+    model(torch.randn(4, 128, dtype=torch.bfloat16)).sum().backward()
+    optimizer.step()
+    checkpoint = checkpoint_of(model, optimizer)
+    narrow, changes = convert_optimizer_states(checkpoint, "8bit")
+    assert "1 of 2 tensors" in changes[0].text
+    wide, _ = convert_optimizer_states(narrow, "32bit")
+    plain = optim.AdamW(model.parameters())
+    plain.load_state_dict(wide["optimizer_states"][0])
+    assert plain.state[model.weight]["exp_avg"].dtype == torch.bfloat16
+    optimizer_state = optimizer.state[model.weight]["exp_avg"].float()
+    error = (plain.state[model.weight]["exp_avg"].float() - optimizer_state).abs().max()
+    assert error < 0.02 * optimizer_state.abs().max()
