@@ -15,6 +15,7 @@ from torch import nn
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import DEEP, SMALL, MaskedLM, masked_batch
+from benchmarks._profiler import AllocationPeak
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.units import format_bytes
@@ -52,22 +53,11 @@ def peak_by_profiler(build: Callable[[], nn.Module], batch: dict[str, Any]) -> i
         Bytes.
     """
     gc.collect()  # an earlier model that is freed meanwhile would count as negative bytes
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profiler:
+    with AllocationPeak() as peak:
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         model = build()
         _train(model, torch.optim.AdamW(model.parameters()), inputs)
-    events = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in profiler.profiler.kineto_results.events()
-        if event.name() == "[memory]"
-    )
-    live_bytes = peak_bytes = 0
-    for _, num_bytes in events:
-        live_bytes += num_bytes
-        peak_bytes = max(peak_bytes, live_bytes)
-    return peak_bytes
+    return peak.peak_bytes
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks._paired import StepClock
+from benchmarks._profiler import AllocationPeak
 from benchmarks.ladder._rows import Workload
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlDevice
@@ -64,6 +65,28 @@ class Timer(Observer):
         self.num_left -= 1
         if self.num_left:
             self.clock.begin()
+
+
+class Allocations(Observer):
+    """Counts what the CPU allocator gave out, scratch memory of kernels included.
+
+    Args:
+        peak: Entered before the model was made.
+        workload: Says how many steps there are.
+    """
+
+    def __init__(self, peak: AllocationPeak, workload: Workload) -> None:
+        self.peak = peak
+        self.num_left = workload.num_steps - workload.num_counted
+
+    def begin(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """Nothing is needed of these."""
+
+    def end_step(self, loss: float) -> None:
+        """Begin with the steps that count when it is time."""
+        self.num_left -= 1
+        if self.num_left == 0:
+            self.peak.start()
 
 
 class Meter(Observer):

@@ -4,8 +4,10 @@ import argparse
 import importlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
-from benchmarks.ladder._observers import Meter, Observer
+from benchmarks._profiler import AllocationPeak
+from benchmarks.ladder._observers import Allocations, Meter, Observer
 from benchmarks.ladder._rows import ROWS, WORKLOADS, Row, Workload
 
 TRAINERS = ("lightning", "hugging_face")
@@ -32,11 +34,19 @@ def main() -> None:
     parser.add_argument("trainer", choices=TRAINERS)
     parser.add_argument("row", choices=ROWS)
     parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--allocations", action="store_true", help="ask the CPU allocator instead")
     options = parser.parse_args()
+    train, row = train_with(options.trainer), ROWS[options.row]
     workload = WORKLOADS[options.workload]
-    meter = Meter(workload)
-    train_with(options.trainer)(ROWS[options.row], workload, meter)
-    print(json.dumps(meter.results()))
+    if options.allocations:
+        workload = replace(workload, num_warmup=1, num_timed=0)
+        with AllocationPeak() as peak:
+            train(row, workload, Allocations(peak, workload))
+        print(json.dumps({"peak_allocator_bytes": peak.peak_bytes}))
+    else:
+        meter = Meter(workload)
+        train(row, workload, meter)
+        print(json.dumps(meter.results()))
 
 
 if __name__ == "__main__":
