@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     from lightning_memsave.errors import MissingDependencyError as MissingDependencyError
     from lightning_memsave.errors import NoEffectWarning as NoEffectWarning
     from lightning_memsave.measure.peak import PeakMemory as PeakMemory
+    from lightning_memsave.modules import CheckpointedTransformer as CheckpointedTransformer
+    from lightning_memsave.modules.checkpointed_transformer import (
+        CheckpointedTransformerMixin as CheckpointedTransformerMixin,
+    )
+    from lightning_memsave.modules.mixins import (
+        ActivationCheckpointingMixin as ActivationCheckpointingMixin,
+    )
+    from lightning_memsave.modules.mixins import LowBitOptimizerMixin as LowBitOptimizerMixin
+    from lightning_memsave.modules.mixins import MemoryLoggingMixin as MemoryLoggingMixin
     from lightning_memsave.techniques.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
     )
@@ -31,16 +40,21 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing",
+    "ActivationCheckpointingMixin": "modules.mixins",
+    "CheckpointedTransformer": "modules",
+    "CheckpointedTransformerMixin": "modules.checkpointed_transformer",
     "ConfigurationError": "errors",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
     "LowBitOptimizer": "techniques.low_bit_optimizer",
+    "LowBitOptimizerMixin": "modules.mixins",
     "MemSaveCLI": "cli.lightning_pytorch",
     "MemSaveCLIMixin": "cli.mixin",
     "MemSaveCallback": "callbacks.memsave",
     "MemoryBreakdown": "core.memory",
+    "MemoryLoggingMixin": "modules.mixins",
     "MemsaveError": "errors",
     "MemsaveWarning": "errors",
     "MissingDependencyError": "errors",

@@ -24,6 +24,16 @@ ALLOWED = {
     "planning": {"errors", "units", "core", "techniques", "measure"},
     "host": {"errors", "units", "core"},
     "callbacks": {"errors", "units", "core", "techniques", "measure", "planning", "host"},
+    "modules": {
+        "errors",
+        "units",
+        "core",
+        "techniques",
+        "measure",
+        "planning",
+        "host",
+        "callbacks",
+    },
     "cli": {"errors", "units", "core", "techniques", "measure", "planning", "callbacks"},
     "__main__": {"cli"},
 }

@@ -1,0 +1,32 @@
+"""Modules with memory saving built in: mixins, and a transformer to subclass or to use as it is.
+
+``CheckpointedTransformer`` of this package is the one for ``lightning.pytorch``, and where only
+``pytorch_lightning`` is installed the one for that. Each has a module of its own as well, so that
+the choice can be written down, type-checked and pickled.
+"""
+
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from lightning_memsave import host
+
+if TYPE_CHECKING:
+    from lightning_memsave.modules.lightning_pytorch import (
+        CheckpointedTransformer as CheckpointedTransformer,
+    )
+
+_VARIANTS = {
+    "lightning.pytorch": "lightning_memsave.modules.lightning_pytorch",
+    "pytorch_lightning": "lightning_memsave.modules.pytorch_lightning",
+}
+
+__all__ = ["CheckpointedTransformer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "CheckpointedTransformer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # find_spec of a submodule imports its parent, so look for the top level only.
+    installed = [name for name in host.PACKAGES if importlib.util.find_spec(name.split(".")[0])]
+    return importlib.import_module(_VARIANTS[installed[0]]).CheckpointedTransformer
