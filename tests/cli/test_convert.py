@@ -1,0 +1,226 @@
+"""``memsave convert`` on checkpoints that Trainers of both packages have written."""
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memsave import LowBitOptimizer, MemSaveCallback
+from lightning_memsave.cli import convert
+from lightning_memsave.cli.main import main
+from tests.callbacks.lit import PACKAGES, Trace, make_lit, make_trainer
+
+# Lightning asks for the callback whose state is in the checkpoint; going on without it is the aim.
+pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+
+packages = pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
+
+
+def fit(package, *callbacks: Any, max_epochs: int = 2, ckpt_path: str | None = None) -> Any:
+    """Losses, final parameters and the Trainer of a fit whose dropout depends on the step only."""
+
+    class Reseed(package.Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            torch.manual_seed(trainer.global_step)
+
+    lit, trace = make_lit(package), Trace(package)
+    trainer = make_trainer(package, *callbacks, Reseed(), trace.callback, max_epochs=max_epochs)
+    trainer.fit(lit, ckpt_path=ckpt_path)
+    parameters = torch.cat([p.detach().flatten() for p in lit.parameters()])
+    return trace.losses, parameters, trainer
+
+
+def low_bit() -> MemSaveCallback:
+    return MemSaveCallback(None, optimizer="8bit", monitor=False, report=False)
+
+
+def save(package, *callbacks: Any, name: str = "last.ckpt") -> None:
+    fit(package, *callbacks, max_epochs=1)[2].save_checkpoint(name)
+
+
+def optimizer_state(name: str) -> Any:
+    return torch.load(name, weights_only=True)["optimizer_states"][0]["state"]
+
+
+def forget_state(name: str) -> str:
+    """Write a checkpoint whose optimizer starts anew, for comparison."""
+    checkpoint = torch.load(name, weights_only=True)
+    checkpoint["optimizer_states"][0]["state"] = {}
+    torch.save(checkpoint, "forgetful.ckpt")
+    return "forgetful.ckpt"
+
+
+@packages
+def test_a_plain_trainer_goes_on_from_an_8bit_run(package, capsys):
+    save(package, low_bit())
+    straight = fit(package, low_bit())
+    assert main(["convert", "last.ckpt", "--to", "32bit"]) == 0
+    out = capsys.readouterr().out
+    assert "optimizer 0: AdamW: 9 of 26 tensors were 8-bit, optimizer state" in out
+    assert out.splitlines()[-1].startswith("last-32bit.ckpt (")
+    losses, parameters, trainer = fit(package, ckpt_path="last-32bit.ckpt")
+    assert type(trainer.optimizers[0]) is torch.optim.AdamW
+    assert trainer.global_step == 12
+    assert losses == pytest.approx(straight[0][6:], rel=0.01)
+    forgotten = fit(package, ckpt_path=forget_state("last-32bit.ckpt"))[1]
+    difference = (parameters - straight[1]).abs().mean()
+    assert difference < 0.1 * (forgotten - straight[1]).abs().mean()
+
+
+@packages
+def test_without_conversion_a_plain_trainer_fails(package):
+    save(package, low_bit())
+    with pytest.raises(KeyError, match="exp_avg"):
+        fit(package, ckpt_path="last.ckpt")
+
+
+@packages
+def test_the_callback_goes_on_from_a_32bit_run(package, capsys):
+    save(package)
+    straight = fit(package)
+    assert main(["convert", "last.ckpt", "--to", "8bit", "--output", "small.ckpt"]) == 0
+    assert "AdamW -> 8-bit AdamW: 9 of 26 tensors" in capsys.readouterr().out
+    assert Path("small.ckpt").stat().st_size < 0.7 * Path("last.ckpt").stat().st_size
+    losses, parameters, trainer = fit(package, low_bit(), ckpt_path="small.ckpt")
+    assert hasattr(trainer.optimizers[0], "uses_8bit")
+    assert losses == pytest.approx(straight[0][6:], rel=0.01)
+    forgotten = fit(package, ckpt_path=forget_state("last.ckpt"))[1]
+    difference = (parameters - straight[1]).abs().mean()
+    assert difference < 0.1 * (forgotten - straight[1]).abs().mean()
+
+
+@packages
+def test_only_the_optimizer_states_change(package):
+    save(package, low_bit())
+    assert main(["convert", "last.ckpt", "--to", "32bit"]) == 0
+    assert main(["convert", "last-32bit.ckpt", "--to", "8bit", "--output", "back.ckpt"]) == 0
+    old, new, back = (
+        torch.load(name, weights_only=True)
+        for name in ("last.ckpt", "last-32bit.ckpt", "back.ckpt")
+    )
+    assert list(old) == list(new) == list(back)
+    for key in old.keys() - {"optimizer_states", "state_dict"}:
+        assert repr(old[key]) == repr(new[key]) == repr(back[key])
+    for key, tensor in old["state_dict"].items():
+        assert torch.equal(tensor, new["state_dict"][key])
+    assert old["optimizer_states"][0]["param_groups"] == back["optimizer_states"][0]["param_groups"]
+    fit(package, low_bit(), ckpt_path="back.ckpt")
+
+
+class TestOutput:
+    def test_nothing_is_overwritten_without_force(self, capsys):
+        save(PACKAGES["lightning"], low_bit())
+        Path("out.ckpt").write_text("precious")
+        before = Path("last.ckpt").read_bytes()
+        for output in ("out.ckpt", "last.ckpt"):
+            assert main(["convert", "last.ckpt", "--to", "32bit", "--output", output]) == 1
+            assert f"`{output}` exists. Pass --force" in capsys.readouterr().err
+        assert Path("out.ckpt").read_text() == "precious"
+        assert Path("last.ckpt").read_bytes() == before
+        assert (
+            main(["convert", "last.ckpt", "--to", "32bit", "--output", "last.ckpt", "--force"]) == 0
+        )
+        assert "exp_avg" in optimizer_state("last.ckpt")[0]
+
+    def test_a_write_that_fails_leaves_nothing(self, monkeypatch, capsys):
+        save(PACKAGES["lightning"], low_bit())
+        Path("out.ckpt").write_text("precious")
+
+        def fail(checkpoint: Any, file: Any) -> None:
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(torch, "save", fail)
+        args = ["convert", "last.ckpt", "--to", "32bit", "--output", "out.ckpt", "--force"]
+        assert main(args) == 1
+        assert "memsave convert: [Errno 28] No space left" in capsys.readouterr().err
+        assert Path("out.ckpt").read_text() == "precious"
+        assert sorted(path.name for path in Path.cwd().iterdir()) == ["last.ckpt", "out.ckpt"]
+
+    def test_permissions_are_those_of_the_checkpoint(self):
+        save(PACKAGES["lightning"], low_bit())
+        Path("last.ckpt").chmod(0o640)
+        assert main(["convert", "last.ckpt", "--to", "32bit"]) == 0
+        assert stat.S_IMODE(Path("last-32bit.ckpt").stat().st_mode) == 0o640
+
+    @pytest.mark.parametrize(
+        ("output", "message"), [("no/x.ckpt", "folder `no` does not"), (".", "`.` is a folder")]
+    )
+    def test_an_output_that_cannot_be(self, output, message, capsys):
+        assert main(["convert", "last.ckpt", "--to", "8bit", "--output", output]) == 1
+        assert message in capsys.readouterr().err
+
+
+class Unknown:
+    """What a user may have put into a checkpoint."""
+
+
+def write(content: Any) -> None:
+    torch.save(content, "bad.ckpt")
+
+
+LIGHTNING = {"pytorch-lightning_version": "2.6.6", "state_dict": {}}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: None, "`bad.ckpt` does not exist"),
+        (
+            lambda: Path("bad.ckpt").mkdir(),
+            "is a folder: sharded checkpoints of FSDP and DeepSpeed",
+        ),
+        (lambda: Path("bad.ckpt").write_bytes(b""), "cannot be read by torch"),
+        (lambda: Path("bad.ckpt").write_bytes(b"nonsense" * 99), "cannot be read by torch"),
+        (lambda: write(torch.ones(3)), "is not a checkpoint of Lightning"),
+        (lambda: write({"model": {}}), "is not a checkpoint of Lightning"),
+        (lambda: write(LIGHTNING), "has no optimizer states: it was saved with weights only"),
+        (
+            lambda: write({**LIGHTNING, "hyper_parameters": {"x": Unknown()}}),
+            "holds an object of `tests.cli.test_convert.Unknown`, and loading that could run code",
+        ),
+        (
+            lambda: write({**LIGHTNING, "optimizer_states": [{"state": {}, "param_groups": []}]}),
+            "Conversion to 8bit cannot be applied: optimizer 0: it keeps no state",
+        ),
+    ],
+)
+def test_what_cannot_be_converted_is_said_in_one_message(make, message, capsys):
+    make()
+    assert main(["convert", "bad.ckpt", "--to", "8bit"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("memsave convert: ")
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+    assert not Path("bad-8bit.ckpt").exists()
+
+
+def test_keep_32bit(capsys):
+    save(PACKAGES["lightning"])
+    pattern = ["--keep-32bit", "*.down.weight"]
+    assert main(["convert", "last.ckpt", "--to", "8bit", *pattern]) == 0
+    assert "AdamW: 5 of 26 tensors" in capsys.readouterr().out
+    assert main(["convert", "last-8bit.ckpt", "--to", "32bit", *pattern]) == 1
+    assert "--keep-32bit is for --to 8bit" in capsys.readouterr().err
+
+
+@packages
+def test_other_optimizers_of_the_callback(package, capsys):
+    save(package, MemSaveCallback(None, optimizer=LowBitOptimizer("lion_8bit"), monitor=False))
+    assert main(["convert", "last.ckpt", "--to", "32bit"]) == 1
+    assert "that of Lion, which torch.optim does not have" in capsys.readouterr().err
+
+
+def test_the_default_output_keeps_the_name():
+    save(PACKAGES["lightning"], low_bit(), name="epoch=1-step=6.ckpt")
+    assert main(["convert", "epoch=1-step=6.ckpt", "--to", "32bit"]) == 0
+    assert Path("epoch=1-step=6-32bit.ckpt").exists()
+
+
+def test_load_checkpoint_puts_everything_on_the_cpu():
+    save(PACKAGES["lightning"])
+    loaded = convert.load_checkpoint(Path("last.ckpt"))
+    assert {t.device.type for t in loaded["state_dict"].values()} == {"cpu"}
