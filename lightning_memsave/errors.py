@@ -4,6 +4,7 @@ MemsaveError
 ├── ConfigurationError(ValueError)        an argument is wrong on its own
 ├── IncompatibleError(RuntimeError)       a technique does not fit model, Trainer or machine
 ├── MissingDependencyError(ImportError)   a package that a setting needs is not installed
+└── MemoryExhaustedError(RuntimeError)    memory ran out, and nothing smaller is left to try
 
 MemsaveWarning(UserWarning)
 ├── NoEffectWarning                       a technique was applied and changed nothing
@@ -80,6 +81,10 @@ class IncompatibleError(MemsaveError, RuntimeError):
 
 class MissingDependencyError(MemsaveError, ImportError):
     """A package that a setting needs is not installed."""
+
+
+class MemoryExhaustedError(MemsaveError, RuntimeError):
+    """Memory ran out, and nothing smaller is left to try; the message says what was tried."""
 
 
 class MemsaveWarning(UserWarning):

@@ -90,7 +90,7 @@ class Accumulation(Setting):
             self._undo.append(host.adjust_losses(trainer, self.scale))
             details.append("a shorter last window is divided by its own number of batches")
         self.rows = [Row(self.name, str(self.num_batches), "on", tuple(details), "rounding")]
-        if self.num_batches > 1 and _has_batch_norm(pl_module):
+        if self.num_batches > 1 and has_batch_norm(pl_module):
             warn(
                 trainer,
                 f"`accumulate_grad_batches={self.num_batches}` and batch normalisation: its "
@@ -136,7 +136,15 @@ def _has_scheduler(trainer: Any) -> bool:
     )
 
 
-def _has_batch_norm(module: nn.Module) -> bool:
+def has_batch_norm(module: nn.Module) -> bool:
+    """Say whether a module takes statistics over the samples of a batch.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if it has a layer of batch normalisation.
+    """
     return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
 
 

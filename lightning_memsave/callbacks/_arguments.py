@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lightning_memsave.callbacks._accumulation import Accumulation
+from lightning_memsave.callbacks._evaluation_micro_batching import EvaluationMicroBatches
+from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._precision import TrainerPrecision, full_name
 from lightning_memsave.callbacks._settings import Row, Setting, TensorFloat32
 from lightning_memsave.callbacks._techniques import ModuleTechnique, OptimizerTechnique
@@ -12,6 +14,7 @@ from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.micro_batching import MicroBatching
 
 T = TypeVar("T")
 
@@ -46,6 +49,8 @@ def make_settings(
         _precision,
         _tf32,
         _accumulation,
+        _micro_batches,
+        _evaluation_micro_batches,
         _activation_checkpointing,
         _optimizer,
     )
@@ -162,6 +167,44 @@ def _optimizer(arguments: _Arguments) -> Setting:
         setting.rows = [_off(arguments, "optimizer")]
         return setting
     return OptimizerTechnique(technique, value, is_auto=wanted == "auto")
+
+
+def _micro_batches(arguments: _Arguments) -> Setting:
+    wanted = arguments["micro_batch_size"]
+    details = _micro_batch_details(arguments)
+    if isinstance(wanted, MicroBatching) and details:
+        raise ConfigurationError(
+            f"{', '.join(f'`{name}`' for name in details)} is not used with "
+            f"`micro_batch_size={wanted!r}`. Pass `MicroBatching(...)` with it."
+        )
+    if wanted is None:
+        return MicroBatches(None, "None")
+    technique = wanted
+    if not isinstance(wanted, MicroBatching):
+        _refuse_technique("micro_batch_size", wanted, MicroBatching)
+        technique = MicroBatching(wanted, **details)
+    if _is_beyond(arguments, "micro_batch_size", technique.exactness):
+        setting = MicroBatches(None, "None")
+        setting.rows = [_off(arguments, "micro_batch_size")]
+        return setting
+    return MicroBatches(technique, repr(technique.micro_batch_size))
+
+
+def _evaluation_micro_batches(arguments: _Arguments) -> Setting:
+    wanted = arguments["eval_micro_batch_size"]
+    if wanted is None:
+        return EvaluationMicroBatches(None)
+    try:
+        technique = MicroBatching(wanted, **_micro_batch_details(arguments))
+    except ConfigurationError as error:
+        message = str(error).replace("`micro_batch_size=", "`eval_micro_batch_size=")
+        raise ConfigurationError(message) from None
+    return EvaluationMicroBatches(technique)
+
+
+def _micro_batch_details(arguments: _Arguments) -> dict[str, Any]:
+    defaults = {"loss_weight": "auto", "split_batch": None}
+    return {n: arguments[n] for n, default in defaults.items() if arguments[n] != default}
 
 
 def _refuse_technique(name: str, value: object, expected: type[Technique[Any]]) -> None:

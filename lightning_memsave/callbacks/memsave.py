@@ -3,32 +3,35 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _report
 from lightning_memsave.callbacks._arguments import make_settings
-from lightning_memsave.callbacks._base import CallbackBase
+from lightning_memsave.callbacks._micro_batching import MicroBatches
+from lightning_memsave.callbacks._monitored import MonitoredCallback
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.micro_batching import MicroBatching
 
 
-class MemSaveCallback(CallbackBase):
+class MemSaveCallback(MonitoredCallback):
     """Train with less memory, by one line in an existing project.
 
     Without arguments: the activations of every repeated block are recomputed in backward, the
     optimizer that the module configures keeps its state in 8 bits (embeddings, norms and biases
     stay 32-bit), mixed precision is switched on where the device is a CUDA GPU and the Trainer
-    names no other, and memory is measured. At the start of fit one table says what was switched on
-    and what was not, and why; ``memsave_report.json`` in the run's log directory says it again,
-    with the memory that was measured.
+    names no other, a batch that does not fit is repeated in parts, and memory is measured. At the
+    start of fit one table says what was switched on and what was not, and why;
+    ``memsave_report.json`` in the run's log directory says it again, with the memory that was
+    measured.
 
-    Each of the first three arguments takes ``"auto"`` (as above; what conflicts with it is left
+    Each of the first four arguments takes ``"auto"`` (as above; what conflicts with it is left
     alone and said), ``None`` (leave it as it is) or a value, which is set or refused.
 
     Args:
@@ -39,6 +42,10 @@ class MemSaveCallback(CallbackBase):
             a name such as ``"lion_8bit"``; see `LowBitOptimizer`, which can be passed too.
         precision: Any precision of Lightning's Trainer. It is set for validation, test and
             prediction as well.
+        micro_batch_size: Samples of a training batch that pass forward and backward at once; the
+            gradients add up to those of the batch. With ``"auto"`` the whole batch passes, and when
+            memory runs out it is repeated with half the size, which is kept and saved in
+            checkpoints. See `MicroBatching`, which can be passed too.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
@@ -47,6 +54,11 @@ class MemSaveCallback(CallbackBase):
         keep_32bit: Shell patterns of parameter names whose optimizer state stays 32-bit.
         force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
             embeddings, norms or biases.
+        loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
+            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` finds out.
+        split_batch: A function of batch and size that gives a list of batches, for batches that are
+            not made of tensors and lists with one entry per sample.
+        eval_micro_batch_size: The same as ``micro_batch_size`` for validation, test and prediction.
         tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             What moves them further is switched off if it is ``"auto"`` and refused if not.
@@ -72,11 +84,15 @@ class MemSaveCallback(CallbackBase):
         *,
         optimizer: str | LowBitOptimizer | None = "auto",
         precision: int | str | None = "auto",
+        micro_batch_size: int | str | MicroBatching | None = "auto",
         accumulate_grad_batches: int | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
         force_8bit: Sequence[str] = (),
+        loss_weight: str | Callable[[Any], Any] = "auto",
+        split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
+        eval_micro_batch_size: int | str | None = None,
         tf32: bool | None = None,
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
         monitor: bool | GPUMemoryMonitor = True,
@@ -87,11 +103,15 @@ class MemSaveCallback(CallbackBase):
             "activation_checkpointing": activation_checkpointing,
             "optimizer": optimizer,
             "precision": precision,
+            "micro_batch_size": micro_batch_size,
             "accumulate_grad_batches": accumulate_grad_batches,
             "blocks": blocks,
             "optimizer_kwargs": optimizer_kwargs,
             "keep_32bit": keep_32bit,
             "force_8bit": force_8bit,
+            "loss_weight": loss_weight,
+            "split_batch": split_batch,
+            "eval_micro_batch_size": eval_micro_batch_size,
             "tf32": tf32,
             "exactness": exactness,
             "monitor": monitor,
@@ -100,9 +120,8 @@ class MemSaveCallback(CallbackBase):
         settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._settings: list[Setting] = settings
         self._is_disabled = False
-        # The monitor whose hooks we call, and the one whose figures we report: a monitor among the
-        # Trainer's own callbacks takes the place of ours.
-        self._driven: GPUMemoryMonitor | None = None
+        # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
+        # ours, which is not driven then.
         self._reported: GPUMemoryMonitor | None = None
         # Known from the start of fit to its end; asking the Trainer for it needs all ranks.
         self._directory: str | None = None
@@ -174,45 +193,6 @@ class MemSaveCallback(CallbackBase):
         if self.arguments["report"] and trainer.is_global_zero:
             _report.print_table(self.rows)
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_start(trainer, pl_module)
-
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_epoch_end(trainer, pl_module)
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_validation_start(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_validation_end(trainer, pl_module)
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_fit_end(trainer, pl_module)
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the module, as ``teardown`` is not called now, and write what is known."""
         if self._driven is not None:
@@ -226,6 +206,22 @@ class MemSaveCallback(CallbackBase):
             self._driven.teardown(trainer, pl_module, stage)
         self._undo()
         self._write_report(trainer)
+
+    # Not `state_dict`: Lightning refuses a second callback that has one, and warns of a checkpoint
+    # whose callbacks are not all there.
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Save the micro-batch size that memory was enough for, for a resumed run."""
+        if self._micro_batches.size is not None:
+            checkpoint[_CHECKPOINT_KEY] = {"micro_batch_size": self._micro_batches.size}
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Go on with the micro-batch size of the run that wrote the checkpoint."""
+        saved = checkpoint.get(_CHECKPOINT_KEY, {})
+        self._micro_batches.size = saved.get("micro_batch_size", self._micro_batches.size)
+
+    @property
+    def _micro_batches(self) -> MicroBatches:
+        return next(s for s in self._settings if isinstance(s, MicroBatches))
 
     def _undo(self) -> None:
         for setting in reversed(self._settings):
@@ -264,6 +260,7 @@ class MemSaveCallback(CallbackBase):
             )
 
 
+_CHECKPOINT_KEY = "lightning_memsave"
 _PARAMETERS = inspect.signature(MemSaveCallback).parameters
 
 

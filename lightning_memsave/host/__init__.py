@@ -5,6 +5,14 @@ Everything is resolved from the Trainer at run time, so that one callback class 
 names are missing in another release before anything is changed.
 """
 
+from lightning_memsave.host.evaluation import split_evaluation_batches
+from lightning_memsave.host.logged_values import LoggedValues
+from lightning_memsave.host.parallel import (
+    average_gradients,
+    share_buffers,
+    smallest,
+    without_sync,
+)
 from lightning_memsave.host.precision import PrecisionState, precision_state, set_precision
 from lightning_memsave.host.trainer import (
     PACKAGES,
@@ -18,12 +26,15 @@ from lightning_memsave.host.trainer import (
     package_of,
     put_first,
 )
-from lightning_memsave.host.training_loop import adjust_losses
+from lightning_memsave.host.training_loop import BatchParts, adjust_losses, pass_batches, will_step
 
 __all__ = [
     "PACKAGES",
+    "BatchParts",
+    "LoggedValues",
     "PrecisionState",
     "adjust_losses",
+    "average_gradients",
     "builds_model_late",
     "check_host",
     "checkpoints_activations_itself",
@@ -32,7 +43,13 @@ __all__ = [
     "is_strategy",
     "logged_step",
     "package_of",
+    "pass_batches",
     "precision_state",
     "put_first",
     "set_precision",
+    "share_buffers",
+    "smallest",
+    "split_evaluation_batches",
+    "will_step",
+    "without_sync",
 ]

@@ -4,8 +4,21 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.batches import merge_outputs
+from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.host.logged_values import LoggedValues
+
 Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
 """Gives the factor of a loss, from Trainer, batch index, whether it is the last, and parameters."""
+
+
+PassBatch = Callable[[Any, "BatchParts", bool], None]
+"""Passes a batch by calling ``BatchParts`` for each part of it, and says by the third argument
+whether there are no gradients of earlier batches to be kept."""
 
 
 def adjust_losses(trainer: Any, adjust: Adjust) -> Callable[[], None]:
@@ -16,46 +29,225 @@ def adjust_losses(trainer: Any, adjust: Adjust) -> Callable[[], None]:
         adjust: Gives the factor; 1.0 leaves a batch exactly as it is.
 
     Returns:
-        A function that puts Lightning's own loop back.
+        A function that takes it back.
     """
+    return _set(trainer, adjust=adjust)
+
+
+def pass_batches(
+    trainer: Any,
+    pass_batch: PassBatch,
+    *,
+    before_step: Callable[[Any], None],
+    on_out_of_memory: Callable[[Any, BaseException], BaseException],
+) -> Callable[[], None]:
+    """Decide how each training batch passes forward and backward.
+
+    Gradients are zeroed before the first forward pass, so that old ones are not alive beside the
+    activations. What is logged is held back until the whole batch has passed.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        pass_batch: Passes a batch; a batch in one part with weight 1 trains bit for bit as before.
+        before_step: Called with the optimizer when the gradients of a step are complete.
+        on_out_of_memory: Gives the error to be raised, from the optimizer and what was raised, when
+            memory runs out in the step of the optimizer.
+
+    Returns:
+        A function that takes it back.
+    """
+    return _set(
+        trainer, pass_batch=pass_batch, before_step=before_step, on_out_of_memory=on_out_of_memory
+    )
+
+
+def will_step(trainer: Any) -> bool:
+    """Say whether the optimizer steps after the current batch.
+
+    Args:
+        trainer: A Trainer in a training batch.
+
+    Returns:
+        False while gradients accumulate.
+    """
+    return not trainer.fit_loop._should_accumulate()
+
+
+_HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory")
+
+
+def _set(trainer: Any, **hooks: Any) -> Callable[[], None]:
     epoch_loop = trainer.fit_loop.epoch_loop
-    original = epoch_loop.automatic_optimization
-    loop_class: Any = _adjusting_loop_class(cast(Any, type(original)))
-    replacement = loop_class(trainer)
-    # Progress objects are shared, so loop state in checkpoints is as without us.
-    vars(replacement).update(vars(original))
-    replacement.adjust = adjust
-    epoch_loop.automatic_optimization = replacement
+    loop = epoch_loop.automatic_optimization
+    if not hasattr(loop, "replaced"):
+        original = loop
+        loop = _loop_class(cast(Any, type(original)))(trainer)
+        # Progress objects are shared, so loop state in checkpoints is as without us.
+        vars(loop).update(vars(original))
+        loop.replaced = original
+        epoch_loop.automatic_optimization = loop
+    vars(loop).update(hooks)
 
     def undo() -> None:
-        if epoch_loop.automatic_optimization is replacement:
-            vars(original).update({k: v for k, v in vars(replacement).items() if k != "adjust"})
-            epoch_loop.automatic_optimization = original
+        for name in hooks:
+            vars(loop).pop(name, None)
+        is_unused = not any(name in vars(loop) for name in _HOOKS)
+        if is_unused and epoch_loop.automatic_optimization is loop:
+            own = {name: value for name, value in vars(loop).items() if name != "replaced"}
+            vars(loop.replaced).update(own)
+            epoch_loop.automatic_optimization = loop.replaced
 
     return undo
 
 
-@functools.cache
-def _adjusting_loop_class(base: Any) -> type[Any]:
-    class AdjustingAutomaticOptimization(base):  # type: ignore[misc] # known at run time only
-        adjust: Adjust
+# Which class it is mixed into, `_AutomaticOptimization` of either package, is known at run time.
+class _Loop:
+    trainer: Any
+    _skip_backward: bool
+    replaced: Any
+    is_in_step = False  # the batch has passed, and the optimizer has its turn
+    adjust: Adjust | None = None
+    pass_batch: PassBatch | None = None
+    before_step: Callable[[Any], None] | None = None
+    on_out_of_memory: Callable[[Any, BaseException], BaseException] | None = None
 
-        def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-            closure = super()._make_closure(kwargs, optimizer, batch_idx)
-            if self._skip_backward:  # stochastic weight averaging updates batch norm, nothing else
-                return closure
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)  # type: ignore[misc]
+        if self._skip_backward:  # stochastic weight averaging updates batch norm, nothing else
+            return closure
+        factor = 1.0
+        if self.adjust is not None:
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
             parameters = self.trainer.lightning_module.parameters()
             factor = self.adjust(self.trainer, batch_idx, is_last, parameters)
-            if factor != 1.0:
-                closure._step_fn = functools.partial(_scaled_step, closure._step_fn, factor)
-            return closure
+        # A module that takes the iterator itself has no batch that could be split.
+        if self.pass_batch is not None and "batch" in kwargs:
+            # Without the closure itself, or the cycle would keep the batch alive.
+            closure.closure = functools.partial(
+                self._pass_batch,
+                BatchParts(self, closure, kwargs, factor),
+                closure._zero_grad_fn,
+                optimizer,
+            )
+        elif factor != 1.0:
+            closure._step_fn = functools.partial(_scaled_step, closure._step_fn, factor)
+        return closure
 
-    return AdjustingAutomaticOptimization
+    @torch.enable_grad()
+    def _pass_batch(
+        self,
+        parts: "BatchParts",
+        zero_grad: Callable[[], None] | None,
+        optimizer: Any,
+        *_: Any,
+        **__: Any,
+    ) -> Any:
+        assert self.pass_batch is not None, "the closure is made with it only"
+        self.is_in_step = False
+        if zero_grad is not None:
+            zero_grad()
+        with LoggedValues(self.trainer) as parts.logged:
+            self.pass_batch(parts.batch, parts, zero_grad is not None)
+            parts.logged.flush()
+        if self.before_step is not None and will_step(self.trainer):
+            self.is_in_step = True
+            self.before_step(optimizer)
+        return parts.result()
+
+    def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
+        failure = None
+        try:
+            super()._optimizer_step(batch_idx, closure)  # type: ignore[misc]
+        except Exception as error:
+            if self.on_out_of_memory is None or not (self.is_in_step and is_out_of_memory(error)):
+                raise
+            failure = self.on_out_of_memory(self.trainer.optimizers[0], error)
+        # Not inside of the handler, whose traceback would keep the tensors of the step alive.
+        if failure is not None:
+            raise failure
+
+
+@functools.cache
+def _loop_class(base: Any) -> type[Any]:
+    return type("MemsaveAutomaticOptimization", (_Loop, base), {})
+
+
+class BatchParts:
+    """Passes the parts of one batch through training step and backward.
+
+    Args:
+        loop: Our loop.
+        closure: Lightning's closure for the batch.
+        kwargs: Arguments of the training step.
+        factor: Of every loss.
+    """
+
+    def __init__(self, loop: Any, closure: Any, kwargs: Any, factor: float) -> None:
+        self.batch = kwargs["batch"]
+        self.logged: LoggedValues | None = None
+        self._loop, self._kwargs, self._factor = loop, kwargs, factor
+        self._backward, self._warn = closure._backward_fn, closure.warning_cache.warn
+        self._passed: list[tuple[Any, float, int | None]] = []
+
+    def __call__(self, part: Any, weight: float, num_samples: int | None) -> None:
+        """Pass one part.
+
+        Args:
+            part: A batch.
+            weight: Its share in the loss of the whole batch.
+            num_samples: Its samples, if they can be counted.
+        """
+        assert self.logged is not None, "parts pass while values are held back"
+        self.logged.start_part(weight, num_samples)
+        result = self._loop._training_step({**self._kwargs, "batch": part})
+        result = _scaled(result, weight * self._factor)
+        if result.closure_loss is not None and self._backward is not None:
+            self._backward(result.closure_loss)
+        if weight != 1.0:
+            result = _detached(result)
+        self._passed.append((result, weight, num_samples))
+
+    def forget(self) -> None:
+        """Take back what was noted, as the batch will be repeated."""
+        self._passed = []
+        if self.logged is not None:
+            self.logged.clear()
+
+    def result(self) -> Any:
+        """Give what Lightning's closure would for the whole batch.
+
+        Returns:
+            The result of the only part; or a loss that is the sum over the parts, and what else
+            the training step returned, put together or, where that cannot be, of the last part.
+        """
+        results = [result for result, _, _ in self._passed]
+        losses = [result.closure_loss for result in results if result.closure_loss is not None]
+        if not losses:
+            self._warn("`training_step` returned `None`, so nothing was learned from this batch.")
+        if len(results) == 1 or not losses:
+            return results[-1]
+        sizes = [-1 if size is None else size for _, _, size in self._passed]
+        weights = [weight for _, weight, _ in self._passed]
+        extra = {}
+        for name, last in results[-1].extra.items():
+            try:
+                values = [result.extra[name] for result in results]
+                extra[name] = merge_outputs(values, sizes, weights)
+            except (KeyError, ValueError):
+                extra[name] = last
+        return type(results[-1])(torch.stack(losses).sum(), extra=extra)
+
+
+def _detached(result: Any) -> Any:
+    loss = None if result.closure_loss is None else result.closure_loss.detach()
+    return type(result)(loss, extra=map_tensors(result.extra, Tensor.detach))
 
 
 def _scaled_step(step: Callable[[], Any], factor: float) -> Any:
-    result = step()
-    if result.closure_loss is None:
+    return _scaled(step(), factor)
+
+
+def _scaled(result: Any, factor: float) -> Any:
+    if result.closure_loss is None or factor == 1.0:
         return result
     return type(result)(result.closure_loss * factor, extra=result.extra)

@@ -13,6 +13,7 @@ from lightning_memsave import (
     LowBitOptimizer,
     MemSaveCallback,
 )
+from lightning_memsave.core.batches import split_samples
 
 # lightning 2.6.6 calls jsonargparse 4.53 by names of older releases.
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:lightning.pytorch.cli")
@@ -61,6 +62,13 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ("precision=32", 32),
         ("precision=16", 16),
         ("precision=null", None),
+        ("micro_batch_size=4", 4),
+        ("micro_batch_size=auto", "auto"),
+        ("micro_batch_size=null", None),
+        ("eval_micro_batch_size=2", 2),
+        ("loss_weight=tokens_shifted", "tokens_shifted"),
+        ("split_batch=null", None),
+        ("split_batch=lightning_memsave.core.batches.split_samples", split_samples),
         ("accumulate_grad_batches=4", 4),
         ("accumulate_grad_batches=null", None),
         ("blocks=Block", "Block"),
@@ -168,11 +176,15 @@ def test_yaml():
         "activation_checkpointing": 2,
         "optimizer": "lion_8bit",
         "precision": 32,
+        "micro_batch_size": "auto",
         "accumulate_grad_batches": 4,
         "blocks": ["re:layers[.]x", "Block"],
         "optimizer_kwargs": {"betas": [0.9, 0.95]},
         "keep_32bit": ["*.head.*"],
         "force_8bit": [],
+        "loss_weight": "auto",
+        "split_batch": None,
+        "eval_micro_batch_size": None,
         "tf32": False,
         "exactness": "approximate",
         "monitor": False,

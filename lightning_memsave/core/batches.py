@@ -1,0 +1,178 @@
+"""Count and split the samples of a batch, and put the outputs of its parts together."""
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.nesting import items_of, with_items
+from lightning_memsave.errors import IncompatibleError, Problem
+
+# Of these a list holds one per sample; lists of anything else are looked into.
+_PER_SAMPLE = (str, bytes, int, float, bool, type(None))
+
+
+def count_samples(batch: Any) -> int:
+    """Count the samples of a batch.
+
+    Args:
+        batch: Tensors of shape (samples, ...) and lists of strings or numbers, one per sample, in
+            any nesting of lists, tuples, named tuples, mappings and dataclasses. Scalars and
+            strings belong to the whole batch.
+
+    Returns:
+        The size that all of them share.
+
+    Raises:
+        IncompatibleError: If they disagree or if there is none.
+
+    Example:
+        >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0})
+        4
+    """
+    sizes = dict(_sizes(batch, ""))
+    if len(set(sizes.values())) == 1:
+        return next(iter(sizes.values()))
+    found = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items()) or "none"
+    raise IncompatibleError(
+        "micro_batching",
+        [
+            Problem(
+                f"batch of type `{type(batch).__name__}`",
+                f"its parts do not share one number of samples ({found})",
+                "Pass `split_batch=`, a function of batch and size that gives a list of batches, "
+                "or set `micro_batch_size=None`.",
+            )
+        ],
+    )
+
+
+def split_samples(batch: Any, size: int) -> list[Any]:
+    """Split a batch into batches of at most a number of samples.
+
+    Args:
+        batch: As for `count_samples`.
+        size: Samples in each part; the last one may have fewer.
+
+    Returns:
+        Batches of the same type that share memory with the batch; itself if it is small enough.
+
+    Raises:
+        IncompatibleError: If the parts of the batch disagree on the number of samples.
+
+    Example:
+        >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(5, 2)}, 2)]
+        [2, 2, 1]
+    """
+    num_samples = count_samples(batch)
+    if size >= num_samples:
+        return [batch]
+    slices = [slice(start, start + size) for start in range(0, num_samples, size)]
+    return [_map(batch, operator.itemgetter(part)) for part in slices]
+
+
+def merge_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], path: str = "output"
+) -> Any:
+    """Put together what a function gave for the parts of a batch.
+
+    Args:
+        outputs: One for each part, all of one form.
+        sizes: Samples of each part.
+        weights: Share of each part in the batch; they sum to 1.
+        path: Where we are, for the message.
+
+    Returns:
+        What the function would have given for the whole batch: what has one entry per sample is
+        joined, numbers are averaged with the weights, what is equal everywhere stays.
+
+    Raises:
+        ValueError: If something is none of these; the message names it.
+
+    Example:
+        >>> first = {"loss": 1.0, "ids": torch.tensor([7])}
+        >>> second = {"loss": 4.0, "ids": torch.tensor([8, 9, 6])}
+        >>> merge_outputs([first, second], [1, 3], [0.25, 0.75])
+        {'loss': 3.25, 'ids': tensor([7, 8, 9, 6])}
+    """
+    first = outputs[0]
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _merge_tensors(outputs, sizes, weights, path)
+    if _holds_one_per_sample(outputs, sizes):
+        return [item for output in outputs for item in output]
+    names = [name for name, _ in items_of(first)]
+    by_name = [dict(items_of(output)) for output in outputs]
+    is_one_form = all(type(output) is type(first) for output in outputs)
+    if names and is_one_form and all(list(items) == names for items in by_name):
+        merged = {
+            name: merge_outputs(
+                [items[name] for items in by_name], sizes, weights, f"{path}[{name!r}]"
+            )
+            for name in names
+        }
+        return with_items(first, merged)
+    if all(isinstance(output, float) for output in outputs):
+        return first + sum(w * (output - first) for w, output in zip(weights, outputs, strict=True))
+    if not names and is_one_form and all(output == first for output in outputs):
+        return first
+    raise ValueError(
+        f"`{path}` is neither one entry per sample, nor a number to be averaged, nor equal in all "
+        f"parts of the batch (its type is `{type(first).__name__}`)"
+    )
+
+
+def _merge_tensors(
+    outputs: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], path: str
+) -> Tensor:
+    if all(o.ndim > 0 and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
+        return torch.cat(list(outputs))
+    if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
+        stacked = torch.stack(list(outputs))
+        # By differences, so that what is equal everywhere stays so to the last bit.
+        return outputs[0] + ((stacked - outputs[0]) * stacked.new_tensor(weights)).sum()
+    if all(torch.equal(output, outputs[0]) for output in outputs):
+        return outputs[0]
+    shapes = ", ".join(str(tuple(output.shape)) for output in outputs[:3])
+    raise ValueError(
+        f"`{path}` has neither one entry per sample nor a value that is equal in all parts of the "
+        f"batch (shapes {shapes})"
+    )
+
+
+# A list of tensors is looked into where each of them has one entry per sample.
+def _holds_one_per_sample(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    if not all(isinstance(o, list) and len(o) == n for o, n in zip(outputs, sizes, strict=True)):
+        return False
+    return not all(
+        isinstance(item, Tensor) and item.ndim > 0 and item.shape[0] == size
+        for output, size in zip(outputs, sizes, strict=True)
+        for item in output
+    )
+
+
+def _sizes(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    if isinstance(value, Tensor):
+        if value.ndim:
+            yield path, value.shape[0]
+    elif _is_list_of_samples(value):
+        yield path, len(value)
+    else:
+        for name, item in items_of(value):
+            yield from _sizes(item, f"{path}[{name!r}]")
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    is_sequence = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    return is_sequence and bool(value) and all(isinstance(item, _PER_SAMPLE) for item in value)
+
+
+# Rebuilds a batch with a function applied to all that has one entry per sample.
+def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value) if value.ndim else value
+    if _is_list_of_samples(value):
+        return function(value)
+    items = {name: _map(item, function) for name, item in items_of(value)}
+    return with_items(value, items) if items else value

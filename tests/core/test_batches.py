@@ -1,0 +1,143 @@
+"""Batches and outputs of every kind that DataLoaders and modules make."""
+
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BatchEncoding
+from transformers.modeling_outputs import MaskedLMOutput
+
+from lightning_memsave.core.batches import count_samples, merge_outputs, split_samples
+from lightning_memsave.errors import IncompatibleError
+
+Point = namedtuple("Point", "x y")
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Tensor
+    names: list[str]
+    scale: float = 2.0
+    derived: Tensor = field(init=False, default_factory=lambda: torch.arange(7))
+
+
+X = torch.arange(14).view(7, 2)
+NAMES = list("abcdefg")
+
+BATCHES: dict[str, Any] = {
+    "tensor": X,
+    "list": [X, X[:, 0]],
+    "tuple": (X, {"y": X[:, 1], "deeper": [X]}),
+    "dict": {"x": X, "scalar": torch.tensor(3.0), "flag": True, "text": "all", "none": None},
+    "ordered": OrderedDict(x=X, names=NAMES),
+    "default": defaultdict(list, x=X, names=NAMES),
+    "namedtuple": Point(X, NAMES),
+    "dataclass": Record(X, NAMES),
+    "encoding": BatchEncoding({"input_ids": X, "labels": X}),
+    "strings": NAMES,
+    "pair of strings": [NAMES, list("hijklmn")],
+    "output": MaskedLMOutput(logits=X),
+}
+
+
+def leaves(value: Any) -> list[Any]:
+    if isinstance(value, Tensor):
+        return [value.tolist()]
+    if isinstance(value, Record):
+        return [leaves(value.x), value.names, value.scale, leaves(value.derived)]
+    if hasattr(value, "items"):
+        return [[name, leaves(item)] for name, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [leaves(item) for item in value]
+    return [value]
+
+
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("size", [1, 3, 7, 100])
+def test_parts_have_the_form_of_the_batch_and_make_it_up(name, size):
+    batch = BATCHES[name]
+    before = leaves(batch)
+    parts = split_samples(batch, size)
+    sizes = [count_samples(part) for part in parts]
+    assert sizes == [min(size, 7 - start) for start in range(0, 7, size)]
+    assert all(type(part) is type(batch) for part in parts)
+    assert leaves(merge_outputs(parts, sizes, [n / 7 for n in sizes])) == before
+    assert leaves(batch) == before
+
+
+def test_parts_share_memory_with_the_batch():
+    part = split_samples({"x": X}, 3)[1]["x"]
+    assert part.untyped_storage().data_ptr() == X.untyped_storage().data_ptr()
+
+
+def test_a_tokenizers_batch_keeps_what_else_it_has():
+    batch = BATCHES["encoding"]
+    part = split_samples(batch, 2)[0]
+    assert part.encodings is batch.encodings
+    assert part["input_ids"].shape == (2, 2)
+
+
+def test_a_record_keeps_what_is_not_an_argument():
+    part = split_samples(Record(X, NAMES), 3)[2]
+    assert (part.names, part.derived.tolist(), part.scale) == (["g"], [6], 2.0)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        ({"x": torch.zeros(3), "y": torch.zeros(4)}, r"\['x'\]: 3, \['y'\]: 4"),
+        ((torch.zeros(3), ["a"]), r"\[0\]: 3, \[1\]: 1"),
+        ({"x": torch.tensor(1.0)}, "none"),
+        (object(), "none"),
+        (None, "none"),
+    ],
+)
+def test_disagreeing_sizes_are_refused(batch, sizes):
+    with pytest.raises(IncompatibleError, match=rf"{sizes}.*split_batch="):
+        split_samples(batch, 2)
+
+
+MERGED: dict[str, tuple[list[Any], Any]] = {
+    "mean": ([torch.tensor(1.0), torch.tensor(4.0)], torch.tensor(3.25)),
+    "floats": ([1.0, 4.0], 3.25),
+    "joined": ([torch.tensor([1]), torch.tensor([2, 3, 4])], torch.tensor([1, 2, 3, 4])),
+    "equal": ([torch.tensor([5, 6]), torch.tensor([5, 6])], torch.tensor([5, 6])),
+    "per sample": ([["a"], ["b", "c", "d"]], ["a", "b", "c", "d"]),
+    "text": (["same", "same"], "same"),
+    "nothing": ([None, None], None),
+    "empty": ([{}, {}], {}),
+    "list of tensors": (
+        [[torch.tensor([1])], [torch.tensor([2, 3, 4])]],
+        [torch.tensor([1, 2, 3, 4])],
+    ),
+    "nested": (
+        [{"a": (torch.tensor(1.0), ["x"])}, {"a": (torch.tensor(5.0), ["y", "z", "w"])}],
+        {"a": (torch.tensor(4.0), ["x", "y", "z", "w"])},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_outputs_of_one_and_three_samples(name):
+    outputs, expected = MERGED[name]
+    merged = merge_outputs(outputs, [1, 3], [0.25, 0.75])
+    assert (leaves(merged), type(merged)) == (leaves(expected), type(expected))
+
+
+@pytest.mark.parametrize(
+    ("outputs", "path"),
+    [
+        ([torch.zeros(5), torch.ones(5)], r"`output` has neither"),
+        ([{"x": {"y": torch.zeros(2, 2)}}, {"x": {"y": torch.ones(2, 2)}}], r"\['x'\]\['y'\]"),
+        ([1, 2], "`output` is neither"),
+        ([{"x": 1}, {"y": 1}], "dict"),
+        ([torch.tensor(1.0), None], "neither"),
+        (["a", "b"], "neither"),
+    ],
+)
+def test_what_cannot_be_put_together_is_named(outputs, path):
+    with pytest.raises(ValueError, match=path):
+        merge_outputs(outputs, [1, 3], [0.25, 0.75])
