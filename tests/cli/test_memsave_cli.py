@@ -19,6 +19,7 @@ from lightning_memsave import (
     MemSaveCLIMixin,
 )
 from lightning_memsave.cli import lightning_pytorch, pytorch_lightning
+from lightning_memsave.cli.main import main
 from tests.callbacks.lit import PACKAGES, make_lit, make_trainer
 
 # lightning 2.6.6 calls jsonargparse 4.53 by names of older releases.
@@ -46,6 +47,8 @@ TRAINER = [
 def no_arguments_of_pytest(monkeypatch):
     """LightningCLI warns about `args` where the process itself was given some."""
     monkeypatch.setattr("sys.argv", ["train.py"])
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # `seed_everything` leaves them behind
+        monkeypatch.setenv(variable, "0")
 
 
 def run_cli(name: str, *args: str, run: bool = False, **settings: Any) -> Any:
@@ -126,6 +129,19 @@ def test_technique_objects(name):
     assert arguments["optimizer"] == LowBitOptimizer(min_8bit_size=64)
     assert isinstance(arguments["monitor"], GPUMemoryMonitor)
     assert arguments["monitor"].every_n_steps == 7
+
+
+@packages
+def test_functions_are_given_by_their_import_path(name, capsys):
+    flags = ("--memsave.split_batch=torch.split", "--memsave.micro_batch_size=2")
+    assert callback_of(run_cli(name, *flags)).arguments["split_batch"] is torch.split
+    capsys.readouterr()
+    with pytest.raises(SystemExit, match="0"):
+        run_cli(name, *flags, "--print_config")
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    arguments = callback_of(run_cli(name, "--config=printed.yaml")).arguments
+    assert arguments["split_batch"] is torch.split
+    assert arguments["micro_batch_size"] == 2
 
 
 CONFIGS = {
@@ -328,6 +344,36 @@ def test_the_mixin_works_on_an_own_cli(name):
     cli = run_cli(name, "--greeting=hi", "--memsave.report=false", cls=MyCLI)
     assert cli.config.greeting == "hi"
     assert repr(callback_of(cli)) == "MemSaveCallback(report=False)"
+
+
+@packages
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_a_run_goes_on_without_the_callback_after_memsave_convert(name):
+    """Also with what LightningCLI puts into checkpoints: hyper-parameters, its own names."""
+
+    class Lit(type(make_lit(PACKAGES[name]))):  # type: ignore[misc]
+        def __init__(self, lr: float = 1e-3) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.lr = lr
+
+    def fit(*args: str, max_epochs: int) -> Any:
+        settings = [flag for flag in TRAINER if "checkpointing" not in flag and "max" not in flag]
+        return CLIS[name](
+            Lit,
+            args=["fit", *settings, f"--trainer.max_epochs={max_epochs}", *args],
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=False,
+        )
+
+    first = fit("--memsave.optimizer=8bit", "--model.lr=0.002", max_epochs=1)
+    path = Path(first.trainer.checkpoint_callback.best_model_path)
+    assert main(["convert", str(path), "--to", "32bit", "--output", "wide.ckpt"]) == 0
+    plain = ("--memsave.enabled=false", "--trainer.enable_checkpointing=false")
+    second = fit(*plain, "--ckpt_path=wide.ckpt", max_epochs=2)
+    assert type(second.trainer.optimizers[0]) is torch.optim.AdamW
+    assert second.trainer.global_step == 12
+    assert second.model.lr == 0.002
 
 
 SCRIPT = """
