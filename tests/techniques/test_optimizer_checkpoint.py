@@ -288,3 +288,12 @@ def test_half_precision_parameters():
     optimizer_state = optimizer.state[model.weight]["exp_avg"].float()
     error = (plain.state[model.weight]["exp_avg"].float() - optimizer_state).abs().max()
     assert error < 0.02 * optimizer_state.abs().max()
+
+
+def test_one_optimizer_that_keeps_several_kinds_of_state_stays_as_it_is():
+    """As optimizers do that use another rule for vectors."""
+    _, checkpoint = trained(MAKE["adamw"])
+    state = checkpoint["optimizer_states"][0]["state"]
+    state[0] = {"momentum_buffer": state[0]["exp_avg"]}
+    with pytest.raises(IncompatibleError, match=r"several kinds \(adam, momentum\)"):
+        convert_optimizer_states(checkpoint, "8bit")
