@@ -2,30 +2,50 @@
 
 import torch
 from torch import Tensor
-from torchmetrics import MeanMetric
+from torchmetrics import Metric
 
 LM_TASKS = ("masked_lm", "causal_lm")
 _IGNORED = -100  # what Hugging Face's losses leave out
 
 
-class MeanLoss(MeanMetric):
-    """The mean of losses of batches, each weighted with what it is a mean of."""
+class WeightedMean(Metric):
+    """The mean of values of batches, each weighted with what it is a mean of.
+
+    Unlike torchmetrics' ``MeanMetric`` it shows values that are not a number, and leaves out
+    batches of which there is nothing to take a mean of.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    total: Tensor
+    count: Tensor
 
     def __init__(self) -> None:
-        # A loss that is not a number must be seen.
-        super().__init__(nan_strategy="disable")
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
 
-    def update(self, value: Tensor, weight: Tensor) -> None:  # type: ignore[override]
+    def update(self, value: Tensor, count: Tensor) -> None:
         """Take a batch in.
 
         Args:
             value: Its mean.
-            weight: Number of tokens or samples. With 0 the mean is not a number, and is left out.
+            count: Number of tokens or samples.
         """
-        super().update(torch.where(weight > 0, value.detach(), 0.0), weight)
+        # In float32, as sums of half precision stop growing; 0 times not a number would be none.
+        self.total += torch.where(count > 0, value.detach().float() * count, 0.0)
+        self.count += count
+
+    def compute(self) -> Tensor:
+        """Give the mean over all batches so far.
+
+        Returns:
+            A scalar.
+        """
+        return self.total / self.count
 
 
-class LossPerplexity(MeanLoss):
+class LossPerplexity(WeightedMean):
     """The exponential of the mean loss per token: perplexity, without a look at the logits."""
 
     def compute(self) -> Tensor:

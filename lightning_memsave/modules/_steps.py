@@ -10,7 +10,7 @@ from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.modules._metrics import (
     LM_TASKS,
     LossPerplexity,
-    MeanLoss,
+    WeightedMean,
     accuracy,
     num_targets,
 )
@@ -25,9 +25,9 @@ def make_metrics() -> nn.ModuleDict:
     """
     metrics = nn.ModuleDict({"train_perplexity": LossPerplexity()})
     for stage in ("val", "test"):
-        metrics[f"{stage}_loss"] = MeanLoss()
+        metrics[f"{stage}_loss"] = WeightedMean()
         metrics[f"{stage}_perplexity"] = LossPerplexity()
-        metrics[f"{stage}_accuracy"] = MeanLoss()
+        metrics[f"{stage}_accuracy"] = WeightedMean()
     return metrics
 
 

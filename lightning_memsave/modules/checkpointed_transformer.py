@@ -86,7 +86,7 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps, PlainHyperpar
 
     def __init__(
         self,
-        model: "str | os.PathLike[str] | dict[str, Any] | PretrainedConfig | PreTrainedModel | None" = None,  # noqa: E501
+        model: "dict[str, Any] | str | os.PathLike[str] | PretrainedConfig | PreTrainedModel | None" = None,  # noqa: E501
         *,
         task: Task | None = None,
         num_labels: int | None = None,

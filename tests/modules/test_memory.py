@@ -1,0 +1,69 @@
+"""Training with it needs less memory than without, and no logits are kept for metrics."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig
+
+from lightning_memsave import GPUMemoryMonitor, MemSaveCallback, PeakMemory
+from lightning_memsave.modules.lightning_pytorch import CheckpointedTransformer
+from tests.callbacks.lit import make_trainer
+from tests.modules.tiny import SIZES, loader
+
+DEEP = BertConfig(**SIZES | {"num_hidden_layers": 12, "intermediate_size": 256})
+OFF = {"activation_checkpointing": None, "optimizer": None, "precision": None}
+
+
+def peak_of_fit(**memsave: Any) -> Any:
+    """What the callback of the module measured in a short fit."""
+    torch.manual_seed(1)
+    lit: Any = CheckpointedTransformer(
+        DEEP, task="masked_lm", memsave={"report": False, "monitor": GPUMemoryMonitor()} | memsave
+    )
+    data = loader("masked_lm", length=32, batch_size=16, num_tokens=64)
+    trainer = make_trainer(max_epochs=1)
+    trainer.fit(lit, data, data)
+    [callback] = [c for c in trainer.callbacks if isinstance(c, MemSaveCallback)]
+    assert callback.monitor is not None
+    return callback.monitor.summary
+
+
+@pytest.mark.slow
+def test_a_fit_needs_less_memory_with_it_than_without():
+    plain, checkpointed = (
+        peak_of_fit(**OFF),
+        peak_of_fit(**OFF | {"activation_checkpointing": "all"}),
+    )
+    everything = peak_of_fit(precision=None)
+    assert plain.by_category["activation"] > 0.5 * plain.peak_bytes
+    # Of 12 blocks, what is inside one of them and the inputs of all remain.
+    assert checkpointed.by_category["activation"] < 0.25 * plain.by_category["activation"]
+    assert checkpointed.peak_bytes < 0.4 * plain.peak_bytes
+    assert everything.by_category["optimizer state"] < (
+        0.5 * checkpointed.by_category["optimizer state"]
+    )
+    assert everything.peak_bytes < checkpointed.peak_bytes
+
+
+@pytest.mark.parametrize("memsave", [None, {"report": False}], ids=["plain", "memsave"])
+def test_nothing_of_a_training_batch_is_alive_after_its_step(memsave):
+    lit: Any = CheckpointedTransformer(DEEP, task="masked_lm", memsave=memsave)
+    batch = next(iter(loader("masked_lm", batch_size=16)))
+    lit.log = lambda *_, **__: None
+    with PeakMemory(lit) as peak:
+        loss = lit.training_step(batch, 0)
+        del loss
+        before = peak.allocated_bytes
+        assert live_bytes(peak) < live_bytes_of_parameters(lit) + 1024
+    assert before > live_bytes_of_parameters(lit)
+
+
+def live_bytes(peak: PeakMemory) -> int:
+    assert peak._live is not None
+    return peak._live.current.total_bytes
+
+
+def live_bytes_of_parameters(lit: Any) -> int:
+    tensors = [*lit.parameters(), *lit.buffers()]
+    return sum(t.untyped_storage().nbytes() for t in tensors)
