@@ -33,13 +33,12 @@ class Turns:
             me: Its number, from 0.
         """
         with self._condition:
-            self._condition.wait_for(lambda: self._present == {me} or self._owner() == me)
+            self._condition.wait_for(lambda: self._owner() == me)
 
     def end(self) -> None:
         """Let the next one work; the caller's turn is over."""
         with self._condition:
-            self._num_turns += 1
-            self._condition.notify_all()
+            self._advance()
 
     def leave(self, me: int) -> None:
         """Take no more turns.
@@ -49,7 +48,14 @@ class Turns:
         """
         with self._condition:
             self._present.discard(me)
-            self._condition.notify_all()
+            if self._owner() == me and self._present:
+                self._advance()
+
+    def _advance(self) -> None:
+        self._num_turns += 1
+        while self._owner() not in self._present:  # those that have left
+            self._num_turns += 1
+        self._condition.notify_all()
 
     def _owner(self) -> int:
         n = self._num_threads

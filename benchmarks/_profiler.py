@@ -1,7 +1,7 @@
 """Peak bytes by what torch.profiler saw of the CPU allocator, scratch of kernels included."""
 
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -9,8 +9,8 @@ import torch
 class AllocationPeak:
     """Most bytes that the CPU allocator had given out at once, of those made in the block.
 
-    Other than `LiveTensors` it does not stand between autograd and its operators: under a dispatch
-    mode autograd does not add gradients of a tied weight in place, which takes one more copy.
+    A second opinion on `LiveTensors`: it does not stand between autograd and its operators, and
+    sees what kernels allocate inside.
 
     Note:
         Keeps each operator's record in memory until the block ends: for a few steps only.
@@ -40,8 +40,7 @@ class AllocationPeak:
         traceback: TracebackType | None,
     ) -> None:
         self._profile.__exit__(exc_type, exc, traceback)
-        profiler = self._profile.profiler
-        assert profiler is not None
+        profiler: Any = self._profile.profiler
         events = profiler.kineto_results.events()
         start_ns = max((e.start_ns() for e in events if e.name() == self._MARK), default=0)
         live_bytes = 0
