@@ -4,7 +4,6 @@ The mixins are plain classes, so that they fit modules of ``lightning.pytorch`` 
 ``pytorch_lightning``. What several of them ask for comes together in one callback.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 from weakref import WeakSet
@@ -17,6 +16,8 @@ from lightning_memsave.techniques.activation_checkpointing import ActivationChec
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 
 _Callback = MemSaveCallback | GPUMemoryMonitor
+
+_OFF_BY_NONE = ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
 
 # A callback that a module brought stays in the Trainer. It has to give way to that of the next
 # module, while one that the user gave to the Trainer wins over a module's.
@@ -179,8 +180,7 @@ def everything_off() -> dict[str, Any]:
     Returns:
         A new dictionary, without those arguments that do nothing by default.
     """
-    parameters = inspect.signature(MemSaveCallback).parameters.values()
-    return {p.name: None for p in parameters if p.default == "auto"} | {"monitor": False}
+    return dict.fromkeys(_OFF_BY_NONE) | {"monitor": False}
 
 
 def make_callback(arguments: dict[str, Any]) -> _Callback | None:

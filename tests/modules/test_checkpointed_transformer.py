@@ -441,3 +441,27 @@ def test_the_stock_cli_takes_it(monkeypatch):
 def test_a_bare_encoder_is_refused():
     with pytest.raises(ConfigurationError, match='`task="masked_lm"`'):
         CheckpointedTransformer(BertModel(BertConfig(**SIZES)))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_micro_batches_give_the_training_and_the_values_of_the_whole_batch(name):
+    results = []
+    for size in (None, 3):
+        memsave = ONLY_CHECKPOINTING | {"micro_batch_size": size, "eval_micro_batch_size": size}
+        lit = make_lit(name, memsave=memsave, learning_rate=1e-3)
+        for module in lit.modules():  # other micro-batches draw other dropout masks
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            for attribute in ("attention_dropout", "dropout_prob"):
+                if isinstance(getattr(module, attribute, None), float):
+                    setattr(module, attribute, 0.0)
+        losses, state, trainer = fit(lit.double(), precision=None)
+        results.append((losses, state, trainer.callback_metrics))
+    (losses, state, metrics), (other_losses, other_state, other_metrics) = results
+    assert losses == pytest.approx(other_losses, rel=1e-6)
+    assert metrics.keys() == other_metrics.keys()
+    for key, value in metrics.items():
+        assert value.item() == pytest.approx(other_metrics[key].item(), rel=1e-5), key
+    for key, value in state.items():
+        # Adam turns rounding of small gradients into steps; all of them move by up to 4e-3.
+        assert torch.allclose(value, other_state[key], atol=1e-5), key

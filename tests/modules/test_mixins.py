@@ -1,6 +1,7 @@
 """The mixins: one callback for all of them, in both packages, unless the Trainer has one."""
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -19,6 +20,7 @@ from lightning_memsave import (
     MemSaveCallback,
 )
 from lightning_memsave.modules.lightning_pytorch import CheckpointedTransformer
+from lightning_memsave.modules.mixins import everything_off
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_trainer
 from tests.cases import make_model
 from tests.modules.tiny import CONFIGS
@@ -270,6 +272,19 @@ def test_a_copy_made_while_training_trains_alone():
     trainer.fit(other, loader())
     assert all(torch.equal(value, before[name]) for name, value in lit.state_dict().items())
     assert ours(trainer) != lit.configure_callbacks()
+
+
+def test_everything_off_changes_nothing():
+    lit = make()
+    callback = MemSaveCallback(**everything_off(), report=False)
+    trainer = fit(lit, callback)[2]
+    assert {row.status for row in callback.rows} <= {"unchanged", "off"}
+    assert_same(fit(lit)[:2], fit(lit, callback)[:2])
+    assert type(trainer.optimizers[0]) is torch.optim.AdamW
+    parameters = inspect.signature(MemSaveCallback).parameters.values()
+    # How micro-batches are weighted; without micro-batches it does nothing.
+    left_to_us = {p.name for p in parameters if p.default == "auto"} - {"loss_weight"}
+    assert left_to_us == everything_off().keys() - {"monitor"}
 
 
 # --- wrong classes and attributes ---
