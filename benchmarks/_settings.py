@@ -6,6 +6,7 @@ NOTHING: dict[str, Any] = {
     "activation_checkpointing": None,
     "optimizer": None,
     "precision": None,
+    "micro_batch_size": None,
     "monitor": False,
 }
 """Arguments that switch everything off."""
