@@ -90,7 +90,8 @@ class MemSaveCallback(MonitoredCallback):
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
         force_8bit: Sequence[str] = (),
-        loss_weight: str | Callable[[Any], Any] = "auto",
+        loss_weight: Literal["auto", "samples", "tokens", "tokens_shifted"]
+        | Callable[[Any], Any] = "auto",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
         eval_micro_batch_size: int | str | None = None,
         tf32: bool | None = None,

@@ -24,12 +24,27 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
         ]
         if not stateless:
             continue
-        if is_low_bit(optimizer):
-            _allocate_low_bit(optimizer, index, group)
-        elif type(optimizer) is torch.optim.SGD:
-            _allocate_momentum(optimizer, group, stateless)
-        elif type(optimizer).__module__.startswith("torch.optim."):
-            _initialize(optimizer, group)
+        try:
+            _allocate(optimizer, index, group, stateless)
+        except BaseException:
+            # Half a state would be taken for a whole one.
+            for param in stateless:
+                optimizer.state.pop(param, None)
+            raise
+
+
+def _allocate(
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    group: dict[str, Any],
+    stateless: list[torch.Tensor],
+) -> None:
+    if is_low_bit(optimizer):
+        _allocate_low_bit(optimizer, index, group)
+    elif type(optimizer) is torch.optim.SGD:
+        _allocate_momentum(optimizer, group, stateless)
+    elif type(optimizer).__module__.startswith("torch.optim."):
+        _initialize(optimizer, group)
 
 
 def _allocate_low_bit(optimizer: Any, index: int, group: dict[str, Any]) -> None:

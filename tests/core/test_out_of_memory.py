@@ -21,7 +21,7 @@ def test_memory_ran_out(error):
     assert is_out_of_memory(error)
 
 
-class Wrapped(RuntimeError):
+class WrappedError(RuntimeError):
     pass
 
 
@@ -33,7 +33,7 @@ class Wrapped(RuntimeError):
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED"),
         RuntimeError("mat1 and mat2 shapes cannot be multiplied"),
         ValueError("out of memory"),
-        Wrapped("out of memory"),
+        WrappedError("out of memory"),
         KeyboardInterrupt(),
     ],
     ids=lambda e: f"{type(e).__name__}-{str(e)[:20]}",

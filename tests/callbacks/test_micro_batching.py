@@ -1,0 +1,845 @@
+"""Micro-batches in a Trainer: the same training, also where memory runs out."""
+
+import bisect
+import contextlib
+import copy
+import functools
+import gc
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import BatchSizeFinder
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memsave import MemSaveCallback, PeakMemory
+from lightning_memsave.callbacks import _micro_batching
+from lightning_memsave.errors import (
+    ConfigurationError,
+    ExactnessWarning,
+    IncompatibleError,
+    MemoryExhaustedError,
+    MemsaveWarning,
+)
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques._optimizer_memory import allocate_state
+from lightning_memsave.techniques.micro_batching import MicroBatching
+from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, loader, make_lit, make_trainer
+from tests.cases import MODELS, WIDTH
+from tests.out_of_memory import MESSAGE, OutOfMemoryAt
+
+RETRIED = "ignore:Out of memory with:lightning_memsave.errors.MemsaveWarning"
+BATCH_NORM = "ignore:.*and batch normalisation:lightning_memsave.errors.ExactnessWarning"
+
+
+def only(size: Any, **settings: Any) -> MemSaveCallback:
+    """Nothing but micro-batches."""
+    defaults: dict[str, Any] = {
+        "activation_checkpointing": None,
+        "optimizer": None,
+        "precision": None,
+    }
+    return MemSaveCallback(
+        **(defaults | {"micro_batch_size": size, "monitor": False, "report": False} | settings)
+    )
+
+
+def loader_of(batches: Any) -> DataLoader[Any]:
+    return DataLoader(batches, batch_size=None)
+
+
+def row(callback: MemSaveCallback) -> Any:
+    return next(row for row in callback.rows if row.name == "micro_batch_size")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection():
+    """A retry collects garbage, and a test process has much that is not: leave that out."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+def without_dropout(lit: Any) -> Any:
+    for module in lit.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return lit
+
+
+def recording_lit(
+    package: Any, model: nn.Module, batches: list[Any], loss_of: Any, seen: list[Any]
+) -> Any:
+    """A float64 module that never changes and keeps the gradient that each step gets."""
+    lit = make_lit(package, model)
+
+    def on_before_optimizer_step(self, optimizer):
+        seen.append([p.grad.clone() for p in self.parameters()])
+
+    def training_step(self, batch, batch_idx):
+        loss = loss_of(self.model, batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    cls = type(lit)
+    cls.on_before_optimizer_step = on_before_optimizer_step
+    cls.training_step = training_step
+    cls.validation_step = lambda self, batch, batch_idx: None
+    cls.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=0.0)
+    cls.train_dataloader = lambda self: loader_of(batches)
+    return lit.double()
+
+
+def assert_close(ours: list[list[Tensor]], theirs: list[list[Tensor]]) -> None:
+    assert len(ours) == len(theirs) > 0
+    for mine, truth in zip(ours, theirs, strict=True):
+        scale = torch.cat([t.flatten() for t in truth]).norm()
+        for a, b in zip(mine, truth, strict=True):
+            assert (a - b).norm() <= 1e-12 * scale
+
+
+class Tokens(nn.Module):
+    """A language model of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.embed(tokens)))
+
+
+def vectors_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def masked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["input_ids"])
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits = model(batch["input_ids"])[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def vector_batches() -> list[Any]:
+    torch.manual_seed(0)
+    shapes = [12, 12, 12, 7]
+    return [{"x": torch.randn(n, 5).double(), "y": torch.randn(n, 3).double()} for n in shapes]
+
+
+def token_batches() -> list[Any]:
+    torch.manual_seed(0)
+    batches = []
+    for n in (12, 12, 12, 7):
+        tokens = torch.randint(11, (n, 6))
+        labels = tokens.clone()
+        labels[torch.rand(n, 6) < torch.linspace(0.1, 0.9, n)[:, None]] = -100  # uneven rows
+        labels[0] = -100  # a sample, so with size 1 a part, without any
+        batches.append({"input_ids": tokens, "labels": labels})
+    return batches
+
+
+def make_vectors_model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def make_tokens_model() -> nn.Module:
+    torch.manual_seed(1)
+    return Tokens()
+
+
+LOSSES: dict[str, tuple[Any, Any, Any, str]] = {
+    "samples": (make_vectors_model, vector_batches, vectors_loss, "auto"),
+    "tokens": (make_tokens_model, token_batches, masked_loss, "auto"),
+    "tokens_shifted": (make_tokens_model, token_batches, causal_loss, "tokens_shifted"),
+}
+
+
+class TestSameGradients:
+    @pytest.mark.parametrize("window", [1, 3])
+    @pytest.mark.parametrize("size", [1, 5, 6, 100])
+    @pytest.mark.parametrize("name", LOSSES)
+    def test_as_the_whole_batch(self, package, name, size, window):
+        make_model, make_batches, loss_of, weight = LOSSES[name]
+        ours: list[Any] = []
+        theirs: list[Any] = []
+        settings = {"package": package, "accumulate_grad_batches": window}
+        model = make_model()
+        plain = fit(recording_lit(package, model, make_batches(), loss_of, theirs), **settings)
+        lit = recording_lit(package, model, make_batches(), loss_of, ours)
+        saving = fit(lit, only(size, loss_weight=weight), **settings)
+        assert_close(ours, theirs)
+        assert saving[2].global_step == plain[2].global_step
+        for key, value in plain[2].callback_metrics.items():
+            assert saving[2].callback_metrics[key] == pytest.approx(value.item(), rel=1e-6)
+        assert saving[0] == pytest.approx(plain[0], rel=1e-12)
+
+    def test_wrong_weights_are_wrong(self):
+        """What counting tokens is for."""
+        make_model, make_batches, loss_of, _ = LOSSES["tokens"]
+        seen: dict[str, list[Any]] = {"auto": [], "samples": []}
+        for weight, gradients in seen.items():
+            lit = recording_lit(
+                PACKAGES["lightning"], make_model(), make_batches(), loss_of, gradients
+            )
+            fit(lit, only(3, loss_weight=weight))
+        a, b = (torch.cat([g.flatten() for g in seen[w][0]]) for w in seen)
+        assert (a - b).norm() > 0.05 * a.norm()
+
+    def test_own_weights(self):
+        """The mean over the first feature alone, as `loss_weight` can be anything."""
+        make_model, make_batches, _, _ = LOSSES["samples"]
+
+        def loss_of(model, batch):
+            weights = batch["x"][:, :1].abs()
+            return (model(batch["x"]).square() * weights).sum() / weights.sum()
+
+        ours: list[Any] = []
+        theirs: list[Any] = []
+        fit(recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, theirs))
+        lit = recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, ours)
+        fit(lit, only(5, loss_weight=lambda batch: batch["x"][:, 0].abs().sum()))
+        assert_close(ours, theirs)
+
+    def test_clipping_and_scaler(self, package):
+        """Unscaled and clipped once, after the last part."""
+        make_model, make_batches, loss_of, _ = LOSSES["samples"]
+
+        class Scaled(package.plugins.MixedPrecision):  # type: ignore[name-defined, misc]
+            def forward_context(self):
+                return torch.autocast("cpu", enabled=False)  # float64 stays, the scaler works
+
+        def plugin() -> Any:
+            return Scaled("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**10))
+
+        ours: list[Any] = []
+        theirs: list[Any] = []
+        for seen, callbacks in ((theirs, []), (ours, [only(5)])):
+            lit = recording_lit(package, make_model(), make_batches(), loss_of, seen)
+            scale = plugin()
+            fit(lit, *callbacks, package=package, plugins=[scale], gradient_clip_val=0.01)
+            assert scale.scaler.get_scale() == 2.0**10
+        assert_close(ours, theirs)
+
+    def test_lbfgs_runs_its_closure_again_and_again(self, package):
+        lit = without_dropout(make_lit(package)).double()
+        cls = type(lit)
+        cls.configure_optimizers = lambda self: torch.optim.LBFGS(self.parameters(), max_iter=4)
+        cls.training_step = lambda self, batch, batch_idx: self.model(batch.double())
+        cls.validation_step = lambda self, batch, batch_idx: None
+        plain = fit(lit, package=package, limit_train_batches=2)
+        saving = fit(lit, only(3), package=package, limit_train_batches=2)
+        for name, value in plain[1].items():
+            torch.testing.assert_close(saving[1][name], value, rtol=1e-8, atol=1e-10)
+
+
+class TestOnePart:
+    @pytest.mark.parametrize("size", ["auto", 4, 1000])
+    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.filterwarnings(BATCH_NORM)
+    def test_is_bit_identical(self, name, size):
+        lit = make_lit(model=name)
+        plain = fit(lit, accumulate_grad_batches=2)
+        saving = fit(lit, only(size), accumulate_grad_batches=2)
+        assert_same(plain, saving)
+        assert plain[2].callback_metrics == saving[2].callback_metrics
+        assert plain[2].global_step == saving[2].global_step
+
+    def test_together_with_everything_bitwise(self, package):
+        lit = make_lit(package)
+        callback = only("auto", activation_checkpointing="all", accumulate_grad_batches=3)
+        assert_same(
+            fit(lit, package=package, accumulate_grad_batches=3),
+            fit(lit, callback, package=package),
+        )
+
+    def test_weight_averaging_updates_batch_norm(self, package):
+        lit = make_lit(package, "batch_norm")
+
+        def averaging() -> Any:
+            return package.callbacks.StochasticWeightAveraging(1e-3, swa_epoch_start=1)
+
+        plain = fit(lit, averaging(), package=package, max_epochs=3)
+        assert_same(plain, fit(lit, averaging(), only("auto"), package=package, max_epochs=3))
+
+
+class Watched(nn.Module):
+    """What a module can log, and metrics of torchmetrics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_vectors_model()
+
+
+def logging_lit(package: Any, mode: OutOfMemoryAt) -> Any:
+    """Memory can run out once values are logged, to the end of backward."""
+    lit = make_lit(package, make_vectors_model())
+    lit.mean = torchmetrics.MeanMetric()
+    lit.error = torchmetrics.MeanSquaredError()
+    lit.values = torchmetrics.CatMetric()
+
+    def training_step(self, batch, batch_idx):
+        prediction = self.model(batch["x"])
+        loss = nn.functional.mse_loss(prediction, batch["y"])
+        self.error(prediction, batch["y"])
+        self.mean(loss)
+        self.values.update(prediction[:, 0].detach())
+        both = {"on_step": True, "on_epoch": True}
+        self.log("loss", loss, **both)
+        self.log("sized", loss, batch_size=len(batch["x"]), **both)
+        self.log("sum", prediction.sum(), reduce_fx="sum", **both)
+        self.log("max", prediction.max(), reduce_fx="max", **both)
+        self.log("min", prediction.min(), reduce_fx="min", **both)
+        self.log("constant", 3.0, **both)
+        self.log("metric", self.error, **both)
+        mode.is_armed = True
+        return {"loss": loss, "prediction": prediction, "name": "all"}
+
+    def on_after_backward(self):
+        mode.is_armed = False
+
+    def on_train_epoch_end(self):
+        self.log("all", self.values.compute().sum())
+        self.values.reset()
+
+    cls = type(lit)
+    cls.training_step, cls.on_train_epoch_end = training_step, on_train_epoch_end
+    cls.on_after_backward = on_after_backward
+    cls.validation_step = lambda self, batch, batch_idx: None
+    cls.train_dataloader = lambda self: loader_of(vector_batches())
+    return lit.double()
+
+
+class Logged:
+    """What a Trainer knows after each batch."""
+
+    def __init__(self, package: Any) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.outputs: list[Any] = []
+        record = self
+
+        class Recorder(package.Callback):  # type: ignore[misc]
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                record.steps.append({k: v.item() for k, v in trainer.logged_metrics.items()})
+                record.outputs.append(outputs)
+
+        self.callback = Recorder()
+
+
+class TestLoggedValues:
+    def compare(
+        self, package: Any, callback: MemSaveCallback, *places: int
+    ) -> tuple[Logged, Logged]:
+        records = []
+        for callbacks, mode in (([], OutOfMemoryAt()), ([callback], OutOfMemoryAt(*places))):
+            record = Logged(package)
+            torch.manual_seed(0)
+            with mode:
+                fit(
+                    logging_lit(package, mode),
+                    *callbacks,
+                    record.callback,
+                    package=package,
+                    log_every_n_steps=1,
+                    max_epochs=2,
+                )
+            records.append(record)
+        plain, saving = records
+        assert len(plain.steps) == 8
+        for theirs, ours in zip(plain.steps, saving.steps, strict=True):
+            assert list(ours) == list(theirs)
+            assert ours == pytest.approx(theirs, rel=1e-5)
+        return plain, saving
+
+    @pytest.mark.parametrize("size", [5, 1])
+    def test_names_and_values_as_for_the_whole_batch(self, package, size):
+        plain, saving = self.compare(package, only(size))
+        for theirs, ours in zip(plain.outputs, saving.outputs, strict=True):
+            torch.testing.assert_close(ours["prediction"], theirs["prediction"])
+            assert not ours["prediction"].requires_grad
+            assert (ours["loss"].item(), ours["name"]) == (
+                pytest.approx(theirs["loss"].item()),
+                "all",
+            )
+
+    @pytest.mark.filterwarnings(RETRIED)
+    @pytest.mark.parametrize("place", [0, 12, 40])
+    def test_what_was_logged_before_memory_ran_out_counts_once(self, package, place):
+        callback = only("auto")
+        self.compare(package, callback, place)
+        assert callback._micro_batches.size == 6
+
+
+def armed_lit(package: Any, model: str, mode: OutOfMemoryAt) -> Any:
+    """Memory can run out from the beginning of ``training_step`` to the end of backward."""
+    lit = make_lit(package, model)
+    lit.error = torchmetrics.MeanMetric()
+    cls = type(lit)
+
+    def training_step(self, batch, batch_idx):
+        mode.starts.append(mode.num_ops)
+        mode.is_armed = True
+        loss = self.model(batch)
+        self.error(loss.detach())
+        self.log("metric", self.error, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def on_after_backward(self):
+        mode.is_armed = False
+
+    cls.training_step, cls.on_after_backward = training_step, on_after_backward
+    cls.validation_step = lambda self, batch, batch_idx: None
+    return lit
+
+
+def run_armed(
+    places: tuple[int, ...], model: str, *, smaller_from: int | None = None, **settings: Any
+) -> tuple[Any, OutOfMemoryAt, MemSaveCallback]:
+    """Fit with memory running out at some places, or with a smaller size from some batch on."""
+    package = PACKAGES["lightning"]
+    mode = OutOfMemoryAt(*places)
+    callback = only("auto", **settings.pop("memsave", {}))
+
+    class Smaller(package.Callback):  # type: ignore[name-defined, misc]
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if smaller_from is not None and batch_idx == smaller_from:
+                callback._micro_batches.size = callback._micro_batches.runner.size = 2
+
+    torch.manual_seed(0)
+    with mode:
+        result = fit(
+            armed_lit(package, model, mode),
+            callback,
+            Smaller(),
+            limit_train_batches=3,
+            log_every_n_steps=1,
+            **settings,
+        )
+    return result, mode, callback
+
+
+@functools.cache
+def ops_of_batches(model: str, settings: tuple[tuple[str, Any], ...] = ()) -> list[int]:
+    """Find the first operator of each of the three whole batches, and the end of the last."""
+    _, mode, _ = run_armed((), model, **unfrozen(settings))
+    assert len(mode.starts) == 3
+    return [*mode.starts, mode.num_ops]
+
+
+def unfrozen(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+    return {k: dict(v) if isinstance(v, tuple) else v for k, v in settings}
+
+
+@functools.cache
+def smaller_from(batch: int, model: str, settings: tuple[tuple[str, Any], ...]) -> Any:
+    return run_armed((), model, smaller_from=batch, **unfrozen(settings))[0]
+
+
+def check_place(place: int, model: str, settings: tuple[tuple[str, Any], ...] = ()) -> None:
+    batch = bisect.bisect_right(ops_of_batches(model, settings), place) - 1
+    result, _, callback = run_armed((place,), model, **unfrozen(settings))
+    expected = smaller_from(batch, model, settings)
+    assert callback._micro_batches.size == 2
+    assert_same(result, expected)
+    for name, value in expected[2].callback_metrics.items():
+        assert torch.equal(result[2].callback_metrics[name], value), name
+    assert result[2].global_step == expected[2].global_step
+
+
+@pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
+class TestOutOfMemory:
+    @pytest.mark.slow
+    def test_at_every_operator_of_a_batch(self):
+        """The result is that of a run with the smaller size from this batch on, bit for bit."""
+        _, start, end, _ = ops_of_batches("batch_norm")
+        assert end - start > 100
+        for place in range(start, end):
+            check_place(place, "batch_norm")
+
+    @pytest.mark.slow
+    def test_at_300_random_places(self):
+        random.seed(0)
+        matrix = [
+            (model, (*accumulation, ("memsave", (("activation_checkpointing", checkpointing),))))
+            for model in MODELS
+            for accumulation in ((), (("accumulate_grad_batches", 2),))
+            for checkpointing in (None, "all")
+            if not (model == "unrepeated" and checkpointing)
+        ]
+        for number in range(300):
+            model, settings = matrix[number % len(matrix)]
+            check_place(random.randrange(ops_of_batches(model, settings)[-1]), model, settings)
+
+    def test_twice_in_one_batch(self, package):
+        """4, 2, 1: the exact sequence of sizes."""
+        first = ops_of_batches("dropout")[1] - 1
+        result, _, callback = run_armed((first, first + 10), "dropout")
+        assert callback._micro_batches.size == 1
+        assert_same(result, fit_at_size_one())
+
+    def test_is_said_once_and_in_the_table(self):
+        callback = only("auto")
+        mode = OutOfMemoryAt(5)
+        lit = armed_lit(PACKAGES["lightning"], "dropout", mode)
+        match = "Out of memory with 4 samples at once, repeated with 2"
+        with mode, pytest.warns(MemsaveWarning, match=match):
+            fit(lit, callback)
+        assert row(callback).details[0] == "in parts of 2 samples, as memory ran out with more"
+        assert row(callback).exactness == "rounding"
+
+    def test_batch_norm_is_warned_of_when_it_happens(self):
+        mode = OutOfMemoryAt(5)
+        lit = armed_lit(PACKAGES["lightning"], "batch_norm", mode)
+        with pytest.warns(ExactnessWarning, match="batch normalisation"), mode:
+            fit(lit, only("auto"))
+
+    def test_size_is_in_the_checkpoint(self, package, tmp_path):
+        mode = OutOfMemoryAt(5)
+        _, _, trainer = fit_in(mode, armed_lit(package, "dropout", mode), only("auto"), package)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+        assert saved["lightning_memsave"] == {"micro_batch_size": 2}
+        callback = only("auto")
+        settings = {"package": package, "max_epochs": 2}
+        trainer = make_trainer(package, callback, max_epochs=2)
+        trainer.fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
+        assert callback._micro_batches.size == 2
+        make_trainer(**settings).fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
+
+    def test_floor(self, package):
+        """With one sample there is nothing smaller: what was tried is said, all is restored."""
+        lit = make_lit(package)
+
+        def training_step(self, batch, batch_idx):
+            self.model(batch).backward()  # gradients that must not stay
+            raise torch.OutOfMemoryError(MESSAGE)
+
+        type(lit).training_step = training_step
+        before = {name: value.clone() for name, value in lit.state_dict().items()}
+        trainer = make_trainer(package, callback := only("auto"))
+        with pytest.raises(MemoryExhaustedError) as caught:
+            trainer.fit(lit)
+        message = str(caught.value)
+        assert MESSAGE in message
+        assert "4 samples at once, repeated with 2" in message
+        assert "2 samples at once, repeated with 1" in message
+        assert 'activation_checkpointing="all"' in message
+        assert all(torch.equal(v, before[k]) for k, v in lit.state_dict().items())
+        assert all(p.grad is None for p in lit.parameters())
+        assert callback._micro_batches.runner is None
+        assert type(trainer.fit_loop.epoch_loop.automatic_optimization).__name__ == (
+            "_AutomaticOptimization"
+        )
+
+    def test_a_fixed_size_raises_what_torch_raised(self, package):
+        mode = OutOfMemoryAt(5)
+        with mode, pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+            fit(armed_lit(package, "dropout", mode), only(2), package=package)
+
+    def test_other_errors_are_not_caught(self, package):
+        lit = make_lit(package)
+        type(lit).training_step = lambda self, batch, batch_idx: batch @ batch
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            fit(lit, only("auto"), package=package)
+
+    def test_nothing_of_the_failed_try_stays_alive(self):
+        """The traceback would keep every tensor of the step (pytorch issue 18853)."""
+        alive: list[list[bool]] = []
+        refs: list[Any] = []
+        lit = make_lit()
+
+        def training_step(self, batch, batch_idx):
+            alive.append([ref() is not None for ref in refs])
+            hidden = self.model.head(batch)
+            refs.append(weakref.ref(hidden))
+            if len(batch) > 2:
+                raise torch.OutOfMemoryError(MESSAGE)
+            return hidden.square().mean()
+
+        type(lit).training_step = training_step
+        gc.disable()
+        try:
+            fit(lit, only("auto"), limit_train_batches=1, limit_val_batches=0)
+        finally:
+            gc.enable()
+        assert alive[:2] == [[], [False]]
+
+
+def fit_in(mode: OutOfMemoryAt, lit: Any, callback: Any, package: Any) -> Any:
+    with mode:
+        return fit(lit, callback, package=package)
+
+
+@functools.cache
+def fit_at_size_one() -> Any:
+    package = PACKAGES["lightning"]
+    torch.manual_seed(0)
+    lit = armed_lit(package, "dropout", OutOfMemoryAt())
+    return fit(lit, only(1), limit_train_batches=3, log_every_n_steps=1)
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": torch.optim.AdamW,
+    "SGD": functools.partial(torch.optim.SGD, momentum=0.9),
+    "NAdam": torch.optim.NAdam,
+    "two groups": lambda params: torch.optim.AdamW(
+        [{"params": ps} for ps in (list(params)[:4], list(params)[4:])]
+    ),
+}
+
+
+def optimizer_of(name: str, lit: Any) -> torch.optim.Optimizer:
+    if name == "two groups":
+        params = list(lit.parameters())
+        return torch.optim.AdamW([{"params": params[:4]}, {"params": params[4:]}])
+    result: torch.optim.Optimizer = OPTIMIZERS[name](lit.parameters(), lr=1e-3)
+    return result
+
+
+class TestOutOfMemoryInTheStep:
+    @pytest.mark.parametrize(
+        ("name", "optimizer"),
+        [*((name, None) for name in OPTIMIZERS), ("AdamW", "8bit"), ("two groups", "8bit")],
+    )
+    def test_state_is_there_before_any_parameter_changes(self, name, optimizer, monkeypatch):
+        """Memory runs out at operators of making state: no parameter has changed."""
+        num_failed = 0
+        for place in range(0, 1000, 5):
+            mode = OutOfMemoryAt(place)
+            monkeypatch.setattr(_micro_batching, "allocate_state", armed_allocation(mode))
+            lit = make_lit()
+            type(lit).configure_optimizers = lambda self: optimizer_of(name, self)
+            before = {k: v.clone() for k, v in lit.state_dict().items()}
+            trainer = make_trainer(
+                PACKAGES["lightning"],
+                only("auto", optimizer=optimizer),
+                max_steps=1,
+                limit_val_batches=0,
+            )
+            with mode, contextlib.suppress(MemoryExhaustedError):
+                trainer.fit(lit)
+                break
+            assert list(lit.parameters())[-1] not in trainer.optimizers[0].state
+            assert [k for k, v in lit.state_dict().items() if not torch.equal(v, before[k])] == []
+            num_failed += 1
+        assert num_failed > 3
+        assert len(trainer.optimizers[0].state) == len(list(lit.parameters()))
+
+    def test_advice(self):
+        lit = make_lit()
+
+        class Failing(torch.optim.SGD):
+            def step(self, closure=None):
+                closure()
+                raise torch.OutOfMemoryError(MESSAGE)
+
+        type(lit).configure_optimizers = lambda self: Failing(self.parameters(), lr=0.1)
+        with pytest.raises(MemoryExhaustedError, match=r"step of `Failing`.*Tried") as e:
+            fit(lit, only("auto"))
+        assert 'optimizer="8bit"' in str(e.value)
+        assert e.value.__context__ is None
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_making_state_early_changes_nothing(self, name):
+        lit = make_lit()
+        type(lit).configure_optimizers = lambda self: optimizer_of(name, self)
+        assert_same(fit(lit), fit(lit, only("auto")))
+
+
+def armed_allocation(mode: OutOfMemoryAt) -> Any:
+    def allocate(optimizer: torch.optim.Optimizer) -> None:
+        with mode.armed():
+            allocate_state(optimizer)
+
+    return allocate
+
+
+class TestMemory:
+    def peak(self, lit: Any, *callbacks: Any, **settings: Any) -> int:
+        with PeakMemory(lit) as peak:
+            trainer = make_trainer(PACKAGES["lightning"], *callbacks, max_epochs=1, **settings)
+            trainer.fit(lit)
+        return peak.allocated_bytes
+
+    def make(self, width: int = 512, batch_size: int = 64) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(width, width), nn.GELU())))
+        lit = make_lit(model=model)
+        cls = type(lit)
+        cls.training_step = lambda self, batch, batch_idx: self.model(batch).square().mean()
+        cls.validation_step = lambda self, batch, batch_idx: None
+        cls.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=1e-3)
+        data = torch.randn(batch_size * 3, width)
+        cls.train_dataloader = lambda self: loader_of(list(data.split(batch_size)))
+        return lit
+
+    def test_activations_of_one_part_at_a_time(self):
+        plain = self.peak(self.make(64, 1024))
+        parts = self.peak(self.make(64, 1024), only(128))
+        data = 1024 * 3 * 64 * 4
+        assert parts - data < 0.35 * (plain - data)
+
+    def test_old_gradients_are_not_alive_beside_the_activations(self):
+        """With whole batches already; backward's own peak is what remains."""
+        lit = self.make(256, 128)
+        gradients = sum(p.nbytes for p in lit.parameters())
+        plain = self.peak(lit)
+        assert plain - self.peak(self.make(256, 128), only("auto")) > 0.5 * gradients
+
+    def test_autocast_copies_of_weights_do_not_outlive_a_part(self):
+        """What is alive when a part begins: weights, gradients, data, and nothing else."""
+        lit, alive = self.make(512, 16), []
+        original = type(lit).training_step
+
+        def training_step(self, batch, batch_idx):
+            alive.append(live.live_bytes)
+            return original(self, batch, batch_idx)
+
+        type(lit).training_step = training_step
+        with LiveTensors(lit) as live:
+            make_trainer(PACKAGES["lightning"], only(1), precision="bf16-mixed").fit(lit)
+        copies = sum(p.numel() * 2 for p in lit.parameters())
+        assert max(alive[1:16]) - min(alive[1:16]) < 0.1 * copies
+        assert alive[16] - alive[0] < 0.1 * copies
+
+
+def manual(lit: Any) -> Any:
+    lit.automatic_optimization = False
+    return lit
+
+
+class TestRefused:
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [
+            (lambda: manual(make_lit()), "automatic_optimization=False"),
+            (lambda: make_lit().to(torch.bfloat16), "torch.bfloat16"),
+            (lambda: make_lit().half(), "torch.float16"),
+        ],
+    )
+    def test_by_number_refused_by_default_left_out(self, make, reason):
+        with pytest.raises(IncompatibleError, match=reason):
+            fit(make(), only(2))
+        callback = only("auto")
+        trainer = make_trainer(PACKAGES["lightning"], callback)
+        callback.setup(trainer_with(trainer, make()), trainer.strategy._lightning_module, "fit")
+        assert row(callback).status == "off"
+        assert reason in row(callback).details[0]
+
+    @pytest.mark.filterwarnings("ignore:.*does not have many workers")
+    def test_a_search_for_the_batch_size_goes_first(self):
+        callback = only("auto")
+        finder = BatchSizeFinder(max_trials=2, steps_per_trial=1, init_val=2)
+        fit(make_lit(), callback, finder)
+        assert row(callback).status == "off"
+        assert "BatchSizeFinder" in row(callback).details[0]
+
+    @pytest.mark.parametrize(
+        ("arguments", "match"),
+        [
+            ({"micro_batch_size": 0}, "at least 1"),
+            ({"micro_batch_size": "all"}, "micro_batch_size='all'"),
+            ({"micro_batch_size": True}, "micro_batch_size=True"),
+            ({"micro_batch_size": MicroBatching}, "MicroBatching()"),
+            ({"loss_weight": "words"}, "loss_weight='words'"),
+            ({"split_batch": 3}, "split_batch=3"),
+            ({"eval_micro_batch_size": 0}, "eval_micro_batch_size=0"),
+            ({"micro_batch_size": 2, "exactness": "bitwise"}, "rounding"),
+        ],
+    )
+    def test_wrong_arguments(self, arguments, match):
+        with pytest.raises(ConfigurationError, match=match.replace("(", r"\(").replace(")", r"\)")):
+            MemSaveCallback(**arguments)
+
+    def test_exactness_bitwise_switches_the_default_off(self):
+        callback = MemSaveCallback(exactness="bitwise", monitor=False, report=False)
+        fit(make_lit(), callback)
+        assert row(callback).status == "off"
+
+    def test_disagreeing_sizes(self, package):
+        lit = make_lit(package)
+        cls = type(lit)
+        cls.training_step = lambda self, batch, batch_idx: self.model(batch[0])
+        batches = [(torch.randn(4, WIDTH), torch.zeros(5))]
+        cls.train_dataloader = lambda self: loader_of(batches)
+        with pytest.raises(IncompatibleError, match=r"\[0\]: 4, \[1\]: 5.*split_batch="):
+            fit(lit, only(2), package=package)
+
+        def split(batch: Any, size: int) -> list[Any]:
+            return [(part, batch[1]) for part in batch[0].split(size)]
+
+        fit(lit, only(2, split_batch=split, loss_weight=lambda b: len(b[0])), package=package)
+
+    def test_half_parameters_of_a_late_model(self):
+        lit = make_lit()
+        type(lit).configure_model = lambda self: self.model.to(torch.bfloat16)
+        with pytest.raises(IncompatibleError, match=r"torch\.bfloat16"):
+            fit(lit, only(2))
+
+
+def trainer_with(trainer: Any, lit: Any) -> Any:
+    trainer.strategy._lightning_module = lit
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+def test_a_module_that_takes_the_iterator_is_left_alone(package):
+    lit = make_lit(package)
+
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return self.model(batch)
+
+    type(lit).training_step = training_step
+    settings = {"package": package, "max_steps": 3, "limit_val_batches": 0}
+    assert_same(fit(lit, **settings), fit(lit, only("auto"), **settings))
+
+
+def test_a_step_that_returns_nothing(package):
+    lit = make_lit(package)
+    type(lit).training_step = lambda self, batch, batch_idx: None
+    before = copy.deepcopy(lit.state_dict())
+    trainer = make_trainer(package, only(2))
+    with pytest.warns(UserWarning, match="`training_step` returned `None`"):
+        trainer.fit(lit)
+    assert all(torch.equal(v, before[k]) for k, v in lit.state_dict().items())
+    assert trainer.global_step == 6
+
+
+def test_hooks_run_in_order(package):
+    """Gradients are zeroed before the first part; one optimizer step after the last."""
+    events: list[str] = []
+    lit = make_lit(package)
+
+    def note(name: str) -> Any:
+        return lambda self, *args, **kwargs: events.append(name)
+
+    cls = type(lit)
+    for hook in ("on_before_zero_grad", "on_before_backward", "on_before_optimizer_step"):
+        setattr(cls, hook, note(hook))
+    fit(lit, only(2), package=package, limit_train_batches=1, limit_val_batches=0)
+    backward = "on_before_backward"
+    assert events == ["on_before_zero_grad", backward, backward, "on_before_optimizer_step"]
+
+
+def test_the_callback_serves_a_second_fit_and_copies(package):
+    callback = only(2)
+    lit = make_lit(package)
+    first = fit(lit, copy.deepcopy(callback), package=package)
+    assert_same(first, fit(lit, callback, package=package))
+    assert_same(first, fit(lit, callback, package=package))
+    assert Vectors(4)[0].shape == loader(4).dataset[0].shape
