@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lightning_memsave.errors import ConfigurationError as ConfigurationError
     from lightning_memsave.errors import ExactnessWarning as ExactnessWarning
     from lightning_memsave.errors import IncompatibleError as IncompatibleError
+    from lightning_memsave.errors import MemoryExhaustedError as MemoryExhaustedError
     from lightning_memsave.errors import MemsaveError as MemsaveError
     from lightning_memsave.errors import MemsaveWarning as MemsaveWarning
     from lightning_memsave.errors import MissingDependencyError as MissingDependencyError
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         ActivationCheckpointing as ActivationCheckpointing,
     )
     from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
+    from lightning_memsave.techniques.micro_batching import MicroBatching as MicroBatching
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing",
@@ -54,9 +56,11 @@ _MODULES = {
     "MemSaveCLIMixin": "cli.mixin",
     "MemSaveCallback": "callbacks.memsave",
     "MemoryBreakdown": "core.memory",
+    "MemoryExhaustedError": "errors",
     "MemoryLoggingMixin": "modules.mixins",
     "MemsaveError": "errors",
     "MemsaveWarning": "errors",
+    "MicroBatching": "techniques.micro_batching",
     "MissingDependencyError": "errors",
     "NoEffectWarning": "errors",
     "PeakMemory": "measure.peak",

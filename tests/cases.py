@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.micro_batching import MicroBatching
 
 WIDTH = 64  # 64 x 64 weights have 4,096 elements, so that their optimizer state can be 8-bit
 
@@ -199,6 +200,18 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+# Their loss for a sample does not depend on the other samples of the batch.
+INDEPENDENT_OF_THE_BATCH = (
+    "dropout",
+    "dict_input",
+    "frozen",
+    "mutating",
+    "used_twice",
+    "tied",
+    "unrepeated",
+)
+
+
 def make_model(name: str) -> nn.Module:
     torch.manual_seed(1)
     return MODELS[name]()
@@ -238,5 +251,9 @@ CASES: dict[str, Case] = {
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
         needs_blocks=False,
         loss_factor=1.05,
+    ),
+    MicroBatching.name: Case(
+        variants=(MicroBatching(6), MicroBatching("auto")),
+        needs_blocks=False,
     ),
 }

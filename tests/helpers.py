@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.micro_batching import MicroBatching
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -29,14 +30,34 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(trained, lr=1e-3)
 
 
+Step = Callable[[Any], Tensor]
+
+
+def step_of(model: nn.Module) -> Step:
+    """Forward and backward, as a plain loop has them."""
+
+    def step(batch: Any) -> Tensor:
+        loss: Tensor = model(batch)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
 def switch_on(
-    technique: Technique[Any], model: nn.Module, optimizer: Optimizer
-) -> tuple[Optimizer, Handle[Any]]:
-    """Apply a technique to what it is for, and give the optimizer to use from now on."""
+    technique: Technique[Any] | None, model: nn.Module, optimizer: Optimizer
+) -> tuple[Step, Optimizer, Handle[Any]]:
+    """Apply a technique to what it is for; give the step and the optimizer to use from now on."""
+    handle: Handle[Any]
+    if technique is None:
+        return step_of(model), optimizer, Handle(model, ())
     if isinstance(technique, LowBitOptimizer):
-        handle: Handle[Any] = technique.apply(optimizer)
-        return handle.target, handle
-    return optimizer, technique.apply(model)
+        handle = technique.apply(optimizer)
+        return step_of(model), handle.target, handle
+    if isinstance(technique, MicroBatching):
+        handle = technique.apply(model)
+        return handle.target, optimizer, handle
+    return step_of(model), optimizer, technique.apply(model)
 
 
 def train(
@@ -46,26 +67,24 @@ def train(
     *,
     steps: int = 3,
     make_optimizer: MakeOptimizer = adamw,
+    run_step_of: Callable[[nn.Module], Step] | None = None,
     seed: int = 7,
 ) -> Run:
     """Train a copy of a model; it returns its loss. The technique is undone afterwards."""
     model = copy.deepcopy(model).train()
-    optimizer, handle = make_optimizer(model), None
-    if technique is not None:
-        optimizer, handle = switch_on(technique, model, optimizer)
+    run_step, optimizer, handle = switch_on(technique, model, make_optimizer(model))
+    if run_step_of is not None:
+        run_step = run_step_of(model)
     run = Run()
     torch.manual_seed(seed)
     for step in range(steps):
         optimizer.zero_grad()
-        loss = model(make_batch(step))
-        loss.backward()
-        run.losses.append(loss.detach().clone())
+        run.losses.append(run_step(make_batch(step)).clone())
         run.gradients.append(
             {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         )
         optimizer.step()
-    if handle is not None:
-        handle.undo()
+    handle.undo()
     run.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return run
 

@@ -15,7 +15,8 @@ from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques import TECHNIQUES
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from tests.cases import CASES, MODELS, make_batch, make_model
+from lightning_memsave.techniques.micro_batching import MicroBatching
+from tests.cases import CASES, INDEPENDENT_OF_THE_BATCH, MODELS, make_batch, make_model
 from tests.helpers import adamw, assert_bitwise_equal, snapshot, switch_on, train
 
 ALL = [
@@ -31,7 +32,7 @@ VARIANTS = [
 
 
 def for_model(technique: Technique[Any], model: nn.Module) -> Technique[Any]:
-    if isinstance(technique, LowBitOptimizer):
+    if isinstance(technique, LowBitOptimizer | MicroBatching):
         return dataclasses.replace(technique, module=model)
     return technique
 
@@ -40,15 +41,60 @@ def target_of(technique: Technique[Any], model: nn.Module) -> Any:
     return adamw(model) if isinstance(technique, LowBitOptimizer) else model
 
 
-@pytest.mark.parametrize(("technique", "name"), ALL)
+def in_parts(model: nn.Module, sizes: tuple[int, ...]) -> Any:
+    """A loop over parts of a batch as one writes it by hand."""
+
+    def forward_and_backward(batch: Any) -> Any:
+        total = torch.zeros(())
+        for part in batch.split(list(sizes)):
+            loss = model(part) * (len(part) / len(batch))
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    return forward_and_backward
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_micro_batches_are_a_loop_over_parts(name):
+    """Dropout on: other parts draw other masks, so this loop is the truth to compare with."""
+    model = make_model(name)
+    saving = train(model, make_batch, MicroBatching(6))
+    by_hand = train(model, make_batch, run_step_of=lambda m: in_parts(m, (6, 6, 4)))
+    assert_bitwise_equal(by_hand, saving)
+
+
+@pytest.mark.parametrize("name", INDEPENDENT_OF_THE_BATCH)
+def test_micro_batches_have_the_gradients_of_the_batch(name):
+    model = make_model(name).double()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+    def batch(step: int) -> Any:
+        return make_batch(step).double()
+
+    plain = train(model, batch, make_optimizer=standing_still)
+    saving = train(model, batch, MicroBatching(6), make_optimizer=standing_still)
+    for theirs, ours in zip(plain.gradients, saving.gradients, strict=True):
+        for key, truth in theirs.items():
+            assert (ours[key] - truth).norm() <= 1e-12 * truth.norm()
+
+
+def standing_still(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+
+
+@pytest.mark.parametrize(("technique", "name"), [p for p in ALL if p.values[0] != MicroBatching(6)])
 def test_trains_as_exactly_as_it_declares(technique, name):
     model = make_model(name)
     technique = for_model(technique, model)
-    if technique.exactness is Exactness.BITWISE:
+    is_whole = technique == MicroBatching("auto")  # whole batches, until memory runs out
+    if technique.exactness is Exactness.BITWISE or is_whole:
         plain = train(model, make_batch)
         assert_bitwise_equal(plain, train(model, make_batch, technique))
         return
-    assert technique.exactness is Exactness.APPROXIMATE, "rounding: compare with float64 here"
+    assert technique.exactness is Exactness.APPROXIMATE, "rounding: compare with the truth above"
     # Below dropout's noise, so that the masks, which are the same, do not hide a difference.
     plain = train(model, make_batch, steps=30)
     saving = train(model, make_batch, technique, steps=30)
@@ -72,24 +118,27 @@ def test_undo_restores_the_module(technique, name):
     model = make_model(name).train()
     technique = for_model(technique, model)
     before, keys = snapshot(model), list(model.state_dict())
-    optimizer, handle = switch_on(technique, model, adamw(model))
+    step, optimizer, handle = switch_on(technique, model, adamw(model))
     assert list(model.state_dict()) == keys
-    model(make_batch(0)).backward()
+    step(make_batch(0))
     optimizer.step()
     handle.undo()
     handle.undo()
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("technique", VARIANTS)
+# Micro-batching changes nothing that could be changed twice: it gives a new step.
+@pytest.mark.parametrize(
+    "technique", [p for p in VARIANTS if not isinstance(p.values[0], MicroBatching)]
+)
 def test_applying_twice_equals_once_or_is_refused(technique):
     model = make_model("dropout").train()
     technique = for_model(technique, model)
-    optimizer, first = switch_on(technique, model, adamw(model))
+    _, optimizer, first = switch_on(technique, model, adamw(model))
     before = snapshot(model)
     try:
         with pytest.warns(NoEffectWarning):
-            _, second = switch_on(technique, model, optimizer)
+            _, _, second = switch_on(technique, model, optimizer)
     except IncompatibleError:
         return
     assert second.changes == ()
@@ -106,23 +155,21 @@ def test_state_loads_with_and_without_it(technique, name):
     losses = {}
     for key, net in (("straight", straight), ("resumed", resumed)):
         net.train()
-        optimizer, _ = switch_on(for_model(technique, net), net, adamw(net))
+        run_step, optimizer, _ = switch_on(for_model(technique, net), net, adamw(net))
         torch.manual_seed(3)
         for step in range(4):
             if key == "resumed" and step == 2:
                 file = io.BytesIO()
                 torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
                 net = copy.deepcopy(model).train()  # noqa: PLW2901 - a fresh process would have this
-                optimizer, _ = switch_on(for_model(technique, net), net, adamw(net))
+                run_step, optimizer, _ = switch_on(for_model(technique, net), net, adamw(net))
                 file.seek(0)
                 saved = torch.load(file, weights_only=True)
                 net.load_state_dict(saved["model"])
                 optimizer.load_state_dict(saved["optimizer"])
             optimizer.zero_grad()
-            loss = net(make_batch(step))
-            loss.backward()
+            losses[key] = run_step(make_batch(step))
             optimizer.step()
-        losses[key] = loss.detach()
     assert torch.equal(losses["straight"], losses["resumed"])
     make_model(name).load_state_dict(straight.state_dict())
 
@@ -133,7 +180,7 @@ def test_a_copy_is_independent_and_pickles_load(technique, name):
     if CASES[technique.name].needs_blocks and name == "unrepeated":
         return
     model = make_model(name).train()
-    _, handle = switch_on(for_model(technique, model), model, adamw(model))
+    _, _, handle = switch_on(for_model(technique, model), model, adamw(model))
     twin = copy.deepcopy(model)
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
