@@ -1,0 +1,1 @@
+"""Whether training learns as well with each technique as without."""
