@@ -1,0 +1,214 @@
+"""Validation, test and prediction in parts: the same values and outputs."""
+
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers.modeling_outputs import MaskedLMOutput
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, MemsaveWarning
+from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
+from tests.out_of_memory import MESSAGE, OutOfMemoryAt
+
+# What Lightning says of lists of strings in a batch, with and without us.
+pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+def only(size: Any, **settings: Any) -> MemSaveCallback:
+    off = dict.fromkeys(("activation_checkpointing", "optimizer", "precision", "micro_batch_size"))
+    quiet: dict[str, Any] = {"monitor": False, "report": False}
+    return MemSaveCallback(**({"eval_micro_batch_size": size} | off | quiet | settings))
+
+
+def batches() -> DataLoader[Any]:
+    torch.manual_seed(0)
+    sizes: Any = [10, 10, 7]
+    data: Any = [
+        {"x": torch.randn(n, 5), "y": torch.randint(3, (n,)), "names": [f"s{i}" for i in range(n)]}
+        for n in sizes
+    ]
+    return DataLoader(data, batch_size=None)
+
+
+class Outputs:
+    """What steps gave, seen by a callback."""
+
+    def __init__(self, package: Any) -> None:
+        self.outputs: list[Any] = []
+        seen = self
+
+        class Recorder(package.Callback):  # type: ignore[misc]
+            def on_validation_batch_end(self, trainer, pl_module, outputs, *_, **__):
+                seen.outputs.append(outputs)
+
+            on_test_batch_end = on_validation_batch_end
+
+        self.callback = Recorder()
+
+
+def evaluating_lit(package: Any, output: str = "dict") -> Any:
+    torch.manual_seed(1)
+    lit = make_lit(package, nn.Sequential(nn.Linear(5, 3), nn.Dropout(0.5)))
+    lit.accuracy = torchmetrics.classification.MulticlassAccuracy(3, average="micro")
+    lit.sizes = []
+
+    def validation_step(self, batch, batch_idx):
+        self.sizes.append(len(batch["x"]))
+        logits = self.model(batch["x"])
+        loss = nn.functional.cross_entropy(logits, batch["y"])
+        self.accuracy(logits, batch["y"])
+        self.log("accuracy", self.accuracy)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("largest", logits.max(), reduce_fx="max")
+        return {
+            "dict": {"loss": loss, "logits": logits, "names": batch["names"], "kind": "all"},
+            "model output": MaskedLMOutput(loss=loss, logits=logits),
+            "nothing": None,
+            "tensor": logits,
+            "other": logits[:1].expand(50, 3),
+        }[output]
+
+    def predict_step(self, batch, batch_idx):
+        return self.model(batch["x"]), batch["names"]
+
+    cls = type(lit)
+    cls.validation_step = cls.test_step = validation_step
+    cls.predict_step = predict_step
+    cls.val_dataloader = cls.test_dataloader = lambda self: batches()
+    cls.predict_dataloader = lambda self: batches()
+    return lit
+
+
+def same(ours: Any, theirs: Any) -> None:
+    assert type(ours) is type(theirs)
+    torch.testing.assert_close(
+        *({k: v for k, v in x.items() if k not in {"names", "kind"}} for x in (ours, theirs))
+        if isinstance(ours, dict)
+        else (ours, theirs)
+    )
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+@pytest.mark.parametrize("output", ["dict", "model output", "nothing", "tensor"])
+@pytest.mark.parametrize("size", [1, 4, 100])
+def test_values_and_outputs_as_for_whole_batches(package, size, output, stage):
+    results = []
+    for callbacks in ([], [only(size)]):
+        seen = Outputs(package)
+        trainer = make_trainer(package, *callbacks, seen.callback)
+        lit = evaluating_lit(package, output)
+        logged = getattr(trainer, stage)(lit, verbose=False)[0]
+        results.append((logged, seen.outputs, lit.sizes))
+    (plain, outputs, sizes), (saving, ours, small) = results
+    assert list(saving) == list(plain)
+    assert saving == pytest.approx(plain, rel=1e-5)
+    assert (max(sizes), max(small)) == (10, min(size, 10))
+    for mine, truth in zip(ours, outputs, strict=True):
+        if truth is not None:
+            same(mine, truth)
+    if output == "dict":
+        assert [o["names"] for o in ours] == [o["names"] for o in outputs]
+
+
+@pytest.mark.parametrize("size", [4, "auto"])
+def test_predictions(package, size):
+    lit = evaluating_lit(package)
+    plain = make_trainer(package).predict(lit)
+    saving = make_trainer(package, only(size)).predict(lit)
+    for (mine, names), (truth, all_names) in zip(saving, plain, strict=True):
+        torch.testing.assert_close(mine, truth)
+        assert names == all_names
+
+
+def test_within_a_fit_training_is_as_it_was(package):
+    lit = evaluating_lit(package)
+    cls = type(lit)
+    cls.training_step = lambda self, batch, batch_idx: self.model(batch["x"]).square().mean()
+    cls.train_dataloader = lambda self: batches()
+    plain = fit(lit, package=package)
+    saving = fit(lit, only(3), package=package)
+    assert saving[0] == plain[0]
+    assert saving[2].callback_metrics["accuracy"] == plain[2].callback_metrics["accuracy"]
+
+
+@pytest.mark.parametrize("place", [0, 5, 12])
+def test_memory_that_runs_out(package, place):
+    """Half the size for the same batch, and metrics count nothing twice."""
+    plain = make_trainer(package).validate(evaluating_lit(package), verbose=False)[0]
+    lit = evaluating_lit(package)
+    mode = OutOfMemoryAt(place)
+    original = type(lit).validation_step
+
+    def validation_step(self, batch, batch_idx):
+        with mode.armed():
+            return original(self, batch, batch_idx)
+
+    type(lit).validation_step = validation_step
+    trainer = make_trainer(package, only("auto"))
+    with mode, pytest.warns(MemsaveWarning, match="10 samples at once, repeated with 5"):
+        saving = trainer.validate(lit, verbose=False)[0]
+    assert saving == pytest.approx(plain, rel=1e-5)
+    assert lit.sizes[-4:] == [5, 5, 5, 2]
+
+
+def test_floor(package):
+    lit = evaluating_lit(package)
+
+    def validation_step(self, batch, batch_idx):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    type(lit).validation_step = validation_step
+    with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
+        make_trainer(package, only("auto")).validate(lit, verbose=False)
+
+
+def test_gradients_of_a_window_stay_when_validation_repeats(package):
+    """Validation in the middle of an accumulation window must not touch its gradients."""
+    results = []
+    for places in ((), (0,)):
+        mode = OutOfMemoryAt(*places)
+        lit = evaluating_lit(package)
+        cls = type(lit)
+        original = cls.validation_step
+
+        def validation_step(self, batch, batch_idx, mode=mode, original=original):
+            with mode.armed():
+                return original(self, batch, batch_idx)
+
+        cls.validation_step = validation_step
+        cls.training_step = lambda self, batch, batch_idx: self.model(batch["x"]).square().mean()
+        cls.train_dataloader = lambda self: batches()
+        callback = only("auto" if places else None)
+        settings = {"accumulate_grad_batches": 3, "val_check_interval": 1}
+        if not places:
+            with mode:
+                results.append(fit(lit, callback, package=package, **settings))
+            continue
+        with mode, pytest.warns(MemsaveWarning, match="repeated with 5"):
+            results.append(fit(lit, callback, package=package, **settings))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(v, results[1][1][k]) for k, v in results[0][1].items())
+
+
+def test_outputs_that_cannot_be_put_together(package):
+    trainer = make_trainer(package, only(4))
+    with pytest.raises(IncompatibleError, match="cannot be put together: `output` has neither"):
+        trainer.validate(evaluating_lit(package, "other"), verbose=False)
+
+
+def test_steps_are_restored(package):
+    trainer = make_trainer(package, callback := only(4))
+    trainer.validate(evaluating_lit(package), verbose=False)
+    assert "validation_step" not in vars(trainer.strategy)
+    assert not [name for name in vars(trainer.strategy) if "memsave" in name]
+    runners = [vars(setting).get("_runner") for setting in callback._settings]
+    assert runners == [None] * len(runners)
