@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._micro_batching import SHARDED, warn_of_retry
+from lightning_memsave.callbacks._micro_batching import warn_of_retry
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.core.batches import merge_outputs
 from lightning_memsave.errors import IncompatibleError, Problem
@@ -38,7 +38,7 @@ class EvaluationMicroBatches(Setting):
         Returns:
             All problems.
         """
-        names = (*SHARDED, "DeepSpeedStrategy")
+        names = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
         if self.technique is None or not host.is_strategy(trainer, *names):
             return []
         return [

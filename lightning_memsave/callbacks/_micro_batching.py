@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._accumulation import has_batch_norm
+from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
 from lightning_memsave.errors import (
     ExactnessWarning,
@@ -20,8 +21,6 @@ from lightning_memsave.techniques._micro_batch_runner import MicroBatchRunner
 from lightning_memsave.techniques._optimizer_memory import allocate_state
 from lightning_memsave.techniques._training_state import TrainingState
 from lightning_memsave.techniques.micro_batching import MicroBatching
-
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 
 
 class MicroBatches(Setting):
@@ -120,44 +119,7 @@ class MicroBatches(Setting):
 
     def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
-        what = f"`micro_batch_size={self.technique.micro_batch_size!r}`"
-        problems = self.technique.check_module(pl_module)
-        if not pl_module.automatic_optimization:
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(pl_module).__name__}.automatic_optimization=False`: the module runs "
-                    "its own backward passes",
-                    "Set `micro_batch_size=None` and split the batch in `training_step`.",
-                )
-            )
-        if trainer.strategy.handles_gradient_accumulation:
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(trainer.strategy).__name__}` counts backward passes itself",
-                    "Set `micro_batch_size=None`, and use a smaller batch and "
-                    "`accumulate_grad_batches`.",
-                )
-            )
-        elif self.is_auto and host.is_strategy(trainer, *SHARDED):
-            problems.append(
-                Problem(
-                    what,
-                    f"under `{type(trainer.strategy).__name__}` all processes communicate in every "
-                    "forward pass, so none of them can repeat a batch alone",
-                    "Use a fixed size such as `micro_batch_size=4`.",
-                )
-            )
-        if self.is_auto and _has_batch_size_finder(trainer):
-            problems.append(
-                Problem(
-                    what,
-                    "`BatchSizeFinder` looks for the size at which memory runs out",
-                    "Remove that callback: batches shrink by themselves.",
-                )
-            )
-        return problems
+        return find_conflicts(trainer, pl_module, self.technique)
 
     def _pass_batch(
         self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts, is_fresh: bool
@@ -166,15 +128,17 @@ class MicroBatches(Setting):
             self.runner = self._make_runner(trainer, pl_module)
         runner = self.runner
         is_safe = self.is_auto and trainer.world_size > 1
-        if is_safe and host.will_step(trainer):
+        # A process that runs out of memory must not leave the others waiting in their passes.
+        context = host.alone if is_safe else host.without_sync
+        if is_safe:
             host.share_buffers(trainer)
-        if not self.is_auto and host.is_strategy(trainer, *SHARDED):
-            self._check_counts(trainer, batch)
+        meets = "" if self.is_auto else host.meets_in_forward(trainer, pl_module)
+        if meets:
+            self._check_counts(trainer, batch, meets)
 
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
-            # A process that runs out of memory must not leave the others waiting in their backward.
             if is_safe or not is_last:
-                with host.without_sync(trainer):
+                with context(trainer):
                     parts(part, weight, num_samples)
             else:
                 parts(part, weight, num_samples)
@@ -186,14 +150,14 @@ class MicroBatches(Setting):
             forget=parts.forget,
         )
         if is_safe and host.will_step(trainer):
-            host.average_gradients(trainer, pl_module.parameters())
+            host.average_gradients(trainer, pl_module)
         if self.is_auto and runner.size != self.size:
             self.size = runner.size
             warn_of_retry(trainer, runner)
             _warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer)
 
-    def _check_counts(self, trainer: Any, batch: Any) -> None:
+    def _check_counts(self, trainer: Any, batch: Any, meets: str) -> None:
         assert self.runner is not None, "batches pass with a runner"
         num_parts = len(self.runner.split(batch)[0])
         if -host.smallest(trainer, -num_parts) != host.smallest(trainer, num_parts):
@@ -202,8 +166,8 @@ class MicroBatches(Setting):
                 [
                     Problem(
                         f"`micro_batch_size={self.value}`",
-                        "processes have batches of different lengths, and all must pass equally "
-                        f"many parts under `{type(trainer.strategy).__name__}`",
+                        f"{meets}, and now they have batches of different lengths, which is "
+                        "not equally many parts",
                         "Use `drop_last=True` in the DataLoader.",
                     )
                 ],
@@ -219,16 +183,10 @@ class MicroBatches(Setting):
             ]
         if self.is_auto and trainer.world_size > 1:
             details.append("gradients are shared once per step, after backward")
-        exactness = "rounding" if not self.is_auto or self.size is not None else "bitwise"
+        # More than two processes can sum in an order that is not DDP's.
+        is_bitwise = self.is_auto and self.size is None and trainer.world_size <= 2
+        exactness = "bitwise" if is_bitwise else "rounding"
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
-
-
-def _has_batch_size_finder(trainer: Any) -> bool:
-    return any(
-        base.__name__ == "BatchSizeFinder"
-        for callback in trainer.callbacks
-        for base in type(callback).__mro__
-    )
 
 
 def warn_of_retry(trainer: Any, runner: MicroBatchRunner) -> None:

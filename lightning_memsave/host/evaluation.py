@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.host.logged_values import LoggedValues
+from lightning_memsave.host.parallel import share_buffers
 
 RunStep = Callable[[Any], Any]
 RunBatch = Callable[[Any, Any, RunStep, LoggedValues], Any]
@@ -58,6 +59,7 @@ def _run(strategy: Any, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any
     if _RUNS not in vars(strategy) or isinstance(batch, Iterator):
         return step(batch)
     trainer, run_batch = vars(strategy)[_RUNS]
+    share_buffers(trainer)  # DDP would in the first part, and again where that is repeated
     with LoggedValues(trainer) as logged:
         output = run_batch(trainer, batch, step, logged)
         logged.flush()

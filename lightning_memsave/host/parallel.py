@@ -1,7 +1,7 @@
 """Processes that train together: when they share gradients, and what they agree on."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -9,7 +9,86 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_memsave.host.trainer import is_strategy
+
 _BUCKET_BYTES = 25 * 2**20
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
+_DENSE, _SPARSE = 1, 2
+# What changes how DDP shares gradients or computes forward passes, by its name for the user.
+_OWN_WAYS = ("ddp_comm_hook", "mixed_precision")
+
+
+def meets_in_forward(trainer: Any, module: nn.Module) -> str:
+    """Say whether processes wait for each other in every forward pass, so that all need as many.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later.
+        module: Its LightningModule, or what is built of it.
+
+    Returns:
+        Why they do; empty if they do not.
+    """
+    name = type(trainer.strategy).__name__
+    if is_strategy(trainer, *_SHARDED):
+        return f"under `{name}` all processes communicate in every forward pass"
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    will_convert = bool(norms) and getattr(trainer.strategy, "_layer_sync", None) is not None
+    is_synced = will_convert or any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+    if trainer.world_size > 1 and is_synced:
+        return "`SyncBatchNorm` takes its statistics over all processes in every forward pass"
+    return ""
+
+
+def shares_gradients_its_own_way(trainer: Any) -> str:
+    """Say whether gradients are shared in another way than as their mean over all processes.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later.
+
+    Returns:
+        How they are; empty for one process, and for DDP as it is by default.
+    """
+    name = type(trainer.strategy).__name__
+    if trainer.world_size == 1:
+        return ""
+    if not is_strategy(trainer, "DDPStrategy") or is_strategy(trainer, "XLAStrategy"):
+        return f"`{name}` shares gradients in its own way"
+    kwargs = vars(trainer.strategy).get("_ddp_kwargs", {})
+    given = kwargs | {"ddp_comm_hook": getattr(trainer.strategy, "_ddp_comm_hook", None)}
+    own = next((way for way in _OWN_WAYS if given.get(way) is not None), None)
+    return "" if own is None else f"`{name}({own}=...)` shares gradients in its own way"
+
+
+def has_static_graph(trainer: Any) -> bool:
+    """Say whether DDP was promised that every backward pass is as the first.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later.
+
+    Returns:
+        True for ``DDPStrategy(static_graph=True)``.
+    """
+    return bool(vars(trainer.strategy).get("_ddp_kwargs", {}).get("static_graph"))
+
+
+@contextlib.contextmanager
+def alone(trainer: Any) -> Iterator[None]:
+    """Let forward and backward passes of this process go without any other.
+
+    They do not go through DDP then; `share_buffers` and `average_gradients` do its part.
+
+    Args:
+        trainer: A Trainer in fit, with one process or under DDP.
+
+    Yields:
+        Nothing.
+    """
+    strategy = trainer.strategy
+    model, strategy.model = strategy.model, strategy.lightning_module
+    try:
+        yield
+    finally:
+        strategy.model = model
 
 
 def without_sync(trainer: Any) -> contextlib.AbstractContextManager[None]:
@@ -43,43 +122,69 @@ def smallest(trainer: Any, size: int) -> int:
 
 
 def share_buffers(trainer: Any) -> None:
-    """Give all processes the buffers of the first, as DDP does in the forward pass of a step.
-
-    Afterwards DDP's own forward passes do not, until gradients have been shared by DDP: a process
-    that repeats a batch must not wait for the others in its forward pass.
+    """Give all processes the buffers of the first, where DDP would in the next forward pass.
 
     Args:
-        trainer: A Trainer in fit.
+        trainer: A Trainer in fit; all processes must call this.
     """
     ddp = trainer.strategy.model
-    if isinstance(ddp, DistributedDataParallel):
-        if ddp.will_sync_module_buffers():
-            ddp._sync_buffers()
-        ddp.require_forward_param_sync = False
+    if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():
+        ddp._sync_buffers()
+        ddp.require_forward_param_sync = False  # until gradients have been shared
 
 
-def average_gradients(trainer: Any, parameters: Iterable[nn.Parameter]) -> None:
+def average_gradients(trainer: Any, module: nn.Module) -> None:
     """Average gradients over all processes, in place, as DDP does in backward.
 
     Args:
         trainer: A Trainer in fit; all processes must call this.
-        parameters: The same ones in all processes. Where some processes have no gradient, it counts
+        module: Its LightningModule. Where some processes have no gradient of a parameter, it counts
             as zero; where none has, there is none afterwards.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    device = trainer.strategy.root_device
-    has_gradient = torch.tensor([p.grad is not None for p in trained], device=device).int()
-    dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+    ddp = trainer.strategy.model
+    trained = _shared_parameters(ddp, module)
+    kinds = torch.tensor([_kind(p.grad) for p in trained], device=trainer.strategy.root_device)
+    dist.all_reduce(kinds, dist.ReduceOp.MAX)
     gradients = []
-    for parameter, has in zip(trained, has_gradient.tolist(), strict=True):
-        if has and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        if has:
+    for parameter, kind in zip(trained, kinds.tolist(), strict=True):
+        if kind and parameter.grad is None:
+            parameter.grad = torch.zeros_like(
+                parameter, layout=torch.sparse_coo if kind == _SPARSE else torch.strided
+            )
+        if kind == _SPARSE:
+            parameter.grad = _sparse_mean(cast(torch.Tensor, parameter.grad), trainer.world_size)
+        elif kind:
             gradients.append(cast(torch.Tensor, parameter.grad))
     for bucket in _buckets(gradients):
-        flat = torch.cat([gradient.flatten() for gradient in bucket])
-        flat /= trainer.world_size  # before the sum, as DDP does
-        dist.all_reduce(flat)
+        _average_bucket(bucket, trainer.world_size)
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.require_forward_param_sync = True
+
+
+def _shared_parameters(ddp: Any, module: nn.Module) -> list[nn.Parameter]:
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    return [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def _kind(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return 0
+    return _SPARSE if gradient.is_sparse else _DENSE
+
+
+def _sparse_mean(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
+    mean = (gradient / world_size).coalesce()
+    dist.all_reduce(mean)
+    return mean
+
+
+def _average_bucket(bucket: list[torch.Tensor], world_size: int) -> None:
+    is_one = len(bucket) == 1 and bucket[0].is_contiguous()
+    # A large gradient is not copied: memory may have just run out.
+    flat = bucket[0].view(-1) if is_one else torch.cat([g.flatten() for g in bucket])
+    flat /= world_size  # before the sum, as DDP does
+    dist.all_reduce(flat)
+    if not is_one:
         parts = flat.split([gradient.numel() for gradient in bucket])
         for gradient, part in zip(bucket, parts, strict=True):
             gradient.copy_(part.view_as(gradient))
