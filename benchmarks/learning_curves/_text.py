@@ -1,4 +1,4 @@
-"""Masked sequences of real text: the King James Bible in word pieces of its own."""
+"""Masked sequences of real text: the King James Bible, in byte pairs of its own."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def load_text(
         num_train: Sequences to train on; at most a few thousand.
         num_validation: Sequences from other chapters.
         num_tokens: In each sequence; at most 64.
-        vocab_size: Word pieces.
+        vocab_size: Of the tokenizer.
 
     Returns:
         For training and for validation ``input_ids``, ``attention_mask`` and ``labels``, each
@@ -44,11 +44,15 @@ def load_text(
 
 
 def _train_tokenizer(texts: list[str], vocab_size: int) -> Any:
-    tokenizer: Any = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    # Not WordPiece: its trainer gives another vocabulary each time.
+    tokenizer: Any = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), show_progress=False
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer
