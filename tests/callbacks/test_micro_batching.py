@@ -847,3 +847,35 @@ def test_the_callback_serves_a_second_fit_and_copies(package):
     assert_same(first, fit(lit, callback, package=package))
     assert_same(first, fit(lit, callback, package=package))
     assert Vectors(4)[0].shape == loader(4).dataset[0].shape
+
+
+def wide_lit() -> Any:
+    """A whole batch of it keeps about 1.4 GiB of activations, its weights 32 MiB."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(1024, 1024), nn.GELU(), nn.Dropout(0.1)) for _ in range(8)]
+    lit = make_lit(model=nn.Sequential(*blocks))
+    data = list(torch.randn(3, 16384, 1024))
+    cls = type(lit)
+    cls.training_step = lambda self, batch, batch_idx: self.model(batch).square().mean()
+    cls.train_dataloader = lambda self: loader_of(data)
+    return lit
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings(RETRIED)
+def test_a_gpu_that_really_runs_out():
+    """The allocator gets less than the whole batch needs; the result is that of the parts."""
+    callback = only("auto")
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((2**30 + torch.cuda.memory_reserved()) / total)
+    try:
+        shrunk = fit(wide_lit(), callback, accelerator="gpu", limit_val_batches=0)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    size = callback._micro_batches.size
+    assert size in {8192, 4096, 2048}
+    parts = fit(wide_lit(), only(size), accelerator="gpu", limit_val_batches=0)
+    for name, value in parts[1].items():
+        torch.testing.assert_close(shrunk[1][name], value, rtol=1e-5, atol=1e-6)
