@@ -1,0 +1,28 @@
+"""Add MemSaveCallback to the Trainer of a project that exists: one line.
+
+`Sorter` in `_sorting.py` is the project. Put your own module and data in its place.
+"""
+
+import argparse
+
+from _sorting import Sorter, make_loader
+from lightning.pytorch import Trainer, seed_everything
+
+from lightning_memsave import MemSaveCallback
+
+
+def main() -> None:
+    """Train, and say how good it has become."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true", help="a few steps only")
+    num_batches = 4 if parser.parse_args().small else 400
+
+    seed_everything(0)
+    callback = MemSaveCallback()  # the one line, and its place in the list below
+    trainer = Trainer(max_epochs=1, callbacks=[callback], logger=False)
+    trainer.fit(Sorter(), make_loader(num_batches))
+    print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['loss']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
