@@ -1,0 +1,774 @@
+"""Micro-batches and the other settings under DDP and FSDP2, on two processes.
+
+Run as a script, under torchrun, this file trains every scenario on its rank; run by pytest, it
+compares what the two ranks saw.
+"""
+
+import functools
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, MemsaveWarning
+from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
+from tests.callbacks.ranks import (
+    RANKS,
+    Notes,
+    Report,
+    make_report,
+    rank_of_this_process,
+    write_notes,
+)
+from tests.cases import WIDTH, BatchNormModel, Model
+from tests.out_of_memory import MESSAGE, OutOfMemoryAt
+
+SECONDS = 400
+SIZES = ((4, 4, 4, 4, 3), (4, 4, 4, 4, 1))  # of the batches of each rank
+EVEN_SIZES = ((4, 4, 4, 4, 4), (4, 4, 4, 4, 2))  # batch normalisation needs two samples in a part
+
+
+# --- what runs on each rank ---
+
+
+class OnOneRank(Model):
+    """A layer that the second rank never uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if rank_of_this_process() == 0:
+            x = x + self.sometimes(x)
+        return super().forward(x)
+
+
+class SparseModel(Model):
+    """An embedding with sparse gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WIDTH, WIDTH, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.embedding(x.argmax(-1)))
+
+
+def batches(sizes: tuple[int, ...]) -> list[Tensor]:
+    shares = Vectors(RANKS * sum(sizes)).data
+    start = rank_of_this_process() * sum(sizes)
+    return list(shares[start : start + sum(sizes)].split(sizes))  # type: ignore[arg-type] # sizes
+
+
+def make(
+    model_class: type[nn.Module] = Model, *, mode: OutOfMemoryAt | None = None, **methods: Any
+) -> Any:
+    """A module whose ranks have batches of other lengths; memory runs out where ``mode`` says."""
+    torch.manual_seed(1)
+    lit = make_lit(model=model_class())
+    mode = mode or OutOfMemoryAt()
+    sizes = EVEN_SIZES if model_class is BatchNormModel else SIZES
+
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        mode.starts.append(mode.num_ops)
+        mode.is_armed = True
+        loss = self.model(batch.to(self.model.head.weight.dtype))
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
+        return loss
+
+    def on_after_backward(self: Any) -> None:
+        mode.is_armed = False
+
+    defaults = {
+        "training_step": training_step,
+        "on_after_backward": on_after_backward,
+        "validation_step": lambda self, batch, batch_idx: None,
+        "train_dataloader": lambda self: DataLoader(
+            batches(sizes[rank_of_this_process()]),  # type: ignore[arg-type] # a list is a dataset
+            batch_size=None,
+        ),
+    }
+    for name, method in (defaults | methods).items():
+        setattr(type(lit), name, method)
+    return lit
+
+
+def exact(lit: Any) -> Any:
+    """Without dropout, in float64: sums of parts can be compared with the whole."""
+    for module in lit.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return lit.double()
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(lit: Any, *callbacks: Any, strategy: Any = "ddp", **settings: Any) -> Notes:
+    trace = Trace(pl)
+    defaults = {"use_distributed_sampler": False, "log_every_n_steps": 1}
+    trainer = make_trainer(
+        pl,
+        *callbacks,
+        trace.callback,
+        devices=RANKS,
+        strategy=strategy,
+        **(defaults | settings),
+    )
+    torch.manual_seed(100 + rank_of_this_process())  # other dropout on each rank
+    trainer.fit(lit)
+    return {
+        "losses": trace.losses,
+        "logged": {key: value.item() for key, value in trainer.callback_metrics.items()},
+        "parameters": {name: full(p).flatten().tolist() for name, p in lit.named_parameters()},
+        "buffers": {name: b.double().flatten().tolist() for name, b in lit.named_buffers()},
+        "steps": trainer.global_step,
+    }
+
+
+def only(size: Any, **settings: Any) -> MemSaveCallback:
+    """Nothing but micro-batches."""
+    off: dict[str, Any] = {"activation_checkpointing": None, "optimizer": None, "precision": None}
+    others = {"micro_batch_size": size, "monitor": False, "report": False}
+    return MemSaveCallback(**(off | others | settings))
+
+
+def row(callback: MemSaveCallback, name: str = "micro_batch_size") -> list[Any]:
+    found = next(row for row in callback.rows if row.name == name)
+    return [found.status, " ".join(found.details), found.exactness]
+
+
+def raised_by(run: Callable[[], Any]) -> list[str]:
+    try:
+        run()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+    return []
+
+
+def ddp(**settings: Any) -> DDPStrategy:
+    return DDPStrategy(**settings)
+
+
+DDP_MODELS: dict[str, tuple[type[nn.Module], Callable[[], Any]]] = {
+    "plain": (Model, ddp),
+    "batch_norm": (BatchNormModel, ddp),
+    "own_buffers": (BatchNormModel, functools.partial(ddp, broadcast_buffers=False)),
+    "one_rank": (OnOneRank, functools.partial(ddp, find_unused_parameters=True)),
+    "static": (Model, functools.partial(ddp, static_graph=True)),
+    "views": (Model, functools.partial(ddp, gradient_as_bucket_view=True)),
+}
+
+
+FIXED = ("plain", "one_rank", "views")  # parts change what batch normalisation computes
+
+
+def fixed(name: str) -> Notes:
+    """With and without parts, in float64."""
+    model_class, make_strategy = DDP_MODELS[name]
+    notes = {}
+    for window in (1, 3):
+        settings = {"accumulate_grad_batches": window}
+        for way, callbacks in (("plain", []), ("ours", [only(2)])):
+            lit = exact(make(model_class))
+            notes[f"{way} {window}"] = train(lit, *callbacks, strategy=make_strategy(), **settings)
+    return notes
+
+
+def whole(name: str) -> Notes:
+    """``"auto"`` while memory is enough."""
+    model_class, make_strategy = DDP_MODELS[name]
+    notes = {}
+    for window in (1, 1 if name == "static" else 3):  # torch cannot accumulate with `static_graph`
+        settings = {"accumulate_grad_batches": window, "gradient_clip_val": 0.1}
+        for way, callbacks in (("plain", []), ("ours", [only("auto")])):
+            lit = make(model_class)
+            notes[f"{way} {window}"] = train(lit, *callbacks, strategy=make_strategy(), **settings)
+    return notes
+
+
+class Smaller(pl.Callback):
+    """Sets the size from some batch on, as if memory had run out before."""
+
+    def __init__(self, callback: MemSaveCallback, batch_idx: int) -> None:
+        self.callback, self.batch_idx = callback, batch_idx
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == self.batch_idx:
+            setting = self.callback._micro_batches
+            runner = setting.runner or setting._make_runner(trainer, pl_module)
+            setting.runner = runner
+            setting.size = runner.size = 2
+
+
+def run_out(name: str, window: int, place: str, batch: int, rank: int) -> Notes:
+    """Memory runs out on one rank."""
+    model_class, make_strategy = DDP_MODELS[name]
+    settings: dict[str, Any] = {"accumulate_grad_batches": window}
+    counting = OutOfMemoryAt()
+    with counting:
+        train(make(model_class, mode=counting), only("auto"), strategy=make_strategy(), **settings)
+    ends = [*counting.starts[1:], counting.num_ops]
+    op = counting.starts[batch] + 5 if place == "forward" else ends[batch] - 5
+    callback, expected = only("auto"), only("auto")
+    mode = OutOfMemoryAt(*([op] if rank_of_this_process() == rank else []))
+    with mode, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", MemsaveWarning)
+        ours = train(make(model_class, mode=mode), callback, strategy=make_strategy(), **settings)
+    smaller = train(
+        make(model_class), expected, Smaller(expected, batch), strategy=make_strategy(), **settings
+    )
+    return {
+        "ours": ours,
+        "smaller": smaller,
+        "size": callback._micro_batches.size,
+        "num_tries": len(mode.starts),
+        "said": [str(w.message) for w in said if w.category is MemsaveWarning],
+        "row": row(callback),
+    }
+
+
+PLACES = {
+    f"{name} {window} {place} {batch} {rank}": (name, window, place, batch, rank)
+    for name, window, batch, rank in (
+        ("plain", 1, 0, 1),
+        ("plain", 1, 2, 0),
+        ("plain", 3, 0, 1),
+        ("plain", 3, 1, 1),
+        ("plain", 3, 2, 0),
+        ("batch_norm", 1, 0, 1),
+        ("batch_norm", 3, 1, 1),
+        ("batch_norm", 3, 3, 0),
+        ("one_rank", 1, 1, 0),
+        ("one_rank", 3, 1, 1),
+    )
+    for place in ("forward", "backward")
+}
+
+
+def num_tries(key: str) -> list[int]:
+    """Parts that the two ranks tried; one of each is the whole batch, in vain."""
+    name, _, _, batch, _ = PLACES[key]
+    sizes = EVEN_SIZES if DDP_MODELS[name][0] is BatchNormModel else SIZES
+    return [batch + 1 + sum(-(-n // 2) for n in of_rank[batch:]) for of_rank in sizes]
+
+
+def run_places() -> Notes:
+    return {key: run_out(*arguments) for key, arguments in PLACES.items()}
+
+
+def run_against_plain() -> Notes:
+    """The truth is plain DDP, not ourselves: float64, memory out on one rank in a window."""
+    notes = {}
+    for window in (1, 3):
+        settings = {"accumulate_grad_batches": window}
+        mode = OutOfMemoryAt(*([200] if rank_of_this_process() == 1 else []))
+        with mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore", MemsaveWarning)
+            callback = only("auto")
+            notes[f"ours {window}"] = train(exact(make(mode=mode)), callback, **settings)
+        assert callback._micro_batches.size == 2
+        notes[f"plain {window}"] = train(exact(make()), **settings)
+    return notes
+
+
+def run_exhausted() -> Notes:
+    """One rank has not enough memory for a single sample."""
+    lits = []
+
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        if rank_of_this_process() == 1 and batch_idx == 1:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return self.model(batch)
+
+    def run(window: int) -> None:
+        lits.append(make(training_step=training_step))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MemsaveWarning)
+            train(lits[-1], only("auto"), accumulate_grad_batches=window)
+
+    return {
+        str(window): {
+            "raised": raised_by(functools.partial(run, window)),
+            "parameters": {n: p.flatten().tolist() for n, p in lits[-1].named_parameters()},
+        }
+        for window in (1, 3)
+    }
+
+
+def run_sparse() -> Notes:
+    sgd = {"configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=0.1)}
+    notes = {"plain": train(make(SparseModel, **sgd))}
+    for size in ("auto", 2):
+        lit = exact(make(SparseModel, **sgd))
+        notes[str(size)] = train(lit, only(size))
+    notes["exact"] = train(exact(make(SparseModel, **sgd)))
+    return notes
+
+
+def run_evaluation() -> Notes:
+    """Validation in parts; memory runs out on the second rank alone."""
+    data = Vectors(24).data[rank_of_this_process() :: RANKS]
+
+    def validation_step(self: Any, batch: Tensor, batch_idx: int) -> None:
+        if self.is_short and rank_of_this_process() == 1 and len(batch) > 3:
+            raise torch.OutOfMemoryError(MESSAGE)
+        self.log("val_loss", self.model(batch), sync_dist=True)
+
+    def loader(self: Any) -> Any:
+        return DataLoader(list(data.split(6)), batch_size=None)  # type: ignore[arg-type] # a list
+
+    notes = {}
+    for way, callbacks in (
+        ("plain", []),
+        ("fixed", [only(None, eval_micro_batch_size=2)]),
+        ("auto", [only(None, eval_micro_batch_size="auto")]),
+    ):
+        lit = make(BatchNormModel, validation_step=validation_step, val_dataloader=loader)
+        lit.is_short = way == "auto"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", MemsaveWarning)
+            notes[way] = train(lit, *callbacks, num_sanity_val_steps=0)["logged"]
+    return notes
+
+
+def run_gives_way() -> Notes:
+    """What needs all processes in every forward pass, or shares gradients in its own way."""
+
+    class Normed(Model):
+        def make_norm(self) -> nn.Module:
+            return nn.SyncBatchNorm(WIDTH)
+
+    notes = {}
+    hook = torch.distributed.algorithms.ddp_comm_hooks.default_hooks.fp16_compress_hook
+    for name, lit, settings in (
+        ("hook", make(), {"strategy": DDPStrategy(ddp_comm_hook=hook)}),
+        ("normed", make(Normed), {}),
+        ("converted", make(BatchNormModel), {"sync_batchnorm": True}),
+        ("static", make(), {"strategy": DDPStrategy(static_graph=True)}),
+    ):
+        callback = only(2 if name == "static" else "auto")
+        notes[name] = {"raised": raised_by(functools.partial(train, lit, callback, **settings))}
+        notes[name]["row"] = row(callback) if callback.rows else None
+    return notes
+
+
+def run_everything() -> Notes:
+    """The bare callback, with precision and accumulation, under DDP."""
+    callback = MemSaveCallback(precision="bf16-mixed", accumulate_grad_batches=2, report=False)
+    notes = train(make(), callback)
+    notes["rows"] = {row.name: row.status for row in callback.rows}
+    assert callback.monitor is not None
+    assert callback.monitor.summary is not None
+    notes["peak_bytes"] = callback.monitor.summary.peak_bytes
+    return notes
+
+
+# --- FSDP2 ---
+
+
+def sharded(model_class: type[nn.Module] = Model, **methods: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    def configure_model(self: Any) -> None:
+        for part in (*self.model.blocks, self.model):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def equal_batches(self: Any) -> Any:
+        return DataLoader(batches((4, 4, 4, 3)), batch_size=None)  # type: ignore[arg-type] # a list
+
+    defaults = {"configure_model": configure_model, "train_dataloader": equal_batches}
+    return make(model_class, **(defaults | methods))
+
+
+def over_both() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+
+
+def train_sharded(lit: Any, *callbacks: Any, **settings: Any) -> Notes:
+    return train(lit, *callbacks, strategy=over_both(), **settings)
+
+
+def run_fsdp2_checkpointing() -> Notes:
+    callback = only(None, activation_checkpointing="all")
+    notes = {"plain": train_sharded(sharded()), "ours": train_sharded(sharded(), callback)}
+    return notes | {"row": row(callback, "activation_checkpointing")}
+
+
+def run_fsdp2_precision() -> Notes:
+    notes: Notes = {}
+    for precision in ("bf16-mixed", "bf16-true"):
+        callback = only(None, precision=precision)
+        notes[precision] = {
+            "plain": train_sharded(sharded(), precision=precision),
+            "ours": train_sharded(sharded(), callback),
+            "row": row(callback, "precision"),
+        }
+    notes["32-true"] = train_sharded(sharded())
+    refused = functools.partial(train_sharded, sharded(), only(None, precision="16-mixed"))
+    return notes | {"refused": raised_by(refused)}
+
+
+def run_fsdp2_fixed() -> Notes:
+    notes = {}
+    for window in (1, 3):
+        settings = {"accumulate_grad_batches": window}
+        notes[f"plain {window}"] = train_sharded(exact(sharded()), **settings)
+        notes[f"ours {window}"] = train_sharded(exact(sharded()), only(2), **settings)
+    return notes
+
+
+def run_fsdp2_accumulation() -> Notes:
+    """Windows of 3 and 1: the second is scaled by its own length, unlike in Lightning."""
+    seen: list[list[float]] = []
+
+    def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+        seen.append(full(self.model.head.weight.grad).flatten().tolist())
+
+    methods = {
+        "on_before_optimizer_step": on_before_optimizer_step,
+        "configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=0.0),
+    }
+    callback = only(None, accumulate_grad_batches=3)
+    train_sharded(exact(sharded(**methods)), callback)
+    return {"gradients": seen, "row": row(callback, "accumulate_grad_batches")}
+
+
+def run_fsdp2_monitor() -> Notes:
+    from lightning_memsave import GPUMemoryMonitor
+
+    monitor = GPUMemoryMonitor(print_summary=False)
+    lit = sharded()
+    train_sharded(lit, monitor)
+    assert monitor.summary is not None
+    bare = MemSaveCallback(report=False)
+    train_sharded(sharded(), bare)
+    return {
+        "bare": {row.name: row.status for row in bare.rows},
+        "peak_bytes": monitor.summary.peak_bytes,
+        "categories": dict(monitor.summary.by_category),
+        "local_bytes": sum(p.to_local().nbytes for p in lit.parameters()),
+        "all_bytes": sum(p.nbytes for p in lit.parameters()),
+    }
+
+
+def run_fsdp2_refused() -> Notes:
+    auto = only("auto")
+    notes = {"auto trained": train_sharded(sharded(), auto), "plain": train_sharded(sharded())}
+    notes["auto"] = row(auto)
+    uneven = {
+        "train_dataloader": lambda self: DataLoader(
+            batches((4, 4)) if rank_of_this_process() else batches((4, 2)),  # type: ignore[arg-type] # a list
+            batch_size=None,
+        )
+    }
+    for name, lit, callback in (
+        ("uneven", sharded(**uneven), only(2)),
+        ("half", sharded(), only(2, precision="bf16-true")),
+        ("evaluation", sharded(), only(None, eval_micro_batch_size=2)),
+        ("optimizer", sharded(), only(None, optimizer="8bit")),
+    ):
+        notes[name] = raised_by(functools.partial(train_sharded, lit, callback))
+    return notes
+
+
+# --- FSDP1 ---
+
+
+class OnCpu(FSDPStrategy):
+    """Without a GPU Lightning refuses `FSDPStrategy` itself; torch does later, in wrapping."""
+
+
+def run_fsdp1() -> Notes:
+    """What is decided before torch wraps the model, which it does on a GPU only."""
+    notes = {"by name": raised_by(lambda: make_trainer(pl, devices=RANKS, strategy="fsdp"))}
+    bare, checkpoints = MemSaveCallback(report=False, monitor=False), {Model}
+    for name, callback, settings in (
+        ("bare", bare, {}),
+        ("own checkpointing", bare, {"activation_checkpointing_policy": checkpoints}),
+        ("fixed", only(2), {}),
+        ("evaluation", only(None, eval_micro_batch_size=2), {}),
+        ("optimizer", only(None, optimizer="8bit"), {}),
+    ):
+        strategy = OnCpu(use_orig_params=True, **settings)
+        run = functools.partial(train, make(), callback, strategy=strategy)
+        notes[name] = {"raised": raised_by(run)}
+        rows = {"optimizer", "micro_batch_size", "activation_checkpointing"}
+        notes[name]["rows"] = {
+            r.name: [r.status, *r.details] for r in callback.rows if r.name in rows
+        }
+    return notes
+
+
+SCENARIOS: dict[str, Callable[[], Notes]] = {
+    **{f"fixed_{name}": functools.partial(fixed, name) for name in DDP_MODELS if name in FIXED},
+    **{f"whole_{name}": functools.partial(whole, name) for name in DDP_MODELS},
+    "places": run_places,
+    "against_plain": run_against_plain,
+    "exhausted": run_exhausted,
+    "sparse": run_sparse,
+    "evaluation": run_evaluation,
+    "gives_way": run_gives_way,
+    "everything": run_everything,
+    "fsdp2_checkpointing": run_fsdp2_checkpointing,
+    "fsdp2_precision": run_fsdp2_precision,
+    "fsdp2_fixed": run_fsdp2_fixed,
+    "fsdp2_accumulation": run_fsdp2_accumulation,
+    "fsdp2_monitor": run_fsdp2_monitor,
+    "fsdp2_refused": run_fsdp2_refused,
+    "fsdp1": run_fsdp1,
+}
+
+
+# --- what pytest compares ---
+
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    return make_report(tmp_path_factory, __file__, SECONDS)
+
+
+def assert_close(ours: Notes, theirs: Notes, rtol: float) -> None:
+    assert ours["steps"] == theirs["steps"] > 0
+    assert ours["parameters"].keys() == theirs["parameters"].keys()
+    for name, values in theirs["parameters"].items():
+        mine, truth = (
+            torch.tensor(v, dtype=torch.float64) for v in (ours["parameters"][name], values)
+        )
+        assert (mine - truth).norm() <= rtol * truth.norm(), name
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=rtol)
+    assert ours["logged"] == pytest.approx(theirs["logged"], rel=1e-6)  # metrics are float32
+
+
+@slow
+class TestDDP:
+    @pytest.mark.parametrize("window", [1, 3])
+    @pytest.mark.parametrize("name", FIXED)
+    def test_fixed_size_trains_as_without(self, report, name, window):
+        """Last batches of 3 and of 1 sample, so of two parts and one."""
+        notes = report(f"fixed_{name}")
+        for of_rank in notes:
+            assert_close(of_rank[f"ours {window}"], of_rank[f"plain {window}"], rtol=1e-10)
+        first, second = (of_rank[f"ours {window}"]["parameters"] for of_rank in notes)
+        assert first == second
+
+    @pytest.mark.parametrize("window", [1, 3])
+    @pytest.mark.parametrize("name", DDP_MODELS)
+    def test_auto_is_ddp_bit_for_bit_while_memory_is_enough(self, report, name, window):
+        """The sum of two numbers has no order, so not even DDP's buckets make a difference."""
+        if (name, window) == ("static", 3):
+            pytest.skip("torch cannot accumulate gradients with `static_graph`")
+        for notes in report(f"whole_{name}"):
+            assert notes[f"ours {window}"] == notes[f"plain {window}"]
+
+    @pytest.mark.parametrize("key", PLACES)
+    def test_out_of_memory_on_one_rank(self, report, key):
+        """Both go on as if they had begun this batch with the smaller size, bit for bit."""
+        first, second = (notes[key] for notes in report("places"))
+        for rank, notes in enumerate((first, second)):
+            assert notes["size"] == 2
+            assert notes["ours"] == notes["smaller"]
+            assert notes["row"][0::2] == ["on", "rounding"]
+            assert bool(notes["said"]) == (rank == 0)
+        assert first["ours"]["parameters"] == second["ours"]["parameters"]
+        assert [notes["num_tries"] for notes in (first, second)] == num_tries(key)
+
+    @pytest.mark.parametrize("window", [1, 3])
+    def test_out_of_memory_changes_rounding_only(self, report, window):
+        for notes in report("against_plain"):
+            assert_close(notes[f"ours {window}"], notes[f"plain {window}"], rtol=1e-10)
+
+    @pytest.mark.parametrize("window", ["1", "3"])
+    def test_no_memory_for_one_sample_ends_both_ranks(self, report, window):
+        """In the second batch, so that parameters of the first step or none are there."""
+        first, second = (notes[window] for notes in report("exhausted"))
+        for notes in (first, second):
+            kind, message = notes["raised"]
+            assert kind == MemoryExhaustedError.__name__
+            assert "2 samples at once, repeated with 1" in message
+        assert "another process ran out of memory" in first["raised"][1]
+        assert MESSAGE in second["raised"][1]
+        assert first["parameters"] == second["parameters"]
+
+    def test_sparse_gradients(self, report):
+        for notes in report("sparse"):
+            for size in ("auto", "2"):
+                assert_close(notes[size], notes["exact"], rtol=1e-10)
+
+    @pytest.mark.parametrize("size", ["fixed", "auto"])
+    def test_validation_in_parts(self, report, size):
+        """With buffers, which DDP shares in forward passes of validation too."""
+        for notes in report("evaluation"):
+            assert notes[size].keys() == notes["plain"].keys()
+            assert notes[size] == pytest.approx(notes["plain"], rel=1e-6)
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("hook", "`DDPStrategy(ddp_comm_hook=...)` shares gradients in its own way"),
+            ("normed", "`SyncBatchNorm` takes its statistics over all processes"),
+            ("converted", "`SyncBatchNorm` takes its statistics over all processes"),
+        ],
+    )
+    def test_auto_gives_way(self, report, name, reason):
+        for notes in report("gives_way"):
+            status, details, _ = notes[name]["row"]
+            assert status == "off"
+            assert reason in details
+
+    def test_a_static_graph_refuses_a_fixed_size(self, report):
+        for notes in report("gives_way"):
+            kind, message = notes["static"]["raised"]
+            assert kind == IncompatibleError.__name__
+            assert "static_graph=True" in message
+
+    def test_everything_at_once(self, report):
+        first, second = report("everything")
+        assert set(first["rows"].values()) == {"on"}
+        assert first["parameters"] == second["parameters"]
+        assert first["peak_bytes"] == second["peak_bytes"] > 0
+
+
+@slow
+class TestFSDP2:
+    def test_checkpointing_is_bitwise(self, report):
+        for notes in report("fsdp2_checkpointing"):
+            assert notes["row"][0] == "on"
+            assert notes["ours"] == notes["plain"]
+
+    @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+    def test_precision_is_as_the_trainers(self, report, precision):
+        for notes in report("fsdp2_precision"):
+            assert notes[precision]["row"][0] == "on"
+            assert notes[precision]["ours"] == notes[precision]["plain"]
+            assert notes[precision]["ours"] != notes["32-true"]
+
+    def test_precision_with_a_scaler_is_refused(self, report):
+        for notes in report("fsdp2_precision"):
+            assert "no gradient scaler" in notes["refused"][1]
+
+    @pytest.mark.parametrize("window", [1, 3])
+    def test_fixed_size_trains_as_without(self, report, window):
+        """In float64, where 1e-10 leaves room for the order of sums and for nothing else."""
+        for notes in report("fsdp2_fixed"):
+            assert_close(notes[f"ours {window}"], notes[f"plain {window}"], rtol=1e-10)
+
+    def test_a_short_window_is_divided_by_its_own_length(self, report):
+        lit = exact(make())
+        both = [Vectors(RANKS * 15).data[start : start + 15] for start in (0, 15)]
+        shares = [share.double().split((4, 4, 4, 3)) for share in both]
+        for notes in report("fsdp2_accumulation"):
+            assert notes["row"][0] == "on"
+            windows = (slice(0, 3), slice(3, 4))
+            assert len(notes["gradients"]) == len(windows)
+            for gradient, window in zip(notes["gradients"], windows, strict=True):
+                lit.zero_grad()
+                losses = [lit.model(batch) for share in shares for batch in share[window]]
+                torch.stack(losses).mean().backward()
+                truth = lit.model.head.weight.grad.flatten()
+                mine = torch.tensor(gradient, dtype=torch.float64)
+                assert (mine - truth).norm() <= 1e-10 * truth.norm()
+
+    def test_the_monitor_counts_the_share_of_a_rank(self, report):
+        first, second = report("fsdp2_monitor")
+        for notes in (first, second):
+            assert notes["categories"]["parameter"] == notes["local_bytes"]
+            assert notes["local_bytes"] == notes["all_bytes"] / RANKS
+            assert notes["categories"]["optimizer_state"] >= 2 * notes["local_bytes"]
+        assert first["peak_bytes"] == second["peak_bytes"]
+
+    def test_what_cannot_be_gives_way(self, report):
+        for notes in report("fsdp2_monitor"):
+            assert notes["bare"]["activation_checkpointing"] == "on"
+            assert notes["bare"]["optimizer"] == notes["bare"]["micro_batch_size"] == "off"
+        for notes in report("fsdp2_refused"):
+            status, details, _ = notes["auto"]
+            assert status == "off"
+            assert "communicate in every forward pass" in details
+            assert notes["auto trained"] == notes["plain"]
+
+    @pytest.mark.parametrize(
+        ("name", "reason"),
+        [
+            ("uneven", "some have more parts than others. Use `drop_last=True`"),
+            ("half", "summed in half precision"),
+            ("evaluation", "`eval_micro_batch_size=2`: under `ModelParallelStrategy`"),
+            ("optimizer", "shards parameters"),
+        ],
+    )
+    def test_refused_on_both_ranks(self, report, name, reason):
+        for notes in report("fsdp2_refused"):
+            kind, message = notes[name]
+            assert kind == IncompatibleError.__name__
+            assert reason in message
+
+
+@slow
+class TestFSDP1:
+    """As far as it goes without a GPU."""
+
+    def test_no_training_here(self, report):
+        for notes in report("fsdp1"):
+            assert "requires a GPU accelerator" in notes["by name"][1]
+            assert "non-CPU accelerator" in notes["fixed"]["raised"][1]
+
+    def test_what_cannot_be_gives_way(self, report):
+        for notes in report("fsdp1"):
+            rows = notes["bare"]["rows"]
+            assert [rows[name][0] for name in ("optimizer", "micro_batch_size")] == ["off", "off"]
+            assert rows["activation_checkpointing"][0] == "on"
+            own = notes["own checkpointing"]["rows"]["activation_checkpointing"]
+            assert own[0] == "unchanged"
+
+    @pytest.mark.parametrize("name", ["evaluation", "optimizer"])
+    def test_refused(self, report, name):
+        for notes in report("fsdp1"):
+            assert notes[name]["raised"][0] == IncompatibleError.__name__
+
+
+class DeepSpeedStrategy(SingleDeviceStrategy):
+    """Stands for the real one, which needs a package and a GPU: same name, same answer."""
+
+    handles_gradient_accumulation = True
+
+
+class TestDeepSpeed:
+    """What is decided by name; nothing of DeepSpeed itself runs here."""
+
+    def trainer(self, callback: MemSaveCallback) -> Any:
+        return make_trainer(pl, callback, strategy=DeepSpeedStrategy("cpu"))
+
+    @pytest.mark.parametrize("settings", [{"size": 2}, {"size": None, "eval_micro_batch_size": 2}])
+    def test_refused(self, settings):
+        with pytest.raises(IncompatibleError, match="DeepSpeedStrategy"):
+            self.trainer(only(**settings)).fit(make_lit())
+
+    def test_auto_gives_way(self):
+        callback = only("auto")
+        self.trainer(callback).fit(make_lit())
+        assert row(callback)[0] == "off"
+        assert "`DeepSpeedStrategy` counts backward passes itself" in row(callback)[1]
+
+
+if __name__ == "__main__":
+    write_notes(SCENARIOS, sys.argv[1:])
