@@ -185,9 +185,10 @@ class LiveTensorsProbe(Probe):
     ) -> None:
         self.end_batch()
         if self._is_counted:
-            self._live = LiveTensors(module, optimizers, self.device)
-            self._live.__enter__()
-            self._live.track_input(batch)
+            live = LiveTensors(module, optimizers, self.device)
+            live.__enter__()
+            self._live = live
+            live.track_input(batch)
 
     @override
     def end_batch(self) -> None:

@@ -44,7 +44,9 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):  # a DTensor names its mesh too
+                yield from storages_of(inner)
     elif tensor.layout is torch.sparse_coo:
         yield from storages_of(tensor._indices())
         yield from storages_of(tensor._values())
