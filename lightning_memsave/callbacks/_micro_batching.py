@@ -166,8 +166,8 @@ class MicroBatches(Setting):
                 [
                     Problem(
                         f"`micro_batch_size={self.value}`",
-                        f"{meets}, and now they have batches of different lengths, which is "
-                        "not equally many parts",
+                        f"{meets}, and batches of different lengths came, of which some have more "
+                        "parts than others",
                         "Use `drop_last=True` in the DataLoader.",
                     )
                 ],
