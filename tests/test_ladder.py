@@ -62,6 +62,7 @@ def test_micro_batches_of_both_trainers_learn_what_the_whole_batch_teaches():
     assert theirs == pytest.approx(whole, rel=0.05)
 
 
+@pytest.mark.slow
 def test_everything_on_needs_less_than_nothing_and_than_the_other_trainer():
     nothing = {trainer: _train(trainer, "nothing") for trainer in TRAINERS}
     everything = {trainer: _train(trainer, "all") for trainer in TRAINERS}

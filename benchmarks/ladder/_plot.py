@@ -32,7 +32,7 @@ def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
             axes.set_xlabel("step")
         losses[0].set_ylabel("loss")
         losses[1].legend(fontsize="x-small")
-        peaks[1].legend(fontsize="x-small")
+        peaks[1].legend(fontsize="x-small", loc="lower right")
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
