@@ -39,7 +39,7 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **special)
 
 
-def cut(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> list[list[int]]:
+def cut(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Any:
     """Cut texts into samples of ``length`` tokens, the first and last of which are special."""
     samples = []
     for tokens in tokenizer(texts, add_special_tokens=False)["input_ids"]:
@@ -79,10 +79,8 @@ def main() -> None:
     held_out = cut(chapters[::10], tokenizer, length)
 
     collate = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
-    train_loader, held_out_loader = (
-        DataLoader([{"input_ids": sample} for sample in samples], 16, is_train, collate_fn=collate)
-        for samples, is_train in ((train, True), (held_out, False))
-    )
+    train_loader = DataLoader(train, 16, shuffle=True, collate_fn=collate)
+    held_out_loader = DataLoader(held_out, 16, collate_fn=collate)
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=width,

