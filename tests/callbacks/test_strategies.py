@@ -5,9 +5,11 @@ compares what the two ranks saw.
 """
 
 import functools
+import re
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -121,7 +123,12 @@ def full(tensor: Tensor) -> Tensor:
 
 def train(lit: Any, *callbacks: Any, strategy: Any = "ddp", **settings: Any) -> Notes:
     trace = Trace(pl)
-    defaults = {"use_distributed_sampler": False, "log_every_n_steps": 1}
+    # A sanity check before training would be the first to share buffers, in DDP's first forward.
+    defaults = {
+        "use_distributed_sampler": False,
+        "log_every_n_steps": 1,
+        "num_sanity_val_steps": 0,
+    }
     trainer = make_trainer(
         pl,
         *callbacks,
@@ -362,7 +369,7 @@ def run_evaluation() -> Notes:
         lit.is_short = way == "auto"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", MemsaveWarning)
-            notes[way] = train(lit, *callbacks, num_sanity_val_steps=0)["logged"]
+            notes[way] = train(lit, *callbacks)["logged"]
     return notes
 
 
@@ -396,6 +403,18 @@ def run_everything() -> Notes:
     assert callback.monitor.summary is not None
     notes["peak_bytes"] = callback.monitor.summary.peak_bytes
     return notes
+
+
+def run_precision() -> Notes:
+    notes: Notes = {}
+    for precision in ("bf16-mixed", "bf16-true"):
+        callback = only(None, precision=precision)
+        notes[precision] = {
+            "plain": train(make(), precision=precision),
+            "ours": train(make(), callback),
+            "row": row(callback, "precision"),
+        }
+    return notes | {"32-true": train(make())}
 
 
 # --- FSDP2 ---
@@ -547,6 +566,7 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
     "evaluation": run_evaluation,
     "gives_way": run_gives_way,
     "everything": run_everything,
+    "precision": run_precision,
     "fsdp2_checkpointing": run_fsdp2_checkpointing,
     "fsdp2_precision": run_fsdp2_precision,
     "fsdp2_fixed": run_fsdp2_fixed,
@@ -658,6 +678,13 @@ class TestDDP:
             kind, message = notes["static"]["raised"]
             assert kind == IncompatibleError.__name__
             assert "static_graph=True" in message
+
+    @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+    def test_precision_is_as_the_trainers(self, report, precision):
+        for notes in report("precision"):
+            assert notes[precision]["row"][0] == "on"
+            assert notes[precision]["ours"] == notes[precision]["plain"]
+            assert notes[precision]["ours"] != notes["32-true"]
 
     def test_everything_at_once(self, report):
         first, second = report("everything")
@@ -785,6 +812,19 @@ class TestDeepSpeed:
         self.trainer(callback).fit(make_lit())
         assert row(callback)[0] == "off"
         assert "`DeepSpeedStrategy` counts backward passes itself" in row(callback)[1]
+
+
+def test_the_page_names_tests_that_exist():
+    text = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    table, listed = text.split("## The tests")
+    named = dict(re.findall(r"^\| (\d+) \| `(\S+)` \|$", listed, re.MULTILINE))
+    used = {number for group in re.findall(r"\(([\d, ]+)\)", table) for number in group.split(", ")}
+    assert set(named) == used
+    for path in named.values():
+        file, *scopes = path.split("::")
+        source = (Path(__file__).parent / file).read_text()
+        for kind, name in zip(["class", "def"][-len(scopes) :], scopes, strict=True):
+            assert re.search(rf"^ *{kind} {name}\b", source, re.MULTILINE), path
 
 
 if __name__ == "__main__":
