@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 class Sorter(LightningModule):
     """Reads digits and says which stands at each place when they are sorted."""
 
-    def __init__(self, width: int = 128, num_layers: int = 4, length: int = 32) -> None:
+    def __init__(self, width: int = 64, num_layers: int = 4, length: int = 16) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.digit_embedding = nn.Embedding(10, width)
@@ -42,7 +42,7 @@ class Sorter(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
-def make_loader(num_batches: int, batch_size: int = 32, length: int = 32) -> DataLoader[Any]:
+def make_loader(num_batches: int, batch_size: int = 32, length: int = 16) -> DataLoader[Any]:
     """Make rows of random digits, the same ones each time."""
     generator = torch.Generator().manual_seed(0)
     digits = torch.randint(10, (num_batches * batch_size, length), generator=generator)

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import bitsandbytes  # noqa: F401 - once here rather than in each of the three processes
 import torch
 from _sorting import Sorter, make_loader
 from lightning.pytorch import Callback, Trainer
