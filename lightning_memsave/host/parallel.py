@@ -133,6 +133,7 @@ def share_buffers(trainer: Any) -> None:
         ddp.require_forward_param_sync = False  # until gradients have been shared
 
 
+@torch.no_grad()
 def average_gradients(trainer: Any, module: nn.Module) -> None:
     """Average gradients over all processes, in place, as DDP does in backward.
 
@@ -148,9 +149,8 @@ def average_gradients(trainer: Any, module: nn.Module) -> None:
     gradients = []
     for parameter, kind in zip(trained, kinds.tolist(), strict=True):
         if kind and parameter.grad is None:
-            parameter.grad = torch.zeros_like(
-                parameter, layout=torch.sparse_coo if kind == _SPARSE else torch.strided
-            )
+            is_sparse = kind == _SPARSE
+            parameter.grad = _no_rows(parameter) if is_sparse else torch.zeros_like(parameter)
         if kind == _SPARSE:
             parameter.grad = _sparse_mean(cast(torch.Tensor, parameter.grad), trainer.world_size)
         elif kind:
@@ -170,6 +170,13 @@ def _kind(gradient: torch.Tensor | None) -> int:
     if gradient is None:
         return 0
     return _SPARSE if gradient.is_sparse else _DENSE
+
+
+# As embeddings make them: sparse in the first dimension only.
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    indices = torch.empty(1, 0, dtype=torch.long, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape)
 
 
 def _sparse_mean(gradient: torch.Tensor, world_size: int) -> torch.Tensor:

@@ -6,6 +6,7 @@ after which the process says where it is and ends.
 """
 
 import faulthandler
+import functools
 import json
 import os
 import subprocess
@@ -56,6 +57,7 @@ def make_report(factory: pytest.TempPathFactory, script: str, seconds: int) -> R
             folder.mkdir()
             launch(folder, script, seconds)
 
+    @functools.cache
     def notes_of(name: str) -> list[Notes]:
         paths = [folder / f"{name}-{rank}.json" for rank in range(RANKS)]
         missing = [path.name for path in paths if not path.exists()]
