@@ -8,9 +8,6 @@ import contextlib
 import csv
 import hashlib
 import io
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,19 +16,22 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from filelock import FileLock
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import GPUMemoryMonitor, IncompatibleError, MemSaveCallback
 from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
+from tests.callbacks.ranks import (
+    RANKS,
+    Notes,
+    Report,
+    make_report,
+    rank_of_this_process,
+    write_notes,
+)
 from tests.cases import WIDTH, BatchNormModel, Model
 
-Notes = dict[str, Any]
-Report = Callable[[str], list[Notes]]
-
-RANKS = 2
 LENGTH, BATCH = 40, 4  # five batches on each rank
 SECONDS = 200
 
@@ -76,10 +76,6 @@ def train(lit: Any, *callbacks: Any, strategy: Any = "ddp", **settings: Any) -> 
 
 def two_ranks(strategy: Any) -> dict[str, Any]:
     return {"devices": RANKS, "strategy": strategy}
-
-
-def rank_of_this_process() -> int:
-    return int(os.environ["RANK"])
 
 
 def rows_of(callback: MemSaveCallback) -> dict[str, tuple[str, str]]:
@@ -217,15 +213,20 @@ def sharded_lit() -> Any:
     return lit_of(seeded(Model), configure_model=configure_model)
 
 
+# Without the sizes Lightning shards over one process: it takes the other for tensor parallelism.
+def over_both() -> ModelParallelStrategy:
+    return ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1)
+
+
 def run_sharded() -> Notes:
     notes = {}
-    for way, callbacks in (("plain", []), ("ours", [MemSaveCallback(monitor=False)])):
+    for way, callbacks in (("plain", []), ("ours", [MemSaveCallback(report=False)])):
         lit = sharded_lit()
-        notes[way] = train(lit, *callbacks, strategy=ModelParallelStrategy())
+        notes[way] = train(lit, *callbacks, strategy=over_both())
         if callbacks:
             notes["rows"] = rows_of(callbacks[0])
     with pytest.raises(IncompatibleError) as refusal:
-        train(sharded_lit(), MemSaveCallback(optimizer="8bit"), strategy=ModelParallelStrategy())
+        train(sharded_lit(), MemSaveCallback(optimizer="8bit"), strategy=over_both())
     return notes | {"refusal": str(refusal.value)}
 
 
@@ -239,12 +240,6 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
 }
 
 
-def main(folder: Path) -> None:
-    for name, run in SCENARIOS.items():
-        notes = run()
-        (folder / f"{name}-{rank_of_this_process()}.json").write_text(json.dumps(notes))
-
-
 # --- what pytest compares ---
 
 
@@ -253,40 +248,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Give what both ranks wrote down for a scenario."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # so that the workers of pytest share one launch
-    folder = root / "ranks"
-    with FileLock(root / "ranks.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            launch(folder)
-
-    def notes_of(name: str) -> list[Notes]:
-        paths = [folder / f"{name}-{rank}.json" for rank in range(RANKS)]
-        missing = [path.name for path in paths if not path.exists()]
-        assert not missing, f"{missing} missing:\n{(folder / 'log').read_text()[-6000:]}"
-        return [json.loads(path.read_text()) for path in paths]
-
-    return notes_of
-
-
-def launch(folder: Path) -> None:
-    # torchrun finds a free port itself, and ends the other rank when one fails.
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc-per-node={RANKS}", str(Path(__file__).resolve()), str(folder)]
-    root = str(Path(__file__).parents[2])
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT
-        )
-        try:
-            process.wait(SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its ranks
-            process.wait()
+    return make_report(tmp_path_factory, __file__, SECONDS)
 
 
 @pytest.mark.parametrize("which", ["all", "selective", "every:2"])
@@ -375,4 +337,4 @@ def test_8bit_optimizer_gives_way_to_sharding_or_is_refused(report):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    write_notes(SCENARIOS, sys.argv[1:])
