@@ -108,7 +108,7 @@ def _device(rows: Rows) -> list[str]:
         "peak_reserved_bytes": "reserved",
         "nvml_process_bytes": "NVML, process",
         "nvml_used_bytes": "NVML, device",
-        "peak_allocator_bytes": "peak by the allocator",
+        "peak_allocator_bytes": "peak by the allocator, with kernels' scratch",
     }
     known = [key for key in columns if any(key in row["lightning"] for row in rows.values())]
     if not known:
