@@ -14,7 +14,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer, seed_everything
-from tokenizers import BertWordPieceTokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from tokenizers.trainers import WordPieceTrainer
 from torch.utils.data import DataLoader
 from transformers import BertConfig, DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
@@ -31,12 +35,17 @@ def read_chapters() -> list[str]:
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Learn a vocabulary; it must not see what is held out."""
-    tokenizer = BertWordPieceTokenizer()
-    tokenizer.train_from_iterator(texts, vocab_size=vocab_size, show_progress=False)
     special = {
         f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")
     }
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **special)
+    tokenizer = Tokenizer(WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = BertNormalizer()  # to lower case
+    tokenizer.pre_tokenizer = BertPreTokenizer()
+    trainer = WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=[*special.values()], show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
 
 
 def cut(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> Any:
@@ -58,11 +67,12 @@ def unigram_perplexity(train: list[list[int]], held_out: list[list[int]], vocab_
 
 def fill(lit: Any, tokenizer: PreTrainedTokenizerFast, text: str) -> str:
     """Say which words the model would put in place of ``[MASK]``."""
-    tokens = torch.tensor([tokenizer.encode(text)])
+    inside = tokenizer.encode(text, add_special_tokens=False)
+    tokens = torch.tensor([[tokenizer.cls_token_id, *inside, tokenizer.sep_token_id]])
     with torch.no_grad():
         logits = lit.eval()(input_ids=tokens).logits
     best = logits[tokens == tokenizer.mask_token_id][0].topk(5).indices
-    return ", ".join(tokenizer.convert_ids_to_tokens(best.tolist()))
+    return ", ".join(tokenizer.convert_ids_to_tokens([*best.tolist()]))
 
 
 def main() -> None:
