@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._accumulation import has_batch_norm
+from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
 from lightning_memsave.errors import (
@@ -126,7 +127,7 @@ class MicroBatches(Setting):
     ) -> None:
         if self.runner is None:
             self.runner = self._make_runner(trainer, pl_module)
-        runner = self.runner
+        runner, weighted_by = self.runner, self.runner.weighted_by
         is_safe = self.is_auto and trainer.world_size > 1
         # A process that runs out of memory must not leave the others waiting in their passes.
         context = host.alone if is_safe else host.without_sync
@@ -151,11 +152,21 @@ class MicroBatches(Setting):
         )
         if is_safe and host.will_step(trainer):
             host.average_gradients(trainer, pl_module)
+        if runner.weighted_by != weighted_by and self._is_guess(runner):
+            inform(
+                trainer,
+                f"Losses of micro-batches are weighted by {runner.weighted_by!r}, since `labels` "
+                "has -100 in it. Pass `loss_weight=` if the loss is the mean over something else.",
+            )
         if self.is_auto and runner.size != self.size:
             self.size = runner.size
             warn_of_retry(trainer, runner)
             _warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer)
+
+    def _is_guess(self, runner: MicroBatchRunner) -> bool:
+        assert self.technique is not None, "there is something to run"
+        return self.technique.loss_weight == "auto" and runner.weighted_by != "samples"
 
     def _check_counts(self, trainer: Any, batch: Any, meets: str) -> None:
         assert self.runner is not None, "batches pass with a runner"

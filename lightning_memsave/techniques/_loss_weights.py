@@ -16,15 +16,12 @@ NAMES = ("auto", "samples", "tokens", "tokens_shifted")
 _IGNORED = -100  # the label that torch's and Hugging Face's losses leave out
 
 
-def weight_function(
-    loss_weight: LossWeight, batch: Any, module: nn.Module | None
-) -> Callable[[Any], float | Tensor]:
+def weight_function(kind: LossWeight, batch: Any) -> Callable[[Any], float | Tensor]:
     """Find what gives the weight of a part's loss.
 
     Args:
-        loss_weight: A name or a function.
-        batch: The whole batch, which with the module decides what ``"auto"`` is.
-        module: The model, if it is known.
+        kind: What ``resolve`` gave.
+        batch: The whole batch.
 
     Returns:
         A function of a part; weights need not sum to 1.
@@ -32,14 +29,13 @@ def weight_function(
     Raises:
         ConfigurationError: If tokens are to be counted and the batch has no labels.
     """
-    if callable(loss_weight):
-        return loss_weight
-    kind = resolve(loss_weight, batch, module)
+    if callable(kind):
+        return kind
     if kind == "samples":
         return count_samples
     if _labels(batch) is None:
         raise ConfigurationError(
-            f"`loss_weight={loss_weight!r}` counts the labels that are not {_IGNORED}, but the "
+            f"`loss_weight={kind!r}` counts the labels that are not {_IGNORED}, but the "
             "batch has no tensor named `labels`. Use `loss_weight=lambda part: ...` to count them, "
             'or `loss_weight="samples"`.'
         )
@@ -47,19 +43,19 @@ def weight_function(
     return lambda part: _count_tokens(part, start)
 
 
-def resolve(loss_weight: str, batch: Any, module: nn.Module | None) -> str:
+def resolve(loss_weight: LossWeight, batch: Any, module: nn.Module | None) -> LossWeight:
     """Decide what ``"auto"`` means for a batch.
 
     Args:
-        loss_weight: A name.
+        loss_weight: A name or a function.
         batch: The whole batch.
         module: The model, if it is known.
 
     Returns:
         Where the batch has ``labels`` of two or more dimensions and some of them are -100:
         ``"tokens_shifted"`` for causal language models of Hugging Face, whose loss leaves out the
-        first label of each sequence, and ``"tokens"`` for others. ``"samples"`` otherwise. Names
-        other than ``"auto"`` as they are.
+        first label of each sequence, and ``"tokens"`` for others. ``"samples"`` otherwise. What
+        is not ``"auto"`` as it is.
 
     Example:
         >>> import torch

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_memsave.core.batches import count_samples
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError
-from lightning_memsave.techniques._loss_weights import LossWeight, weight_function
+from lightning_memsave.techniques._loss_weights import LossWeight, resolve, weight_function
 from lightning_memsave.techniques._training_state import TrainingState
 
 NO_LIMIT = 2**31 - 1
@@ -57,6 +57,8 @@ class MicroBatchRunner:
         """Samples that pass at once; ``None`` for the whole batch."""
         self.retries: list[str] = []
         """One line for each time that memory ran out."""
+        self.weighted_by: LossWeight | None = None
+        """What the losses of the last batch in parts were weighted by."""
         self._loss_weight, self._split_batch = loss_weight, split_batch
         self._module, self._agree = module, agree
 
@@ -76,7 +78,8 @@ class MicroBatchRunner:
         parts = list(self._split_batch(batch, self.size))
         if len(parts) == 1:
             return parts, [1.0], [None]
-        weigh = weight_function(self._loss_weight, batch, self._module)
+        self.weighted_by = resolve(self._loss_weight, batch, self._module)
+        weigh = weight_function(self.weighted_by, batch)
         weights = torch.stack([torch.as_tensor(weigh(part)).double().cpu() for part in parts])
         total = weights.sum().item()
         if total <= 0:

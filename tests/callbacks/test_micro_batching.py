@@ -199,6 +199,16 @@ class TestSameGradients:
         a, b = (torch.cat([g.flatten() for g in seen[w][0]]) for w in seen)
         assert (a - b).norm() > 0.05 * a.norm()
 
+    def test_a_guess_is_said_once(self, caplog):
+        make_model, make_batches, loss_of, _ = LOSSES["tokens"]
+        lit = recording_lit(PACKAGES["lightning"], make_model(), make_batches(), loss_of, [])
+        with caplog.at_level("INFO", logger="lightning.pytorch.memsave"):
+            fit(lit, only(3))
+            fit(lit, only(3, loss_weight="tokens"))
+        said = [r.message for r in caplog.records if "weighted by 'tokens'" in r.message]
+        assert len(said) == 1
+        assert "loss_weight=" in said[0]
+
     def test_own_weights(self):
         """The mean over the first feature alone, as `loss_weight` can be anything."""
         make_model, make_batches, _, _ = LOSSES["samples"]
