@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from benchmarks._common import markdown_table, write_results
+from benchmarks._paired import Turns, summarise, time_pairs
 from benchmarks.gpu.__main__ import compare_losses, make_table
 from benchmarks.gpu.__main__ import main as run_ladder
 from benchmarks.gpu._rungs import BITWISE, RUNGS
-from benchmarks._paired import Turns, summarise, time_pairs
 
 ROOT = Path(__file__).parents[1]
 
