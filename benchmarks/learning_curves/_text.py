@@ -1,12 +1,16 @@
 """Masked sequences of real text: the King James Bible, in byte pairs of its own."""
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor
 
-from examples._verses import load_passages
+# The examples are scripts, not a package.
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+from _verses import load_passages
 
 SPECIAL_TOKENS = ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 """With the numbers that RoBERTa gives them."""
