@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-_PLACE = re.compile(r"(<!-- (benchmarks/results/\w+\.md) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+_PLACE = re.compile(
+    r"(<!-- (benchmarks/results/\w+\.md)(, first table)? -->\n).*?(<!-- end -->)", re.DOTALL
+)
+_TO_FIRST_TABLE = re.compile(r"\A.*?(?:^\|[^\n]*\n)+", re.DOTALL | re.MULTILINE)
 
 
 def fill(text: str) -> str:
@@ -13,7 +16,8 @@ def fill(text: str) -> str:
 
     Args:
         text: A page with places such as ``<!-- benchmarks/results/demo_cpu.md --> <!-- end -->``,
-            each comment on a line of its own.
+            each comment on a line of its own; with ``md, first table`` what comes after that is
+            left out.
 
     Returns:
         The page with what the files hold now between the comments.
@@ -23,7 +27,10 @@ def fill(text: str) -> str:
     """
 
     def table(match: re.Match[str]) -> str:
-        return f"{match[1]}\n{(ROOT / match[2]).read_text(encoding='utf-8')}\n{match[3]}"
+        found = (ROOT / match[2]).read_text(encoding="utf-8")
+        if match[3]:
+            found = _TO_FIRST_TABLE.findall(found)[0]
+        return f"{match[1]}\n{found}\n{match[4]}"
 
     return _PLACE.sub(table, text)
 

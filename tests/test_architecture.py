@@ -96,9 +96,11 @@ def test_private_names_of_lightning_stay_in_host():
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda t: t.name)
-def test_each_technique_has_a_case_a_section_and_a_changelog_line(technique):
+def test_each_technique_has_a_case_a_page_and_a_changelog_line(technique):
     assert technique.name in CASES
-    assert f"## {technique.name}\n" in (ROOT / "docs" / "techniques.md").read_text()
+    pages = ROOT / "docs" / "techniques"
+    assert (pages / f"{technique.name}.md").read_text().startswith(f"# {technique.name}\n")
+    assert f"({technique.name}.md)" in (pages / "README.md").read_text()
     assert f"`{technique.__name__}`" in (ROOT / "CHANGELOG.md").read_text()
     assert technique.source
     assert technique.__doc__

@@ -33,7 +33,7 @@ def _run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_ladder_runs_dry(tmp_path):
-    rungs = ["nothing", "checkpointing all", "all"]
+    rungs = ["nothing", "checkpointing all", "all", "micro-batches, out of memory"]
 
     done = _run(
         *("benchmarks.gpu", "--dry-run", "--no-tests", "--results", str(tmp_path)),
@@ -44,11 +44,16 @@ def test_ladder_runs_dry(tmp_path):
     found = json.loads((tmp_path / "gpu_dry_run.json").read_text())
     assert list(found["rungs"]) == rungs
     assert found["provenance"]["versions"]["torch"]
-    nothing, checkpointing, everything = found["rungs"].values()
+    nothing, checkpointing, everything, micro_batches = found["rungs"].values()
     assert checkpointing["losses"] == nothing["losses"]
     assert everything["peak_allocated_bytes"] < checkpointing["peak_allocated_bytes"]
     assert checkpointing["peak_allocated_bytes"] < nothing["peak_allocated_bytes"]
-    assert "| checkpointing all |" in (tmp_path / "gpu_dry_run.md").read_text()
+    # A dry run has memory enough, so that whole batches pass.
+    assert micro_batches["losses"] == nothing["losses"]
+    assert ["whole batches; halved when memory runs out"] in [
+        row["details"] for row in micro_batches["settings"] if row["name"] == "micro_batch_size"
+    ]
+    assert "\n| checkpointing all " in (tmp_path / "gpu_dry_run.md").read_text()
 
 
 def test_a_rung_that_fails_is_recorded_and_the_next_one_runs(tmp_path, monkeypatch, capsys):

@@ -9,13 +9,19 @@ import lightning_memsave
 from benchmarks.readme import fill
 
 ROOT = Path(lightning_memsave.__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the pages show what users see; warnings have own tests
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_code_on_the_page_runs(page):
     text = page.read_text()
     names: dict[str, object] = {}
@@ -25,18 +31,18 @@ def test_code_on_the_page_runs(page):
         exec(code, names)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_and_names_on_the_page_exist(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+        assert (page.parent / target).exists(), f"{name_of(page)} links to {target}"
     for path in re.findall(r"`((?:benchmarks|examples|docs|tests)/[\w./-]+)`", text):
-        assert (ROOT / path).exists(), f"{page.name} names {path}"
+        assert (ROOT / path).exists(), f"{name_of(page)} names {path}"
     for name in re.findall(r"`lightning_memsave\.(\w+)`", text):
-        assert name in lightning_memsave.__all__, f"{page.name} names {name}"
+        assert name in lightning_memsave.__all__, f"{name_of(page)} names {name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_figures_on_the_page_are_those_of_the_result_files(page):
     text = page.read_text()
     assert text == fill(text), "run `make readme`"

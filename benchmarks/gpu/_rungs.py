@@ -17,10 +17,16 @@ RUNGS: dict[str, dict[str, Any] | None] = {
     "precision 16-mixed": {**NOTHING, "precision": "16-mixed"},
     "precision bf16-true": {**NOTHING, "precision": "bf16-true"},
     "tf32": {**NOTHING, "tf32": True},
+    "micro-batches 4 x 16": {**NOTHING, "micro_batch_size": 16},
+    "micro-batches, out of memory": {**NOTHING, "micro_batch_size": "auto"},
     "all": {},
     "all, selective": {"activation_checkpointing": "selective"},
 }
 """Arguments of `MemSaveCallback` by name of the rung; ``None`` is training without it."""
+
+MEMORY_LIMITS = {"micro-batches, out of memory": 5 * 2**30}
+"""Bytes that a process may have of the GPU by name of the rung; about 8 GiB are needed without
+anything."""
 
 BITWISE = ("all None", "checkpointing all", "checkpointing half", "checkpointing selective")
 """Rungs whose losses must be those of ``"nothing"`` bit for bit, where a second run of that has

@@ -5,6 +5,7 @@ import json
 import statistics
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from lightning.pytorch import Callback
 
 from benchmarks._models import BASE, TINY, masked_batch
 from benchmarks._training import LanguageModel, fit
-from benchmarks.gpu._rungs import RUNGS
+from benchmarks.gpu._rungs import MEMORY_LIMITS, RUNGS
 from lightning_memsave.measure.nvml import NvmlDevice
 from lightning_memsave.measure.peak import PeakMemory
 
@@ -92,10 +93,15 @@ def train(name: str, num_steps: int, *, is_dry: bool) -> dict[str, Any]:
     measure = Measure(num_warmup)
     callbacks: list[Callback] = [measure]
     settings = RUNGS[name]
+    memsave = None
     if settings is not None:
         from lightning_memsave import MemSaveCallback  # noqa: PLC0415 - "nothing" is without it
 
-        callbacks.append(MemSaveCallback(**settings, report=False))
+        memsave = MemSaveCallback(**settings, report=False)
+        callbacks.append(memsave)
+    if name in MEMORY_LIMITS and not is_dry:
+        _, total_bytes = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(MEMORY_LIMITS[name] / total_bytes)
     fit(
         LanguageModel(model),
         (batches * (num_warmup + num_steps))[: num_warmup + num_steps],
@@ -104,6 +110,7 @@ def train(name: str, num_steps: int, *, is_dry: bool) -> dict[str, Any]:
     )
     return {
         **measure.memory,
+        "settings": [] if memsave is None else [asdict(row) for row in memsave.rows],
         "median_step_s": statistics.median(measure.step_times_s),
         "num_steps": num_steps,
         "losses": [loss.item() for loss in measure.losses],

@@ -8,7 +8,7 @@ from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.micro_batching import MicroBatching
 
 TECHNIQUES: tuple[type[Technique[Any]], ...] = (
-    ActivationCheckpointing,  # docs/techniques.md#activation_checkpointing
-    LowBitOptimizer,  # docs/techniques.md#low_bit_optimizer
-    MicroBatching,  # docs/techniques.md#micro_batching
+    ActivationCheckpointing,  # docs/techniques/activation_checkpointing.md
+    LowBitOptimizer,  # docs/techniques/low_bit_optimizer.md
+    MicroBatching,  # docs/techniques/micro_batching.md
 )
