@@ -34,10 +34,30 @@ ALLOWED = {
         "host",
         "callbacks",
     },
-    "cli": {"errors", "units", "core", "techniques", "measure", "planning", "callbacks"},
+    "analysis": {
+        "errors",
+        "units",
+        "core",
+        "techniques",
+        "measure",
+        "planning",
+        "host",
+        "callbacks",
+        "modules",
+    },
+    "cli": {
+        "errors",
+        "units",
+        "core",
+        "techniques",
+        "measure",
+        "planning",
+        "callbacks",
+        "analysis",
+    },
     "__main__": {"cli"},
 }
-MAY_IMPORT_LIGHTNING = {"host", "callbacks", "modules", "cli"}
+MAY_IMPORT_LIGHTNING = {"host", "callbacks", "modules", "analysis", "cli"}
 ONLY_ON_FIRST_USE = {"bitsandbytes", "transformers", "pynvml", "peft"}
 
 

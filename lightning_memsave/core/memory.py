@@ -12,6 +12,7 @@ class MemoryBreakdown:
 
     Args:
         parameter_bytes: Parameters.
+        weight_copy_bytes: Copies of parameters in another precision, such as autocast makes them.
         buffer_bytes: Buffers of modules.
         gradient_bytes: Gradients held in ``Parameter.grad``.
         optimizer_state_bytes: What the optimizer keeps per parameter.
@@ -19,14 +20,21 @@ class MemoryBreakdown:
         input_bytes: The batch.
         temporary_bytes: Made during backward or the optimizer step and gone after it.
         other_bytes: Everything else.
+        cuda_context_bytes: What CUDA needs for itself, outside of torch's allocator.
+        allocator_slack_bytes: What torch's allocator has reserved and no tensor uses.
+        host_bytes: On the host, because a technique moved it there; no part of the total, which is
+            about the device.
 
     Example:
         >>> a = MemoryBreakdown(parameter_bytes=400, gradient_bytes=100)
-        >>> (a + a).total_bytes, a.by_category()["parameter"]
-        (1000, 400)
+        >>> (a + a).total_bytes, a.by_category()["parameter"], (a * 0.5).gradient_bytes
+        (1000, 400, 50)
+        >>> a.bytes_per_parameter(100)
+        5.0
     """
 
     parameter_bytes: int = 0
+    weight_copy_bytes: int = 0
     buffer_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_state_bytes: int = 0
@@ -34,10 +42,13 @@ class MemoryBreakdown:
     input_bytes: int = 0
     temporary_bytes: int = 0
     other_bytes: int = 0
+    cuda_context_bytes: int = 0
+    allocator_slack_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
-        """Sum over all categories, in bytes."""
+        """Sum over all categories of the device, in bytes."""
         return sum(self.by_category().values())
 
     def by_category(self) -> dict[str, int]:
@@ -46,7 +57,11 @@ class MemoryBreakdown:
         Returns:
             For example ``{"parameter": 400, "buffer": 0, ...}``, in the order of the fields.
         """
-        return {f.name.removesuffix("_bytes"): getattr(self, f.name) for f in fields(self)}
+        return {
+            f.name.removesuffix("_bytes"): getattr(self, f.name)
+            for f in fields(self)
+            if f.name != "host_bytes"
+        }
 
     @classmethod
     def from_categories(cls, by_category: dict[str, int]) -> Self:
@@ -60,9 +75,30 @@ class MemoryBreakdown:
         """
         return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in by_category.items()})
 
+    def bytes_per_parameter(self, num_parameters: int) -> float:
+        """Say what each parameter costs before the first activation.
+
+        Args:
+            num_parameters: Numbers in all parameters.
+
+        Returns:
+            Bytes of parameters, their copies, gradients and optimizer state, for each.
+        """
+        costs = (
+            self.parameter_bytes,
+            self.weight_copy_bytes,
+            self.gradient_bytes,
+            self.optimizer_state_bytes,
+        )
+        return sum(costs) / num_parameters
+
     def __add__(self, other: "MemoryBreakdown") -> "MemoryBreakdown":
-        mine, theirs = self.by_category(), other.by_category()
-        return MemoryBreakdown.from_categories({k: mine[k] + theirs[k] for k in mine})
+        return MemoryBreakdown(
+            *(getattr(self, f.name) + getattr(other, f.name) for f in fields(self))
+        )
+
+    def __mul__(self, factor: float) -> "MemoryBreakdown":
+        return MemoryBreakdown(*(round(getattr(self, f.name) * factor) for f in fields(self)))
 
     def __str__(self) -> str:
         parts = [f"{k} {format_bytes(v)}" for k, v in self.by_category().items() if v]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import RobertaConfig, RobertaForMaskedLM
 
+from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.measure.profiler_peak import profiler_peak_bytes
 
@@ -162,7 +163,7 @@ def test_small_step_by_hand(zero_grad_first):
     else:
         # In forward, before the old gradient goes.
         at_peak = {"gradient": weight, "activation": output + scalar, "temporary": 0}
-    assert live.peak.by_category() == constant | at_peak
+    assert live.peak == MemoryBreakdown.from_categories(constant | at_peak)
     assert live.live_bytes == live.breakdown.total_bytes == 3 * weight + 4 * 5 * 100
 
 
