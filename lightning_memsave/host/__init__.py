@@ -18,6 +18,7 @@ from lightning_memsave.host.parallel import (
     without_sync,
 )
 from lightning_memsave.host.precision import PrecisionState, precision_state, set_precision
+from lightning_memsave.host.quiet import quiet, silent_logger
 from lightning_memsave.host.trainer import (
     PACKAGES,
     builds_model_late,
@@ -53,9 +54,11 @@ __all__ = [
     "pass_batches",
     "precision_state",
     "put_first",
+    "quiet",
     "set_precision",
     "share_buffers",
     "shares_gradients_its_own_way",
+    "silent_logger",
     "smallest",
     "split_evaluation_batches",
     "will_step",

@@ -1,7 +1,7 @@
 """Count the bytes of live tensors, exactly and by category, on any device."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -13,27 +13,18 @@ from typing_extensions import override
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.storages import (
+    LiveStorage,
     device_of,
     on_storage_resize,
+    operands,
     storages_of,
     tensors_in,
+    with_index,
 )
 
 # What the phase of the step says of a new storage is a guess until something claims it. What is
 # claimed already keeps its category, for example a parameter that an optimizer also has in `state`.
-_UNCLAIMED = frozenset({"activation", "temporary", "other"})
-
-
-class _Entry:
-    """One live storage."""
-
-    __slots__ = ("born", "category", "num_bytes", "ref")
-
-    def __init__(self, ref: "weakref.ref[torch.UntypedStorage]", category: str, born: int) -> None:
-        self.ref = ref
-        self.category = category
-        self.born = born
-        self.num_bytes = 0
+_UNCLAIMED = frozenset({"activation", "temporary", "other", "weight_copy"})
 
 
 class LiveTensors(TorchDispatchMode):
@@ -87,10 +78,10 @@ class LiveTensors(TorchDispatchMode):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device_of(module) if device is None else _with_index(torch.device(device))
+        self.device = device_of(module) if device is None else with_index(torch.device(device))
         self._module = None if module is None else weakref.ref(module)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, LiveStorage] = {}
         self._bytes = MemoryBreakdown().by_category()
         self._peak = dict(self._bytes)
         self._live_bytes = 0
@@ -98,6 +89,7 @@ class LiveTensors(TorchDispatchMode):
         self._num_born = 0  # storages so far: a clock
         self._peak_time = 0
         self._num_running_steps = 0
+        self._op: Callable[..., Any] | None = None
         self._undo: list[Callable[[], None]] = []
 
     @property
@@ -181,21 +173,28 @@ class LiveTensors(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is not torch.ops.aten.lift_fresh.default:  # its input is new: torch.tensor(...)
-            for tensor in _arguments(args):
+            for tensor in operands(args):
                 self._see(tensor, "other")
-            for tensor in _arguments(kwargs.values()):
+            for tensor in operands(kwargs.values()):
                 self._see(tensor, "other")
+        self._op = func
         result = func(*args, **kwargs)
-        category = self._category_of_new()
-        for tensor in _arguments((result,)):
+        category = self._category_of_new(func, args)
+        for tensor in operands((result,)):
             self._see(tensor, category)
         return result
 
-    def _category_of_new(self) -> str:
+    def _category_of_new(self, func: Callable[..., Any], args: tuple[Any, ...]) -> str:
+        if func is torch.ops.aten._to_copy.default and self._is_parameter(args[0]):
+            return "weight_copy"
         if torch.is_grad_enabled():
             return "activation"
         in_backward = torch._C._current_graph_task_id() != -1
         return "temporary" if in_backward or self._num_running_steps else "activation"
+
+    def _is_parameter(self, tensor: Tensor) -> bool:
+        entries = [self._entries.get(storage._cdata) for storage in storages_of(tensor)]
+        return any(entry is not None and entry.category == "parameter" for entry in entries)
 
     def _register(self, module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -247,51 +246,56 @@ class LiveTensors(TorchDispatchMode):
                 entry.category = category
 
     @staticmethod
-    def _move(by_category: dict[str, int], entry: _Entry, category: str) -> None:
+    def _move(by_category: dict[str, int], entry: LiveStorage, category: str) -> None:
         by_category[entry.category] -= entry.num_bytes
         by_category[category] += entry.num_bytes
 
     def _see(self, tensor: Tensor, category: str) -> None:
         if tensor.device == self.device:
             for storage in storages_of(tensor):
-                self._see_storage(storage, category)
+                key = storage._cdata
+                entry = self._entries.get(key)
+                if entry is None:
+                    self._num_born += 1
+                    entry = self._entries[key] = LiveStorage(category, self._num_born)
+                    entry.ref = self._watch(storage, key)
+                    entry.origin = self._origin_of(tensor)
+                self._measure(storage, entry)
 
-    def _see_storage(self, storage: torch.UntypedStorage, category: str | None = None) -> None:
-        key = storage._cdata
-        entry = self._entries.get(key)
-        if entry is None:
-            if category is None:
-                return
-            ref = weakref.ref(storage, lambda _: self._forget(key))
-            self._num_born += 1
-            entry = self._entries[key] = _Entry(ref, category, self._num_born)
+    def _see_storage(self, storage: torch.UntypedStorage) -> None:
+        entry = self._entries.get(storage._cdata)
+        if entry is not None:
+            self._measure(storage, entry)
+
+    def _measure(self, storage: torch.UntypedStorage, entry: LiveStorage) -> None:
         change = storage.nbytes() - entry.num_bytes
         if change:
             entry.num_bytes += change
-            self._bytes[entry.category] += change
-            self._live_bytes += change
+            self._change(entry, change)
             if self._live_bytes > self._peak_bytes:
                 self.reset_peak()
 
+    def _watch(
+        self, storage: torch.UntypedStorage, key: int
+    ) -> "weakref.ref[torch.UntypedStorage]":
+        return weakref.ref(storage, lambda _: self._forget(key))
+
     def _forget(self, key: int) -> None:
         entry = self._entries.pop(key)
-        self._bytes[entry.category] -= entry.num_bytes
-        self._live_bytes -= entry.num_bytes
+        self._change(entry, -entry.num_bytes)
+
+    def _change(self, entry: LiveStorage, change: int) -> None:
+        """Take into account that a storage grew, shrank or is gone."""
+        self._bytes[entry.category] += change
+        self._live_bytes += change
+
+    def _origin_of(self, tensor: Tensor) -> object:
+        """Note where a new storage comes from; `_op` runs."""
 
     def _stop(self) -> None:
-        self._entries.clear()  # drops the weak references, so that no callback comes any more
+        for entry in self._entries.values():
+            entry.ref = None  # so that no callback comes any more
+        self._entries.clear()
+        self._op = None
         while self._undo:
             self._undo.pop()()
-
-
-def _arguments(values: Iterable[Any]) -> Iterator[Tensor]:
-    # Operators take and give tensors and lists of them; this walk is on the hot path.
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _arguments(value)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    return torch.empty(0, device=device).device  # tensors say "cuda:0" where people write "cuda"

@@ -1,10 +1,33 @@
 """Find tensors in nested structures, and the storages and devices behind them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    import weakref
+
+
+class LiveStorage:
+    """One live storage.
+
+    Args:
+        category: As in `MemoryBreakdown`.
+        born: How many storages there were when it was made.
+    """
+
+    __slots__ = ("born", "category", "num_bytes", "origin", "ref")
+
+    def __init__(self, category: str, born: int) -> None:
+        self.ref: weakref.ref[torch.UntypedStorage] | None = None
+        self.category = category
+        self.born = born
+        self.num_bytes = 0
+        self.origin: Any = None
+        """What a subclass notes of where it comes from."""
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -31,6 +54,22 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def operands(values: Iterable[object]) -> Iterator[Tensor]:
+    """Find the tensors among what an operator takes or gives.
+
+    Args:
+        values: Operators take and give tensors and lists of them; this walk is on a hot path.
+
+    Yields:
+        Each tensor, in order.
+    """
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from operands(value)
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
@@ -69,6 +108,18 @@ def device_of(module: nn.Module | None) -> torch.device:
     """
     parameter = None if module is None else next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
+
+
+def with_index(device: torch.device) -> torch.device:
+    """Write a device as tensors do: "cuda:0" where people write "cuda".
+
+    Args:
+        device: With or without an index.
+
+    Returns:
+        The device that a tensor made there says.
+    """
+    return torch.empty(0, device=device).device
 
 
 def on_storage_resize(resized: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:

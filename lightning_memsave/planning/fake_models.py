@@ -1,0 +1,184 @@
+"""Copies of modules and batches without data, and what lets training code run on them."""
+
+import contextlib
+import copy
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin
+
+from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.planning.known_values import KnownValues
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass
+class FakeTensors:
+    """Makes modules and batches without data; see `fake_tensors`.
+
+    Args:
+        values: Knows the numbers that follow from the batch.
+    """
+
+    values: KnownValues
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """What was guessed so far, one line each."""
+        return tuple(self.values.guesses)
+
+    def copy_module(self, module: ModuleT, without: Sequence[object] = ()) -> ModuleT:
+        """Copy a module without the data of its tensors; ties between parameters stay.
+
+        Args:
+            module: Any module, on any device; the copy is on the CPU.
+            without: Objects it refers to and that the copy shall have ``None`` in place of, such as
+                a Trainer.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ConfigurationError: If it has lazy parameters, or cannot be copied.
+        """
+        memo: dict[int, Any] = {id(thing): None for thing in without}
+        for tensor in _tensors_of(module):
+            if isinstance(tensor, UninitializedTensorMixin):
+                raise ConfigurationError(
+                    f"`{type(module).__name__}` has lazy parameters, whose shapes are not known "
+                    "yet. Run one batch through it first."
+                )
+            if id(tensor) not in memo:
+                memo[id(tensor)] = self._like(tensor)
+        try:
+            return copy.deepcopy(module, memo)
+        except Exception as error:
+            raise ConfigurationError(
+                f"`{type(module).__name__}` cannot be copied ({type(error).__name__}: {error}). "
+                "Pass a function that makes it instead."
+            ) from error
+
+    def copy_batch(self, batch: Any) -> Any:
+        """Copy a batch without its data; small integers stay known.
+
+        Args:
+            batch: Tensors in any nesting.
+
+        Returns:
+            The same nesting.
+        """
+        return map_tensors(batch, lambda t: t if isinstance(t, FakeTensor) else self._make(t))
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return self.values.make(tensor)
+        with torch.no_grad():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def _like(self, tensor: Tensor) -> Tensor:
+        fake = tensor if isinstance(tensor, FakeTensor) else self._make(tensor)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
+        return fake.detach().requires_grad_(tensor.requires_grad) if fake is tensor else fake
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[FakeTensors]:
+    """Let modules be made and trained without the memory and the time that it takes.
+
+    Inside, new tensors have shape, type and device but no data. Random numbers of torch, Python and
+    numpy are as before afterwards.
+
+    Yields:
+        What copies modules and batches.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _random_numbers_kept(), _modules_convertible(), _no_tracing(), mode:
+        values = KnownValues(mode)
+        with values:
+            yield FakeTensors(values)
+
+
+def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
+    for part in module.modules():
+        for value in vars(part).values():
+            yield from tensors_in(value)
+
+
+# `Module.to` exchanges the data of parameters, which torch refuses for tensors without data.
+@contextlib.contextmanager
+def _modules_convertible() -> Iterator[None]:
+    original = nn.Module._apply
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        tensors = [t for part in self.modules() for t in _own_tensors(part)]
+        if not any(isinstance(t, FakeTensor) for t in tensors):
+            return original(self, fn, recurse)
+        new = {id(tensor): _converted(tensor, fn) for tensor in tensors}
+        for part in self.modules() if recurse else [self]:
+            for table in (part._parameters, part._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        table[name] = new[id(tensor)]  # type: ignore[assignment]
+        return self
+
+    nn.Module._apply = _apply  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    for table in (module._parameters, module._buffers):
+        for tensor in table.values():
+            if tensor is not None and not isinstance(tensor, UninitializedParameter):
+                yield tensor
+
+
+def _converted(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        new = fn(tensor)
+    if new.dtype == tensor.dtype and new.device == tensor.device:
+        return tensor
+    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+
+
+# Hugging Face takes tensors without data for the tracing of a graph, and then makes masks that a
+# real step does without.
+@contextlib.contextmanager
+def _no_tracing() -> Iterator[None]:
+    def is_tracing(tensor: object = None) -> bool:
+        return False
+
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("transformers.")]
+    patched = [(m, vars(m)["is_tracing"]) for m in modules if "is_tracing" in vars(m)]
+    for module, _ in patched:
+        module.is_tracing = is_tracing  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, original in patched:
+            module.is_tracing = original  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"]
+        states.append((numpy.random.set_state, numpy.random.get_state()))
+    try:
+        yield
+    finally:
+        for restore, state in states:
+            restore(state)

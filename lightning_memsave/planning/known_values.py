@@ -1,0 +1,191 @@
+"""Give training code on tensors without data the numbers that it asks for."""
+
+import functools
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from typing_extensions import override
+
+from lightning_memsave.measure.storages import operands
+
+MAX_KNOWN_NUMEL = 2**20
+_VALUE = "_memsave_value"
+# Code whose branches do not change what is allocated: it logs, counts and updates.
+_NOT_REPORTED = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_memsave")
+
+aten = torch.ops.aten
+
+
+class KnownValues(TorchDispatchMode):
+    """Computes, beside tensors without data, the small ones that follow from the batch alone.
+
+    A mask of padding, the number of labels that count, positions: what a model computes from token
+    ids and asks for in Python, or what decides about the shape of a tensor, is what it would be in
+    the real step. What depends on weights or random numbers is guessed - a condition holds, all
+    elements are chosen - and noted in ``guesses``.
+
+    Args:
+        mode: The mode under which the tensors without data are made; entered already.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self.guesses: list[str] = []
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """Make a tensor without data, and remember its numbers if they are integers and few.
+
+        Args:
+            tensor: A real one.
+
+        Returns:
+            One of the same shape, strides, type and device.
+        """
+        with _disable_current_modes():
+            tensor = tensor.detach()
+            is_kept = not tensor.is_floating_point() and tensor.numel() <= MAX_KNOWN_NUMEL
+            # A copy: steps may change their batch in place.
+            value = tensor.clone() if is_kept else None
+        fake = self.mode.from_tensor(tensor, static_shapes=True)
+        if value is not None:
+            setattr(fake, _VALUE, value)
+        return fake
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [*operands(args), *operands(kwargs.values())]
+        is_known = all(hasattr(tensor, _VALUE) for tensor in inputs)
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return self._scalar(args[0])
+        if _is_composite(func):
+            # Its parts must come here too: what they ask for may be known.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        if func is aten.index.Tensor:
+            args = (args[0], [self._without_mask(i) for i in args[1]])
+        try:
+            result = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            result = self._of_unknown_shape(func, args, kwargs, is_known=is_known)
+        if is_known and _is_computable(func, result):
+            self._compute(func, args, kwargs, result)
+        elif func._schema.is_mutable:
+            for tensor in inputs:
+                if hasattr(tensor, _VALUE):
+                    delattr(tensor, _VALUE)
+        return result
+
+    def _scalar(self, tensor: Tensor) -> bool | int | float:
+        value = getattr(tensor, _VALUE, None)
+        if value is not None:
+            with _disable_current_modes():
+                known: bool | int | float = value.item()
+                return known
+        if tensor.dtype is torch.bool:
+            self._guess("a condition on data was taken as true")
+            return True
+        self._guess("a number that depends on data was taken as 1")
+        return 1.0 if tensor.is_floating_point() else 1
+
+    # Indexing with a mask chooses as many elements as the mask has; fake tensors cannot say.
+    def _without_mask(self, index: Tensor | None) -> Tensor | None:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            return index
+        if index.ndim != 1:
+            return index
+        places = aten.nonzero.default(index)
+        flat: Tensor = aten.select.int(places, 1, 0)
+        return flat
+
+    def _of_unknown_shape(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
+    ) -> Any:
+        if is_known:
+            with _disable_current_modes():
+                real = func(*_values(args), **_values(kwargs))
+            return tree_map_only(Tensor, self.make, real)
+        self._guess(f"`{func}` was taken to choose everything")
+        source: Tensor = args[0]
+        if func is aten.nonzero.default:
+            return source.new_empty((source.numel(), source.ndim), dtype=torch.int64)
+        if func is aten.masked_select.default:
+            return source.new_empty(torch.broadcast_shapes(source.shape, args[1].shape).numel())
+        if func is aten.index.Tensor:
+            mask = next(index for index in args[1] if index is not None)
+            return source.new_empty((mask.numel(), *source.shape[mask.ndim :]))
+        if func is aten.bincount.default:
+            minlength = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
+            return source.new_empty(max(minlength, 1), dtype=torch.int64)
+        raise  # noqa: PLE0704 - called while the exception is handled
+
+    @staticmethod
+    def _compute(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        with _disable_current_modes():
+            real = func(*_values(args), **_values(kwargs))
+        fakes, reals = tree_leaves(result), tree_leaves(real)
+        for fake, value in zip(fakes, reals, strict=True):
+            # What was changed in place has its numbers, which were changed in place too.
+            if isinstance(fake, FakeTensor) and not hasattr(fake, _VALUE):
+                setattr(fake, _VALUE, value)
+
+    def _guess(self, what: str) -> None:
+        where = _place()
+        if where is not None and (guess := f"{where}: {what}") not in self.guesses:
+            self.guesses.append(guess)
+
+
+def _is_computable(func: Any, result: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(
+        isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL for t in tensors
+    )
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
+        return False
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def _values(arguments: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: getattr(tensor, _VALUE, tensor), arguments)
+
+
+def _place() -> str | None:
+    # The innermost line outside of torch and its helpers: the model's own.
+    frame = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "lightning_memsave", "contextlib"):
+            if package in _NOT_REPORTED:
+                return None
+            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
