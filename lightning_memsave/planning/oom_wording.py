@@ -37,7 +37,7 @@ _PATTERNS = {
 _SIZES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
 
 # Lines of tracebacks as Python, IPython and Jupyter write them.
-_FRAME = re.compile(r"([^\s\"]+\.py)\b[^\n]*?\bin (\w+)")
+_FRAME = re.compile(r"([^\s\"]+\.py)\b[^\n]*?\bin (?:[\w<>]+\.)*(\w+)")
 _FORWARD = frozenset(
     {"forward", "training_step", "validation_step", "test_step", "predict_step", "_call_impl"}
 )

@@ -140,6 +140,8 @@ def read_out_of_memory(text: str) -> OutOfMemory:
     part = dense[start.start() : end]
     first, last = (bisect.bisect_right(ends, at) for at in (start.start(), end - 1))
     index = start["index"] or _first(INDEX, part)
+    if start["backend"] and start["backend"].lower() == "mpsbackend" and "allowed_bytes" in sizes:
+        sizes["capacity_bytes"] = sizes.pop("allowed_bytes")  # all that Metal gives
     variable = re.search(r"PYTORCH_\w*?ALLOC_CONF", dense[start.start() : stops[-1]])
     return OutOfMemory(
         message=" ".join(words[first : last + 1]),
