@@ -1,0 +1,245 @@
+"""Compare parameter tables, predictions, and what runs reported."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning._dominant_parts import shape_of
+from lightning_memsave.planning._name_alignment import align_names
+from lightning_memsave.planning._tensor_entries import TensorEntry
+from lightning_memsave.planning.memory_comparison import Change, MemoryComparison, differing
+from lightning_memsave.planning.parameter_table import (
+    ParameterTable,
+    ancestors,
+    parameter_table,
+)
+from lightning_memsave.planning.prediction import PHASES, MemoryPrediction
+
+_Pair = tuple[TensorEntry | None, TensorEntry | None]
+
+
+def compare_parameters(
+    a: ParameterTable | nn.Module | Mapping[str, Any],
+    b: ParameterTable | nn.Module | Mapping[str, Any],
+    labels: tuple[str, str] | None = None,
+) -> MemoryComparison:
+    """Find which modules have more or fewer parameters, or exist on one side only.
+
+    Modules are told by their names; prefixes that wrappers add are ignored, and a part of the model
+    that stands under another root is found there.
+
+    Args:
+        a: The first model, or what a checkpoint of it has.
+        b: The second one.
+        labels: What to call them.
+
+    Returns:
+        The comparison, in numbers of parameters.
+
+    Example:
+        >>> found = compare_parameters({"head.weight": (10, 4)}, {"model.head.weight": (20, 4)})
+        >>> [(change.name, change.difference, change.detail) for change in found.modules]
+        [('model.head', 40, 'weight 10 x 4 -> 20 x 4')]
+    """
+    first, second = (
+        side if isinstance(side, ParameterTable) else parameter_table(side) for side in (a, b)
+    )
+    pairs, roots = _paired(first, second)
+    notes = [f"`{old}` is taken for `{new}`" for old, new in roots if old and new]
+    if not any(old and new for old, new in pairs):
+        notes.append("no parameter of one has a name of the other: nothing could be matched")
+    return MemoryComparison(
+        kind="parameters",
+        a=labels[0] if labels else first.model,
+        b=labels[1] if labels else second.model,
+        total=Change("parameters", first.num_parameters, second.num_parameters),
+        modules=_sorted(_module_changes(pairs)),
+        parameter_bytes=Change("parameter_bytes", first.num_bytes, second.num_bytes),
+        notes=(*notes, *_dtype_notes(pairs), *_lazy_notes(first, second)),
+    )
+
+
+def compare_predictions(
+    a: MemoryPrediction, b: MemoryPrediction, labels: tuple[str, str] | None = None
+) -> MemoryComparison:
+    """Find what makes the difference between two predicted training steps.
+
+    Args:
+        a: The first prediction.
+        b: The second one.
+        labels: What to call them.
+
+    Returns:
+        The comparison, in bytes: at the peak by category and by module, and the peak of each phase.
+    """
+    mine = {module.name: module.memory.total_bytes for module in a.modules}
+    theirs = {module.name: module.memory.total_bytes for module in b.modules}
+    names, roots = align_names(mine, theirs)
+    old_of = {new: old for old, new in names.items()}
+    modules = [
+        Change(name, mine[old_of[name]] if name in old_of else None, n)
+        for name, n in theirs.items()
+    ]
+    modules += [Change(name, n, None) for name, n in mine.items() if name not in names]
+    devices = () if a.device == b.device else (f"one is for {a.device}, one for {b.device}",)
+    return MemoryComparison(
+        kind="predictions",
+        a=labels[0] if labels else a.model,
+        b=labels[1] if labels else b.model,
+        total=Change("peak_bytes", a.peak_bytes, b.peak_bytes),
+        modules=_sorted(modules),
+        categories=_categories(a.peak.by_category(), b.peak.by_category()),
+        phases=tuple(
+            Change(
+                phase,
+                *(p.by_phase[phase].total_bytes if phase in p.by_phase else None for p in (a, b)),
+            )
+            for phase in PHASES
+            if phase in a.by_phase or phase in b.by_phase
+        ),
+        settings=differing(a.settings, b.settings),
+        notes=(*(f"`{x}` is taken for `{y}`" for x, y in roots if x and y), *devices),
+    )
+
+
+def compare_reports(
+    a: Mapping[str, Any] | MemoryPrediction,
+    b: Mapping[str, Any] | MemoryPrediction,
+    labels: tuple[str, str] = ("first", "second"),
+) -> MemoryComparison:
+    """Find what is different between two runs, or between a run and a prediction.
+
+    Args:
+        a: What ``memsave_report.json`` has, or a prediction.
+        b: The other one.
+        labels: What to call them.
+
+    Returns:
+        The comparison, in bytes at the peak: measured ones where there are any.
+
+    Raises:
+        ConfigurationError: If a report has neither measured nor predicted bytes.
+    """
+    (peak_a, how_a), (peak_b, how_b) = (_peak(s, n) for s, n in zip((a, b), labels, strict=True))
+    notes = [] if how_a == how_b else [f"{labels[0]} was {how_a}, {labels[1]} {how_b}"]
+    if not peak_a.get("by_category") or not peak_b.get("by_category"):
+        notes.append("categories are not known on both sides: on CUDA only the sum is measured")
+        categories: tuple[Change, ...] = ()
+    else:
+        categories = _categories(peak_a["by_category"], peak_b["by_category"])
+    return MemoryComparison(
+        kind="reports",
+        a=labels[0],
+        b=labels[1],
+        total=Change("peak_bytes", peak_a["peak_bytes"], peak_b["peak_bytes"]),
+        categories=categories,
+        settings=differing(_settings(a), _settings(b)),
+        notes=tuple(notes),
+    )
+
+
+def _phase_bytes(prediction: MemoryPrediction, phase: str) -> int | None:
+    memory = prediction.by_phase.get(phase)
+    return None if memory is None else memory.total_bytes
+
+
+def _peak(side: Mapping[str, Any] | MemoryPrediction, label: str) -> tuple[Mapping[str, Any], str]:
+    if isinstance(side, MemoryPrediction):
+        return {"peak_bytes": side.peak_bytes, "by_category": side.peak.by_category()}, "predicted"
+    for how in ("measured", "predicted"):
+        found = side.get(how)
+        if isinstance(found, Mapping) and found.get("peak_bytes") is not None:
+            return found, how
+    raise ConfigurationError(
+        f"The report {label} has no bytes to compare: nothing was measured or predicted in that "
+        "run. Run it again with `MemSaveCallback(monitor=True)`."
+    )
+
+
+def _settings(side: Mapping[str, Any] | MemoryPrediction) -> dict[str, Any]:
+    if isinstance(side, MemoryPrediction):
+        return dict(side.settings) | {"device": side.device}
+    versions = {f"version of {name}": v for name, v in side.get("versions", {}).items()}
+    return dict(side.get("settings", {})) | {"device": side.get("device", "-")} | versions
+
+
+def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:
+    changes = (Change(name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys((*a, *b)))
+    return tuple(change for change in changes if change.before or change.after)
+
+
+def _sorted(changes: Iterable[Change]) -> tuple[Change, ...]:
+    different = [c for c in changes if c.difference or c.detail]
+    return tuple(sorted(different, key=lambda change: -abs(change.difference)))
+
+
+# Also by the other names of tied parameters: which one comes first may differ.
+def _paired(
+    a: ParameterTable, b: ParameterTable
+) -> tuple[list[_Pair], tuple[tuple[str, str], ...]]:
+    owners = {name: entry for entry in b.parameters for name in (entry.name, *entry.aliases)}
+    names_a = [name for entry in a.parameters for name in (entry.name, *entry.aliases)]
+    names, roots = align_names(names_a, owners)
+    pairs: list[_Pair] = []
+    taken: set[str] = set()
+    for entry in a.parameters:
+        others = (names.get(name) for name in (entry.name, *entry.aliases))
+        found = (owners[name] for name in others if name is not None)
+        other = next((e for e in found if e.name not in taken), None)
+        if other is not None:
+            taken.add(other.name)
+        pairs.append((entry, other))
+    pairs += [(None, entry) for entry in b.parameters if entry.name not in taken]
+    return pairs, roots
+
+
+def _module_changes(pairs: Iterable[_Pair]) -> Iterator[Change]:
+    pairs = list(pairs)
+    kept = {name for old, new in pairs if old and new for name in ancestors(new.module)}
+    kept_old = {name for old, new in pairs if old and new for name in ancestors(old.module)}
+    by_module: dict[tuple[str, bool], list[_Pair]] = {}
+    for old, new in pairs:
+        if new is not None:
+            name = new.module if old is not None else _whole(new.module, kept)
+        elif old is not None:
+            name = _whole(old.module, kept_old)
+        # What is gone has a name of the first side, which may mean something else on the second.
+        by_module.setdefault((name, new is None), []).append((old, new))
+    for (name, _), members in by_module.items():
+        olds, news = [o for o, _ in members if o], [n for _, n in members if n]
+        yield Change(
+            name,
+            sum(e.num_elements for e in olds) if olds else None,
+            sum(e.num_elements for e in news) if news else None,
+            "; ".join(_shape_changes(members)),
+        )
+
+
+# The outermost module of which everything is new or gone.
+def _whole(module: str, kept: set[str]) -> str:
+    return next((name for name in ancestors(module) if name not in kept), module)
+
+
+def _shape_changes(members: Iterable[_Pair]) -> Iterator[str]:
+    for old, new in members:
+        if old and new and old.shape != new.shape:
+            yield f"{new.name.rpartition('.')[2]} {shape_of(old)} -> {shape_of(new)}"
+
+
+def _dtype_notes(pairs: Iterable[_Pair]) -> list[str]:
+    changed: dict[tuple[str, str], int] = {}
+    for old, new in pairs:
+        if old and new and old.dtype != new.dtype:
+            key = (old.dtype, new.dtype)
+            changed[key] = changed.get(key, 0) + new.num_elements
+    return [f"{n:,} parameters are {y} that were {x}" for (x, y), n in changed.items()]
+
+
+def _lazy_notes(*tables: ParameterTable) -> list[str]:
+    return [
+        f"{table.num_lazy} parameters of {table.model} have no shape yet and are left out"
+        for table in tables
+        if table.num_lazy
+    ]

@@ -1,0 +1,260 @@
+"""What is different between two models, two predictions or two reports."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memsave.planning.parameter_tree import as_plain_text
+from lightning_memsave.units import format_bytes
+
+# Together these must make most of the difference to be named in a sentence.
+_MOST = 0.95
+_MAX_NAMED = 3
+_MAX_ROWS = 20
+_MAX_NAME_WIDTH = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure on both sides.
+
+    Args:
+        name: Of a module, a category or a phase; of a module the name on the second side.
+        before: On the first side; ``None`` where it does not exist.
+        after: On the second side; ``None`` where it does not exist.
+        detail: What changed, such as ``"weight 10 x 4 -> 20 x 4"``.
+    """
+
+    name: str
+    before: int | None
+    after: int | None
+    detail: str = ""
+
+    @property
+    def difference(self) -> int:
+        """By how much the second side is larger."""
+        return (self.after or 0) - (self.before or 0)
+
+    @property
+    def status(self) -> str:
+        """``"new"``, ``"gone"``, ``"grew"``, ``"shrank"`` or ``"same"``."""
+        if self.before is None or self.after is None:
+            return "new" if self.before is None else "gone"
+        return "grew" if self.difference > 0 else "shrank" if self.difference else "same"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            The fields, with ``difference`` and ``status``.
+        """
+        return {
+            "name": self.name,
+            "before": self.before,
+            "after": self.after,
+            "difference": self.difference,
+            "status": self.status,
+            "detail": self.detail,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryComparison:
+    """Which figures differ between two sides, the largest differences first.
+
+    Args:
+        kind: ``"parameters"``, ``"predictions"`` or ``"reports"``.
+        a: What the first side is.
+        b: What the second side is.
+        total: Parameters, or bytes at the peak.
+        modules: Those that differ. Of parameters: each module with what it owns itself, or a whole
+            part of the model that is new or gone.
+        categories: Bytes at the peak by category, those that are not 0 on both sides.
+        phases: Peak of each phase in bytes.
+        parameter_bytes: What the parameters take; ``None`` if nothing is known of them.
+        settings: What was set differently: name, first value, second value.
+        notes: What was taken for granted, one line each.
+    """
+
+    kind: str
+    a: str
+    b: str
+    total: Change
+    modules: tuple[Change, ...] = ()
+    categories: tuple[Change, ...] = ()
+    phases: tuple[Change, ...] = ()
+    parameter_bytes: Change | None = None
+    settings: tuple[tuple[str, str, str], ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """``"parameters"`` or ``"bytes"``: what ``total`` and ``modules`` are counted in."""
+        return "parameters" if self.kind == "parameters" else "bytes"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            The fields under their names.
+        """
+        return {
+            "kind": self.kind,
+            "a": self.a,
+            "b": self.b,
+            "unit": self.unit,
+            "total": self.total.to_dict(),
+            "parameter_bytes": self.parameter_bytes and self.parameter_bytes.to_dict(),
+            "modules": [change.to_dict() for change in self.modules],
+            "categories": [change.to_dict() for change in self.categories],
+            "phases": [change.to_dict() for change in self.phases],
+            "settings": [
+                {"name": name, "before": before, "after": after}
+                for name, before, after in self.settings
+            ],
+            "notes": list(self.notes),
+        }
+
+    def sentences(self) -> list[str]:
+        """Say what changed and which modules did it.
+
+        Returns:
+            At least one sentence.
+        """
+        before, after = (self._format(n or 0) for n in (self.total.before, self.total.after))
+        what = "parameters" if self.kind == "parameters" else "at the peak"
+        if not self.total.difference:
+            return [f"Both have {after} {what}{'.' if not self.modules else ', but not the same.'}"]
+        times = self._times()
+        found = [f"{before} -> {after} {what} ({self._signed(self.total.difference)}{times})."]
+        decisive = _decisive(grouped(self.modules), self.total.difference)
+        if decisive:
+            share = sum(change.difference for change in decisive) / self.total.difference
+            names = " and ".join(
+                f"`{change.name}` {self._signed(change.difference)}" for change in decisive
+            )
+            found.append(f"{names}: {100 * share:.1f} % of the difference.")
+        return found
+
+    def _times(self) -> str:
+        if not self.total.before or not self.total.after:
+            return ""
+        return f", {self.total.after / self.total.before:.2f} times"
+
+    def _format(self, number: int) -> str:
+        return f"{number:,}" if self.kind == "parameters" else format_bytes(number)
+
+    def _signed(self, number: int) -> str:
+        return f"{'+' if number > 0 else ''}{self._format(number)}"
+
+    def _tables(self, max_rows: int | None = _MAX_ROWS) -> list[Table | Text]:
+        head = f"{self.a} -> {self.b}"
+        shown: list[Table | Text] = [Text(head), *(Text(s) for s in self.sentences())]
+        if self.parameter_bytes is not None and self.parameter_bytes.difference:
+            before, after = (
+                format_bytes(n or 0)
+                for n in (self.parameter_bytes.before, self.parameter_bytes.after)
+            )
+            shown.append(Text(f"Memory of the parameters: {before} -> {after}."))
+        if self.modules:
+            rows = grouped(self.modules)
+            shown.append(self._table("module", rows[:max_rows], is_detailed=True))
+            if max_rows is not None and len(rows) > max_rows:
+                shown.append(Text(f"... and {len(rows) - max_rows} smaller differences"))
+        for title, changes in (("category", self.categories), ("phase", self.phases)):
+            if changes:
+                shown.append(self._table(title, changes))
+        shown += [Text(f"{name}: {x} -> {y}") for name, x, y in self.settings]
+        return [*shown, *(Text(f"note: {note}") for note in self.notes)]
+
+    def _table(self, title: str, changes: Sequence[Change], *, is_detailed: bool = False) -> Table:
+        table = Table(box=None, pad_edge=False)
+        longest = max((len(change.name) for change in changes), default=0)
+        table.add_column(title, overflow="fold", min_width=min(longest, _MAX_NAME_WIDTH))
+        for column in ("before", "after", "difference"):
+            table.add_column(column, justify="right", no_wrap=True)
+        if is_detailed:
+            table.add_column("what", overflow="fold")
+        for change in changes:
+            before, after = (
+                "-" if n is None else self._format(n) for n in (change.before, change.after)
+            )
+            cells = [change.name.replace("_", " ") if not is_detailed else change.name or "(whole)"]
+            cells += [before, after, self._signed(change.difference)]
+            if is_detailed:
+                status = change.status if change.status in {"new", "gone"} else ""
+                cells.append(", ".join(filter(None, (status, change.detail))))
+            table.add_row(*(Text(cell) for cell in cells))
+        return table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._tables()
+
+    def __str__(self) -> str:
+        return as_plain_text(*self._tables())
+
+
+def grouped(changes: Sequence[Change]) -> list[Change]:
+    """Put the same change of several blocks into one.
+
+    Args:
+        changes: Those of modules.
+
+    Returns:
+        The changes in order, blocks together under a name with ``*``, the largest first.
+
+    Example:
+        >>> [c.name for c in grouped([Change("layer.0.fc", 4, 8), Change("layer.1.fc", 4, 8)])]
+        ['layer.*.fc (2 x)']
+    """
+    found: dict[tuple[object, ...], list[Change]] = {}
+    for change in changes:
+        template = re.sub(r"(?<![^.])\d+(?![^.])", "*", change.name)
+        key = (template, change.before, change.after, change.detail)
+        found.setdefault(key, []).append(change)
+    merged = [
+        members[0]
+        if len(members) == 1
+        else Change(
+            f"{template} ({len(members)} x)",
+            None if members[0].before is None else sum(m.before or 0 for m in members),
+            None if members[0].after is None else sum(m.after or 0 for m in members),
+            members[0].detail,
+        )
+        for (template, *_), members in found.items()
+    ]
+    return sorted(merged, key=lambda change: -abs(change.difference))
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
+    """Find what was set differently.
+
+    Args:
+        a: Values by name.
+        b: The same of the other side.
+
+    Returns:
+        Name and both values; ``"-"`` where there is none.
+    """
+    return tuple(
+        (name, str(a.get(name, "-")), str(b.get(name, "-")))
+        for name in dict.fromkeys((*a, *b))
+        if a.get(name, "-") != b.get(name, "-")
+    )
+
+
+# The fewest changes that make most of the difference.
+def _decisive(changes: Sequence[Change], difference: int) -> list[Change]:
+    found: list[Change] = []
+    for change in changes[:_MAX_NAMED]:
+        if not change.name or change.difference * difference <= 0:
+            break
+        found.append(change)
+        if sum(c.difference for c in found) / difference >= _MOST:
+            return found
+    return []
