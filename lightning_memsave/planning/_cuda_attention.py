@@ -1,0 +1,168 @@
+"""The kernel that CUDA chooses for ``scaled_dot_product_attention``, and what it takes."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_HALF = (torch.float16, torch.bfloat16)
+_MASK_ALIGNMENT = 16  # of the efficient kernel, in elements
+KERNELS = ("flash", "efficient", "math")
+
+
+class _Inputs(NamedTuple):
+    query: Tensor  # (B, H, T, D)
+    key: Tensor
+    value: Tensor
+    mask: Tensor | None
+    dropout_p: float
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+class Attention:
+    """``aten::scaled_dot_product_attention`` with CUDA's kernels, on tensors without data.
+
+    Args:
+        kernel: The first to try. ``None`` follows torch's order, flash, efficient, math.
+        capability: Compute capability of the device, for example ``(7, 5)`` for a T4.
+    """
+
+    def __init__(self, kernel: str | None, capability: tuple[int, int]) -> None:
+        self._kernel = kernel
+        self._capability = capability
+
+    def __call__(  # noqa: PLR0917 (the order of the operator)
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Compute attention like the C++ function of that name.
+
+        Args:
+            query: (batch, heads, tokens, head size), as the other two.
+            key: For the same batch.
+            value: For the same batch.
+            attn_mask: Added to the scores, or where to look.
+            dropout_p: Of the scores.
+            is_causal: Whether each token sees those before it only.
+            scale: Of the scores.
+            enable_gqa: Whether several query heads share a key head.
+
+        Returns:
+            The output of attention.
+        """
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
+                attn_mask.logical_not(), -math.inf
+            )
+        inputs = _Inputs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+        return _RUN[self.choose(inputs)](inputs)
+
+    def choose(self, inputs: _Inputs) -> str:
+        """Find the kernel (``select_sdp_backend`` in ``transformers/cuda/sdp_utils.cpp``).
+
+        Args:
+            inputs: The arguments of attention.
+
+        Returns:
+            One of `KERNELS`: the first that is switched on and can take the arguments.
+        """
+        fits = {"flash": self._flash_fits, "efficient": self._efficient_fits}
+        for kernel in dict.fromkeys((self._kernel, *KERNELS)):
+            if kernel == "math" or (kernel in fits and fits[kernel](inputs)):
+                return kernel
+        return "math"
+
+    def _flash_fits(self, inputs: _Inputs) -> bool:
+        query, key, value = inputs[:3]
+        return (
+            torch.backends.cuda.flash_sdp_enabled()
+            and self._capability >= (8, 0)
+            and query.dtype in _HALF
+            and inputs.mask is None
+            and _is_regular(inputs, may_share_heads=True)
+            and query.size(-1) == key.size(-1) == value.size(-1) <= 256
+            and not (inputs.is_causal and query.size(-2) != key.size(-2))
+        )
+
+    def _efficient_fits(self, inputs: _Inputs) -> bool:
+        query, mask = inputs.query, inputs.mask
+        is_half = query.dtype in _HALF
+        has_tensor_cores = self._capability >= (8, 0) or (is_half and self._capability >= (7, 0))
+        alignment = 4 if self._capability >= (8, 0) else 1
+        if has_tensor_cores:
+            alignment = max(alignment, 128 // (16 if is_half else 32))
+        return (
+            torch.backends.cuda.mem_efficient_sdp_enabled()
+            and self._capability >= (5, 0)
+            and (query.dtype in {torch.float32, torch.float16} or self._takes_bfloat16(query))
+            and _is_regular(inputs, may_share_heads=False)
+            and all(t.size(-1) % alignment == 0 for t in (query, inputs.value))
+            and (mask is None or mask.stride(-1) == 1)
+        )
+
+    def _takes_bfloat16(self, query: Tensor) -> bool:
+        return query.dtype is torch.bfloat16 and self._capability >= (8, 0)
+
+
+def _is_regular(inputs: _Inputs, *, may_share_heads: bool) -> bool:
+    query, key, value = tensors = inputs[:3]
+    if any(t.dim() != 4 or 0 in t.shape or t.stride(-1) != 1 for t in tensors):
+        return False
+    if not query.size(0) == key.size(0) == value.size(0) or key.size(1) != value.size(1):
+        return False
+    if inputs.enable_gqa and may_share_heads:
+        return query.size(1) % key.size(1) == 0
+    return query.size(1) == key.size(1)
+
+
+def _flash(inputs: _Inputs) -> Tensor:
+    size = inputs.query.size(-1)
+    scale = inputs.scale or 1 / math.sqrt(size)
+    padded = (functional.pad(t, (0, -size % 8)) if size % 8 else t for t in inputs[:3])
+    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        *padded, inputs.dropout_p, inputs.is_causal, False, scale=scale
+    )[0]
+    return output[..., :size] if size % 8 else output
+
+
+def _efficient(inputs: _Inputs) -> Tensor:
+    query, key, _ = tensors = inputs[:3]
+    needs_statistics = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    mask = inputs.mask
+    if mask is not None:
+        mask = _aligned(mask).expand(*query.shape[:-1], key.size(-2))
+    output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        *tensors, mask, needs_statistics, inputs.dropout_p, inputs.is_causal, scale=inputs.scale
+    )[0]
+    return output
+
+
+def _math(inputs: _Inputs) -> Tensor:
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
+        *inputs[:6], scale=inputs.scale, enable_gqa=inputs.enable_gqa
+    )[0]
+    return output
+
+
+_RUN = {"flash": _flash, "efficient": _efficient, "math": _math}
+
+
+# preprocess_mask: a mask whose rows begin at unaligned addresses is copied.
+def _aligned(mask: Tensor) -> Tensor:
+    if mask.stride(-1) == 1 and all(n % _MASK_ALIGNMENT == 0 for n in mask.stride()[:-1]):
+        return mask
+    size = mask.size(-1)
+    padded = functional.pad(mask, (0, _MASK_ALIGNMENT - size % _MASK_ALIGNMENT))
+    return padded[..., :size]

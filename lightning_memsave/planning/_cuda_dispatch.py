@@ -1,0 +1,102 @@
+"""Put functions of our own in front of torch's CPU operators, for tensors without data alone."""
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet
+from torch._subclasses.fake_tensor import FakeTensor
+
+Kernel = Callable[..., Any]
+
+
+class Overrides:
+    """Functions that are called in place of operators, until ``undo``.
+
+    They stand in torch's dispatcher, not in Python, so that they see also what C++ code, the
+    backward pass and the recomputation of checkpointed blocks call. Real tensors never reach them.
+    """
+
+    def __init__(self) -> None:
+        self._library = torch.library.Library("aten", "IMPL")
+
+    def add(
+        self, name: str, key: str, kernel: Kernel | None, otherwise: Kernel | None = None
+    ) -> None:
+        """Put a function in front of an operator.
+
+        Args:
+            name: The operator and its overload, such as ``"sum.dim_IntList"``.
+            key: Name of the dispatch key at which it stands.
+            kernel: What to call for fake tensors, with the arguments of the operator. ``None``
+                goes on below the key, as if the operator had nothing there.
+            otherwise: The same for all other tensors.
+        """
+        operator = operator_named(name)
+        below = torch._C._dispatch_keyset_full_after(getattr(DispatchKey, key))
+
+        def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            chosen = kernel if any_fake(args) else otherwise
+            if chosen is not None:
+                return chosen(*args, **kwargs)
+            return operator.redispatch(keyset & below, *args, **kwargs)
+
+        self._put(name, key, call)
+
+    def add_scratch(self, name: str, num_bytes: Callable[..., int]) -> None:
+        """Let an operator hold memory while it runs.
+
+        Args:
+            name: As in ``add``.
+            num_bytes: Gives the bytes, from the arguments of the operator.
+        """
+        find = getattr(torch.library, "get_kernel", None)
+        if find is None:  # torch before 2.9
+            return
+        previous = find(operator_named(name), "AutogradCPU")
+
+        def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            size = num_bytes(*args) if any_fake(args) else 0
+            scratch = torch.empty(size, dtype=torch.uint8) if size else None
+            result = previous.call_boxed(keyset, *args, **kwargs)
+            del scratch
+            return result
+
+        self._put(name, "AutogradCPU", call)
+
+    def undo(self) -> None:
+        """Take all of them away; a second call does nothing."""
+        self._library._destroy()
+
+    def _put(self, name: str, key: str, function: Kernel) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch tells once per process of a replaced operator
+            self._library.impl(name, function, key, with_keyset=True)
+
+
+def operator_named(name: str) -> Any:
+    """Find an operator of torch.
+
+    Args:
+        name: Name and overload, such as ``"sum.dim_IntList"``; without overload the default one.
+
+    Returns:
+        The overload.
+    """
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def any_fake(args: Iterable[Any]) -> bool:
+    """Say whether arguments of an operator hold a tensor without data.
+
+    Args:
+        args: Tensors, lists of them, and other values.
+
+    Returns:
+        True if one is a ``FakeTensor``.
+    """
+    return any(
+        isinstance(a, FakeTensor) or (isinstance(a, (list, tuple)) and any_fake(a)) for a in args
+    )

@@ -1,0 +1,116 @@
+"""Let tensors without data take the memory on a CPU that they would take on CUDA."""
+
+import contextlib
+from collections.abc import Iterator
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning._cuda_attention import KERNELS, Attention
+from lightning_memsave.planning._cuda_autocast import add_autocast
+from lightning_memsave.planning._cuda_dispatch import Overrides
+from lightning_memsave.planning._cuda_operators import (
+    FloatStatistics,
+    add_operators,
+    add_scratch,
+)
+from lightning_memsave.planning._cuda_optimizers import foreach_optimizers
+from lightning_memsave.units import KIB, MIB
+
+ASSUMPTIONS: tuple[str, ...] = (
+    "Dropout keeps a mask of one byte for each element.",
+    "Attention (`scaled_dot_product_attention`) runs torch's flash kernel in float16 and bfloat16 "
+    "without mask, else its memory-efficient kernel, and plain matrix products where neither takes "
+    "the arguments; cuDNN's kernel, which Hopper and Blackwell may choose, counts as flash.",
+    "Autocast follows CUDA's lists: layer norm, softmax, powers, sums and losses in float32.",
+    "Layer norm keeps its statistics in float32; RMS norm is one kernel.",
+    "Optimizers and gradient clipping use the `foreach` implementation unless told otherwise.",
+    "Backward of attention and of embeddings takes the scratch memory that torch 2.13 allocates.",
+    "Not counted: workspaces of cuDNN (convolutions, recurrent layers), scratch of reductions, "
+    "and what libraries other than torch allocate.",
+)
+
+
+@contextlib.contextmanager
+def cuda_kernels(
+    attention: str | None = None, *, capability: tuple[int, int] = (8, 0)
+) -> Iterator[None]:
+    """Let fake CPU tensors take CUDA's paths, as far as memory is concerned.
+
+    Changes what is kept for backward (dropout, attention, normalisation, what autocast casts) and
+    what exists for a moment (optimizer, backward of attention and embeddings); see `ASSUMPTIONS`.
+    Costs a few microseconds for each operator.
+
+    Args:
+        attention: The kernel of ``scaled_dot_product_attention`` to prefer: ``"flash"``,
+            ``"efficient"`` or ``"math"``. Where it does not take the arguments, and for ``None``,
+            torch's own choice for CUDA counts.
+        capability: Compute capability of the device, for example ``(7, 5)`` for a T4, which has no
+            flash kernel.
+
+    Yields:
+        Nothing; everything is as before afterwards, also after an exception.
+
+    Raises:
+        ConfigurationError: If ``attention`` or ``capability`` is none of these.
+
+    Note:
+        To be entered inside of ``FakeTensorMode``, before whatever counts memory. Replaces
+        operators in torch's dispatcher for the whole process, for fake tensors only: other tensors
+        take the paths that they always take.
+
+    Example:
+        >>> import torch
+        >>> from torch._subclasses.fake_tensor import FakeTensorMode
+        >>> from lightning_memsave.measure.live_tensors import LiveTensors
+        >>> def kept_bytes():
+        ...     x = torch.ones(1000, requires_grad=True)
+        ...     with LiveTensors() as live:
+        ...         y = torch.nn.functional.dropout(x, 0.1)
+        ...         return live.breakdown.activation_bytes
+        >>> with FakeTensorMode():
+        ...     kept_bytes()
+        8000
+        >>> with FakeTensorMode(), cuda_kernels():
+        ...     kept_bytes()
+        5000
+    """
+    if attention is not None and attention not in KERNELS:
+        raise ConfigurationError(
+            f"`attention={attention!r}` is no attention kernel of CUDA. "
+            f"Use one of {', '.join(map(repr, KERNELS))}, or `None` for torch's choice."
+        )
+    if capability < (5, 0):
+        raise ConfigurationError(
+            f"`capability={capability!r}` is no compute capability that torch supports: it must be "
+            "at least (5, 0). Use for example `(8, 0)` for an A100."
+        )
+    overrides = Overrides()
+    with contextlib.ExitStack() as undo:
+        undo.callback(overrides.undo)
+        kernel = Attention(attention, capability)
+        overrides.add("scaled_dot_product_attention", "AutogradCPU", kernel)
+        add_operators(overrides)
+        add_autocast(overrides)
+        add_scratch(overrides)
+        undo.enter_context(foreach_optimizers())
+        undo.enter_context(FloatStatistics())
+        yield
+
+
+def workspace_bytes(capability: tuple[int, int] = (8, 0)) -> int:
+    """Give what cuBLAS holds from the first matrix product on, in torch's allocator.
+
+    One workspace for the thread of the forward pass and one for that of the backward pass
+    (``parseChosenWorkspaceSize`` in ``CublasHandlePool.cpp``).
+
+    Args:
+        capability: Compute capability of the device.
+
+    Returns:
+        Bytes, with ``CUBLAS_WORKSPACE_CONFIG`` not set.
+
+    Example:
+        >>> workspace_bytes(), workspace_bytes((9, 0))
+        (17039360, 67108864)
+    """
+    one = 32 * MIB if capability[0] in {9, 10} else 8 * MIB + 128 * KIB
+    return 2 * one
