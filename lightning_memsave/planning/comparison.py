@@ -92,10 +92,7 @@ def compare_predictions(
         modules=_sorted(modules),
         categories=_categories(a.peak.by_category(), b.peak.by_category()),
         phases=tuple(
-            Change(
-                phase,
-                *(p.by_phase[phase].total_bytes if phase in p.by_phase else None for p in (a, b)),
-            )
+            Change(phase, _phase_bytes(a, phase), _phase_bytes(b, phase))
             for phase in PHASES
             if phase in a.by_phase or phase in b.by_phase
         ),

@@ -134,10 +134,12 @@ def _remade(optimizer: Optimizer) -> MakeOptimizer:
 
 
 def _name_of(make: MakeOptimizer) -> str:
-    name = getattr(make, "__name__", "")
-    if isinstance(make, type) or (name and name != "<lambda>"):
-        return name
-    return type(make([nn.Parameter(torch.zeros(2, 2))])).__name__
+    if isinstance(make, type):
+        return make.__name__
+    try:
+        return type(make([nn.Parameter(torch.zeros(2, 2))])).__name__
+    except Exception:  # it is said what is wrong where it is needed
+        return _name_or_repr(make)
 
 
 def _state_bytes(make: MakeOptimizer, shape: tuple[int, ...], dtype: torch.dtype) -> int:

@@ -16,7 +16,7 @@ from lightning_memsave.units import format_bytes
 _MOST = 0.95
 _MAX_NAMED = 3
 _MAX_ROWS = 20
-_MAX_NAME_WIDTH = 50
+_MAX_NAME_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -34,7 +34,7 @@ def parameter_tree(
     max_depth: int | None = None,
     min_share: float = 0.005,
     is_sorted: bool = True,
-) -> Table:
+) -> Group:
     """Draw the modules as a tree, with equal blocks in one line.
 
     Args:
@@ -44,7 +44,7 @@ def parameter_tree(
         is_sorted: Whether the largest come first; if not, they come as they are in the model.
 
     Returns:
-        A table for a rich console.
+        A line with the totals and a table, for a rich console.
 
     Raises:
         ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
@@ -57,7 +57,7 @@ def parameter_tree(
         raise ConfigurationError(
             f"`min_share={min_share}` is no share: it must be from 0 to 1. Use 0.01 for 1 %."
         )
-    shown = Table(box=None, pad_edge=False, title=_title(table), title_justify="left")
+    shown = Table(box=None, pad_edge=False)
     shown.add_column("module", overflow="fold")
     shown.add_column("class", overflow="fold")
     for column in ("parameters", "share", "memory"):
@@ -68,7 +68,7 @@ def parameter_tree(
     for depth, node in _visible(root, 0, max_depth, min_share * table.num_parameters, is_sorted):
         # As `Text`: rich would read brackets as its markup.
         shown.add_row(*(Text(cell) for cell in _cells(node, depth, table)))
-    return shown
+    return Group(_title(table), shown)
 
 
 def plain_tree(
@@ -103,11 +103,11 @@ def plain_tree(
     return as_plain_text(tree)
 
 
-def as_plain_text(*shown: Table | Text | str) -> str:
+def as_plain_text(*shown: RenderableType) -> str:
     """Write what rich would show without colours.
 
     Args:
-        shown: Tables and texts.
+        shown: Tables, texts and groups of them.
 
     Returns:
         Lines of at most 110 characters, without spaces at their ends.

@@ -1,0 +1,166 @@
+"""What has changed since it last fitted."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from torch import nn
+
+from lightning_memsave.analysis._targets_building import buildable, explained
+from lightning_memsave.analysis.targets import load_target
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.comparison import (
+    compare_parameters,
+    compare_predictions,
+    compare_reports,
+)
+from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.planning.memory_comparison import MemoryComparison
+from lightning_memsave.planning.parameter_table import ParameterTable, parameter_table
+from lightning_memsave.planning.prediction import MemoryPrediction
+
+Comparable: TypeAlias = (
+    nn.Module
+    | Callable[[], nn.Module]
+    | ParameterTable
+    | MemoryPrediction
+    | Mapping[str, Any]
+    | str
+    | os.PathLike[str]
+)
+"""What can be compared: models in any form, predictions, and reports of runs."""
+
+_WORDS = {
+    "parameters": "the parameters of a model",
+    "prediction": "a prediction",
+    "report": "the report of a run",
+}
+_FORMS = (
+    "Pass a module, a function that makes one, a prediction, a mapping of names to shapes, or the "
+    "path of a config, checkpoint, prediction or `memsave_report.json`."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """One side, read."""
+
+    kind: Literal["parameters", "prediction", "report"]
+    label: str
+    value: Any
+
+
+def compare_memory(
+    a: Comparable, b: Comparable, *, labels: tuple[str, str] | None = None
+) -> MemoryComparison:
+    """Find what makes the second model, prediction or run take more memory than the first.
+
+    Models are compared by their parameters, module by module, without running them and without
+    allocating what a function makes. Predictions are compared in bytes by category, phase and
+    module; reports of runs in bytes by category, and in what was switched on.
+
+    Args:
+        a: The first side: a module; a function or class that makes one without arguments; a
+            `MemoryPrediction`; a mapping of names to tensors or shapes, such as a ``state_dict``;
+            or the path of a Hugging Face config, a YAML file for LightningCLI, a checkpoint, a
+            prediction in JSON or a ``memsave_report.json``. Also ``"package.module:Class"``.
+        b: The second side.
+        labels: What to call them; by default the class or the path.
+
+    Returns:
+        The differences, largest first; ``print`` shows them.
+
+    Raises:
+        ConfigurationError: If a side cannot be read, or if the two have no figure in common.
+
+    Note:
+        Modules are told by their names. A part of the model under another root is recognised if its
+        inside has the same names; a single layer that got another name counts as gone and new.
+        Nothing in a checkpoint is run (``weights_only=True``).
+
+    Example:
+        >>> print(compare_memory(nn.Linear(10, 1000), nn.Linear(10, 3000), labels=("old", "new")))
+        old -> new
+        11,000 -> 33,000 parameters (+22,000, 3.00 times).
+        Memory of the parameters: 42.97 KiB -> 128.91 KiB.
+        module   before   after  difference  what
+        (whole)  11,000  33,000     +22,000  weight 1,000 x 10 -> 3,000 x 10; bias 1,000 -> 3,000
+    """
+    first, second = _read(a), _read(b)
+    names = labels or (first.label, second.label)
+    kinds = {first.kind, second.kind}
+    if kinds == {"parameters"}:
+        return compare_parameters(first.value, second.value, names)
+    if kinds == {"prediction"}:
+        return compare_predictions(first.value, second.value, names)
+    if "parameters" not in kinds:
+        return compare_reports(first.value, second.value, names)
+    raise ConfigurationError(
+        f"`{names[0]}` is {_WORDS[first.kind]} and `{names[1]}` is {_WORDS[second.kind]}: they "
+        "have no figure in common. Compare two of a kind: make a prediction for the model with "
+        "`predict_memory(model, batch)`, or give the model of the other side."
+    )
+
+
+def _read(side: Comparable) -> _Side:
+    if isinstance(side, MemoryPrediction):
+        return _Side("prediction", side.model, side)
+    if isinstance(side, ParameterTable):
+        return _Side("parameters", side.model, side)
+    if isinstance(side, nn.Module):
+        return _Side("parameters", type(side).__name__, parameter_table(side))
+    if isinstance(side, Mapping):
+        return _of_mapping(side, "mapping")
+    if isinstance(side, str | os.PathLike):
+        return _of_path(os.fspath(side))
+    if not callable(side):
+        raise ConfigurationError(f"A {type(side).__name__} cannot be compared. {_FORMS}")
+    return _of_factory(side)
+
+
+def _of_mapping(found: Mapping[str, Any], label: str) -> _Side:
+    if "changes" in found and "settings" in found:
+        return _Side("report", label, found)
+    if "by_phase" in found and "modules" in found:
+        try:
+            prediction = MemoryPrediction.from_dict(found)
+        except (KeyError, TypeError) as error:
+            raise ConfigurationError(
+                f"`{label}` is an incomplete prediction ({error}). Write it again with "
+                "`MemoryPrediction.to_dict()`."
+            ) from error
+        return _Side("prediction", label, prediction)
+    return _Side("parameters", label, parameter_table(found, label))
+
+
+def _of_path(text: str) -> _Side:
+    path = Path(text)
+    if path.suffix == ".json" and path.is_file():
+        try:
+            found = json.loads(path.read_text())
+        except ValueError as error:  # also what is no text at all
+            raise ConfigurationError(
+                f"`{text}` is not JSON ({error}). Give a report, a prediction or a config."
+            ) from error
+        if isinstance(found, dict) and {"changes", "by_phase"} & found.keys():
+            return _of_mapping(found, text)
+    table = parameter_table(load_target(text).parameter_source(), text)
+    return _Side("parameters", text, table)
+
+
+def _of_factory(factory: Callable[[], nn.Module]) -> _Side:
+    label = getattr(factory, "__name__", type(factory).__name__)
+    fix = "Pass a function without arguments that makes the module, or the module itself."
+    with fake_tensors(), explained(f"`{label}()`", fix), buildable():
+        module = factory()
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(
+                f"`{label}()` gave a {type(module).__name__}, which is no module. {fix}"
+            )
+        # The layers of a LightningModule may be made here; it does nothing where it was done.
+        if callable(configure := getattr(module, "configure_model", None)):
+            configure()
+        return _Side("parameters", label, parameter_table(module))
