@@ -132,7 +132,7 @@ def compare_reports(
         b=labels[1],
         total=Change("peak_bytes", peak_a["peak_bytes"], peak_b["peak_bytes"]),
         categories=categories,
-        settings=differing(_settings(a), _settings(b)),
+        settings=differing(_settings(a), _settings(b)) + _other_places(a, b),
         notes=tuple(notes),
     )
 
@@ -155,11 +155,23 @@ def _peak(side: Mapping[str, Any] | MemoryPrediction, label: str) -> tuple[Mappi
     )
 
 
-def _settings(side: Mapping[str, Any] | MemoryPrediction) -> dict[str, Any]:
+def _settings(side: Mapping[str, Any] | MemoryPrediction) -> Mapping[str, Any]:
+    return side.settings if isinstance(side, MemoryPrediction) else side.get("settings", {})
+
+
+# A prediction does not say which versions it is about.
+def _other_places(
+    a: Mapping[str, Any] | MemoryPrediction, b: Mapping[str, Any] | MemoryPrediction
+) -> tuple[tuple[str, str, str], ...]:
+    first, second = _place(a), _place(b)
+    return tuple(row for row in differing(first, second) if row[0] in first.keys() & second.keys())
+
+
+def _place(side: Mapping[str, Any] | MemoryPrediction) -> Mapping[str, Any]:
     if isinstance(side, MemoryPrediction):
-        return dict(side.settings) | {"device": side.device}
+        return {"device": side.device}
     versions = {f"version of {name}": v for name, v in side.get("versions", {}).items()}
-    return dict(side.get("settings", {})) | {"device": side.get("device", "-")} | versions
+    return {"device": side.get("device", "-")} | versions
 
 
 def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:

@@ -1,0 +1,164 @@
+import json
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import nn
+
+from lightning_memsave.analysis.compare import compare_memory
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.parameter_table import parameter_table
+from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory
+from tests.tabular_bert import (
+    LARGE_PARAMETERS,
+    LARGE_VOCABULARY,
+    SMALL_PARAMETERS,
+    SMALL_VOCABULARY,
+    TabularBert,
+)
+
+PEAK = MemoryBreakdown(parameter_bytes=100)
+PREDICTION = MemoryPrediction(
+    "cpu", "M", PEAK, {"forward": PEAK}, (ModuleMemory("", "M", 25, PEAK),)
+)
+
+
+class Small(nn.Sequential):
+    def __init__(self, size=4):
+        super().__init__(nn.Linear(3, size), nn.Linear(size, 2))
+
+
+class Later(LightningModule):
+    layer: nn.Module | None = None
+
+    def configure_model(self):
+        if self.layer is None:
+            self.layer = Small(5)
+
+
+def test_functions_are_called_without_allocating():
+    found = compare_memory(
+        lambda: TabularBert(SMALL_VOCABULARY), lambda: TabularBert(LARGE_VOCABULARY)
+    )
+    assert (found.total.before, found.total.after) == (SMALL_PARAMETERS, LARGE_PARAMETERS)
+    assert [c.name for c in found.modules[:2]] == [
+        "bert.embeddings.word_embeddings",
+        "tab_embeddings.word_embeddings",
+    ]
+
+
+def test_forms_of_models_mix(tmp_path):
+    model = Small(5)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save({"state_dict": {f"net.{n}": t for n, t in model.state_dict().items()}}, "l.ckpt")
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    for other in (
+        model,
+        lambda: Small(5),
+        parameter_table(model),
+        model.state_dict(),
+        shapes,
+        tmp_path / "weights.pt",
+        "l.ckpt",
+        Later,
+    ):
+        found = compare_memory(Small, other)
+        assert (found.total.before, found.total.after) == (26, 32)
+        assert [c.difference for c in found.modules] == [4, 2]
+
+
+def test_configs_of_hugging_face(tmp_path):
+    from transformers import BertConfig
+
+    sizes: dict[str, Any] = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
+    for name, vocab_size in (("a", 100), ("b", 1000)):
+        config = BertConfig(vocab_size=vocab_size, **sizes, architectures=["BertForMaskedLM"])
+        config.save_pretrained(tmp_path / name)
+    found = compare_memory(tmp_path / "a", tmp_path / "b" / "config.json")
+    assert found.modules[0].name == "bert.embeddings.word_embeddings"
+    assert found.modules[0].difference == 900 * 8
+
+
+def test_labels_are_classes_paths_or_what_is_said(tmp_path):
+    torch.save(Small().state_dict(), "weights.pt")
+    found = compare_memory(Small(), "weights.pt")
+    assert (found.a, found.b) == ("Small", "weights.pt")
+    assert compare_memory(Small, Small, labels=("x", "y")).b == "y"
+
+
+def test_predictions_also_as_json(tmp_path):
+    (tmp_path / "p.json").write_text(json.dumps(PREDICTION.to_dict()))
+    found = compare_memory(PREDICTION, tmp_path / "p.json")
+    assert (found.kind, found.total.difference) == ("predictions", 0)
+    assert compare_memory(PREDICTION.to_dict(), PREDICTION).kind == "predictions"
+
+
+def test_reports_of_real_runs(tmp_path):
+    for name, accumulated in (("a", None), ("b", 2)):
+        trainer = Trainer(
+            max_steps=2,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            limit_val_batches=0,
+            default_root_dir=tmp_path / name,
+            callbacks=[
+                MemSaveCallback(
+                    activation_checkpointing=None,
+                    optimizer=None,
+                    micro_batch_size=None,
+                    accumulate_grad_batches=accumulated,
+                )
+            ],
+        )
+        trainer.fit(BoringModel())
+    paths = [tmp_path / name / "memsave_report.json" for name in ("a", "b")]
+    found = compare_memory(*paths)
+    assert found.kind == "reports"
+    assert found.settings == (("accumulate_grad_batches", "None", "2"),)
+    assert "parameter" in {c.name for c in found.categories}
+    assert str(paths[1]) in str(found).replace("\n", "")
+    assert compare_memory(PREDICTION, paths[0]).kind == "reports"
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("other", [PREDICTION, {"changes": [], "settings": {}}])
+    def test_refuses_what_has_no_figure_in_common(self, other):
+        with pytest.raises(ConfigurationError, match=r"no figure in common.*predict_memory"):
+            compare_memory(Small(), other)
+
+    def test_refuses_other_things(self):
+        with pytest.raises(ConfigurationError, match=r"A int cannot be compared\. Pass a module"):
+            compare_memory(Small(), 5)  # type: ignore[arg-type]
+
+    def test_refuses_a_path_that_does_not_exist(self):
+        with pytest.raises(ConfigurationError, match=r"`gone.ckpt` does not exist"):
+            compare_memory(Small(), "gone.ckpt")
+
+    def test_refuses_broken_json(self, tmp_path):
+        (tmp_path / "memsave_report.json").write_text("{")
+        with pytest.raises(ConfigurationError, match="is not JSON"):
+            compare_memory(tmp_path / "memsave_report.json", Small())
+
+    def test_refuses_an_incomplete_prediction(self):
+        with pytest.raises(ConfigurationError, match="incomplete prediction"):
+            compare_memory({"by_phase": {}, "modules": []}, PREDICTION)
+
+    def test_refuses_a_checkpoint_with_code(self):
+        torch.save({"state_dict": {}, "model": Small()}, "code.pt")
+        with pytest.raises(ConfigurationError, match="could run code"):
+            compare_memory(Small(), "code.pt")
+
+    def test_says_what_failed_in_a_function(self):
+        with pytest.raises(ConfigurationError, match=r"failed.*Pass a function without arguments"):
+            compare_memory(Small(), nn.Linear)  # type: ignore[arg-type]
+
+    def test_refuses_a_function_that_makes_no_module(self):
+        with pytest.raises(ConfigurationError, match="gave a int, which is no module"):
+            compare_memory(Small(), lambda: 5)  # type: ignore[arg-type, return-value]
