@@ -480,7 +480,8 @@ class TestTimeline:
 
     def test_says_when_a_smaller_copy_is_drawn(self, browser, tmp_path):
         small, large = Gpt2(num_blocks=6), Gpt2(num_blocks=12)
-        drawn = replace(large.prediction("x"), timeline=small.prediction("x").timeline)
+        timeline = small.prediction("x").timeline
+        drawn = replace(large.prediction("x"), timeline=timeline, is_extrapolated=True)
         browser.open(write_page(tmp_path / "page.html", [("x", drawn)]))
         assert "a copy of the model with fewer blocks" in texts_in(browser, "#timeline .hint")[0]
 
@@ -578,6 +579,42 @@ class TestModules:
             page.press(key)
             assert page.run(focused) == name, key
         assert page.run("document.activeElement.ariaExpanded") == "true"
+
+
+class TestOddOnes:
+    """What an engine or a JSON file may give as well."""
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"timeline": Timeline(("forward",), {"parameter": (100,)})},
+            {"timeline": Timeline(("forward", "backward"), {"parameter": (0, 0)}, 1)},
+            {"timeline": Timeline(("a", "b") * 300, {"input": tuple(range(600))}, 599)},
+            {"modules": (ModuleMemory("a.b.c", "Linear", 3, MemoryBreakdown(12)),)},
+            {"modules": (ModuleMemory("", "Net", 0, MemoryBreakdown()),)},
+            {"peak": MemoryBreakdown(), "by_phase": {"forward": MemoryBreakdown()}},
+            {"largest_tensors": (TensorMemory("unheard_of", 7),)},
+            {"device": "cuda", "reserved_bytes": 50, "context_bytes": 9},
+            {"peak": MemoryBreakdown(allocator_slack_bytes=5, host_bytes=7)},
+        ],
+        ids=lambda fields: next(iter(fields)),
+    )
+    def test_are_drawn_without_a_complaint(self, browser, tmp_path, fields):
+        settings = [("a", tiny(**fields)), ("b", tiny())]
+        browser.open(write_page(tmp_path / "page.html", settings, device_capacity_bytes=60))
+        browser.run("[0, 1, 0].forEach(show)")
+        browser.run("document.querySelectorAll('.switches button').forEach(b => b.click())")
+        browser.run("document.querySelector('#open-all')?.click()")
+        browser.run("hidden.clear()")
+        assert browser.errors == []
+        shown = browser.run("document.querySelector('main').innerText")
+        assert not re.search(r"NaN|undefined|Infinity|\[object|null", shown)
+
+    def test_modules_without_those_above_have_their_place(self, browser, tmp_path):
+        modules = (ModuleMemory("a.b.c", "Linear", 3, MemoryBreakdown(12)),)
+        browser.open(write_page(tmp_path / "page.html", [("x", tiny(modules=modules))]))
+        assert texts_in(browser, "#modules .module-name") == ["(whole model)", "a.b.c"]
+        assert bytes_in(browser, "#modules .total .bytes") == [12, 12]
 
 
 class TestTensors:

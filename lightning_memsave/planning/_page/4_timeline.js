@@ -12,7 +12,7 @@ function renderTimeline(prediction) {
     class: "plot", tabindex: "0", role: "slider", "aria-label": "Point in the step",
     "aria-valuemin": 0, "aria-valuemax": timeline.phases.length - 1,
   });
-  section.replaceChildren(
+  section.replaceChildren(...[
     heading("timeline", "Memory through the step", "The most, ",
       el("b", {}, formatBytes(prediction.peak_bytes)), peak.phase ? `, is alive in ${peak.phase}` : "",
       peak.module ? [" while ", code(peak.module), " runs"] : null,
@@ -22,15 +22,17 @@ function renderTimeline(prediction) {
     el("p", { class: "hint" }, "Each step to the right is one operation. Point at the chart, or use ",
       "the arrow keys; a category can be switched off.",
       drawn !== prediction.peak_bytes
-        ? ` Drawn is a copy of the model with fewer blocks, whose peak is ${formatBytes(drawn)}.` : "",
+        ? ` Drawn is ${prediction.is_extrapolated ? "a copy of the model with fewer blocks" : "a step"}`
+          + ` whose peak is ${formatBytes(drawn)}.` : "",
       timeline.merged > 1 ? ` Each point is the largest of up to ${timeline.merged} neighbours.` : ""),
     phaseTable(prediction),
-  );
+  ].filter(Boolean));
   new Chart(plot, timeline, names);
 }
 
 function chartLegend(names, timeline) {
   return el("ul", { class: "legend switches", "aria-label": "Categories, with bytes at the peak" },
+    el("li", { class: "legend-title" }, "At the peak"),
     names.map((name) => el("li", {}, el("button", {
       type: "button", "aria-pressed": String(!hidden.has(name)), "data-category": name,
       onclick: (event) => {
