@@ -5,19 +5,22 @@ from lightning_memsave.planning.out_of_memory import OutOfMemory
 from lightning_memsave.units import MIB, format_bytes
 
 
-def advise(oom: OutOfMemory, cause: str, allocator_settings: str) -> tuple[str, ...]:
+def advise(
+    oom: OutOfMemory, cause: str, allocator_settings: str, *, has_memsave: bool = False
+) -> tuple[str, ...]:
     """Say what to do.
 
     Args:
         oom: The figures of the message.
         cause: Why memory ran out, as in ``oom_causes.CAUSES``.
         allocator_settings: Settings of torch's allocator in that run; empty if not known.
+        has_memsave: Whether `MemSaveCallback` was on.
 
     Returns:
         What to do, in the order in which to try it.
     """
     allocator = _allocator_advice(oom, allocator_settings)
-    less = _less_memory(oom)
+    less = _less_memory(oom, has_memsave)
     by_cause = {
         "full": [*less, *allocator],
         "too_large": [
@@ -114,17 +117,26 @@ def _max_split_size_mb(oom: OutOfMemory) -> int:
     return int(min(max(1 << max(half.bit_length() - 1, 0), 32), 512))
 
 
-def _less_memory(oom: OutOfMemory) -> list[str]:
+def _less_memory(oom: OutOfMemory, has_memsave: bool) -> list[str]:
     if oom.phase == "optimizer":
         return [
             'Keep its state in 8 bits: `MemSaveCallback(optimizer="8bit")`; or in host memory when '
             'that does not fit: `optimizer="paged_8bit"`. A smaller batch does not help here.',
             "Train fewer parameters, or shard them over several devices.",
         ]
-    return [
+    suite = (
         "Add `MemSaveCallback()` to the Trainer: it recomputes activations, keeps the optimizer's "
         "state in 8 bits, and repeats a batch in parts when memory runs out, with the same "
-        "gradients.",
+        "gradients."
+    )
+    if has_memsave:
+        suite = (
+            "Look at the table that `MemSaveCallback` printed at the start of fit: what is off or "
+            'unchanged there still saves, such as `activation_checkpointing="all"`, '
+            '`optimizer="8bit"`, `micro_batch_size="auto"`.'
+        )
+    return [
+        suite,
         "Use a smaller batch with `accumulate_grad_batches`, or shorter samples.",
         'Use `precision="bf16-mixed"` where the device has it.',
     ]

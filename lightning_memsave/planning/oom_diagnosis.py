@@ -78,13 +78,16 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose(oom: OutOfMemory, allocator_settings: str = "") -> Diagnosis:
+def diagnose(
+    oom: OutOfMemory, allocator_settings: str = "", *, has_memsave: bool = False
+) -> Diagnosis:
     """Say why memory ran out, from the figures of the message alone.
 
     Args:
         oom: What `read_out_of_memory` gave.
         allocator_settings: Value of ``PYTORCH_CUDA_ALLOC_CONF`` or ``PYTORCH_ALLOC_CONF`` in that
             run, if known: what is switched on already is not advised.
+        has_memsave: Whether `MemSaveCallback` was on.
 
     Returns:
         The diagnosis.
@@ -101,7 +104,8 @@ def diagnose(oom: OutOfMemory, allocator_settings: str = "") -> Diagnosis:
     shares = shares_of(oom)
     cause, reason = cause_of(oom, shares)
     findings = [reason, *_remarks(oom, shares, cause)]
-    return Diagnosis(oom, cause, shares, tuple(findings), advise(oom, cause, allocator_settings))
+    advice = advise(oom, cause, allocator_settings, has_memsave=has_memsave)
+    return Diagnosis(oom, cause, shares, tuple(findings), advice)
 
 
 def _remarks(oom: OutOfMemory, shares: Mapping[str, int], cause: str) -> list[str]:

@@ -141,3 +141,9 @@ def test_becomes_json():
     assert found["cause"] == "other_process"
     assert found["oom"]["processes"][0]["pid"] == 2493055
     assert set(found["shares"]) == {"allocated", "unallocated", "outside", "others", "free"}
+
+
+def test_does_not_advise_to_add_the_callback_that_is_there():
+    advice = diagnose(read_out_of_memory(m.FULL), has_memsave=True).advice
+    assert "the table that `MemSaveCallback` printed" in advice[0]
+    assert not any("Add `MemSaveCallback()`" in line for line in advice)

@@ -1,0 +1,229 @@
+"""Write down what took the memory when a run ends because there is none left."""
+
+import os
+import pickle
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightning_memsave.callbacks._base import CallbackBase
+from lightning_memsave.callbacks._oom_facts import (
+    describe,
+    describe_batch,
+    make_report,
+    out_of_memory_in,
+    say,
+)
+from lightning_memsave.callbacks._oom_report import (
+    SNAPSHOT_NAME,
+    BatchTensor,
+    OutOfMemoryReport,
+    write_files,
+)
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.measure.storages import tensors_in
+
+
+class OOMObserver(CallbackBase):
+    """Write down what took the memory when a run ends because there is none left.
+
+    Writes ``memsave_oom.txt`` and ``memsave_oom.json``: why memory ran out (full, fragmented,
+    another process, one request that is too large) and what to do; which tensors were alive, by
+    category, and the largest by name; the batch, epoch and step; what torch's allocator and the
+    driver say. On CUDA also ``memsave_oom_snapshot.pickle``, for https://pytorch.org/memory_viz.
+    With several processes, each one that ran out of memory writes its own files, with ``_rank0``
+    and so on in their names. Costs nothing while training goes well but noting the shapes of each
+    batch.
+
+    Args:
+        dirpath: Where to write, also a remote folder; ``None`` is the run's log directory, or
+            ``Trainer(default_root_dir=...)`` without a logger.
+        record_history: Let CUDA's allocator note which line of Python made each tensor, from the
+            start of fit on; the snapshot then shows the way to the peak. Makes each allocation
+            slower and takes host memory.
+        max_history_entries: Allocations to remember; older ones are forgotten.
+        num_largest: How many of the largest tensors to name.
+        extra: Called with the `OutOfMemoryReport` when it is complete and has been written, to add
+            to it with ``add_section`` and ``add_file``, or to send it somewhere.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+
+    Note:
+        The exception goes on as it was: whatever fails in here is logged and not raised. Nothing
+        is written for other exceptions, nor when `MemSaveCallback` repeats a batch with success.
+        When it gives up with `MemoryExhaustedError`, it has freed the activations before.
+
+    Example:
+        >>> observer = OOMObserver(record_history=True)
+        >>> observer.report is None  # until memory runs out
+        True
+    """
+
+    def __init__(
+        self,
+        dirpath: str | os.PathLike[str] | None = None,
+        *,
+        record_history: bool = False,
+        max_history_entries: int = 100_000,
+        num_largest: int = 20,
+        extra: Callable[[OutOfMemoryReport], None] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_arguments(
+            type(self).__name__,
+            dirpath=dirpath,
+            record_history=record_history,
+            counts={"max_history_entries": max_history_entries, "num_largest": num_largest},
+            extra=extra,
+        )
+        self.dirpath = None if dirpath is None else os.fspath(dirpath)
+        self.record_history = record_history
+        self.max_history_entries = max_history_entries
+        self.num_largest = num_largest
+        self.extra = extra
+        self._report: OutOfMemoryReport | None = None
+        self._directory = self.dirpath
+        self._is_recording = False
+        self._batch_idx: int | None = None
+        self._batch: tuple[BatchTensor, ...] = ()
+        self._batch_tensors: list[weakref.ref[Tensor]] = []
+
+    @property
+    def report(self) -> OutOfMemoryReport | None:
+        """What was written when memory last ran out; ``None`` until then."""
+        return self._report
+
+    def extend(self, report: OutOfMemoryReport, trainer: Any, pl_module: Any) -> None:
+        """Add to a report; override it for what needs the Trainer or the module.
+
+        Args:
+            report: Complete, and written already: what fails in here loses nothing.
+            trainer: The Trainer.
+            pl_module: Its LightningModule; ``None`` if memory ran out before there was one.
+        """
+        if self.extra is not None:
+            self.extra(report)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_batch_tensors": []}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Find the directory while all ranks are alive, and begin to record."""
+        self._forget_batch()
+        # Asks rank zero, which must not be done in `on_exception`: it may be gone by then.
+        self._directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
+        if self.record_history and trainer.strategy.root_device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=self.max_history_entries)
+            self._is_recording = True
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the shapes of the batch."""
+        self._note_batch(batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Forget the batch."""
+        self._forget_batch()
+
+    def on_validation_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Note the shapes of the batch."""
+        self._note_batch(batch, batch_idx)
+
+    @override
+    def on_validation_batch_end(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Forget the batch."""
+        self._forget_batch()
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Write the report if memory ran out; never raises."""
+        error = out_of_memory_in(exception)
+        # `Exception`, and nothing raised or warned: what ended the run must be seen.
+        try:
+            if error is not None:
+                self._write(trainer, pl_module, error)
+        except Exception as failure:
+            say(trainer, f"The report on memory is not complete: {describe(failure)}")
+        finally:
+            self._stop_recording()
+            self._forget_batch()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stop recording."""
+        self._stop_recording()
+        self._forget_batch()
+
+    def _write(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
+        batch = [tensor for ref in self._batch_tensors if (tensor := ref()) is not None]
+        self._report = report = make_report(trainer, pl_module, error, batch, self.num_largest)
+        report.batch = self._batch
+        report.where["batch"] = self._batch_idx
+        if report.allocator is not None:
+            report.add_file(SNAPSHOT_NAME, pickle.dumps(torch.cuda.memory._snapshot()))
+        directory = self._directory or trainer.default_root_dir
+        rank = trainer.global_rank if trainer.world_size > 1 else None
+        path = write_files(report, directory, rank)
+        say(trainer, f"{report.diagnosis.summary} See `{path}`.")
+        before = report.to_dict(), set(report.files)
+        try:
+            self.extend(report, trainer, pl_module)
+        except Exception as failure:
+            report.notes.append(f"An addition to this report failed: {describe(failure)}")
+        if before != (report.to_dict(), set(report.files)):
+            write_files(report, directory, rank)
+
+    def _note_batch(self, batch: object, batch_idx: int) -> None:
+        self._batch_idx = batch_idx
+        self._batch = tuple(describe_batch(batch))
+        self._batch_tensors = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+
+    def _forget_batch(self) -> None:
+        self._batch_idx, self._batch, self._batch_tensors = None, (), []
+
+    def _stop_recording(self) -> None:
+        if self._is_recording:
+            self._is_recording = False
+            torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _check_arguments(
+    owner: str, *, dirpath: object, record_history: object, counts: dict[str, int], extra: object
+) -> None:
+    problems = []
+    if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
+        fix = 'Use `dirpath="reports"`, or `None` for the log directory of the run.'
+        problems.append(Problem(f"`dirpath={dirpath!r}`", "it is no path", fix))
+    if not isinstance(record_history, bool):
+        fix = "Use `record_history=True` to see which line made each tensor."
+        what = f"`record_history={record_history!r}`"
+        problems.append(Problem(what, "it must be True or False", fix))
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            fix = f"Use for example `{name}=100`."
+            why = "it must be a whole number of at least 1"
+            problems.append(Problem(f"`{name}={value!r}`", why, fix))
+    if extra is not None and not callable(extra):
+        fix = "Use `extra=lambda report: ...`, or override `extend`."
+        problems.append(Problem(f"`extra={extra!r}`", "it cannot be called", fix))
+    if problems:
+        raise ConfigurationError.from_problems(owner, problems)
