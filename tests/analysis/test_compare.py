@@ -1,4 +1,6 @@
 import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
+import lightning_memsave
 from lightning_memsave.analysis.compare import compare_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
@@ -25,6 +28,8 @@ PEAK = MemoryBreakdown(parameter_bytes=100)
 PREDICTION = MemoryPrediction(
     "cpu", "M", PEAK, {"forward": PEAK}, (ModuleMemory("", "M", 25, PEAK),)
 )
+
+PAGE = "docs/where_did_my_memory_go.md"
 
 
 class Small(nn.Sequential):
@@ -162,3 +167,17 @@ class TestBadInput:
     def test_refuses_a_function_that_makes_no_module(self):
         with pytest.raises(ConfigurationError, match="gave a int, which is no module"):
             compare_memory(Small(), lambda: 5)  # type: ignore[arg-type, return-value]
+
+
+# `tests/test_readme.py` runs the blocks; here, what is printed is what the page shows.
+def test_the_page_shows_real_output(capsys):
+    page = (Path(lightning_memsave.__file__).parents[1] / PAGE).read_text()
+    page = page.partition("\n<!-- second case")[0]
+    names: dict[str, Any] = {}
+    pairs = re.findall(
+        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL
+    )
+    assert len(pairs) == 3
+    for code, shown in pairs:
+        exec(code, names)
+        assert capsys.readouterr().out == shown
