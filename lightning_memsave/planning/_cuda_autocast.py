@@ -66,9 +66,7 @@ def add_autocast(overrides: Overrides) -> None:
         if kernel is not None:  # else another torch than ours, with one more
             overrides.add(name, _KEY, kernel)
     for name in here - there - _LEFT_ALONE:
-        # In float32 on a CPU, and not listed on CUDA.
-        in_float32 = functools.partial(_call_cast, operator_named(name), lambda _: torch.float32)
-        overrides.add(name, _KEY, None, otherwise=in_float32)
+        overrides.add(name, _KEY, None)  # in float32 on a CPU, and not listed on CUDA
 
 
 def _registered(key: str) -> set[str]:

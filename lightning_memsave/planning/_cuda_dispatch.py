@@ -1,5 +1,6 @@
 """Put functions of our own in front of torch's CPU operators, for tensors without data alone."""
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -8,6 +9,8 @@ import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_memsave.errors import MissingDependencyError
+
 Kernel = Callable[..., Any]
 
 
@@ -15,15 +18,24 @@ class Overrides:
     """Functions that are called in place of operators, until ``undo``.
 
     They stand in torch's dispatcher, not in Python, so that they see also what C++ code, the
-    backward pass and the recomputation of checkpointed blocks call. Real tensors never reach them.
+    backward pass and the recomputation of checkpointed blocks call. Real tensors take the kernels
+    of torch. There can be only one of these at a time: torch knows one Python function for each
+    operator and key.
+
+    Raises:
+        MissingDependencyError: If torch is too old to call a kernel that was replaced.
     """
 
     def __init__(self) -> None:
+        if not hasattr(torch.library, "get_kernel"):
+            raise MissingDependencyError(
+                f"Emulating CUDA's kernels needs `torch.library.get_kernel`, which torch "
+                f"{torch.__version__} does not have. Run `pip install 'torch>=2.13'`, or predict "
+                "for a CPU."
+            )
         self._library = torch.library.Library("aten", "IMPL")
 
-    def add(
-        self, name: str, key: str, kernel: Kernel | None, otherwise: Kernel | None = None
-    ) -> None:
+    def add(self, name: str, key: str, kernel: Kernel | None) -> None:
         """Put a function in front of an operator.
 
         Args:
@@ -31,16 +43,16 @@ class Overrides:
             key: Name of the dispatch key at which it stands.
             kernel: What to call for fake tensors, with the arguments of the operator. ``None``
                 goes on below the key, as if the operator had nothing there.
-            otherwise: The same for all other tensors.
         """
-        operator = operator_named(name)
-        below = torch._C._dispatch_keyset_full_after(getattr(DispatchKey, key))
+        below = functools.partial(_call_below, name, key)
+        of_torch = _kernel_of_torch(name, key) or below
 
         def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            chosen = kernel if any_fake(args) else otherwise
-            if chosen is not None:
-                return chosen(*args, **kwargs)
-            return operator.redispatch(keyset & below, *args, **kwargs)
+            if not any_fake(args):
+                return of_torch(keyset, *args, **kwargs)
+            if kernel is None:
+                return below(keyset, *args, **kwargs)
+            return kernel(*args, **kwargs)
 
         self._put(name, key, call)
 
@@ -51,19 +63,18 @@ class Overrides:
             name: As in ``add``.
             num_bytes: Gives the bytes, from the arguments of the operator.
         """
-        find = getattr(torch.library, "get_kernel", None)
-        if find is None:  # torch before 2.9
-            return
-        previous = find(operator_named(name), "AutogradCPU")
+        key = "AutogradCPU"
+        of_torch = _kernel_of_torch(name, key)
+        assert of_torch is not None, "every operator has a kernel there"
 
         def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             size = num_bytes(*args) if any_fake(args) else 0
             scratch = torch.empty(size, dtype=torch.uint8) if size else None
-            result = previous.call_boxed(keyset, *args, **kwargs)
+            result = of_torch(keyset, *args, **kwargs)
             del scratch
             return result
 
-        self._put(name, "AutogradCPU", call)
+        self._put(name, key, call)
 
     def undo(self) -> None:
         """Take all of them away; a second call does nothing."""
@@ -100,3 +111,16 @@ def any_fake(args: Iterable[Any]) -> bool:
     return any(
         isinstance(a, FakeTensor) or (isinstance(a, (list, tuple)) and any_fake(a)) for a in args
     )
+
+
+def _kernel_of_torch(name: str, key: str) -> Kernel | None:
+    is_listed = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    if key == "AutocastCPU" and not is_listed:
+        return None
+    kernel: Kernel = torch.library.get_kernel(operator_named(name), key).call_boxed
+    return kernel
+
+
+def _call_below(name: str, key: str, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    keys = keyset & torch._C._dispatch_keyset_full_after(getattr(DispatchKey, key))
+    return operator_named(name).redispatch(keys, *args, **kwargs)

@@ -99,6 +99,7 @@ class _RMSNorm(torch.autograd.Function):
         reciprocal = input.new_empty(shape, dtype=torch.float32)
         ctx.save_for_backward(input, reciprocal, weight)
         ctx.mark_non_differentiable(reciprocal)
+        ctx.set_materialize_grads(False)
         return torch.empty_like(input), reciprocal
 
     @staticmethod

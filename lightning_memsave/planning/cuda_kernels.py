@@ -2,6 +2,9 @@
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning._cuda_attention import KERNELS, Attention
@@ -51,6 +54,7 @@ def cuda_kernels(
 
     Raises:
         ConfigurationError: If ``attention`` or ``capability`` is none of these.
+        MissingDependencyError: If torch is too old for it.
 
     Note:
         To be entered inside of ``FakeTensorMode``, before whatever counts memory. Replaces
@@ -83,17 +87,27 @@ def cuda_kernels(
             f"`capability={capability!r}` is no compute capability that torch supports: it must be "
             "at least (5, 0). Use for example `(8, 0)` for an A100."
         )
-    overrides = Overrides()
     with contextlib.ExitStack() as undo:
-        undo.callback(overrides.undo)
-        kernel = Attention(attention, capability)
-        overrides.add("scaled_dot_product_attention", "AutogradCPU", kernel)
-        add_operators(overrides)
-        add_autocast(overrides)
-        add_scratch(overrides)
-        undo.enter_context(foreach_optimizers())
+        _ATTENTION.append(Attention(attention, capability))
+        undo.callback(_ATTENTION.pop)
+        if len(_ATTENTION) == 1:
+            overrides = Overrides()
+            undo.callback(overrides.undo)
+            overrides.add("scaled_dot_product_attention", "AutogradCPU", _attend)
+            add_operators(overrides)
+            add_autocast(overrides)
+            add_scratch(overrides)
+            undo.enter_context(foreach_optimizers())
         undo.enter_context(FloatStatistics())
         yield
+
+
+# One for each context that is open, since they may stand in each other.
+_ATTENTION: list[Attention] = []
+
+
+def _attend(*args: Any, **kwargs: Any) -> Tensor:
+    return _ATTENTION[-1](*args, **kwargs)
 
 
 def workspace_bytes(capability: tuple[int, int] = (8, 0)) -> int:
