@@ -27,7 +27,7 @@ from tests.planning.page_data import Gpt2, ladder, measured_step
 
 CAPACITY = 16 * 2**30
 EVIL = (
-    "</script><script>window.hacked = 1</script><!-- <img src=x onerror=hacked=1> &amp; \"'$style"
+    "</script x><script>window.hacked = 1</script><!-- <img src=x onerror=hacked=1> &amp; \"'$style"
 )
 
 
@@ -158,6 +158,11 @@ class TestFewerPoints:
         assert [phase for phase, _ in timeline["phases"]] == ["forward", "backward", "optimizer"]
         assert sum(count for _, count in timeline["phases"]) <= 103
         assert timeline["merged"] == 30
+
+    def test_of_equal_points_the_peak_stays(self):
+        flat = tiny(timeline=Timeline(("forward",) * 300, {"parameter": (100,) * 300}, 17))
+        data = page_data([("x", flat)], "", None, (), max_points=30, max_modules=30)
+        assert data["predictions"][0]["timeline"]["peak_index"] == 1
 
     def test_fewer_modules_have_the_same_sums(self):
         prediction, data = self.given(5000, 60)
