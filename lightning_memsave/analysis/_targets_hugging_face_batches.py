@@ -19,16 +19,15 @@ def find_hugging_face_model(module: nn.Module) -> Any:
         module: Any module.
 
     Returns:
-        The outermost one that has a config and says what its input is; ``None`` if there is none.
+        The outermost one whose task is known, such as that inside a wrapper of peft; else the
+        outermost one; ``None`` if there is none.
     """
-    return next(
-        (
-            part
-            for part in module.modules()
-            if hasattr(part, "config") and hasattr(part, "main_input_name")
-        ),
-        None,
-    )
+    found = [
+        part
+        for part in module.modules()
+        if hasattr(part, "config") and hasattr(part, "main_input_name")
+    ]
+    return next((part for part in found if _task_of(part) is not None), next(iter(found), None))
 
 
 def batch_of(sizes: tuple[int, ...], model: Any) -> dict[str, TensorSpec]:

@@ -104,7 +104,10 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 )
 """Every known card by name."""
 
-_WORDS_OF_NO_USE = re.compile(r"nvidia|geforce|tesla|quadro|generation|sxm\d?|pcie|hbm\d?e?")
+_WORDS_OF_NO_USE = re.compile(
+    r"nvidia|geforce|tesla|quadro|generation|blackwell|(?:server|workstation) edition"
+    r"|sxm\d?|pcie|hbm\d?e?"
+)
 _LEAST_BYTES, _MOST_BYTES = 256 * MIB, 4096 * GIB
 
 

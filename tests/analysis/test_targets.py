@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -101,6 +101,11 @@ def project(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "models", raising=False)
     yield tmp_path
     sys.modules.pop("models", None)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
 
 
 def refused(*args: Any, **kwargs: Any) -> str:
@@ -218,6 +223,10 @@ class TestFactory:
         message = refused(text)
         assert all(part in message for part in parts), message
         assert "_memsave_target_bad" not in sys.modules
+
+    def test_a_function_without_a_signature(self):
+        with pytest.raises(ConfigurationError, match="`torch:relu` failed"):
+            load_target("torch:relu").build()
 
     def test_arguments_of_other_kinds_are_refused(self, project):
         assert "Remove it." in refused("models:Net", task="masked_lm")
@@ -573,6 +582,20 @@ class TestBatchOfHuggingFace:
         )
         assert sorted(target.example_batch("2x6")) == ["attention_mask", "input_ids", "labels"]
 
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
+    def test_a_model_inside_a_wrapper_of_peft(self, project):
+        code = """
+            from peft import LoraConfig, get_peft_model
+            from transformers import BertConfig, BertForMaskedLM
+
+            def make(**sizes):
+                model = BertForMaskedLM(BertConfig(**sizes))
+                return get_peft_model(model, LoraConfig(target_modules=["query"]))
+        """
+        (project / "lora.py").write_text(textwrap.dedent(code))
+        target = load_target("lora.py:make", arguments=TINY)
+        assert target.example_batch("2x6")["labels"].shape == (2, 6)
+
     def test_without_data(self, tmp_path):
         target = load_target(write_config(tmp_path, BertConfig(**TINY)), task="masked_lm")
         with FakeTensorMode():
@@ -639,6 +662,10 @@ class TestBatchSpec:
         built = spec.build()
         assert (type(built["more"]), built["more"][1], built["name"]) == (tuple, None, 3)
         assert make_batch_spec(spec) is spec
+
+    def test_named_tuples(self):
+        batch = make_batch_spec(Pair("float32[2,3]", "int64[2]")).build()
+        assert (type(batch), batch.x.shape) == (Pair, (2, 3))
 
     def test_bounds_hold_and_random_numbers_are_untouched(self):
         before = torch.get_rng_state()

@@ -27,6 +27,7 @@ from lightning_memsave.units import GIB, MIB
         ("4060 Ti 16GB", "RTX-4060-Ti-16GB"),
         ("NVIDIA A10G", "A10G"),
         ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX-PRO-6000"),
         ("4070 ti super", "RTX-4070-Ti-SUPER"),
     ],
 )
