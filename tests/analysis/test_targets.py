@@ -184,8 +184,8 @@ class TestFactory:
         assert all(part in message for part in parts), message
 
     def test_arguments_that_it_does_not_take(self, project):
-        message = refused("models:Net", arguments={"widht": 3})
-        assert "'widht'" in message
+        message = refused("models:Net", arguments={"widthx": 3})
+        assert "'widthx'" in message
         assert "It takes `width`, `depth`. Remove" in message
 
     @pytest.mark.parametrize(
@@ -305,7 +305,7 @@ class TestHuggingFace:
 
     def test_a_path_that_is_nearly_right(self, tmp_path):
         write_config(tmp_path, BertConfig(**TINY))
-        assert "Did you mean `config.json`?" in refused("confg.json")
+        assert "Did you mean `config.json`?" in refused("conf.json")
 
     @pytest.mark.parametrize("name", ["data.csv", "notes"])
     def test_files_of_other_kinds(self, tmp_path, name):
@@ -410,8 +410,8 @@ class TestLightningConfig:
             ({"model": {"class_path": "models.Nope"}}, ("models.Nope",)),
             ({"model": {"class_path": "models.Data"}}, ("models.Data",)),
             (
-                {"model": {"class_path": "models.Lit", "init_args": {"vocab": 1, "widht": 2}}},
-                ("widht",),
+                {"model": {"class_path": "models.Lit", "init_args": {"vocab": 1, "widthx": 2}}},
+                ("widthx",),
             ),
         ],
     )
