@@ -1,0 +1,531 @@
+import gc
+import importlib
+import json
+import logging
+import pickle
+import warnings
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from torch import nn
+
+from lightning_memsave.callbacks import _oom_facts, oom_observer
+from lightning_memsave.callbacks._oom_report import OutOfMemoryReport
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.oom_observer import OOMObserver
+from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, MemsaveWarning
+from lightning_memsave.measure.allocator import AllocatorReading
+from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.units import GIB
+from tests import out_of_memory
+from tests.callbacks.lit import make_lit, make_trainer
+from tests.cases import WIDTH, make_model
+from tests.out_of_memory import OutOfMemoryAt
+from tests.planning import oom_messages
+
+MESSAGE = oom_messages.FRAGMENTED.partition(": ")[2]
+TEXT, JSON = Path("memsave_oom.txt"), Path("memsave_oom.json")
+
+
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
+def package(request):
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture
+def real_message(monkeypatch):
+    """What the mode raises is what CUDA says."""
+    monkeypatch.setattr(out_of_memory, "MESSAGE", MESSAGE)
+
+
+class Failing(nn.Module):
+    """A model that runs out of memory in one of its forward passes, with tensors in hand."""
+
+    def __init__(self, at, error=None, refs=None):
+        super().__init__()
+        self.inner = make_model("dropout")
+        self.at, self.error, self.refs = at, error or torch.OutOfMemoryError(MESSAGE), refs
+        self.num_calls = 0
+
+    def forward(self, x):
+        scores = x.repeat(3, 50).exp()
+        loss = self.inner(x) + 0 * scores.mean()
+        if self.refs is not None:
+            self.refs.append(weakref.ref(scores))
+        self.num_calls += 1
+        if self.num_calls >= self.at:
+            raise self.error
+        return loss
+
+
+def fit_until_out_of_memory(package, lit, *callbacks, error=torch.OutOfMemoryError, **settings):
+    trainer = make_trainer(package, *callbacks, num_sanity_val_steps=0, **settings)
+    with pytest.raises(error) as raised:
+        trainer.fit(lit)
+    return trainer, raised.value
+
+
+def sizes_of(lit, trainer):
+    state = [t for o in trainer.optimizers for s in o.state.values() for t in s.values()]
+    return {
+        "parameter": 4 * sum(p.numel() for p in lit.parameters()),
+        "optimizer_state": sum(t.nbytes for t in state),
+    }
+
+
+def test_writes_what_the_message_says_and_what_was_alive(package):
+    lit = make_lit(package, Failing(at=3))
+    trainer, _ = fit_until_out_of_memory(package, lit, OOMObserver())
+    found = json.loads(JSON.read_text())
+    assert found["diagnosis"]["cause"] == "fragmentation"
+    assert found["diagnosis"]["oom"]["phase"] == "forward"
+    assert found["diagnosis"]["oom"]["requested_bytes"] == 764 * 2**20
+    assert found["error"].startswith("OutOfMemoryError: CUDA out of memory.")
+    assert found["where"] == {
+        "stage": "train",
+        "epoch": 0,
+        "global_step": 2,
+        "batch": 2,
+        "device": "cpu",
+        "rank": 0,
+        "world_size": 1,
+        "precision": "32-true",
+    }
+    assert found["batch"] == [
+        {"name": "batch", "shape": [4, WIDTH], "dtype": "float32", "device": "cpu"}
+    ]
+    by_category = found["alive"]["by_category"]
+    assert {n: by_category[n] for n in ("parameter", "optimizer_state")} == sizes_of(lit, trainer)
+    assert by_category["input"] == 4 * 4 * WIDTH
+    assert found["alive"]["total_bytes"] == sum(by_category.values())
+    names = [one["name"] for one in found["alive"]["largest"]]
+    assert "model.inner.blocks.0.up.weight" in names
+    assert any(
+        name.startswith("scores in Failing.forward (test_oom_observer.py:") for name in names
+    )
+    assert "training_step" in found["traceback"]
+    assert found["versions"]["torch"]
+
+
+def test_writes_it_as_text_too(package):
+    lit = make_lit(package, Failing(at=2))
+    observer = OOMObserver()
+    fit_until_out_of_memory(package, lit, observer)
+    text = TEXT.read_text()
+    assert text == str(observer.report)
+    for line in (
+        "Out of memory on cuda:0 in forward: free memory is scattered between tensors.",
+        "  1. Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` before Python starts",
+        "  global step: 1",
+        "  batch: (4, 64) float32 on cpu",
+        "Tensors that were alive:",
+        "optimizer_state",
+        f"  {MESSAGE.partition(' If')[0]}",
+    ):
+        assert line in text
+
+
+class ArmBefore:
+    """Arms a mode that runs out of memory before a phase of the second step."""
+
+    def __init__(self, package, mode, hook):
+        def arm(self, trainer, *args):
+            mode.is_armed = trainer.global_step == 1
+
+        self.callback = type("Arm", (package.Callback,), {hook: arm})()
+
+
+@pytest.mark.parametrize(
+    ("hook", "phase"),
+    [("on_before_backward", "backward"), ("on_before_optimizer_step", "optimizer")],
+)
+def test_tells_the_phase(package, real_message, hook, phase):
+    mode = OutOfMemoryAt(40 if phase == "backward" else 0)
+    observer = OOMObserver()
+    lit = make_lit(package)
+    with mode:
+        fit_until_out_of_memory(package, lit, observer, ArmBefore(package, mode, hook).callback)
+    assert observer.report.diagnosis.oom.phase == phase
+    by_category = observer.report.alive.by_category()
+    assert by_category["gradient"] > 0
+    if phase == "optimizer":
+        assert by_category["gradient"] == by_category["parameter"]
+        assert 'optimizer="8bit"' in TEXT.read_text()
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_observes_evaluation(package, stage):
+    trainer = make_trainer(package, OOMObserver())
+    with pytest.raises(torch.OutOfMemoryError):
+        getattr(trainer, stage)(make_lit(package, Failing(at=2)))
+    found = json.loads(JSON.read_text())
+    assert found["where"]["stage"] == stage
+    assert found["where"]["batch"] == 1
+    assert found["batch"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("out of range"), RuntimeError("CUDA error: an illegal memory access"), None],
+    ids=["ValueError", "RuntimeError", "no error"],
+)
+def test_writes_nothing_when_memory_did_not_run_out(package, error):
+    observer = OOMObserver()
+    if error is None:
+        make_trainer(package, observer).fit(make_lit(package))
+    else:
+        lit = make_lit(package, Failing(at=2, error=error))
+        fit_until_out_of_memory(package, lit, observer, error=type(error))
+    assert observer.report is None
+    assert not TEXT.exists()
+    assert not JSON.exists()
+
+
+def test_writes_nothing_for_an_interrupt(package):
+    lit = make_lit(package, Failing(at=2, error=KeyboardInterrupt()))
+    fit_until_out_of_memory(package, lit, OOMObserver(), error=SystemExit)
+    assert not TEXT.exists()
+
+
+def test_looks_behind_an_error_that_memory_caused(package):
+    class Wrapping(Failing):
+        def forward(self, x):
+            try:
+                return super().forward(x)
+            except torch.OutOfMemoryError as error:
+                raise RuntimeError("layer 3 failed") from error
+
+    observer = OOMObserver()
+    lit = make_lit(package, Wrapping(at=2))
+    fit_until_out_of_memory(package, lit, observer, error=RuntimeError)
+    assert observer.report.diagnosis.cause == "fragmentation"
+    assert any(one.name.startswith("scores in") for one in observer.report.largest)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(oom_messages.CPU.partition(": ")[2]),
+        RuntimeError(oom_messages.CUBLAS.partition(": ")[2]),
+        RuntimeError("gloo: out of memory while pairing"),
+        MemoryError(),
+    ],
+    ids=["CPU", "CUBLAS", "a library's own words", "MemoryError"],
+)
+def test_observes_whatever_counts_as_out_of_memory(package, error):
+    lit = make_lit(package, Failing(at=2, error=error))
+    _, raised = fit_until_out_of_memory(package, lit, OOMObserver(), error=type(error))
+    assert raised is error
+    assert json.loads(JSON.read_text())["alive"]["by_category"]["parameter"] > 0
+
+
+class TestWithMemSaveCallback:
+    @staticmethod
+    def suite():
+        return MemSaveCallback(
+            activation_checkpointing=None, optimizer=None, monitor=False, report=False
+        )
+
+    def test_writes_when_nothing_smaller_is_left(self, package):
+        lit = make_lit(package, Failing(at=2))
+        fit_until_out_of_memory(
+            package, lit, self.suite(), OOMObserver(), error=MemoryExhaustedError
+        )
+        found = json.loads(JSON.read_text())
+        assert found["error"].startswith("MemoryExhaustedError: Out of memory with one sample")
+        assert found["diagnosis"]["cause"] == "fragmentation"
+        assert "freed" in found["notes"][0]
+        assert not any("Add `MemSaveCallback" in line for line in found["diagnosis"]["advice"])
+
+    def test_writes_nothing_when_a_smaller_batch_fits(self, package):
+        class OnceFull(Failing):
+            def forward(self, x):
+                if len(x) > 2:
+                    raise torch.OutOfMemoryError(MESSAGE)
+                return self.inner(x)
+
+        lit = make_lit(package, OnceFull(at=99))
+        with pytest.warns(MemsaveWarning, match="repeated with"):
+            make_trainer(package, self.suite(), OOMObserver(), limit_val_batches=0).fit(lit)
+        assert not TEXT.exists()
+
+
+@pytest.mark.parametrize("hook", ["setup", "configure_model", "configure_optimizers"])
+def test_works_when_memory_runs_out_early(package, hook):
+    def fail(*args, **kwargs):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    lit = make_lit(package)
+    setattr(lit, hook, fail)
+    fit_until_out_of_memory(package, lit, OOMObserver())
+    found = json.loads(JSON.read_text())
+    assert found["diagnosis"]["cause"] == "fragmentation"
+    assert found["batch"] == []
+    assert found["notes"] == []
+
+
+def test_works_before_its_own_setup(package):
+    lit = make_lit(package)
+    lit.prepare_data = lambda: Failing(at=1)(torch.zeros(4, WIDTH))
+    fit_until_out_of_memory(package, lit, OOMObserver())
+    assert TEXT.exists()
+
+
+def test_writes_into_the_directory_of_the_logger(package, tmp_path):
+    loggers = importlib.import_module(f"{package.__name__}.loggers")
+    lit = make_lit(package, Failing(at=2))
+    logger = loggers.CSVLogger(tmp_path / "logs", name="run")
+    fit_until_out_of_memory(package, lit, OOMObserver(), logger=logger, log_every_n_steps=1)
+    assert (Path(logger.log_dir) / TEXT).exists()
+
+
+def test_writes_where_it_is_told(package, tmp_path):
+    lit = make_lit(package, Failing(at=2))
+    fit_until_out_of_memory(package, lit, OOMObserver(tmp_path / "new" / "folder"))
+    assert (tmp_path / "new" / "folder" / JSON).exists()
+    assert not JSON.exists()
+
+
+def test_says_where_the_report_is(package, caplog):
+    lit = make_lit(package, Failing(at=2))
+    with caplog.at_level(logging.WARNING, logger=f"{package.__name__}.memsave"):
+        fit_until_out_of_memory(package, lit, OOMObserver("reports"))
+    assert "scattered between tensors. See `reports/memsave_oom.txt`." in caplog.text
+
+
+class TestNeverHidesTheException:
+    @pytest.fixture(autouse=True)
+    def every_warning_is_an_error(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", ".*treespec", FutureWarning)
+            warnings.filterwarnings("ignore", ".*workers", UserWarning)
+            yield
+
+    @pytest.mark.parametrize(
+        "what", ["write_files", "make_report", "describe_batch"], ids=lambda name: name
+    )
+    def test_when_the_report_fails(self, package, monkeypatch, caplog, what):
+        def fail(*args, **kwargs):
+            raise OSError("disk full")
+
+        if what != "describe_batch":
+            monkeypatch.setattr(oom_observer, what, fail)
+        else:
+            monkeypatch.setattr(_oom_facts, "find_alive_tensors", fail)
+        lit = make_lit(package, Failing(at=2))
+        _, raised = fit_until_out_of_memory(package, lit, OOMObserver())
+        assert raised is lit.model.error
+        assert "disk full" in (caplog.text if what != "describe_batch" else TEXT.read_text())
+
+    def test_when_the_directory_is_a_file(self, package, caplog):
+        Path("taken").write_text("")
+        lit = make_lit(package, Failing(at=2))
+        _, raised = fit_until_out_of_memory(package, lit, OOMObserver("taken"))
+        assert raised is lit.model.error
+        assert "The report on memory is not complete: FileExistsError" in caplog.text
+
+    def test_when_an_addition_fails(self, package):
+        def fail(report):
+            report.add_section("Half", ["written"])
+            raise ValueError("no figures")
+
+        lit = make_lit(package, Failing(at=2))
+        _, raised = fit_until_out_of_memory(package, lit, OOMObserver(extra=fail))
+        assert raised is lit.model.error
+        found = json.loads(JSON.read_text())
+        assert found["notes"] == ["An addition to this report failed: ValueError: no figures"]
+        assert found["sections"] == {"Half": ["written"]}
+
+
+def test_keeps_no_tensor_alive(package):
+    refs: list[weakref.ref[torch.Tensor]] = []
+    observer = OOMObserver()
+    lit = make_lit(package, Failing(at=3, refs=refs))
+    trainer = make_trainer(package, observer, num_sanity_val_steps=0)
+    # Not `pytest.raises`, which keeps the exception.
+    try:
+        trainer.fit(lit)
+    except torch.OutOfMemoryError:
+        alive = refs[-1]() is not None
+    assert alive
+    lit.model.error = None  # the test raised one that it had kept, with its traceback
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 3
+    assert observer.report is not None
+
+
+class TestAdditions:
+    def test_a_function_adds_sections_and_files(self, package):
+        def add(report: OutOfMemoryReport):
+            report.add_section("Remedies", ["bf16 saves 3.00 GiB"], {"bf16": 3 * GIB})
+            report.add_file("memsave_oom.html", "<html></html>")
+            report.add_file("memsave_oom.bin", b"\x00")
+
+        lit = make_lit(package, Failing(at=2))
+        fit_until_out_of_memory(package, lit, OOMObserver(extra=add))
+        assert "Remedies:\n  bf16 saves 3.00 GiB\n" in TEXT.read_text()
+        assert json.loads(JSON.read_text())["sections"] == {"Remedies": {"bf16": 3 * GIB}}
+        assert Path("memsave_oom.html").read_text() == "<html></html>"
+        assert Path("memsave_oom.bin").read_bytes() == b"\x00"
+
+    def test_a_subclass_has_the_module(self, package):
+        class Own(OOMObserver):
+            def extend(self, report, trainer, pl_module):
+                report.add_section("Module", [type(pl_module).__name__], trainer.global_step)
+
+        fit_until_out_of_memory(package, make_lit(package, Failing(at=2)), Own())
+        assert json.loads(JSON.read_text())["sections"] == {"Module": 1}
+
+
+def test_each_rank_has_files_of_its_own(monkeypatch):
+    package = importlib.import_module("lightning.pytorch")
+    lit = make_lit(package, Failing(at=2))
+    observer = OOMObserver(extra=lambda report: report.add_file("memsave_oom.html", "x"))
+    trainer, error = fit_until_out_of_memory(package, lit, observer, limit_train_batches=2)
+    for path in Path().glob("memsave_oom*"):
+        path.unlink()
+    monkeypatch.setattr(type(trainer), "world_size", 4)
+    monkeypatch.setattr(type(trainer), "global_rank", 3)
+    observer.on_exception(trainer, lit, error)
+    assert sorted(path.name for path in Path().glob("memsave_oom*")) == [
+        "memsave_oom_rank3.html",
+        "memsave_oom_rank3.json",
+        "memsave_oom_rank3.txt",
+    ]
+
+
+class TestOnCuda:
+    """What needs CUDA's allocator and driver, with both replaced."""
+
+    @pytest.fixture
+    def calls(self, monkeypatch):
+        calls: list[object] = []
+        reading = AllocatorReading(7 * GIB, 9 * GIB, 8 * GIB, 9 * GIB, 3, 1, 0)
+        monkeypatch.setattr(_oom_facts, "read_allocator", lambda device: reading)
+        nvml = NvmlReading(11 * GIB, 12 * GIB, 10 * GIB, GIB)
+        monkeypatch.setattr(_oom_facts, "read_nvml", lambda device, reserved: nvml)
+        monkeypatch.setattr(_oom_facts, "find_alive_tensors", lambda *a, **k: [])
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", lambda: {"segments": []})
+        monkeypatch.setattr(
+            torch.cuda.memory, "_record_memory_history", lambda **k: calls.append(k)
+        )
+        return calls
+
+    @pytest.fixture
+    def trainer(self, monkeypatch):
+        trainer = make_trainer()
+        device = property(lambda self: torch.device("cuda", 0))
+        monkeypatch.setattr(type(trainer.strategy), "root_device", device)
+        return trainer
+
+    def test_writes_allocator_driver_and_snapshot(self, trainer, calls):
+        observer = OOMObserver()
+        observer.setup(trainer, None, "fit")
+        observer.on_exception(trainer, None, torch.OutOfMemoryError(MESSAGE))
+        found = json.loads(JSON.read_text())
+        assert found["allocator"]["num_alloc_retries"] == 3
+        assert found["nvml"]["process_bytes"] == 10 * GIB
+        text = TEXT.read_text()
+        assert "7.00 GiB  allocated beside them" in text
+        assert "process: 10.00 GiB" in text
+        snapshot = pickle.loads(Path("memsave_oom_snapshot.pickle").read_bytes())
+        assert snapshot == {"segments": []}
+        assert calls == []
+
+    @pytest.mark.parametrize("end", ["teardown", "on_exception"])
+    def test_records_from_setup_to_the_end_if_asked(self, trainer, calls, end):
+        observer = OOMObserver(record_history=True, max_history_entries=7)
+        observer.setup(trainer, None, "fit")
+        assert calls == [{"max_entries": 7}]
+        getattr(observer, end)(trainer, None, ValueError())
+        observer.teardown(trainer, None, "fit")
+        assert calls == [{"max_entries": 7}, {"enabled": None}]
+
+    def test_does_not_advise_what_is_set(self, trainer, calls, monkeypatch):
+        monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        OOMObserver().on_exception(trainer, None, torch.OutOfMemoryError(MESSAGE))
+        assert not any(
+            "expandable_segments" in line
+            for line in json.loads(JSON.read_text())["diagnosis"]["advice"]
+        )
+
+
+@pytest.mark.gpu
+def test_a_real_out_of_memory_error(package):
+    class Hungry(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            kept = [self.linear(x).repeat(2**16, 1)]
+            while True:
+                kept.append(kept[-1].exp())
+
+    observer = OOMObserver(record_history=True)
+    lit = make_lit(package, Hungry())
+    fit_until_out_of_memory(package, lit, observer, accelerator="gpu")
+    report = observer.report
+    oom = report.diagnosis.oom
+    assert oom.device == "cuda"
+    assert oom.requested_bytes
+    assert oom.capacity_bytes == pytest.approx(torch.cuda.mem_get_info()[1], rel=0.01)
+    assert oom.phase == "forward"
+    assert report.diagnosis.cause in {"full", "other_process"}
+    # Nothing else is on the device, so that what is found is what is allocated.
+    assert report.alive.total_bytes == pytest.approx(report.allocator.allocated_bytes, rel=0.02)
+    assert any(one.name.startswith("kept in Hungry.forward") for one in report.largest)
+    assert report.allocator.num_ooms >= 1
+    snapshot = pickle.loads(Path("memsave_oom_snapshot.pickle").read_bytes())
+    assert snapshot["segments"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fix"),
+    [
+        ({"dirpath": 3}, 'dirpath="reports"'),
+        ({"record_history": "yes"}, "record_history=True"),
+        ({"max_history_entries": 0}, "max_history_entries=100"),
+        ({"num_largest": -1}, "num_largest=100"),
+        ({"num_largest": True}, "num_largest=100"),
+        ({"extra": "add"}, "override `extend`"),
+    ],
+    ids=str,
+)
+def test_refuses_bad_arguments(arguments, fix):
+    with pytest.raises(ConfigurationError, match="OOMObserver cannot be created") as raised:
+        OOMObserver(**arguments)
+    assert fix in str(raised.value)
+
+
+def test_lists_every_bad_argument():
+    with pytest.raises(ConfigurationError, match="2 problems"):
+        OOMObserver(num_largest=0, max_history_entries=0)
+
+
+def test_can_be_pickled_in_the_middle_of_a_batch():
+    observer = OOMObserver("reports")
+    observer.on_train_batch_start(None, None, torch.zeros(2, 3), 0)
+    assert pickle.loads(pickle.dumps(observer)).dirpath == "reports"
+
+
+def test_is_a_callback_of_the_command_line(package):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(package.Callback, "callback")
+    arguments = [f"--callback={OOMObserver.__module__}.OOMObserver", "--callback.dirpath=x"]
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    callback = instantiate(parser.parse_args(arguments)).callback
+    assert isinstance(callback, OOMObserver)
+    assert callback.dirpath == "x"
+
+
+def test_names_the_tensors_of_a_nested_batch():
+    batch = SimpleNamespace(x=torch.zeros(1))
+    assert list(_oom_facts.describe_batch(batch)) == []
+    names = [t.name for t in _oom_facts.describe_batch([{"a": torch.zeros(2)}, torch.zeros(3)])]
+    assert names == ["batch[0]['a']", "batch[1]"]
