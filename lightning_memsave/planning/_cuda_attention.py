@@ -78,11 +78,11 @@ class Attention:
         Returns:
             One of `KERNELS`: the first that is switched on and can take the arguments.
         """
+        if self._kernel == "math":
+            return "math"
         fits = {"flash": self._flash_fits, "efficient": self._efficient_fits}
-        for kernel in dict.fromkeys((self._kernel, *KERNELS)):
-            if kernel == "math" or (kernel in fits and fits[kernel](inputs)):
-                return kernel
-        return "math"
+        order = reversed(fits) if self._kernel == "efficient" else iter(fits)
+        return next((kernel for kernel in order if fits[kernel](inputs)), "math")
 
     def _flash_fits(self, inputs: _Inputs) -> bool:
         query, key, value = inputs[:3]

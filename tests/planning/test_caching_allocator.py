@@ -122,6 +122,21 @@ class TestExpandable:
         with pytest.raises(MemoryExhaustedError):
             allocator.malloc(20 * MIB)
 
+    def test_gives_back_whole_pages_only(self):
+        allocator = CachingAllocator(100 * MIB, expandable_segments=True)
+        first, middle, last = (allocator.malloc(n * MIB) for n in (15, 50, 15))  # four pages
+        allocator.free(middle)  # from 15 to 65: pages from 20 to 60
+        allocator.malloc(60 * MIB)
+        assert allocator.num_retries == 1
+        assert allocator.reserved_bytes == 100 * MIB
+        for handle in (first, last):
+            allocator.free(handle)
+        with pytest.raises(MemoryExhaustedError):
+            allocator.malloc(60 * MIB)
+        assert sum(size for segment in allocator.segments() for _, size, _ in segment) == (
+            allocator.reserved_bytes
+        )
+
 
 class TestCapacity:
     def test_cached_segments_are_given_back_first(self):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import ActivationCheckpointing
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.errors import ConfigurationError, MissingDependencyError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning import _cuda_autocast
 from lightning_memsave.planning.cuda_kernels import ASSUMPTIONS, cuda_kernels, workspace_bytes
@@ -149,6 +149,15 @@ class TestAttention:
             assert self.run(torch.float16) == "efficient"
             assert self.run(torch.bfloat16) == "math"
 
+            assert self.run(torch.float32, size=6) == "efficient"  # no alignment needed
+
+    def test_irregular_inputs_have_no_kernel_of_their_own(self):
+        with fake_cuda(), Ops() as ops:
+            for shapes in ([(4, 8, 16)] * 3, [(2, 4, 8, 16), (1, 4, 8, 16), (1, 4, 8, 16)]):
+                query, key, value = (leaf(*shape, dtype=torch.half) for shape in shapes)
+                functional.scaled_dot_product_attention(query, key, value)
+        assert ops.names.count("_safe_softmax") + ops.names.count("_softmax") == 2
+
     @pytest.mark.parametrize("kernel", ["flash", "efficient", "math"])
     def test_takes_the_kernel_that_is_named(self, kernel):
         with fake_cuda(kernel):
@@ -261,9 +270,13 @@ class TestAutocast:
             (lambda x: torch.einsum("ij,jk->ik", x.float(), x.float()), torch.bfloat16),
             (lambda x: torch.mv(x.float(), x.float()[0]), torch.bfloat16),
             (lambda x: functional.pad(x[None], (1, 1), mode="reflect"), torch.bfloat16),
+            (lambda x: x.index_put((torch.zeros(1).long(),), x[:1].float()), torch.float32),
             (lambda x: x.double().exp(), torch.float64),
             (lambda x: x.double().sum(), torch.float64),
             (lambda x: x.double().norm(), torch.float64),
+            (lambda x: torch.ops.aten.norm.Scalar(x), torch.float32),
+            (lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]), torch.float32),
+            (lambda x: torch.ops.aten.norm.Scalar(x.double(), 2), torch.float64),
         ],
     )
     def test_types_are_those_of_cuda(self, function, dtype):
@@ -587,6 +600,13 @@ class TestScratch:
 
 
 class TestBadInput:
+    def test_old_torch(self, monkeypatch):
+        monkeypatch.delattr(torch.library, "get_kernel")
+        before = state_of_torch()
+        with pytest.raises(MissingDependencyError, match=r"pip install 'torch>=2\.13'"):
+            cuda_kernels().__enter__()
+        assert state_of_torch() == before
+
     def test_unknown_kernel(self):
         with pytest.raises(ConfigurationError, match="Use one of 'flash', 'efficient', 'math'"):
             cuda_kernels("xformers").__enter__()
