@@ -274,7 +274,7 @@ class TestAutocast:
             (lambda x: x.double().exp(), torch.float64),
             (lambda x: x.double().sum(), torch.float64),
             (lambda x: x.double().norm(), torch.float64),
-            (lambda x: torch.ops.aten.norm.Scalar(x), torch.float32),
+            (torch.ops.aten.norm.Scalar, torch.float32),
             (lambda x: torch.ops.aten.norm.ScalarOpt_dim(x, 2, [0]), torch.float32),
             (lambda x: torch.ops.aten.norm.Scalar(x.double(), 2), torch.float64),
         ],
