@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils import checkpoint
 
 from lightning_memsave.measure.storages import storages_of, tensors_in
+
+_CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,8 @@ def find_alive_tensors(
         What was found, largest first.
 
     Note:
-        What only C++ holds is not found: buffers of the autograd engine, workspaces of kernels,
-        and in a block with activation checkpointing what lives in closures of the engine.
+        What only C++ holds is not found: gradients on their way through backward, workspaces of
+        kernels.
 
     Example:
         >>> model = nn.Linear(100, 10, bias=False)
@@ -82,8 +85,12 @@ def find_alive_tensors(
     for tensor in tensors_in(batch):
         finder.claim(tensor, "input", "batch")
     variables = [] if error is None else list(_variables(error))
+    objects = gc.get_objects()
     # `isinstance` would run code of lazy proxies.
-    others = [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+    others = [found for found in objects if issubclass(type(found), Tensor)]
+    for frame in (found for found in objects if type(found) is _CheckpointFrame):
+        finder.note_recomputed(frame)
+    del objects
     for tensor in [*(tensor for _, tensor in variables), *others]:
         finder.follow(tensor)
     finder.find_saved()
@@ -135,10 +142,18 @@ class _Finder:
             self._nodes += [following for following, _ in node.next_functions if following]
             saved = list(_saved_by(node))
             owner = self._owner_of(node) if saved else ""
-            for tensor in saved:
-                self._saved.append((f"saved by {node.name()}{owner}", tensor))
-                with contextlib.suppress(Exception):
-                    self._saved_storages |= {storage._cdata for storage in storages_of(tensor)}
+            self.note_saved(f"saved by {node.name()}{owner}", saved)
+
+    # Until torch tells them: what a checkpointed block computed again stands in no graph.
+    def note_recomputed(self, frame: Any) -> None:
+        for tensors in list(getattr(frame, "recomputed", {}).values()):
+            self.note_saved("recomputed in backward", tensors_in(list(tensors.values())))
+
+    def note_saved(self, name: str, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._saved.append((name, tensor))
+            with contextlib.suppress(Exception):
+                self._saved_storages |= {storage._cdata for storage in storages_of(tensor)}
 
     def claim_saved(self) -> None:
         for name, tensor in self._saved:
