@@ -20,6 +20,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the prediction of each fit, which takes a second, where a test is not about it."""
+    if request.node.get_closest_marker("predicts") is None:
+        monkeypatch.setattr("lightning_memsave.callbacks._arguments.TIME_LIMIT_S", None)
+
+
+@pytest.fixture(autouse=True)
 def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in an empty folder from a fixed seed; fail a test that changes the process for others."""
     monkeypatch.chdir(tmp_path)

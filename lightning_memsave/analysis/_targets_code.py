@@ -13,8 +13,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
 
-from lightning_memsave.analysis._targets_building import buildable, explained, importable
+from lightning_memsave.analysis._targets_building import explained, importable
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.fake_building import buildable
 
 Factory = Callable[..., Any]
 

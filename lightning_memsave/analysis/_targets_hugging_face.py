@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memsave.analysis._targets_building import buildable, explained
+from lightning_memsave.analysis._targets_building import explained
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.fake_building import buildable
 
 # What follows "AutoModelFor", and what stands in the name of transformers' mapping.
 TASK_NAMES = {

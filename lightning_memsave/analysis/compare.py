@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from lightning_memsave.analysis._targets_building import buildable, explained
+from lightning_memsave.analysis._targets_building import explained
 from lightning_memsave.analysis.targets import load_target
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.comparison import (
@@ -17,6 +17,7 @@ from lightning_memsave.planning.comparison import (
     compare_predictions,
     compare_reports,
 )
+from lightning_memsave.planning.fake_building import buildable
 from lightning_memsave.planning.fake_models import fake_tensors
 from lightning_memsave.planning.memory_comparison import MemoryComparison
 from lightning_memsave.planning.parameter_table import ParameterTable, parameter_table

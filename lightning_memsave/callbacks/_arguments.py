@@ -1,5 +1,6 @@
 """Arguments of ``MemSaveCallback``: checked all at once, and turned into settings."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -7,6 +8,7 @@ from lightning_memsave.callbacks._accumulation import Accumulation
 from lightning_memsave.callbacks._evaluation_micro_batching import EvaluationMicroBatches
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._precision import TrainerPrecision, full_name
+from lightning_memsave.callbacks._run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks._settings import Row, Setting, TensorFloat32
 from lightning_memsave.callbacks._techniques import ModuleTechnique, OptimizerTechnique
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
@@ -58,6 +60,7 @@ def make_settings(
     settings = [attempt(make) for make in makers]
     monitor = attempt(_monitor)
     attempt(_report)
+    attempt(_prediction)
     if problems:
         error = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
         raise error
@@ -229,6 +232,32 @@ def _monitor(arguments: _Arguments) -> GPUMemoryMonitor | None:
 
 def _report(arguments: _Arguments) -> bool:
     return bool(_flag(arguments, "report", (True, False)))
+
+
+def _prediction(arguments: _Arguments) -> float | None:
+    return time_limit(arguments["predict"])
+
+
+def time_limit(predict: object) -> float | None:
+    """Read how long a prediction may take.
+
+    Args:
+        predict: True, False or a number of seconds.
+
+    Returns:
+        Seconds; ``None`` if there shall be no prediction.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if isinstance(predict, bool):
+        return TIME_LIMIT_S if predict else None
+    if not isinstance(predict, int | float) or not 0 < predict < math.inf:
+        raise ConfigurationError(
+            f"`predict={predict!r}` is neither True, False nor a number of seconds. Use "
+            "`predict=60` to let the prediction take a minute."
+        )
+    return float(predict)
 
 
 def _flag(arguments: _Arguments, name: str, allowed: tuple[bool | None, ...]) -> bool | None:

@@ -90,7 +90,9 @@ def write_report(
     directory: str,
     settings: dict[str, str],
     rows: Sequence[Row],
+    *,
     measured: dict[str, Any] | None,
+    predicted: dict[str, Any] | None,
     error: BaseException | None = None,
 ) -> None:
     """Write ``memsave_report.json``.
@@ -100,6 +102,7 @@ def write_report(
         settings: Arguments of the callback as they were written.
         rows: The table at the start of fit.
         measured: What the monitor measured, with ``peak_bytes``; ``None`` without a monitor.
+        predicted: What was predicted, with ``peak_bytes``; ``None`` if nothing was to be.
         error: What ended the fit, if something did.
     """
     report = {
@@ -108,6 +111,7 @@ def write_report(
         "changes": [asdict(row) for row in rows if row.status == "on"],
         "refusals": [asdict(row) for row in rows if row.status != "on"],
         "measured": measured,
+        "predicted": predicted,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
     }

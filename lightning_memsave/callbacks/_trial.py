@@ -11,7 +11,6 @@ import torch
 from lightning_memsave import host
 from lightning_memsave.callbacks._base import CallbackBase
 from lightning_memsave.core.nesting import map_tensors
-from lightning_memsave.planning.fake_models import FakeTensors, fake_tensors
 from lightning_memsave.planning.step_profile import Recording, StepProfile
 
 NUM_STEPS = 2
@@ -29,36 +28,6 @@ _END_HOOKS = ("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown", "o
 
 
 @dataclass(frozen=True)
-class ModuleInfo:
-    """One module as it was in the trial.
-
-    Args:
-        name: Its name in ``named_modules()``.
-        class_name: Name of its class.
-        num_parameters: Numbers in its own parameters, tied ones with the first owner only.
-    """
-
-    name: str
-    class_name: str
-    num_parameters: int
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What a trial showed.
-
-    Args:
-        recording: Each change of live memory.
-        modules: All modules, in order.
-        guesses: What of the data had to be guessed.
-    """
-
-    recording: Recording
-    modules: tuple[ModuleInfo, ...]
-    guesses: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class TrialSettings:
     """How a trial trains.
 
@@ -70,6 +39,7 @@ class TrialSettings:
         is_running: The module is one of a fit that has begun: hooks from before the first batch
             have been called.
         emulation: Entered around the fit, such as CUDA's choice of kernels.
+        deadline_s: On the clock of ``time.monotonic``, when to give up.
     """
 
     package: ModuleType
@@ -78,50 +48,51 @@ class TrialSettings:
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
     is_running: bool = False
     emulation: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    deadline_s: float | None = None
 
 
 def run_trial(
-    build: Callable[[FakeTensors], tuple[Any, Any]],
-    callbacks: Sequence[Any],
-    settings: TrialSettings,
-) -> Trial:
+    pl_module: Any, batch: Any, callbacks: Sequence[Any], settings: TrialSettings
+) -> Recording:
     """Train two optimizer steps on tensors without data and record what is alive.
 
     Args:
-        build: Gives the LightningModule and the batch, both without data.
+        pl_module: A LightningModule without data, made for this trial.
+        batch: A batch without data.
         callbacks: Callbacks that take part, made for this trial.
         settings: How it trains.
 
     Returns:
         What was recorded.
 
+    Raises:
+        TimeoutError: If it goes on after the deadline.
+
     Note:
-        Whatever the module raises comes through.
+        To be called inside `fake_tensors`. Whatever the module raises comes through.
     """
     accumulated = min(settings.accumulate_grad_batches, MAX_ACCUMULATED)
-    with host.quiet(), fake_tensors() as fakes:
-        pl_module, batch = build(fakes)
-        _skip(pl_module, [*(_START_HOOKS if settings.is_running else ()), *_END_HOOKS])
-        observer = _Observer(NUM_STEPS * accumulated)
-        trainer = settings.package.Trainer(
-            **{
-                "accelerator": "cpu",
-                "devices": 1,
-                "max_epochs": 1,
-                "logger": host.silent_logger(settings.package),
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "limit_val_batches": 0,
-                "use_distributed_sampler": False,
-                "accumulate_grad_batches": accumulated,
-                "callbacks": [*callbacks, observer],
-            }
-            | dict(settings.trainer_arguments)
-        )
-        with settings.emulation():
-            trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
-        return Trial(observer.take_recording(), _describe(pl_module), fakes.guesses)
+    _skip(pl_module, [*(_START_HOOKS if settings.is_running else ()), *_END_HOOKS])
+    observer = _Observer(NUM_STEPS * accumulated, settings.deadline_s)
+    trainer = settings.package.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": host.silent_logger(settings.package),
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "limit_val_batches": 0,
+            "use_distributed_sampler": False,
+            "accumulate_grad_batches": accumulated,
+            "callbacks": [*callbacks, observer],
+        }
+        | dict(settings.trainer_arguments)
+    )
+    with settings.emulation():
+        trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
+    return observer.take_recording()
 
 
 class _Repeated:
@@ -143,16 +114,18 @@ class _Repeated:
 class _Observer(CallbackBase):
     """Records from the first batch on, and ends the fit."""
 
-    def __init__(self, num_batches: int) -> None:
+    def __init__(self, num_batches: int, deadline_s: float | None) -> None:
         super().__init__()
         self.num_batches = num_batches
+        self.deadline_s = deadline_s
         self._profile: StepProfile | None = None
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._profile is None:
-            profile = StepProfile(pl_module, trainer.optimizers, torch.device("cpu"))
+            device = torch.device("cpu")
+            profile = StepProfile(pl_module, trainer.optimizers, device, deadline_s=self.deadline_s)
             profile.__enter__()
             self._profile = profile
         self._profile.track_input(batch)
@@ -183,13 +156,3 @@ def _skip(pl_module: Any, hooks: Sequence[str]) -> None:
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:
     pass
-
-
-def _describe(pl_module: Any) -> tuple[ModuleInfo, ...]:
-    seen: set[int] = set()
-    infos = []
-    for name, part in pl_module.named_modules():
-        own = [p for p in part.parameters(recurse=False) if id(p) not in seen]
-        seen.update(id(p) for p in own)
-        infos.append(ModuleInfo(name, type(part).__name__, sum(p.numel() for p in own)))
-    return tuple(infos)

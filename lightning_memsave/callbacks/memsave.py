@@ -8,13 +8,15 @@ from typing import Any, Literal
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _report
-from lightning_memsave.callbacks._arguments import make_settings
+from lightning_memsave.callbacks._arguments import make_settings, time_limit
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._monitored import MonitoredCallback
+from lightning_memsave.callbacks._run_prediction import RunPrediction
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
+from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -63,6 +65,9 @@ class MemSaveCallback(MonitoredCallback):
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             What moves them further is switched off if it is ``"auto"`` and refused if not.
         monitor: Measure memory; ``False`` for not; or a `GPUMemoryMonitor` with its own settings.
+        predict: Predict the peak of memory before the first step, by training two steps on tensors
+            without data, unless that takes more than 20 seconds; ``False`` for not, or a number of
+            seconds.
         report: Print the table and write ``memsave_report.json``.
 
     Raises:
@@ -97,6 +102,7 @@ class MemSaveCallback(MonitoredCallback):
         tf32: bool | None = None,
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
         monitor: bool | GPUMemoryMonitor = True,
+        predict: bool | float = True,
         report: bool = True,
     ) -> None:
         super().__init__()
@@ -116,9 +122,11 @@ class MemSaveCallback(MonitoredCallback):
             "tf32": tf32,
             "exactness": exactness,
             "monitor": monitor,
+            "predict": predict,
             "report": report,
         }
         settings, self.monitor = make_settings(type(self).__name__, self.arguments)
+        self._prediction = RunPrediction(time_limit(predict))
         self._settings: list[Setting] = settings
         self._is_disabled = False
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
@@ -139,6 +147,11 @@ class MemSaveCallback(MonitoredCallback):
     def rows(self) -> list[Row]:
         """What was switched on and what was not, as the table at the start of fit shows it."""
         return [row for setting in self._settings for row in setting.rows]
+
+    @property
+    def prediction(self) -> MemoryPrediction | None:
+        """What the latest fit was predicted to take; ``None`` without a prediction."""
+        return self._prediction.prediction
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check everything, then change what can be changed before the model is set up.
@@ -190,9 +203,19 @@ class MemSaveCallback(MonitoredCallback):
         with self._undone_on_error():
             for setting in self._settings:
                 setting.start(trainer, pl_module)
+        self._prediction.begin()
         self._directory = trainer.log_dir or trainer.default_root_dir
         if self.arguments["report"] and trainer.is_global_zero:
             _report.print_table(self.rows)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Predict the memory of the fit when its first batch is there."""
+        if not self._is_disabled:
+            make = type(self)
+            self._prediction.before_batch(trainer, pl_module, batch, make, self.arguments)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the module, as ``teardown`` is not called now, and write what is known."""
@@ -246,8 +269,9 @@ class MemSaveCallback(MonitoredCallback):
                 directory,
                 {name: repr(value) for name, value in self.arguments.items()},
                 self.rows,
-                None if summary is None else summary.to_dict(),
-                error,
+                measured=None if summary is None else summary.to_dict(),
+                predicted=self._prediction.to_dict(summary and summary.peak_bytes),
+                error=error,
             )
         # Remote file systems raise their own classes. A run that is over must not fail for this,
         # and what ended it must be seen.

@@ -62,6 +62,23 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
     return undo
 
 
+def unpatch(owner: object) -> None:
+    """Take all replacements off an object, such as a copy of one that is patched.
+
+    Args:
+        owner: Any object; what was there before our replacements is there again.
+    """
+    attributes = vars(owner)
+    for key in [key for key in attributes if key.startswith("_memsave_")]:
+        previous = attributes.pop(key)
+        if key.startswith(_PREVIOUS.format("")):
+            name = key.removeprefix(_PREVIOUS.format(""))
+            if previous is None:
+                attributes.pop(name, None)
+            else:
+                attributes[name] = previous
+
+
 def previous_method(owner: object, name: str) -> Callable[..., Any]:
     """Find what ``patch_method`` replaced, bound to the object.
 

@@ -17,7 +17,12 @@ from lightning_memsave.host.parallel import (
     smallest,
     without_sync,
 )
-from lightning_memsave.host.precision import PrecisionState, precision_state, set_precision
+from lightning_memsave.host.precision import (
+    PrecisionState,
+    half_precision_on_cpu,
+    precision_state,
+    set_precision,
+)
 from lightning_memsave.host.quiet import quiet, silent_logger
 from lightning_memsave.host.trainer import (
     PACKAGES,
@@ -46,6 +51,7 @@ __all__ = [
     "checkpoints_activations_itself",
     "convert_loaded_optimizer_states",
     "first_of",
+    "half_precision_on_cpu",
     "has_static_graph",
     "is_strategy",
     "logged_step",

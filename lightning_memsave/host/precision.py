@@ -1,6 +1,8 @@
 """Precision of a Trainer that exists already."""
 
+import importlib
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -64,3 +66,16 @@ def set_precision(trainer: Any, precision: str) -> None:
     trainer.strategy.precision_plugin = plugin
     connector.precision_plugin = plugin
     _OUR_PRECISION[trainer] = str(trainer.precision)
+
+
+def half_precision_on_cpu(package: ModuleType) -> Any:
+    """Make the plugin of ``"16-mixed"``, gradient scaler and all, for a Trainer on the CPU.
+
+    Args:
+        package: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Returns:
+        A precision plugin; the Trainer itself would choose bfloat16.
+    """
+    plugins = importlib.import_module(f"{package.__name__}.plugins.precision")
+    return plugins.MixedPrecision("16-mixed", "cpu")

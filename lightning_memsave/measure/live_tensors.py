@@ -1,8 +1,9 @@
 """Count the bytes of live tensors, exactly and by category, on any device."""
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure._categories import HOST, UNCLAIMED, category_of_new
 from lightning_memsave.measure.storages import (
     LiveStorage,
     device_of,
@@ -21,10 +23,6 @@ from lightning_memsave.measure.storages import (
     tensors_in,
     with_index,
 )
-
-# What the phase of the step says of a new storage is a guess until something claims it. What is
-# claimed already keeps its category, for example a parameter that an optimizer also has in `state`.
-_UNCLAIMED = frozenset({"activation", "temporary", "other", "weight_copy"})
 
 
 class LiveTensors(TorchDispatchMode):
@@ -49,10 +47,9 @@ class LiveTensors(TorchDispatchMode):
         there then. A storage that is older than the context and that no one has named is *other*
         from its first use on.
 
-        Scratch memory inside a kernel is not a tensor and is not seen, such as the reordered copies
-        of oneDNN's convolutions or what the 8-bit optimizers of bitsandbytes do inside; nor are the
-        states of random generators, 5 kB for each checkpointed block on a CPU, and what a graph of
-        ``torch.compile`` allocates inside.
+        Scratch memory inside a kernel is not seen, such as the reordered copies of oneDNN's
+        convolutions or what bitsandbytes' 8-bit optimizers do inside; nor are states of random
+        generators, 5 kB for each checkpointed block on a CPU, and graphs of ``torch.compile``.
 
     Example:
         >>> model = nn.Linear(100, 10, bias=False)
@@ -89,6 +86,7 @@ class LiveTensors(TorchDispatchMode):
         self._num_born = 0  # storages so far: a clock
         self._peak_time = 0
         self._num_running_steps = 0
+        self._host_bytes = self._peak_host_bytes = 0
         self._op: Callable[..., Any] | None = None
         self._undo: list[Callable[[], None]] = []
 
@@ -104,8 +102,9 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def peak(self) -> MemoryBreakdown:
-        """Bytes by category at the moment when their sum was largest since the context began."""
-        return MemoryBreakdown.from_categories(self._peak)
+        """Bytes by category when their sum was largest; host copies at a peak of their own."""
+        peak = MemoryBreakdown.from_categories(self._peak)
+        return replace(peak, host_bytes=self._peak_host_bytes)
 
     def reset_peak(self) -> None:
         """Look for the peak from now on."""
@@ -123,10 +122,10 @@ class LiveTensors(TorchDispatchMode):
             self._claim(tensor, "input")
 
     def track_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Follow more optimizers; those that are followed already stay as they are.
+        """Follow more optimizers, plain ones and not wrappers; known ones stay as they are.
 
         Args:
-            optimizers: Plain ones, not wrappers around them.
+            optimizers: As for the constructor.
         """
         known = {id(ref()) for ref in self._optimizers}
         for optimizer in optimizers:
@@ -153,14 +152,9 @@ class LiveTensors(TorchDispatchMode):
         self.reset_peak()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         try:
-            super().__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+            super().__exit__(*error)  # type: ignore[no-untyped-call]
         finally:
             self._stop()
 
@@ -171,6 +165,8 @@ class LiveTensors(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.ops.prim.device.default:  # asked of tensors without data at each node
+            return getattr(args[0], "fake_device", None) or func(*args)
         kwargs = kwargs or {}
         if func is not torch.ops.aten.lift_fresh.default:  # its input is new: torch.tensor(...)
             for tensor in operands(args):
@@ -179,21 +175,14 @@ class LiveTensors(TorchDispatchMode):
                 self._see(tensor, "other")
         self._op = func
         result = func(*args, **kwargs)
-        category = self._category_of_new(func, args)
+        is_parameter = functools.partial(self._is_parameter, args)
+        category = category_of_new(func, is_parameter, in_step=self._num_running_steps > 0)
         for tensor in operands((result,)):
             self._see(tensor, category)
         return result
 
-    def _category_of_new(self, func: Callable[..., Any], args: tuple[Any, ...]) -> str:
-        if func is torch.ops.aten._to_copy.default and self._is_parameter(args[0]):
-            return "weight_copy"
-        if torch.is_grad_enabled():
-            return "activation"
-        in_backward = torch._C._current_graph_task_id() != -1
-        return "temporary" if in_backward or self._num_running_steps else "activation"
-
-    def _is_parameter(self, tensor: Tensor) -> bool:
-        entries = [self._entries.get(storage._cdata) for storage in storages_of(tensor)]
+    def _is_parameter(self, args: tuple[Any, ...]) -> bool:
+        entries = [self._entries.get(storage._cdata) for storage in storages_of(args[0])]
         return any(entry is not None and entry.category == "parameter" for entry in entries)
 
     def _register(self, module: nn.Module) -> None:
@@ -238,7 +227,7 @@ class LiveTensors(TorchDispatchMode):
         self._see(tensor, category)
         for storage in storages_of(tensor):
             entry = self._entries.get(storage._cdata)
-            if entry is not None and entry.category in _UNCLAIMED:
+            if entry is not None and entry.category in UNCLAIMED:
                 self._move(self._bytes, entry, category)
                 # Alive now and older than the peak, so it was part of it.
                 if entry.born <= self._peak_time:
@@ -251,7 +240,8 @@ class LiveTensors(TorchDispatchMode):
         by_category[category] += entry.num_bytes
 
     def _see(self, tensor: Tensor, category: str) -> None:
-        if tensor.device == self.device:
+        # First what costs nothing: tensors without data ask all modes for `device`.
+        if getattr(tensor, "fake_device", None) == self.device or tensor.device == self.device:
             for storage in storages_of(tensor):
                 key = storage._cdata
                 entry = self._entries.get(key)
@@ -286,6 +276,10 @@ class LiveTensors(TorchDispatchMode):
 
     def _change(self, entry: LiveStorage, change: int) -> None:
         """Take into account that a storage grew, shrank or is gone."""
+        if entry.category == HOST:
+            self._host_bytes += change
+            self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
+            return
         self._bytes[entry.category] += change
         self._live_bytes += change
 

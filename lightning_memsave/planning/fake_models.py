@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.nn.parameter import UninitializedParameter, UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_memsave.core.nesting import map_tensors
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.planning.fake_building import buildable
 from lightning_memsave.planning.known_values import KnownValues
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -52,7 +53,7 @@ class FakeTensors:
         """
         memo: dict[int, Any] = {id(thing): None for thing in without}
         for tensor in _tensors_of(module):
-            if isinstance(tensor, UninitializedTensorMixin):
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigurationError(
                     f"`{type(module).__name__}` has lazy parameters, whose shapes are not known "
                     "yet. Run one batch through it first."
@@ -104,7 +105,7 @@ def fake_tensors() -> Iterator[FakeTensors]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _random_numbers_kept(), _modules_convertible(), _no_tracing(), mode:
         values = KnownValues(mode)
-        with values:
+        with values, buildable():
             yield FakeTensors(values)
 
 
@@ -117,12 +118,13 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 # `Module.to` exchanges the data of parameters, which torch refuses for tensors without data.
 @contextlib.contextmanager
 def _modules_convertible() -> Iterator[None]:
-    original = nn.Module._apply
+    original: Any = nn.Module._apply  # untyped in torch
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         tensors = [t for part in self.modules() for t in _own_tensors(part)]
         if not any(isinstance(t, FakeTensor) for t in tensors):
-            return original(self, fn, recurse)
+            original(self, fn, recurse)
+            return self
         new = {id(tensor): _converted(tensor, fn) for tensor in tensors}
         for part in self.modules() if recurse else [self]:
             for table in (part._parameters, part._buffers):
@@ -131,7 +133,7 @@ def _modules_convertible() -> Iterator[None]:
                         table[name] = new[id(tensor)]  # type: ignore[assignment]
         return self
 
-    nn.Module._apply = _apply  # type: ignore[assignment]
+    nn.Module._apply = _apply  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -173,6 +175,7 @@ def _no_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_numbers_kept() -> Iterator[None]:
+    states: list[tuple[Callable[[Any], object], Any]]
     states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
     if "numpy" in sys.modules:
         numpy: Any = sys.modules["numpy"]

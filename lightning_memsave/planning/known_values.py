@@ -3,6 +3,7 @@
 import functools
 import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -107,6 +108,8 @@ class KnownValues(TorchDispatchMode):
         if tensor.dtype is torch.bool:
             self._guess("a condition on data was taken as true")
             return True
+        if _is_asked_by_scaler():
+            return 0.0  # no gradient overflows, so that the optimizer steps
         self._guess("a number that depends on data was taken as 1")
         return 1.0 if tensor.is_floating_point() else 1
 
@@ -178,14 +181,25 @@ def _values(arguments: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: getattr(tensor, _VALUE, tensor), arguments)
 
 
+# The optimizer, which the scaler calls, asks too: for the number of its step.
+def _is_asked_by_scaler() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "torch.amp.grad_scaler" or name.startswith("torch.optim."):
+            return bool(name == "torch.amp.grad_scaler")
+        frame = frame.f_back
+    return False
+
+
 def _place() -> str | None:
     # The innermost line outside of torch and its helpers: the model's own.
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("torch", "lightning_memsave", "contextlib"):
             if package in _NOT_REPORTED:
                 return None
             return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return None

@@ -1,7 +1,7 @@
 """What a prediction of memory says."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from lightning_memsave.core.memory import MemoryBreakdown
@@ -135,6 +135,7 @@ class MemoryPrediction:
             "num_parameters": self.num_parameters,
             "peak_bytes": self.peak_bytes,
             "by_category": self.peak.by_category(),
+            "host_bytes": self.peak.host_bytes,
             "device_bytes": self.device_bytes,
             "reserved_bytes": self.reserved_bytes,
             "context_bytes": self.context_bytes,
@@ -188,7 +189,7 @@ class MemoryPrediction:
         return cls(
             device=found["device"],
             model=found["model"],
-            peak=make(found["by_category"]),
+            peak=replace(make(found["by_category"]), host_bytes=found.get("host_bytes", 0)),
             by_phase={k: make(v["by_category"]) for k, v in found["by_phase"].items()},
             modules=tuple(
                 ModuleMemory(

@@ -1,6 +1,8 @@
 """Follow training steps tensor by tensor: what is alive when, who made it, who owns it."""
 
 import bisect
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,10 +16,9 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memsave.measure._categories import HOST, in_backward
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
-
-_NO_GRAPH_TASK = -1
 
 
 @dataclass(slots=True)
@@ -58,17 +59,36 @@ class Event:
     op: str
 
 
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module of a recording.
+
+    Args:
+        name: Its name in ``named_modules()``.
+        class_name: Name of its class.
+        num_parameters: Numbers in its own parameters; tied ones belong to the first module.
+    """
+
+    name: str
+    class_name: str
+    num_parameters: int
+
+
 @dataclass(slots=True)
 class Recording:
     """What was alive when.
 
     Args:
+        modules: All modules, in order.
         events: In order; the first ones are what was there already.
         batch_ends: After how many events each batch ended.
+        host_bytes: Most bytes that techniques kept on the host at once.
     """
 
+    modules: tuple[ModuleInfo, ...] = ()
     events: list[Event] = field(default_factory=list)
     batch_ends: list[int] = field(default_factory=list)
+    host_bytes: int = 0
 
 
 class StepProfile(LiveTensors):
@@ -83,6 +103,8 @@ class StepProfile(LiveTensors):
         module: As for `LiveTensors`.
         optimizers: As for `LiveTensors`.
         device: As for `LiveTensors`.
+        deadline_s: On the clock of ``time.monotonic``; a tensor that is made after it raises a
+            ``TimeoutError``.
     """
 
     def __init__(
@@ -90,15 +112,25 @@ class StepProfile(LiveTensors):
         module: nn.Module,
         optimizers: Iterable[Optimizer] = (),
         device: torch.device | str | None = None,
+        *,
+        deadline_s: float | None = None,
     ) -> None:
         super().__init__(module, optimizers, device)
-        self.recording = Recording()
+        self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._names = {id(part): name for name, part in module.named_modules()}
+        sizes: dict[str, int] = {}
         # Tied parameters belong to the module that comes first.
         self._owners: dict[Tensor, str] = {}
         for name, part in module.named_modules():
             for parameter in part.parameters(recurse=False):
-                self._owners.setdefault(parameter, name)
+                if self._owners.setdefault(parameter, name) == name:
+                    sizes[name] = sizes.get(name, 0) + parameter.numel()
+        self.recording = Recording(
+            tuple(
+                ModuleInfo(name, type(part).__name__, sizes.get(name, 0))
+                for name, part in module.named_modules()
+            )
+        )
         self._buffer_owners = {
             id(buffer): name
             for name, part in module.named_modules()
@@ -112,13 +144,12 @@ class StepProfile(LiveTensors):
     def end_batch(self) -> None:
         """Mark the end of a batch."""
         self.recording.batch_ends.append(len(self.recording.events))
+        self.recording.host_bytes = self._peak_host_bytes
 
     @override
     def __enter__(self) -> Self:
         self._undo.append(register_module_forward_pre_hook(self._enter_module).remove)
-        self._undo.append(
-            register_module_forward_hook(self._leave_module, always_call=True).remove
-        )
+        self._undo.append(register_module_forward_hook(self._leave_module, always_call=True).remove)
         undo, self._undo = self._undo, []
         try:
             super().__enter__()
@@ -136,7 +167,7 @@ class StepProfile(LiveTensors):
         self._note_module()
 
     def _note_module(self) -> None:
-        first = torch._C._autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        first = torch._C._autograd._get_sequence_nr()
         if first == self._first_nodes[-1]:
             self._running[-1] = self._stack[-1]
         else:
@@ -144,7 +175,7 @@ class StepProfile(LiveTensors):
             self._running.append(self._stack[-1])
 
     def _phase(self) -> str:
-        if torch._C._current_graph_task_id() != _NO_GRAPH_TASK:
+        if in_backward():
             return "backward"
         is_update = self._num_running_steps and not torch.is_grad_enabled()
         return "optimizer" if is_update else "forward"
@@ -163,6 +194,8 @@ class StepProfile(LiveTensors):
 
     @override
     def _origin_of(self, tensor: Tensor) -> Origin:
+        if time.monotonic() > self._deadline_s:
+            raise TimeoutError("following this step takes longer than was allowed")
         if isinstance(tensor, nn.Parameter) and tensor in self._owners:
             module, op, phase = self._owners[tensor], "", ""
         elif id(tensor) in self._buffer_owners:
@@ -176,6 +209,8 @@ class StepProfile(LiveTensors):
     @override
     def _change(self, entry: LiveStorage, change: int) -> None:
         super()._change(entry, change)
+        if entry.category == HOST:
+            return
         phase = self._phase()
         event = Event(entry, change, phase, self._current_module(phase), _name_of(self._op))
         self.recording.events.append(event)

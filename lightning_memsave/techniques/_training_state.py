@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.host_copies import host_copies
+
 
 class TrainingState:
     """Random states, buffers, metrics and gradients at one moment.
@@ -34,12 +36,13 @@ class TrainingState:
         ]
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
         if gradients != "leave":
-            self._gradients = [
-                (p, p.grad.to("cpu", copy=True))
-                if gradients == "keep" and p.grad is not None
-                else (p, None)
-                for p in parameters
-            ]
+            with host_copies():
+                self._gradients = [
+                    (p, p.grad.to("cpu", copy=True))
+                    if gradients == "keep" and p.grad is not None
+                    else (p, None)
+                    for p in parameters
+                ]
 
     def restore(self) -> None:
         """Put everything back; may be called again."""

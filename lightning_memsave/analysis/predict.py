@@ -1,0 +1,193 @@
+"""Predict the peak memory of training, without a GPU and without the memory of the model."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.callbacks._base import CallbackBase
+from lightning_memsave.callbacks._prediction import Question, predict
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.core.nesting import items_of
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.host import PACKAGES
+from lightning_memsave.planning.fake_models import FakeTensors
+from lightning_memsave.planning.gpus import Gpu, parse_gpu
+from lightning_memsave.planning.prediction import MemoryPrediction
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+def predict_memory(
+    module: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    optimizer: MakeOptimizer | None = None,
+    settings: Mapping[str, Any] | MemSaveCallback | None = None,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    gpu: str | Gpu | None = None,
+    attention: str | None = None,
+    trainer_arguments: Mapping[str, Any] | None = None,
+    may_extrapolate: bool = True,
+) -> MemoryPrediction:
+    """Predict the peak memory of a training step, by category, by phase and by module.
+
+    Two steps of the module's own training code run in a Trainer of Lightning, on tensors that have
+    shapes and no data: forward, backward, optimizer, and all that `MemSaveCallback` would do. So it
+    needs neither a GPU nor the memory of the model. On a CPU the result is what is counted in the
+    real step, to the byte where the code does not depend on data.
+
+    Args:
+        module: A LightningModule, any other module, or a function without arguments that makes one;
+            the function never allocates the model.
+        batch: A batch, in any nesting, whose tensors may be real or on the meta device; or a
+            function that gives one. What follows from its integers (masks of padding, numbers of
+            labels) is computed from them.
+        optimizer: For modules that are no LightningModule: makes the optimizer from the parameters,
+            such as a class. Without it: AdamW.
+        settings: Arguments of `MemSaveCallback` by name, or one. In a mapping, techniques that are
+            not named are off: the step as it is.
+        loss: For modules that are no LightningModule: gives the loss from output and batch. Without
+            it: the ``loss`` of the output, or the mean of a tensor.
+        device: Whose kernels to assume.
+        gpu: The GPU that is meant, such as ``"T4"``: it decides which precision ``"auto"`` is.
+        attention: CUDA's attention kernel, ``"flash"``, ``"efficient"`` or ``"math"``; without it
+            the one that torch would choose.
+        trainer_arguments: Arguments of the Trainer that matter for memory, such as ``precision``.
+        may_extrapolate: Whether models of 20 blocks and more may be predicted from copies with
+            fewer, which takes seconds instead of minutes.
+
+    Returns:
+        The prediction.
+
+    Raises:
+        ConfigurationError: If arguments are wrong, or the module cannot be made or copied.
+
+    Note:
+        Whatever the module raises on this batch comes through. For CUDA the prediction rests on
+        ``assumptions``, which the result lists.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
+        >>> prediction = predict_memory(model, torch.ones(32, 100), device="cpu")
+        >>> prediction.peak.parameter_bytes, prediction.peak.optimizer_state_bytes
+        (88840, 177696)
+    """
+    arguments = _arguments(settings)
+    trainer_settings = dict(trainer_arguments or {})
+    card = parse_gpu(gpu) if isinstance(gpu, str) else gpu
+    if arguments["precision"] == "auto":
+        arguments["precision"] = _auto_precision(device, card, trainer_settings)
+    package = _package_of(module)
+
+    def build(fakes: FakeTensors) -> tuple[Any, Any]:
+        made = module if isinstance(module, nn.Module) else module()
+        if not isinstance(made, nn.Module):
+            raise ConfigurationError(
+                f"`{module!r}` gave {type(made).__name__}, not a module. Return the module."
+            )
+        data = batch() if inspect.isfunction(batch) else batch
+        twin = fakes.copy_module(made, without=_trainers(made)) if made is module else made
+        if not isinstance(twin, package.LightningModule):
+            twin = _wrap(package, twin, optimizer, loss)
+        return twin, fakes.copy_batch(data)
+
+    return predict(
+        Question(
+            build,
+            MemSaveCallback,
+            arguments,
+            package,
+            device,
+            attention=attention,
+            capability=(card and card.compute_capability) or (8, 0),
+            trainer_arguments=trainer_settings,
+            may_extrapolate=may_extrapolate,
+        )
+    )
+
+
+def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str, Any]:
+    if isinstance(settings, MemSaveCallback):
+        return dict(settings.arguments)
+    settings = settings or {}
+    known = inspect.signature(MemSaveCallback).parameters
+    unknown = [name for name in settings if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"`{unknown[0]}` is no argument of `MemSaveCallback`. Use "
+            f"{', '.join(f'`{name}`' for name in known)}."
+        )
+    off = dict.fromkeys(("activation_checkpointing", "optimizer", "precision", "micro_batch_size"))
+    arguments = {name: parameter.default for name, parameter in known.items()} | off
+    arguments |= settings
+    MemSaveCallback(**arguments)  # says all that is wrong with them
+    return arguments
+
+
+def _auto_precision(
+    device: str, gpu: Gpu | None, trainer_arguments: Mapping[str, Any]
+) -> str | None:
+    if device != "cuda" or "precision" in trainer_arguments:
+        return None
+    return "bf16-mixed" if gpu is None or gpu.has_bf16 else "16-mixed"
+
+
+def _package_of(module: object) -> Any:
+    for cls in type(module).__mro__:
+        for package in PACKAGES:
+            if cls.__module__.startswith(f"{package}."):
+                return importlib.import_module(package)
+    base = CallbackBase.__mro__[1]
+    return importlib.import_module(".".join(base.__module__.split(".")[:-2]))
+
+
+def _trainers(module: Any) -> list[Any]:
+    trainer = getattr(module, "_trainer", None)
+    return [] if trainer is None else [trainer]
+
+
+def _wrap(package: Any, module: nn.Module, optimizer: Any, loss: Any) -> Any:
+    class Wrapped(package.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = module
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = _call(self.wrapped, batch)
+            return _loss_of(output) if loss is None else loss(output, batch)
+
+        def configure_optimizers(self) -> Any:
+            parameters = [p for p in self.wrapped.parameters() if p.requires_grad]
+            return (optimizer or torch.optim.AdamW)(parameters)
+
+    return Wrapped()
+
+
+def _call(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    if isinstance(batch, list | tuple):
+        return module(*batch)
+    return module(batch)
+
+
+def _loss_of(output: Any) -> Tensor:
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(output, Tensor):
+        return output.float().mean()
+    tensors = [item for _, item in items_of(output) if isinstance(item, Tensor)]
+    if tensors and tensors[0].is_floating_point():
+        return tensors[0].float().mean()
+    raise ConfigurationError(
+        f"The module gives {type(output).__name__}, in which there is no loss. Pass `loss=`, a "
+        "function of output and batch."
+    )

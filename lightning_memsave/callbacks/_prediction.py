@@ -1,0 +1,186 @@
+"""Predict the memory of training with `MemSaveCallback`, by training on tensors without data."""
+
+import contextlib
+import copy
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from lightning_memsave import host
+from lightning_memsave.callbacks._trial import TrialSettings, run_trial
+from lightning_memsave.core.batches import count_samples, split_samples
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure.storages import storages_of, tensors_in
+from lightning_memsave.planning.cuda_kernels import ASSUMPTIONS, cuda_kernels, workspace_bytes
+from lightning_memsave.planning.depth import Stack, extrapolate, find_stack
+from lightning_memsave.planning.fake_models import FakeTensors, fake_tensors
+from lightning_memsave.planning.prediction import MemoryPrediction
+from lightning_memsave.planning.summary import summarise
+from lightning_memsave.units import MIB, format_bytes
+
+MAX_MICRO_BATCHES = 2
+"""The second one finds the gradients of the first, as all later ones do."""
+CONTEXT_BYTES = 500 * MIB
+_CONTEXT = (
+    f"A CUDA context takes {format_bytes(CONTEXT_BYTES)}: not measured; 300 MiB to 1 GiB, by GPU "
+    "and driver."
+)
+_PAGED = "paged_"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be predicted.
+
+    Args:
+        build: Makes the LightningModule and the batch, both without data.
+        make_callback: Makes the `MemSaveCallback`, from its arguments.
+        arguments: Of `MemSaveCallback`, by name.
+        package: ``lightning.pytorch`` or ``pytorch_lightning``.
+        device: ``"cuda"`` or ``"cpu"``: whose kernels are assumed.
+        attention: CUDA's attention kernel; ``None`` for the one that torch would choose.
+        capability: Compute capability of the GPU.
+        trainer_arguments: Arguments of the Trainer that matter for memory.
+        num_batches: In an epoch, for schedules.
+        is_running: Whether the module is one of a fit that has begun.
+        time_limit_s: Give up after this time.
+        may_extrapolate: Whether deep models may be predicted from copies with fewer blocks.
+    """
+
+    build: Callable[[FakeTensors], tuple[Any, Any]]
+    make_callback: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    package: ModuleType
+    device: str
+    attention: str | None = None
+    capability: tuple[int, int] = (8, 0)
+    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    num_batches: int = 1000
+    is_running: bool = False
+    time_limit_s: float | None = None
+    may_extrapolate: bool = True
+
+
+def predict(question: Question) -> MemoryPrediction:
+    """Predict the peak of training.
+
+    Args:
+        question: What is asked.
+
+    Returns:
+        The prediction; deep models are predicted from copies with fewer blocks.
+
+    Raises:
+        TimeoutError: If it takes longer than ``time_limit_s``.
+    """
+    start_s = time.monotonic()
+    with host.quiet(), fake_tensors() as fakes:
+        predictor = _Predictor(question, fakes, *question.build(fakes), start_s)
+        prediction, how = None, ""
+        stack = predictor.find_stack() if question.may_extrapolate else None
+        if stack is not None:
+            prediction, how = extrapolate(stack, functools.partial(predictor.predict, stack))
+        prediction = prediction or predictor.predict()
+    assumptions = (*prediction.assumptions, how) if how else prediction.assumptions
+    seconds = time.monotonic() - start_s
+    return dataclasses.replace(prediction, assumptions=assumptions, seconds=seconds)
+
+
+@dataclass(frozen=True)
+class _Predictor:
+    question: Question
+    fakes: FakeTensors
+    pl_module: Any
+    batch: Any
+    start_s: float
+
+    def find_stack(self) -> Stack | None:
+        which = self.question.arguments["activation_checkpointing"]
+        if which not in (None, "auto", "all", "selective"):
+            return None
+        return find_stack(self.pl_module, self.question.arguments["blocks"])
+
+    def predict(self, stack: Stack | None = None, depth: int = 0) -> MemoryPrediction:
+        with contextlib.nullcontext() if stack is None else stack.cut(self.pl_module, depth):
+            twin = self.fakes.copy_module(self.pl_module)
+        question = self.question
+        on_cuda = question.device == "cuda"
+        arguments, assumptions = _trial_arguments(question)
+        trainer_arguments = dict(question.trainer_arguments)
+        accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
+        precision = arguments["precision"] or trainer_arguments.get("precision")
+        if on_cuda and precision in ("16-mixed", 16, "16"):
+            # On a CPU Lightning would take bfloat16 instead, for which some GPUs have no kernels.
+            arguments["precision"] = None
+            trainer_arguments.pop("precision", None)
+            trainer_arguments["plugins"] = [host.half_precision_on_cpu(question.package)]
+        callback = question.make_callback(**copy.deepcopy(arguments))
+        batch, rest_bytes = _first_micro_batches(self.batch, arguments)
+        limit_s = question.time_limit_s
+        emulation = functools.partial(
+            cuda_kernels, question.attention, capability=question.capability
+        )
+        settings = TrialSettings(
+            question.package,
+            accumulate_grad_batches=arguments["accumulate_grad_batches"] or accumulated,
+            num_batches=question.num_batches,
+            trainer_arguments=trainer_arguments,
+            is_running=question.is_running,
+            emulation=emulation if on_cuda else contextlib.nullcontext,
+            deadline_s=None if limit_s is None else self.start_s + limit_s,
+        )
+        recording = run_trial(twin, batch, [callback], settings)
+        return summarise(
+            recording,
+            device=question.device,
+            model=_shown_name(self.pl_module),
+            extra=MemoryBreakdown(
+                input_bytes=rest_bytes,
+                other_bytes=workspace_bytes(question.capability) if on_cuda else 0,
+            ),
+            settings={"precision": str(precision or "32-true")}
+            | {row.name: row.value for row in callback.rows if row.status == "on"},
+            assumptions=[*assumptions, *(ASSUMPTIONS if on_cuda else ())],
+            guesses=self.fakes.guesses,
+            context_bytes=CONTEXT_BYTES if on_cuda else 0,
+        )
+
+
+def _trial_arguments(question: Question) -> tuple[dict[str, Any], list[str]]:
+    arguments = {**question.arguments, "monitor": False, "report": False, "predict": False}
+    assumptions = [_CONTEXT] if question.device == "cuda" else []
+    optimizer = arguments["optimizer"]
+    if isinstance(optimizer, str) and optimizer.startswith(_PAGED):
+        arguments["optimizer"] = optimizer.removeprefix(_PAGED)
+        assumptions.append(
+            "The paged state of the optimizer stays on the device: CUDA moves it only when memory "
+            "is short."
+        )
+    if arguments["accumulate_grad_batches"] is not None:
+        arguments["accumulate_grad_batches"] = min(arguments["accumulate_grad_batches"], 2)
+    return arguments, assumptions
+
+
+def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any, int]:
+    size = arguments["micro_batch_size"]
+    # A function of the user's splits what is not made of samples.
+    if not isinstance(size, int) or arguments["split_batch"] is not None:
+        return batch, 0
+    if count_samples(batch) <= MAX_MICRO_BATCHES * size:
+        return batch, 0
+    first = split_samples(batch, MAX_MICRO_BATCHES * size)[0]
+    return first, _num_bytes(batch) - _num_bytes(first)
+
+
+def _num_bytes(batch: Any) -> int:
+    storages = {s._cdata: s for tensor in tensors_in(batch) for s in storages_of(tensor)}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _shown_name(pl_module: Any) -> str:
+    inner = getattr(pl_module, "wrapped", None)
+    return type(pl_module if inner is None else inner).__name__

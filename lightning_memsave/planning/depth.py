@@ -1,0 +1,165 @@
+"""Predict deep models from copies with fewer blocks."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lightning_memsave.core.blocks import BlockSelector, find_blocks
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory
+
+DEPTHS = (6, 10)
+"""Two or three blocks underestimate by up to a tenth: the peak moves to another place."""
+CHECKED_DEPTH = 13
+TOLERANCE = 1e-3
+MIN_NUM_BLOCKS = 20
+"""Below, the copies together are no cheaper than the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Equal blocks in one container.
+
+    Args:
+        name: Name of the container in the model.
+        num_blocks: How many there are.
+    """
+
+    name: str
+    num_blocks: int
+
+    @contextlib.contextmanager
+    def cut(self, model: nn.Module, num_blocks: int) -> Iterator[None]:
+        """Leave the first blocks only, until the context is left.
+
+        Args:
+            model: The model.
+            num_blocks: How many to leave.
+        """
+        blocks = model.get_submodule(self.name)._modules
+        all_blocks = dict(blocks)
+        for name in list(blocks)[num_blocks:]:
+            del blocks[name]
+        try:
+            yield
+        finally:
+            blocks.update(all_blocks)
+
+
+def find_stack(
+    model: nn.Module, selectors: BlockSelector | list[BlockSelector] | None = None
+) -> Stack | None:
+    """Find the container that makes a model deep.
+
+    Args:
+        model: Any module.
+        selectors: What blocks are, as for `find_blocks`.
+
+    Returns:
+        The container; ``None`` unless all blocks of the model are in one, equal in class and
+        shapes, and enough for a prediction from fewer.
+    """
+    blocks = find_blocks(model, selectors)
+    containers = {block.name.rpartition(".")[0] for block in blocks}
+    if len(blocks) < MIN_NUM_BLOCKS or len(containers) != 1:
+        return None
+    name = containers.pop()
+    container = model.get_submodule(name)
+    if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(blocks):
+        return None
+    if len({_signature(block) for block in container}) > 1:
+        return None
+    return Stack(name, len(blocks))
+
+
+def extrapolate(
+    stack: Stack, predict: Callable[[int], MemoryPrediction]
+) -> tuple[MemoryPrediction | None, str]:
+    """Predict a stack from copies with fewer blocks, phase by phase.
+
+    The memory of a step is a maximum of terms that grow linearly with the number of blocks: in each
+    phase another one. So each phase has its own line, and the largest end is the peak.
+
+    Args:
+        stack: What is deep.
+        predict: Predicts the model with a number of blocks.
+
+    Returns:
+        The prediction, or ``None`` if the line through two depths misses a third; and one line that
+        says how it went.
+    """
+    low, high = (predict(depth) for depth in DEPTHS)
+    checked = predict(CHECKED_DEPTH)
+    expected = _at(low, high, CHECKED_DEPTH)
+    miss = abs(_peak(expected) / checked.peak_bytes - 1)
+    if miss > TOLERANCE:
+        return None, (
+            f"Predicted directly: with {CHECKED_DEPTH} blocks, the line through "
+            f"{DEPTHS[0]} and {DEPTHS[1]} is {100 * miss:.2f} % off."
+        )
+    by_phase = _at(low, high, stack.num_blocks)
+    phase = max(by_phase, key=lambda name: by_phase[name].total_bytes)
+    reserved_bytes = None
+    if checked.reserved_bytes is not None:
+        # Fragments are about as large as the largest tensors, which depth does not change.
+        slack_bytes = checked.reserved_bytes - checked.peak_bytes
+        reserved_bytes = by_phase[phase].total_bytes + max(slack_bytes, 0)
+    prediction = replace(
+        checked,
+        peak=by_phase[phase],
+        by_phase=by_phase,
+        peak_phase=phase,
+        modules=_modules(checked, stack, by_phase[phase]),
+        reserved_bytes=reserved_bytes,
+        is_extrapolated=True,
+    )
+    return prediction, (
+        f"Predicted from copies with {DEPTHS[0]} and {DEPTHS[1]} of {stack.num_blocks} blocks, "
+        f"checked with {CHECKED_DEPTH}; time line and largest tensors are those of {CHECKED_DEPTH}."
+    )
+
+
+def _peak(by_phase: Mapping[str, MemoryBreakdown]) -> int:
+    return max(memory.total_bytes for memory in by_phase.values())
+
+
+def _at(low: MemoryPrediction, high: MemoryPrediction, depth: int) -> dict[str, MemoryBreakdown]:
+    steps = (depth - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
+    return {
+        phase: memory + (memory + low.by_phase[phase] * -1) * steps
+        for phase, memory in high.by_phase.items()
+    }
+
+
+# The blocks that no copy had are like one from the middle; what is left belongs to the whole.
+def _modules(
+    checked: MemoryPrediction, stack: Stack, peak: MemoryBreakdown
+) -> tuple[ModuleMemory, ...]:
+    prefix = f"{stack.name}." if stack.name else ""
+    middle, last = f"{prefix}{DEPTHS[0] // 2}", f"{prefix}{CHECKED_DEPTH - 1}"
+    typical = [m for m in checked.modules if _is_inside(m.name, middle)]
+    modules = []
+    for index, module in enumerate(checked.modules):
+        modules.append(module)
+        following = checked.modules[index + 1 : index + 2]
+        is_last = _is_inside(module.name, last)
+        if is_last and not (following and _is_inside(following[0].name, last)):
+            for number in range(CHECKED_DEPTH, stack.num_blocks):
+                modules += [
+                    replace(m, name=f"{prefix}{number}{m.name[len(middle) :]}") for m in typical
+                ]
+    known = sum((module.memory for module in modules), MemoryBreakdown())
+    modules[0] = replace(modules[0], memory=modules[0].memory + peak + known * -1)
+    return tuple(modules)
+
+
+def _is_inside(name: str, block: str) -> bool:
+    return name == block or name.startswith(f"{block}.")
+
+
+def _signature(module: nn.Module) -> tuple[object, ...]:
+    shapes = tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+    flags = tuple(p.requires_grad for p in module.parameters())
+    return type(module), shapes, flags
