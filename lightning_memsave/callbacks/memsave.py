@@ -270,7 +270,7 @@ class MemSaveCallback(MonitoredCallback):
                 {name: repr(value) for name, value in self.arguments.items()},
                 self.rows,
                 measured=None if summary is None else summary.to_dict(),
-                predicted=self._prediction.to_dict(summary and summary.peak_bytes),
+                predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
                 error=error,
             )
         # Remote file systems raise their own classes. A run that is over must not fail for this,
