@@ -9,8 +9,11 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_memsave.analysis.compare import compare_memory as compare_memory
+    from lightning_memsave.analysis.predict import predict_memory as predict_memory
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
     from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
+    from lightning_memsave.callbacks.oom_observer import OOMObserver as OOMObserver
     from lightning_memsave.cli.lightning_pytorch import MemSaveCLI as MemSaveCLI
     from lightning_memsave.cli.mixin import MemSaveCLIMixin as MemSaveCLIMixin
     from lightning_memsave.core.blocks import find_blocks as find_blocks
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     )
     from lightning_memsave.modules.mixins import LowBitOptimizerMixin as LowBitOptimizerMixin
     from lightning_memsave.modules.mixins import MemoryLoggingMixin as MemoryLoggingMixin
+    from lightning_memsave.planning.page import write_page as write_page
+    from lightning_memsave.planning.prediction import MemoryPrediction as MemoryPrediction
     from lightning_memsave.techniques.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
     )
@@ -58,13 +63,18 @@ _MODULES = {
     "MemoryBreakdown": "core.memory",
     "MemoryExhaustedError": "errors",
     "MemoryLoggingMixin": "modules.mixins",
+    "MemoryPrediction": "planning.prediction",
     "MemsaveError": "errors",
     "MemsaveWarning": "errors",
     "MicroBatching": "techniques.micro_batching",
     "MissingDependencyError": "errors",
     "NoEffectWarning": "errors",
+    "OOMObserver": "callbacks.oom_observer",
     "PeakMemory": "measure.peak",
+    "compare_memory": "analysis.compare",
     "find_blocks": "core.blocks",
+    "predict_memory": "analysis.predict",
+    "write_page": "planning.page",
 }
 
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - sorted() gives a list

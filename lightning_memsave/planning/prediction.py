@@ -88,6 +88,12 @@ class MemoryPrediction:
         guesses: Where the model depends on data and something had to be guessed, one line each.
         is_extrapolated: Whether it comes from copies of the model with fewer blocks.
         seconds: What the prediction took.
+
+    Example:
+        >>> peak = MemoryBreakdown(parameter_bytes=2**20, activation_bytes=3 * 2**20)
+        >>> prediction = MemoryPrediction("cpu", "Net", peak, {"forward": peak})
+        >>> prediction.peak_bytes, MemoryPrediction.from_dict(prediction.to_dict()) == prediction
+        (4194304, True)
     """
 
     device: str
