@@ -10,9 +10,7 @@ class AllocationPeak:
     """Most bytes that the CPU allocator had given out at once, of those made in the block.
 
     A second opinion on `LiveTensors`. It sees what kernels allocate inside, such as the copies of a
-    parameter that bitsandbytes' 32-bit step makes on a CPU. And it does not stand between autograd
-    and its operators: under a dispatch mode autograd does not add the two gradients of a tied
-    weight in place where it otherwise would, under autocast, so that one more copy is counted.
+    parameter that bitsandbytes' 32-bit step makes on a CPU.
 
     Note:
         Keeps each operator's record in memory until the block ends: for a few steps only.

@@ -1,6 +1,5 @@
 """Count the bytes of live tensors, exactly and by category, on any device."""
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -13,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure._autograd import current_node, in_backward, summed_in_place
 from lightning_memsave.measure._categories import HOST, UNCLAIMED, category_of_new
 from lightning_memsave.measure.storages import (
     LiveStorage,
@@ -174,16 +174,17 @@ class LiveTensors(TorchDispatchMode):
             for tensor in operands(kwargs.values()):
                 self._see(tensor, "other")
         self._op = func
+        if func is torch.ops.aten.add.Tensor and in_backward():
+            summed = summed_in_place(self._entries, *args[:2])
+            if summed is not None:
+                change, summed.num_bytes = -summed.num_bytes, 0
+                self._change(summed, change)
         result = func(*args, **kwargs)
-        is_parameter = functools.partial(self._is_parameter, args)
-        category = category_of_new(func, is_parameter, in_step=self._num_running_steps > 0)
+        in_step = self._num_running_steps > 0
+        category = category_of_new(func, args, self._entries, in_step=in_step)
         for tensor in operands((result,)):
             self._see(tensor, category)
         return result
-
-    def _is_parameter(self, args: tuple[Any, ...]) -> bool:
-        entries = [self._entries.get(storage._cdata) for storage in storages_of(args[0])]
-        return any(entry is not None and entry.category == "parameter" for entry in entries)
 
     def _register(self, module: nn.Module) -> None:
         for parameter in module.parameters():
@@ -249,6 +250,7 @@ class LiveTensors(TorchDispatchMode):
                     self._num_born += 1
                     entry = self._entries[key] = LiveStorage(category, self._num_born)
                     entry.ref = self._watch(storage, key)
+                    entry.node = current_node()
                     entry.origin = self._origin_of(tensor)
                 self._measure(storage, entry)
 

@@ -19,13 +19,15 @@ class LiveStorage:
         born: How many storages there were when it was made.
     """
 
-    __slots__ = ("born", "category", "num_bytes", "origin", "ref")
+    __slots__ = ("born", "category", "node", "num_bytes", "origin", "ref")
 
     def __init__(self, category: str, born: int) -> None:
         self.ref: weakref.ref[torch.UntypedStorage] | None = None
         self.category = category
         self.born = born
         self.num_bytes = 0
+        self.node = -1
+        """Which node of the graph ran when it was made; see ``current_node``."""
         self.origin: Any = None
         """What a subclass notes of where it comes from."""
 

@@ -16,7 +16,8 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_memsave.measure._categories import HOST, in_backward
+from lightning_memsave.measure._autograd import in_backward
+from lightning_memsave.measure._categories import HOST
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
 

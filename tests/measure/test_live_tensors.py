@@ -117,6 +117,29 @@ def test_agrees_with_the_profiler(problem, use_checkpoint):
     assert counted == pytest.approx(expected, rel=0.002)
 
 
+@pytest.mark.parametrize("num_tokens", [16, 512])
+def test_two_gradients_of_a_tied_weight_are_one_sum_in_place(num_tokens):
+    """Under autocast autograd adds them in place, though not while a mode looks on."""
+    embedding, head = nn.Embedding(4000, 64), nn.Linear(64, 4000, bias=False)
+    head.weight = embedding.weight
+    model = nn.Sequential(embedding, head)
+    tokens = torch.randint(4000, (num_tokens,))
+
+    def step():
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = nn.functional.cross_entropy(model(tokens), tokens)
+        loss.backward()
+
+    expected = profiler_peak_bytes(step, [*model.parameters(), tokens])
+
+    with LiveTensors(model) as live:
+        live.track_input(tokens)
+        step()
+        step()
+    assert live.peak.total_bytes == expected
+
+
 @pytest.mark.parametrize("use_checkpoint", [False, True], ids=["plain", "checkpoint"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_training_is_the_same_bit_for_bit(problem, use_checkpoint):
