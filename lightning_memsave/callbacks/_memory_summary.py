@@ -2,12 +2,13 @@
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 
@@ -25,8 +26,11 @@ class MemorySummary:
             tell that, for the whole GPU; seen at the logged steps only. ``None`` if unknown.
         num_steps: Optimizer steps.
         num_samples: Samples in all training batches of all ranks.
-        seconds: From the start of training to the end of the last batch, without validation.
+        seconds: From the start of training to the end of the last batch, without validation and
+            without the time that a prediction took.
         notes: What was not measured and why, one line each.
+        prediction: What `MemSaveCallback` predicted before the first step.
+        no_prediction: Why there is none, if there was to be one.
     """
 
     device: str
@@ -38,6 +42,8 @@ class MemorySummary:
     num_samples: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+    prediction: MemoryPrediction | None = None
+    no_prediction: str = ""
 
     @property
     def samples_per_second(self) -> float:
@@ -49,13 +55,22 @@ class MemorySummary:
         """Optimizer steps per second."""
         return self.num_steps / self.seconds if self.seconds else 0.0
 
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted peak over measured peak, less 1; ``None`` if one of them is not known."""
+        if self.prediction is None or not self.peak_bytes:
+            return None
+        return self.prediction.peak_bytes / self.peak_bytes - 1
+
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
+        """Give what was measured as plain values, for JSON.
 
         Returns:
-            The fields under their names, with the two rates.
+            The fields under their names, with the two rates and without the prediction.
         """
-        return asdict(self) | {
+        predicted = ("prediction", "no_prediction")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in predicted}
+        return values | {
             "by_category": dict(self.by_category),
             "notes": list(self.notes),
             "samples_per_second": self.samples_per_second,
@@ -66,22 +81,47 @@ class MemorySummary:
         """Write what is known as pairs of name and value.
 
         Returns:
-            For example ``("peak memory", "1.50 GiB")``.
+            For example ``("peak memory", "1.50 GiB, predicted 1.49 GiB (-0.7 %)")``.
         """
+        reserved_bytes = None if self.prediction is None else self.prediction.reserved_bytes
         sizes = {
-            "peak memory": self.peak_bytes,
-            **{f"  {name.replace('_', ' ')}": n for name, n in self.by_category.items() if n},
-            "peak reserved": self.peak_reserved_bytes,
-            "peak seen by NVML": self.nvml_peak_bytes,
+            "peak reserved": self._beside(self.peak_reserved_bytes, reserved_bytes),
+            "peak seen by NVML": self._beside(self.nvml_peak_bytes, None),
         }
         return [
             ("device", self.device),
-            *((name, format_bytes(n)) for name, n in sizes.items() if n is not None),
+            *self._peak_rows(),
+            *((name, size) for name, size in sizes.items() if size),
+            *([("not predicted", self.no_prediction)] if self.no_prediction else []),
             ("time", f"{self.seconds:.1f} s"),
             ("steps", f"{self.num_steps} ({self.steps_per_second:.2f} per second)"),
             ("samples", f"{self.num_samples} ({self.samples_per_second:.1f} per second)"),
             *(("note", note) for note in self.notes),
         ]
+
+    def _peak_rows(self) -> list[tuple[str, str]]:
+        predicted, error = self.prediction, self.prediction_error
+        peak = [] if self.peak_bytes is None else [format_bytes(self.peak_bytes)]
+        if predicted is not None:
+            of_measured = "" if error is None else f" ({100 * error:+.2f} %)"
+            peak.append(f"predicted {format_bytes(predicted.peak_bytes)}{of_measured}")
+        rows = [("peak memory", ", ".join(peak))] if peak else []
+        foreseen = {} if predicted is None else predicted.peak.by_category()
+        for name in foreseen or self.by_category:
+            # On CUDA nothing tells one category from another.
+            measured = self.by_category.get(name, 0) if self.by_category else None
+            if measured or foreseen.get(name):
+                size = self._beside(measured, foreseen.get(name))
+                rows.append((f"  {name.replace('_', ' ')}", size))
+        return rows
+
+    # Where both are the same there is one figure.
+    @staticmethod
+    def _beside(measured: int | None, predicted: int | None) -> str:
+        sizes = [] if measured is None else [format_bytes(measured)]
+        if predicted is not None and predicted != measured:
+            sizes.append(f"predicted {format_bytes(predicted)}")
+        return ", ".join(sizes)
 
 
 def print_summary(summary: MemorySummary, console: Console | None = None) -> None:

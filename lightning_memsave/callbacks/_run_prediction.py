@@ -1,23 +1,34 @@
 """The prediction that a run makes of itself, before its first step."""
 
-from collections.abc import Callable, Mapping
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave import host
+from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._memory_probes import is_compiled
 from lightning_memsave.callbacks._prediction import Question, predict
+from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.core.patching import unpatch
+from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.planning.fake_models import FakeTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
+from lightning_memsave.units import format_bytes
 
 TIME_LIMIT_S = 20.0
 
 # Each process has a share of the model, which tensors without data cannot be cut into.
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+# What the run has decided already, by what only it knows, such as the strategy.
+_DECIDED = ("activation_checkpointing", "optimizer", "micro_batch_size")
+# The precision is in force, whoever has set it; the others have no part in training steps.
+_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32")
 
 
 class RunPrediction:
@@ -32,11 +43,13 @@ class RunPrediction:
         self.prediction: MemoryPrediction | None = None
         self.note = ""
         """Why there is none."""
+        self.seconds = 0.0
+        """What it took, also if there is none."""
         self._is_due = False
 
     def begin(self) -> None:
         """A fit begins."""
-        self.prediction, self.note = None, ""
+        self.prediction, self.note, self.seconds = None, "", 0.0
         self._is_due = self.limit_s is not None
 
     def before_batch(
@@ -54,29 +67,42 @@ class RunPrediction:
             pl_module: Its LightningModule.
             batch: The batch.
             make_callback: Makes a `MemSaveCallback`.
-            arguments: Its arguments.
+            arguments: Its arguments, as `in_force` gives them.
+
+        Raises:
+            KeyboardInterrupt: If somebody interrupts the run meanwhile.
         """
         if not self._is_due:
             return
         self._is_due = False
         if not trainer.is_global_zero:
             return
+        start_s = time.perf_counter()
         self.note = _obstacle(trainer, pl_module)
-        if self.note:
-            return
         try:
-            question = _question(trainer, pl_module, batch, make_callback)
-            # The precision is in force already, whoever has set it.
-            arguments = {**arguments, "precision": None}
-            self.prediction = predict(
-                replace(question, arguments=arguments, time_limit_s=self.limit_s)
-            )
-        except TimeoutError:
-            self.note = f"it takes more than {self.limit_s:g} seconds; `predict=` sets the limit"
+            if not self.note:
+                # The user's own modes, such as one that counts operations, must not see it.
+                with _disable_current_modes():
+                    question = _question(trainer, pl_module, batch, make_callback)
+                    limited = replace(question, arguments=arguments, time_limit_s=self.limit_s)
+                    self.prediction = predict(limited)
         # Whatever the user's code does on tensors without data must not end a run that would train.
-        except Exception as error:
-            first_line = (str(error).strip().splitlines() or [""])[0]
-            self.note = f"{type(error).__name__}: {first_line}"
+        except (Exception, SystemExit) as error:
+            # A Trainer makes the one of the other.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            is_over = time.perf_counter() - start_s > (self.limit_s or 0)
+            self.note = _reason(error)
+            if isinstance(error, TimeoutError) and is_over:
+                self.note = (
+                    f"it takes more than {self.limit_s:g} seconds; `predict=` sets the limit"
+                )
+        finally:
+            self.seconds = time.perf_counter() - start_s
+        if self.prediction is None:
+            inform(trainer, f"Memory is not predicted: {self.note}.")
+        else:
+            inform(trainer, f"Predicted peak memory: {format_bytes(self.prediction.peak_bytes)}.")
 
     def to_dict(self, measured_bytes: int | None) -> dict[str, Any] | None:
         """Give what the report says of it.
@@ -96,11 +122,32 @@ class RunPrediction:
             "by_category": predicted.peak.by_category(),
             "reserved_bytes": predicted.reserved_bytes,
             "error": predicted.peak_bytes / measured_bytes - 1 if measured_bytes else None,
-            "seconds": predicted.seconds,
+            "seconds": self.seconds,
             "is_extrapolated": predicted.is_extrapolated,
             "assumptions": list(predicted.assumptions),
             "guesses": list(predicted.guesses),
         }
+
+
+def in_force(
+    arguments: Mapping[str, Any], rows: Sequence[Row], micro_batch_size: int | None
+) -> dict[str, Any]:
+    """Say with which arguments another callback would do what this run does.
+
+    Args:
+        arguments: Arguments of `MemSaveCallback`.
+        rows: What became of them.
+        micro_batch_size: The size to which batches had to shrink, if they had to.
+
+    Returns:
+        The arguments; what gave way to something in this run is off.
+    """
+    on = {row.name for row in rows if row.status == "on"}
+    off = [name for name in _DECIDED if name not in on]
+    result = {**arguments, **dict.fromkeys([*off, *_LEFT_OUT])}
+    if micro_batch_size is not None and "micro_batch_size" in on:
+        result["micro_batch_size"] = micro_batch_size
+    return result
 
 
 def _obstacle(trainer: Any, pl_module: Any) -> str:
@@ -115,6 +162,11 @@ def _obstacle(trainer: Any, pl_module: Any) -> str:
     return ""
 
 
+def _reason(error: BaseException) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+
+
 def _question(
     trainer: Any, pl_module: Any, batch: Any, make_callback: Callable[..., Any]
 ) -> Question:
@@ -122,7 +174,7 @@ def _question(
         twin = fakes.copy_module(pl_module, without=[trainer])
         for part in twin.modules():
             unpatch(part)
-        return twin, fakes.copy_batch(batch)
+        return twin, _copy_batch(fakes, batch)
 
     device = trainer.strategy.root_device
     return Question(
@@ -141,6 +193,11 @@ def _question(
         num_batches=_finite(trainer.num_training_batches),
         is_running=True,
     )
+
+
+# With everything in it that is no tensor: steps may change that too.
+def _copy_batch(fakes: FakeTensors, batch: Any) -> Any:
+    return copy.deepcopy(batch, {id(t): fakes.copy_batch(t) for t in tensors_in(batch)})
 
 
 def _finite(num_batches: float) -> int:

@@ -15,6 +15,7 @@ from lightning_memsave.callbacks._memory_probes import (
 )
 from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
 from lightning_memsave.callbacks._ranks import over_ranks
+from lightning_memsave.callbacks._run_prediction import RunPrediction
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 
@@ -98,6 +99,7 @@ class GPUMemoryMonitor(CallbackBase):
         self.print_summary = print_summary
         self._run: _Run | None = None
         self._summary: MemorySummary | None = None
+        self.run_prediction: RunPrediction | None = None  # `MemSaveCallback` gives its own
 
     def __repr__(self) -> str:
         arguments = f"every_n_steps={self.every_n_steps}, print_summary={self.print_summary}"
@@ -109,13 +111,14 @@ class GPUMemoryMonitor(CallbackBase):
         return self._summary
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_run": None}  # it holds handles of the driver
+        # A run holds handles of the driver.
+        return self.__dict__ | {"_run": None, "run_prediction": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget the fit before."""
         if stage == "fit":
             self._close()
-            self._summary = None
+            self._summary = self.run_prediction = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure, unless another monitor of this Trainer does."""
@@ -195,7 +198,7 @@ class GPUMemoryMonitor(CallbackBase):
             return
         run.probe.end_batch()
         run.probe.metrics()  # asks NVML, which a short fit has not done yet
-        summary = _summarize(run)
+        summary = _summarize(run, self.run_prediction)
         self._close()
         highest = over_ranks(
             trainer,
@@ -219,7 +222,7 @@ class GPUMemoryMonitor(CallbackBase):
             return
         run.probe.end_batch()
         run.probe.notes.append(f"fit was ended by {type(exception).__name__}")
-        self._summary = _summarize(run)
+        self._summary = _summarize(run, self.run_prediction)
         self._close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -280,8 +283,8 @@ def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -
         raise ConfigurationError.from_problems(owner, problems)
 
 
-def _summarize(run: _Run) -> MemorySummary:
-    highest = run.probe.highest
+def _summarize(run: _Run, prediction: RunPrediction | None) -> MemorySummary:
+    highest, predicted = run.probe.highest, prediction or RunPrediction(None)
     return MemorySummary(
         device=run.probe.name,
         peak_bytes=highest.peak_bytes,
@@ -290,6 +293,8 @@ def _summarize(run: _Run) -> MemorySummary:
         nvml_peak_bytes=highest.nvml_bytes,
         num_steps=run.num_steps,
         num_samples=run.num_samples,
-        seconds=run.seconds(),
+        seconds=max(run.seconds() - predicted.seconds, 0.0),
         notes=tuple(run.probe.notes),
+        prediction=predicted.prediction,
+        no_prediction=predicted.note,
     )

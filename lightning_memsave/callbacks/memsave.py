@@ -11,7 +11,7 @@ from lightning_memsave.callbacks import _report
 from lightning_memsave.callbacks._arguments import make_settings, time_limit
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._monitored import MonitoredCallback
-from lightning_memsave.callbacks._run_prediction import RunPrediction
+from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
@@ -204,6 +204,8 @@ class MemSaveCallback(MonitoredCallback):
             for setting in self._settings:
                 setting.start(trainer, pl_module)
         self._prediction.begin()
+        if self._reported is not None:
+            self._reported.run_prediction = self._prediction
         self._directory = trainer.log_dir or trainer.default_root_dir
         if self.arguments["report"] and trainer.is_global_zero:
             _report.print_table(self.rows)
@@ -213,8 +215,8 @@ class MemSaveCallback(MonitoredCallback):
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
         if not self._is_disabled:
-            make = type(self)
-            self._prediction.before_batch(trainer, pl_module, batch, make, self.arguments)
+            arguments = in_force(self.arguments, self.rows, self._micro_batches.size)
+            self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

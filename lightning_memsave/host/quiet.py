@@ -3,37 +3,50 @@
 import contextlib
 import importlib
 import logging
+import signal
 import sys
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
-_LOGGERS = (
-    *("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "lightning_fabric"),
-    "lightning",
-)
+# `warning_once` is what transformers adds: it remembers its messages for good.
+_LOG_METHODS = ("handle", "warning_once", "info_once")
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence Lightning's messages and all warnings; what was said once is not said for good.
+    """Let a fit leave no trace: nothing is printed, logged or warned, and no other process meets.
 
-    Lightning remembers which warnings it has given. What it remembers afterwards is what it
-    remembered before, so that the next fit says what it has to say.
+    What this thread writes to standard output and error, and to any logger, is dropped; other
+    threads write on. What Lightning and torch remember of the warnings that they have given is what
+    they remembered before, so that the next fit says what it has to say. Handlers of signals are
+    as before. ``torch.distributed`` seems not to be initialised, so that code which asks for it
+    does not wait for processes that do not take part.
     """
-    levels = [(logger, logger.level) for logger in map(logging.getLogger, _LOGGERS)]
+    thread = threading.get_ident()
     caches = [(cache, set(cache)) for cache in _warning_caches()]
+    warns_always = torch.is_warn_always_enabled()
     try:
-        for logger, _ in levels:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings():
+        # Else what torch warns of once would be used up.
+        torch.set_warn_always(True)
+        with (
+            contextlib.redirect_stdout(_Muted(sys.stdout, thread)),
+            contextlib.redirect_stderr(_Muted(sys.stderr, thread)),
+            _loggers_muted(thread),
+            _signal_handlers_kept(),
+            _alone_in_the_world(),
+            warnings.catch_warnings(),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
-        for logger, level in levels:
-            logger.setLevel(level)
+        torch.set_warn_always(warns_always)
         for cache, said in caches:
             cache.intersection_update(said)
 
@@ -48,6 +61,78 @@ def silent_logger(package: ModuleType) -> Any:
         A logger of that package.
     """
     return importlib.import_module(f"{package.__name__}.loggers.logger").DummyLogger()
+
+
+class _Muted:
+    """A stream that drops what one thread writes.
+
+    Args:
+        stream: Where other threads write to; ``None`` in programs without a console.
+        thread: The one that is not heard.
+    """
+
+    def __init__(self, stream: Any, thread: int) -> None:
+        self._stream = stream
+        self._thread = thread
+
+    def write(self, text: str) -> int:
+        if self._stream is None or threading.get_ident() == self._thread:
+            return len(text)
+        return int(self._stream.write(text))
+
+    def flush(self) -> None:
+        if self._stream is not None:
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+# Not `logging.disable`, which would silence other threads as well.
+@contextlib.contextmanager
+def _loggers_muted(thread: int) -> Iterator[None]:
+    def muted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(logger: logging.Logger, *args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() != thread:
+                return method(logger, *args, **kwargs)
+            return None
+
+        return call
+
+    methods = {n: vars(logging.Logger)[n] for n in _LOG_METHODS if n in vars(logging.Logger)}
+    for name, method in methods.items():
+        setattr(logging.Logger, name, muted(method))
+    try:
+        yield
+    finally:
+        for name, method in methods.items():
+            setattr(logging.Logger, name, method)
+
+
+@contextlib.contextmanager
+def _signal_handlers_kept() -> Iterator[None]:
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                # None stands for a handler that Python did not set and cannot set.
+                if handler is not None and signal.getsignal(number) is not handler:
+                    signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _alone_in_the_world() -> Iterator[None]:
+    if not dist.is_available():
+        yield
+        return
+    member: Any = dist.GroupMember
+    world, member.WORLD = member.WORLD, None
+    try:
+        yield
+    finally:
+        member.WORLD = world
 
 
 def _warning_caches() -> list[set[str]]:
