@@ -82,6 +82,31 @@ def write_results(
     return path
 
 
+def run_in_process(module: str, *arguments: str, limit_s: float) -> dict[str, Any]:
+    """Run a part of a benchmark in a fresh process.
+
+    Args:
+        module: Its name; it prints what it measured as JSON in its last line.
+        arguments: Of its command line.
+        limit_s: Time after which it is stopped.
+
+    Returns:
+        What it measured, or ``error``.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    root = RESULTS.parents[1]
+    try:
+        done = subprocess.run(
+            command, cwd=root, capture_output=True, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {limit_s:.0f} s"}
+    if done.returncode != 0:
+        return {"error": "\n".join(done.stderr.strip().splitlines()[-12:])}
+    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return found
+
+
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lay out a table that reads well as plain text too.
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks._common import run_in_process
 from benchmarks.ladder import __main__ as ladder
 from benchmarks.ladder._data import Collate, Samples
 from benchmarks.ladder._observers import Meter
@@ -213,14 +214,22 @@ def test_plot_of_the_same_figures_is_the_same_file(tmp_path):
 
 @pytest.mark.slow
 def test_a_row_runs_in_a_fresh_process():
-    found = ladder.run("_run", "lightning", "checkpointing", "dry")
+    found = _in_process("lightning", "checkpointing")
 
     assert found["peak_live_bytes"] == _train("lightning", "checkpointing")["peak_live_bytes"]
 
 
 @pytest.mark.slow
 def test_a_process_that_fails_is_recorded():
-    assert "invalid choice" in ladder.run("_run", "nobody", "nothing", "dry")["error"]
+    assert "invalid choice" in _in_process("nobody", "nothing")["error"]
+
+
+def test_a_process_that_takes_too_long_is_recorded():
+    assert _in_process("lightning", "nothing", limit_s=0.5) == {"error": "stopped after 0 s"}
+
+
+def _in_process(trainer: str, row: str, limit_s: float = 300) -> dict[str, Any]:
+    return run_in_process("benchmarks.ladder._run", trainer, row, "dry", limit_s=limit_s)
 
 
 def _curve(*losses: float) -> dict[str, Any]:

@@ -5,7 +5,6 @@ one goes on. With `--dry-run` a tiny model on the CPU, to see that the command w
 """
 
 import argparse
-import json
 import re
 import subprocess
 import sys
@@ -15,7 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import RESULTS, device_name, markdown_table, write_results
+from benchmarks._common import (
+    RESULTS,
+    device_name,
+    markdown_table,
+    run_in_process,
+    write_results,
+)
 from benchmarks.gpu._rungs import BITWISE, RUNGS
 
 ROOT = Path(__file__).parents[2]
@@ -60,21 +65,10 @@ def run_rung(name: str, steps: int, limit_s: float, *, is_dry: bool) -> dict[str
     Returns:
         What it measured, or ``error``.
     """
-    command = [sys.executable, "-m", "benchmarks.gpu._train", name, "--steps", str(steps)]
-    if is_dry:
-        command.append("--dry-run")
     if limit_s < 20:
         return {"error": "no time was left"}
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {limit_s:.0f} s"}
-    if done.returncode != 0:
-        return {"error": "\n".join(done.stderr.strip().splitlines()[-12:])}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    arguments = [name, "--steps", str(steps), *(["--dry-run"] if is_dry else [])]
+    return run_in_process("benchmarks.gpu._train", *arguments, limit_s=limit_s)
 
 
 def compare_losses(rungs: dict[str, dict[str, Any]]) -> None:

@@ -17,7 +17,7 @@ RUNGS: dict[str, dict[str, Any] | None] = {
     "precision 16-mixed": {**NOTHING, "precision": "16-mixed"},
     "precision bf16-true": {**NOTHING, "precision": "bf16-true"},
     "tf32": {**NOTHING, "tf32": True},
-    "micro-batches 4 x 16": {**NOTHING, "micro_batch_size": 16},
+    "micro-batches of 4": {**NOTHING, "micro_batch_size": 4},
     "micro-batches, out of memory": {**NOTHING, "micro_batch_size": "auto"},
     "all": {},
     "all, selective": {"activation_checkpointing": "selective"},

@@ -6,9 +6,7 @@ times are taken in one more process for each row, in turns.
 """
 
 import argparse
-import json
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -19,38 +17,14 @@ from typing import Any
 
 import torch
 
-from benchmarks._common import RESULTS, device_name, write_results
+from benchmarks._common import RESULTS, device_name, run_in_process, write_results
 from benchmarks.ladder._rows import ROWS
 from benchmarks.ladder._run import TRAINERS
 from benchmarks.ladder._table import check_claims, make_text
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 900
 ROUNDS_OF_ALL = 20
 """Of the row whose time is claimed; the others have ``--rounds``."""
-
-
-def run(module: str, *arguments: str) -> dict[str, Any]:
-    """Run a part of this benchmark in a fresh process.
-
-    Args:
-        module: Under ``benchmarks.ladder``.
-        arguments: Of its command line.
-
-    Returns:
-        What it measured, or ``error``.
-    """
-    command = [sys.executable, "-m", f"benchmarks.ladder.{module}", *arguments]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {LIMIT_S} s"}
-    if done.returncode != 0:
-        return {"error": "\n".join(done.stderr.strip().splitlines()[-12:])}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
 
 
 def measure(rows: Sequence[str], workload: str, num_rounds: int) -> dict[str, dict[str, Any]]:
@@ -68,9 +42,9 @@ def measure(rows: Sequence[str], workload: str, num_rounds: int) -> dict[str, di
 
     def measure_memory(which: tuple[str, str]) -> dict[str, Any]:
         row, trainer = which
-        found = run("_run", trainer, row, workload)
+        found = _run("_run", trainer, row, workload)
         if not on_gpu and workload != "dry" and "error" not in found:
-            found |= run("_run", trainer, row, workload, "--allocations")
+            found |= _run("_run", trainer, row, workload, "--allocations")
         print(f"{row}, {trainer}: {found.get('error', 'measured')}", flush=True)
         return found
 
@@ -83,9 +57,13 @@ def measure(rows: Sequence[str], workload: str, num_rounds: int) -> dict[str, di
     if not on_gpu:
         for row in rows:
             rounds = ROUNDS_OF_ALL if row == "all" and workload != "dry" else num_rounds
-            found[row]["time"] = run("_timing", row, workload, "--rounds", str(rounds))
+            found[row]["time"] = _run("_timing", row, workload, "--rounds", str(rounds))
             print(f"{row}: {found[row]['time'].get('error', 'timed')}", flush=True)
     return found
+
+
+def _run(module: str, *arguments: str) -> dict[str, Any]:
+    return run_in_process(f"benchmarks.ladder.{module}", *arguments, limit_s=LIMIT_S)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,8 +6,6 @@ seeds each, for weights, dropout and order; the other rows with the first of the
 """
 
 import argparse
-import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -15,10 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._common import RESULTS, markdown_table, run_in_process, write_results
 from benchmarks.ladder._rows import ROWS
 
-ROOT = Path(__file__).parents[2]
 SEEDS = (0, 1, 2)
 LIMIT_S = 1200
 Curves = dict[str, dict[int, dict[str, Any]]]
@@ -39,18 +36,10 @@ def run(row: str, seed: int, *, is_dry: bool) -> dict[str, Any]:
     Raises:
         RuntimeError: If the training fails.
     """
-    command = [sys.executable, "-m", "benchmarks.learning_curves._run", row, "--seed", str(seed)]
-    done = subprocess.run(
-        [*command, "--dry"] if is_dry else command,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}\n{done.stderr.strip()[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    arguments = [row, "--seed", str(seed), *(["--dry"] if is_dry else [])]
+    found = run_in_process("benchmarks.learning_curves._run", *arguments, limit_s=LIMIT_S)
+    if "error" in found:
+        raise RuntimeError(f"{row}, seed {seed}: {found['error']}")
     validation = found["validation_losses"]
     found["validation_losses"] = {int(step): loss for step, loss in validation.items()}
     print(f"{row}, seed {seed}: {_last(found):.4f}", flush=True)
