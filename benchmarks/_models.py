@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM
 
@@ -85,3 +86,75 @@ def masked_batch(
         "attention_mask": torch.ones_like(tokens),
         "labels": tokens.masked_fill(~is_masked, -100),
     }
+
+
+@dataclass(frozen=True, slots=True)
+class Other:
+    """A model of another kind, on a batch that it takes by keyword.
+
+    Args:
+        name: A class of Hugging Face with its config, without ``Config`` and the task.
+        config: Arguments of the config.
+        task: What comes after the name in the class of the model.
+        batch: Shapes of its floating-point inputs by name, and of token ids; the first dimension is
+            that of the samples.
+    """
+
+    name: str
+    config: dict[str, Any]
+    task: str
+    batch: dict[str, tuple[int, ...]]
+
+    def build(self, seed: int = 0) -> nn.Module:
+        """Make the model with random weights.
+
+        Args:
+            seed: For the weights.
+
+        Returns:
+            The model in training mode.
+        """
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{self.name}Config")(**self.config)
+        model: nn.Module = getattr(transformers, f"{self.name}For{self.task}")(config)
+        return model.train()
+
+    def make_batch(self, *, seed: int = 0) -> dict[str, Tensor]:
+        """Make a batch of random numbers with labels.
+
+        Args:
+            seed: The same seed gives the same batch.
+
+        Returns:
+            The inputs and ``labels``.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        batch = {}
+        for name, shape in self.batch.items():
+            if name == "input_ids":
+                batch[name] = torch.randint(self.config["vocab_size"], shape, generator=generator)
+                batch["labels"] = batch[name].clone()
+            else:
+                batch[name] = torch.randn(shape, generator=generator)
+                batch["labels"] = torch.randint(2, shape[:1], generator=generator)
+        return batch
+
+
+OTHERS = {
+    "Llama": Other(
+        "Llama",
+        {
+            "vocab_size": 32_000,
+            "hidden_size": 768,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+        },
+        "CausalLM",
+        {"input_ids": (8, 512)},
+    ),
+    "ViT": Other("ViT", {}, "ImageClassification", {"pixel_values": (32, 3, 224, 224)}),
+    "ResNet": Other("ResNet", {}, "ImageClassification", {"pixel_values": (32, 3, 224, 224)}),
+}
+"""134 million, 86 million and 24 million parameters."""

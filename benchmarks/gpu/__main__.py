@@ -21,7 +21,7 @@ from benchmarks._common import (
     run_in_process,
     write_results,
 )
-from benchmarks.gpu._rungs import BITWISE, RUNGS
+from benchmarks.gpu._rungs import BITWISE, MODELS, RUNGS
 
 ROOT = Path(__file__).parents[2]
 TIME_LIMIT_S = 9 * 60
@@ -75,11 +75,11 @@ def compare_losses(rungs: dict[str, dict[str, Any]]) -> None:
     """Say of each rung how far its losses are from those of training without the callback.
 
     Args:
-        rungs: Results by name; each gets ``max_loss_difference``.
+        rungs: Results by name; those of the same model get ``max_loss_difference``.
     """
     reference = rungs.get("nothing", {}).get("losses")
-    for found in rungs.values():
-        if reference is not None and "losses" in found:
+    for name, found in rungs.items():
+        if reference is not None and "losses" in found and name not in MODELS:
             pairs = zip(found["losses"], reference, strict=True)
             found["max_loss_difference"] = max(abs(a - b) for a, b in pairs)
 
@@ -97,7 +97,7 @@ def make_table(rungs: dict[str, dict[str, Any]]) -> str:
     rows = []
     for name, found in rungs.items():
         if "error" in found:
-            rows.append([name, "failed", *[""] * 7])
+            rows.append([name, "failed", *[""] * 8])
             continue
         ratio = _ratio(found, reference, "peak_allocated_bytes")
         used = found.get("nvml_process_bytes") or found.get("nvml_used_bytes")
@@ -106,6 +106,7 @@ def make_table(rungs: dict[str, dict[str, Any]]) -> str:
                 name,
                 _mib(found["peak_allocated_bytes"]),
                 ratio,
+                _predicted(found),
                 _mib(found["peak_reserved_bytes"]),
                 _mib(used or found.get("driver_used_bytes")),
                 f"{1000 * found['median_step_s']:.1f}",
@@ -114,7 +115,7 @@ def make_table(rungs: dict[str, dict[str, Any]]) -> str:
                 f"{found.get('max_loss_difference', float('nan')):.1e}",
             ]
         )
-    header = ["rung", "allocated", "ratio", "reserved", "NVML", "step (ms)", "ratio"]
+    header = ["rung", "allocated", "ratio", "predicted", "reserved", "NVML", "step (ms)", "ratio"]
     table = markdown_table([*header, "last loss", "off nothing"], rows)
     errors = [f"`{name}`: {found['error']}" for name, found in rungs.items() if "error" in found]
     return "\n\n".join([table, *errors])
@@ -122,6 +123,13 @@ def make_table(rungs: dict[str, dict[str, Any]]) -> str:
 
 def _mib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**20:,.0f}"
+
+
+def _predicted(found: dict[str, Any]) -> str:
+    predicted = found.get("predicted")
+    if not predicted:
+        return "-"
+    return f"{100 * (predicted['peak_allocated_bytes'] / found['peak_allocated_bytes'] - 1):+.1f} %"
 
 
 def _ratio(found: dict[str, Any], reference: dict[str, Any], key: str) -> str:
@@ -161,7 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # A dry run proves nothing that should stand among the results.
     folder = options.results or (Path(tempfile.mkdtemp()) if is_dry else RESULTS)
     slug = re.sub(r"[^a-z0-9]+", "_", device_name().lower()).strip("_")
-    note = "Sizes in MiB, peaks over the steps that count; NVML after the last step."
+    note = (
+        "Sizes in MiB, peaks over the steps that count; what was predicted against what was "
+        "allocated; NVML after the last step."
+    )
     path = write_results(
         "gpu_dry_run" if is_dry else f"gpu_{slug}",
         {"tests": tests, "rungs": rungs},

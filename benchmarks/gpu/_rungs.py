@@ -2,7 +2,15 @@
 
 from typing import Any
 
+from benchmarks._models import OTHERS
 from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISION, NOTHING
+
+MODELS = {
+    f"{model}, {name}": (model, settings)
+    for model in OTHERS
+    for name, settings in {"all None": NOTHING, "all": {}}.items()
+}
+"""Name of the model and settings of the rungs that train another model than RoBERTa."""
 
 RUNGS: dict[str, dict[str, Any] | None] = {
     "nothing": None,
@@ -21,6 +29,7 @@ RUNGS: dict[str, dict[str, Any] | None] = {
     "micro-batches, out of memory": {**NOTHING, "micro_batch_size": "auto"},
     "all": {},
     "all, selective": {"activation_checkpointing": "selective"},
+    **{name: settings for name, (_, settings) in MODELS.items()},
 }
 """Arguments of `MemSaveCallback` by name of the rung; ``None`` is training without it."""
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from benchmarks._models import BASE, TINY, masked_batch
+from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks._training import LanguageModel, fit
-from benchmarks.gpu._rungs import MEMORY_LIMITS, RUNGS
+from benchmarks.gpu._rungs import MEMORY_LIMITS, MODELS, RUNGS
 from lightning_memsave.measure.nvml import NvmlDevice
 from lightning_memsave.measure.peak import PeakMemory
 
@@ -85,11 +85,14 @@ def train(name: str, num_steps: int, *, is_dry: bool) -> dict[str, Any]:
     sizes, batch_size, num_tokens = (TINY, 4, 16) if is_dry else (BASE, 64, 128)
     # The callback's own monitor counts in the first two steps: not both at once.
     num_warmup = 2 if is_dry else NUM_WARMUP
+    other = OTHERS[MODELS[name][0]] if name in MODELS and not is_dry else None
     batches = [
         masked_batch(sizes.vocab_size, batch_size, num_tokens, seed=seed)
+        if other is None
+        else other.make_batch(seed=seed)
         for seed in range(NUM_BATCHES)
     ]
-    model = sizes.build()
+    model = sizes.build() if other is None else other.build()
     measure = Measure(num_warmup)
     callbacks: list[Callback] = [measure]
     settings = RUNGS[name]
@@ -111,9 +114,31 @@ def train(name: str, num_steps: int, *, is_dry: bool) -> dict[str, Any]:
     return {
         **measure.memory,
         "settings": [] if memsave is None else [asdict(row) for row in memsave.rows],
+        "predicted": predicted_of(memsave),
         "median_step_s": statistics.median(measure.step_times_s),
         "num_steps": num_steps,
         "losses": [loss.item() for loss in measure.losses],
+    }
+
+
+def predicted_of(memsave: Any) -> dict[str, Any] | None:
+    """Read what the callback predicted before the first step.
+
+    Args:
+        memsave: A `MemSaveCallback` after its fit; ``None`` without one.
+
+    Returns:
+        Bytes, and the seconds that it took; ``None`` without a prediction.
+    """
+    prediction = None if memsave is None else memsave.prediction
+    if prediction is None:
+        return None
+    return {
+        "peak_allocated_bytes": prediction.peak_bytes,
+        "peak_reserved_bytes": prediction.reserved_bytes,
+        "device_bytes": prediction.device_bytes,
+        "by_category": prediction.peak.by_category(),
+        "seconds": prediction.seconds,
     }
 
 
