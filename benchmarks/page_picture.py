@@ -27,6 +27,7 @@ def take_pictures(page: Path, folder: Path, *, width: int = 1200, height: int = 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         raise FileNotFoundError("No Chromium is installed. Run `apt-get install chromium`.")
+    folder.mkdir(parents=True, exist_ok=True)  # Chromium writes nothing, and says nothing
     pictures = []
     for scheme, number in _SCHEMES.items():
         picture = folder.resolve() / f"{page.stem}-{scheme}.png"
