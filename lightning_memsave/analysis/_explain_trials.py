@@ -1,0 +1,289 @@
+"""Predictions of one model on changed inputs, each made once."""
+
+import contextlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.analysis._explain_attention import attention_of, attention_set, set_attention
+from lightning_memsave.analysis._targets_building import explained
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.analysis.targets import Target, load_target, make_batch_spec
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.planning.batch_sizes import (
+    SequenceAxis,
+    find_sequence,
+    sample_count,
+    with_length,
+    with_samples,
+)
+from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.planning.gpus import Gpu, parse_gpu
+from lightning_memsave.planning.parameter_table import ParameterTable, parameter_table
+from lightning_memsave.planning.prediction import MemoryPrediction
+
+_OFF = dict.fromkeys(
+    ("activation_checkpointing", "optimizer", "precision", "micro_batch_size"), None
+)
+
+_WRAPPER = "wrapped"  # how `predict_memory` names a module that is no LightningModule
+
+
+@dataclass
+class Trials:
+    """A model with its batch, and what has been predicted about it.
+
+    Args:
+        module: The module, or a function that makes it; ``None`` if there is only a checkpoint.
+        batch: The batch; ``None`` without one.
+        arguments: Of `MemSaveCallback`, those that are not its own defaults.
+        table: The parameters.
+        optimizer_name: For sentences.
+        attention: Kind of attention of the Hugging Face model in it, such as ``"eager"``.
+        sequence: Where the sequence runs in the batch.
+        gpu: The card that is meant.
+        device: Whose kernels are assumed.
+        options: More arguments of `predict_memory`.
+    """
+
+    module: nn.Module | Callable[[], nn.Module] | None
+    batch: Any
+    arguments: dict[str, Any]
+    table: ParameterTable
+    optimizer_name: str = "the optimizer"
+    attention: str | None = None
+    sequence: SequenceAxis | None = None
+    gpu: Gpu | None = None
+    device: str = "cuda"
+    options: Mapping[str, Any] = field(default_factory=dict)
+    _known: dict[str, MemoryPrediction | str] = field(default_factory=dict)
+
+    @property
+    def can_predict(self) -> bool:
+        """Whether there are a batch and code for the model."""
+        return self.module is not None and self.batch is not None
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of the batch; ``None`` if they cannot be counted."""
+        return sample_count(self.batch)
+
+    @property
+    def precision(self) -> str:
+        """What is trained in."""
+        trainer_arguments = self.options.get("trainer_arguments") or {}
+        chosen = self.arguments.get("precision") or trainer_arguments.get("precision")
+        return str(chosen or "32-true")
+
+    @property
+    def num_predictions(self) -> int:
+        """How many there are so far."""
+        return len(self._known)
+
+    def base(self) -> MemoryPrediction:
+        """Predict the step as it is.
+
+        Returns:
+            The prediction; what the module raises comes through.
+        """
+        key = self._key({}, None, None, None)
+        if not isinstance(self._known.get(key), MemoryPrediction):
+            self._known[key] = self._predict({}, self.batch, None)
+        found = self._known[key]
+        assert isinstance(found, MemoryPrediction), "it was made above"
+        return found
+
+    def attempt(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        num_samples: int | None = None,
+        length: int | None = None,
+        attention: str | None = None,
+    ) -> MemoryPrediction | str:
+        """Predict the step with something changed.
+
+        Args:
+            changes: Of the arguments of `MemSaveCallback`.
+            num_samples: In place of those of the batch.
+            length: In place of that of the sequence.
+            attention: In place of the kind that the model has.
+
+        Returns:
+            The prediction; where the model cannot do it, the reason in one line.
+        """
+        changes = changes or {}
+        num_samples = None if num_samples == self.num_samples else num_samples
+        key = self._key(changes, num_samples, length, attention)
+        if key not in self._known:
+            try:
+                batch = self.batch
+                if num_samples is not None:
+                    batch = with_samples(batch, num_samples)
+                if length is not None and self.sequence is not None:
+                    batch = with_length(batch, self.sequence, length)
+                self._known[key] = self._predict(changes, batch, attention)
+            # Whatever a model says of inputs that nobody has asked it to take.
+            except Exception as error:
+                first_line = (str(error).strip().splitlines() or [""])[0]
+                self._known[key] = f"{type(error).__name__}: {first_line}"
+        return self._known[key]
+
+    def callback_with(self, changes: Mapping[str, Any]) -> str:
+        """Say what to type for changed settings.
+
+        Args:
+            changes: Of the arguments of `MemSaveCallback`.
+
+        Returns:
+            Such as ``MemSaveCallback(activation_checkpointing='all', optimizer=None, ...)``.
+        """
+        return repr(MemSaveCallback(**{**self.arguments, **changes}))
+
+    @staticmethod
+    def _key(changes: Mapping[str, Any], *others: object) -> str:
+        return repr((sorted(changes.items()), *others))
+
+    def _predict(
+        self, changes: Mapping[str, Any], batch: Any, attention: str | None
+    ) -> MemoryPrediction:
+        assert self.module is not None, "there is code for the model"
+        module = self.module
+        with contextlib.ExitStack() as stack:
+            if attention is not None and isinstance(module, nn.Module):
+                stack.enter_context(attention_set(module, attention))
+            elif attention is not None:
+                module = _maker_with(module, attention)
+            prediction = predict_memory(
+                module,
+                batch,
+                settings={**self.arguments, **changes},
+                device=self.device,  # type: ignore[arg-type]
+                gpu=self.gpu,
+                **self.options,
+            )
+        return prediction if _WRAPPER in self.table.class_names else _unwrapped(prediction)
+
+
+# Under the name that it has in the LightningModule around it no one would look for a module.
+def _unwrapped(prediction: MemoryPrediction) -> MemoryPrediction:
+    def own(name: str) -> str:
+        return "" if name == _WRAPPER else name.removeprefix(f"{_WRAPPER}.")
+
+    if all(module.name != _WRAPPER for module in prediction.modules):
+        return prediction
+    outer, inner, *others = prediction.modules
+    inner = replace(inner, name="", memory=inner.memory + outer.memory)
+    return replace(
+        prediction,
+        modules=(inner, *(replace(module, name=own(module.name)) for module in others)),
+        largest_tensors=tuple(
+            replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
+        ),
+        peak_module=own(prediction.peak_module),
+    )
+
+
+def _maker_with(make: Callable[[], nn.Module], attention: str) -> Callable[[], nn.Module]:
+    def made() -> nn.Module:
+        module = make()
+        set_attention(module, attention)
+        return module
+
+    return made
+
+
+def make_trials(
+    model: Any,
+    batch: Any = None,
+    optimizer: Any = None,
+    settings: Mapping[str, Any] | MemSaveCallback | None = None,
+    *,
+    device: str = "cuda",
+    gpu: str | Gpu | None = None,
+    sequence_axis: int | None = None,
+    **options: Any,
+) -> Trials:
+    """Find out what a model and its batch are.
+
+    Args:
+        model: A module, a function that makes one, a `Target`, or what `load_target` takes.
+        batch: A batch, a function that gives one; for a target also what `make_batch_spec` takes.
+        optimizer: As for `predict_memory`.
+        settings: As for `predict_memory`; without them those of the target.
+        device: As for `predict_memory`.
+        gpu: As for `predict_memory`.
+        sequence_axis: As for `find_sequence`.
+        **options: More arguments of `predict_memory`.
+
+    Returns:
+        What predicts; nothing has been predicted yet.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+    """
+    if isinstance(model, str | os.PathLike):
+        model = load_target(model)
+    source: Any = model
+    if isinstance(model, Target):
+        if settings is None and model.settings is not None:
+            settings = MemSaveCallback(**model.settings)
+        given = options.get("trainer_arguments") or {}
+        options["trainer_arguments"] = {**model.trainer_arguments, **given}
+        if isinstance(batch, str | Mapping | list | tuple) and not _has_tensors(batch):
+            batch = make_batch_spec(batch, model).build()
+        source, model = model.parameter_source(), model.make
+    elif not isinstance(model, nn.Module):
+        source = _made_without_data(model)
+    elif not _has_tensors(batch) and isinstance(batch, str):
+        batch = make_batch_spec(batch).build()
+    if inspect.isfunction(batch):
+        batch = batch()
+    arguments = (
+        dict(settings.arguments)
+        if isinstance(settings, MemSaveCallback)
+        else {**_OFF, **(settings or {})}
+    )
+    is_module = isinstance(source, nn.Module)
+    return Trials(
+        model,
+        batch,
+        arguments,
+        parameter_table(source),
+        _name_of(optimizer, source),
+        attention_of(source) if is_module else None,
+        None if batch is None else find_sequence(batch, sequence_axis),
+        parse_gpu(gpu) if isinstance(gpu, str) else gpu,
+        device,
+        {"optimizer": optimizer, **options},
+    )
+
+
+def _has_tensors(batch: Any) -> bool:
+    return next(tensors_in(batch), None) is not None
+
+
+def _made_without_data(make: Any) -> nn.Module:
+    name = getattr(make, "__name__", type(make).__name__)
+    fix = "Pass a function without arguments that makes the module, or the module itself."
+    if not callable(make):
+        raise ConfigurationError(f"A {type(make).__name__} has no memory to explain. {fix}")
+    with fake_tensors(), explained(f"`{name}()`", fix):
+        module = make()
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(f"`{name}()` gave a {type(module).__name__}. {fix}")
+        if callable(configure := getattr(module, "configure_model", None)):
+            configure()
+        return module
+
+
+def _name_of(optimizer: Any, source: Any) -> str:
+    if optimizer is not None:
+        return str(getattr(optimizer, "__name__", type(optimizer).__name__))
+    return "the optimizer" if hasattr(source, "configure_optimizers") else "AdamW"
