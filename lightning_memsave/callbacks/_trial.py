@@ -11,6 +11,7 @@ import torch
 from lightning_memsave import host
 from lightning_memsave.callbacks._base import CallbackBase
 from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.step_profile import Recording, StepProfile
 
 NUM_STEPS = 2
@@ -72,7 +73,9 @@ def run_trial(
         To be called inside `fake_tensors`. Whatever the module raises comes through.
     """
     accumulated = min(settings.accumulate_grad_batches, MAX_ACCUMULATED)
-    _skip(pl_module, [*(_START_HOOKS if settings.is_running else ()), *_END_HOOKS])
+    # Callbacks that the module brings would write their files for a fit that never was.
+    skipped = [*(_START_HOOKS if settings.is_running else ()), *_END_HOOKS, "configure_callbacks"]
+    _skip(pl_module, skipped)
     observer = _Observer(NUM_STEPS * accumulated, settings.deadline_s)
     trainer = settings.package.Trainer(
         **{
@@ -90,8 +93,11 @@ def run_trial(
         }
         | dict(settings.trainer_arguments)
     )
-    with settings.emulation():
-        trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
+    try:
+        with settings.emulation():
+            trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
+    finally:
+        observer.close()
     return observer.take_recording()
 
 
@@ -119,6 +125,7 @@ class _Observer(CallbackBase):
         self.num_batches = num_batches
         self.deadline_s = deadline_s
         self._profile: StepProfile | None = None
+        self._is_open = False
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -127,7 +134,7 @@ class _Observer(CallbackBase):
             device = torch.device("cpu")
             profile = StepProfile(pl_module, trainer.optimizers, device, deadline_s=self.deadline_s)
             profile.__enter__()
-            self._profile = profile
+            self._profile, self._is_open = profile, True
         self._profile.track_input(batch)
 
     def on_train_batch_end(
@@ -136,15 +143,24 @@ class _Observer(CallbackBase):
         assert self._profile is not None, "the first batch has begun"
         self._profile.end_batch()
         if batch_idx + 1 == self.num_batches:
-            self._profile.__exit__(None, None, None)
+            self.close()
             trainer.should_stop = True
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self._profile is not None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop recording; also where the module broke off the epoch; harmless at any time."""
+        if self._profile is not None and self._is_open:
+            self._is_open = False
             self._profile.__exit__(None, None, None)
 
     def take_recording(self) -> Recording:
-        assert self._profile is not None, "a batch has passed"
+        if self._profile is None or not self._profile.recording.batch_ends:
+            raise ConfigurationError(
+                "No batch was trained on, as the module skips the first one. Predict with a batch "
+                "that it takes."
+            )
         return self._profile.recording
 
 
