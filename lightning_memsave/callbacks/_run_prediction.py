@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave import host
@@ -15,7 +16,6 @@ from lightning_memsave.callbacks._memory_probes import is_compiled
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.core.patching import unpatch
-from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.planning.fake_models import FakeTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
@@ -195,9 +195,14 @@ def _question(
     )
 
 
-# With everything in it that is no tensor: steps may change that too.
+# With all that is no tensor, which steps may change too.
 def _copy_batch(fakes: FakeTensors, batch: Any) -> Any:
-    return copy.deepcopy(batch, {id(t): fakes.copy_batch(t) for t in tensors_in(batch)})
+    original = Tensor.__deepcopy__
+    Tensor.__deepcopy__ = lambda tensor, memo: fakes.copy_batch(tensor)  # type: ignore[method-assign]
+    try:
+        return copy.deepcopy(batch)
+    finally:
+        Tensor.__deepcopy__ = original  # type: ignore[method-assign]
 
 
 def _finite(num_batches: float) -> int:
