@@ -10,8 +10,8 @@ import torch
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._base import CallbackBase
-from lightning_memsave.core.nesting import map_tensors
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.fake_models import again
 from lightning_memsave.planning.step_profile import Recording, StepProfile
 
 NUM_STEPS = 2
@@ -113,8 +113,9 @@ class _Repeated:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self.num_batches):
-            # Containers of its own for each: steps may take things out of them.
-            yield map_tensors(self.batch, lambda tensor: tensor)
+            # Each is new, as in training: what converts it frees the old one, and steps may take
+            # things out of it or change it.
+            yield again(self.batch)
 
 
 class _Observer(CallbackBase):

@@ -17,7 +17,7 @@ from lightning_memsave.core.nesting import map_tensors
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.planning.fake_building import buildable
-from lightning_memsave.planning.known_values import KnownValues
+from lightning_memsave.planning.known_values import KnownValues, know_as
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -52,6 +52,7 @@ class FakeTensors:
             ConfigurationError: If it has lazy parameters, or cannot be copied.
         """
         memo: dict[int, Any] = {id(thing): None for thing in without}
+        storages: dict[Any, Tensor] = {}
         for tensor in _tensors_of(module):
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigurationError(
@@ -59,7 +60,7 @@ class FakeTensors:
                     "yet. Run one batch through it first."
                 )
             if id(tensor) not in memo:
-                memo[id(tensor)] = self._like(tensor)
+                memo[id(tensor)] = self._like(tensor, storages)
         try:
             return copy.deepcopy(module, memo)
         except Exception as error:
@@ -85,11 +86,37 @@ class FakeTensors:
         with torch.no_grad():
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
-    def _like(self, tensor: Tensor) -> Tensor:
-        fake = tensor if isinstance(tensor, FakeTensor) else self._make(tensor)
+    def _like(self, tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
+        # In memory of its own, which is free again when the copy lets go of it.
+        is_fake = isinstance(tensor, FakeTensor)
+        fake = _elsewhere(tensor, storages) if is_fake else self._make(tensor)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(fake.detach(), requires_grad=tensor.requires_grad)
-        return fake.detach().requires_grad_(tensor.requires_grad) if fake is tensor else fake
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
+
+
+def again(batch: Any) -> Any:
+    """Make a batch once more.
+
+    Args:
+        batch: What `FakeTensors.copy_batch` gave.
+
+    Returns:
+        The same numbers, as far as they are known, in other memory. What shares memory does so.
+    """
+    storages: dict[Any, Tensor] = {}
+    return map_tensors(batch, lambda tensor: _elsewhere(tensor, storages))
+
+
+def _elsewhere(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
+    storage = tensor.untyped_storage()
+    key = storage._cdata, tensor.dtype
+    if key not in storages:
+        numel = storage.nbytes() // tensor.element_size()
+        storages[key] = torch.empty(numel, dtype=tensor.dtype)
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    with torch.no_grad():
+        return know_as(storages[key].as_strided(*place), tensor)
 
 
 @contextlib.contextmanager

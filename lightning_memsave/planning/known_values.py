@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from typing_extensions import override
 
 from lightning_memsave.measure.storages import operands
+from lightning_memsave.planning import _fake_kernels
+from lightning_memsave.planning._unknown_shapes import largest_result
 
 MAX_KNOWN_NUMEL = 2**20
 _VALUE = "_memsave_value"
@@ -86,11 +89,13 @@ class KnownValues(TorchDispatchMode):
             if parts is not NotImplemented:
                 return parts
         if func is aten.index.Tensor:
-            args = (args[0], [self._without_mask(i) for i in args[1]])
+            args = (args[0], self._without_masks(args[1]))
         try:
-            result = func(*args, **kwargs)
+            result = _fake_kernels.run(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
             result = self._of_unknown_shape(func, args, kwargs, is_known=is_known)
+            if result is NotImplemented:
+                raise
         if is_known and _is_computable(func, result):
             self._compute(func, args, kwargs, result)
         elif func._schema.is_mutable:
@@ -114,14 +119,16 @@ class KnownValues(TorchDispatchMode):
         return 1.0 if tensor.is_floating_point() else 1
 
     # Indexing with a mask chooses as many elements as the mask has; fake tensors cannot say.
-    def _without_mask(self, index: Tensor | None) -> Tensor | None:
-        if index is None or index.dtype not in (torch.bool, torch.uint8):
-            return index
-        if index.ndim != 1:
-            return index
-        places = aten.nonzero.default(index)
-        flat: Tensor = aten.select.int(places, 1, 0)
-        return flat
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            is_known = hasattr(index, _VALUE)
+            places = self._of_unknown_shape(aten.nonzero.default, (index,), {}, is_known=is_known)
+            found += [aten.select.int(places, 1, axis) for axis in range(index.ndim)]
+        return found
 
     def _of_unknown_shape(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
@@ -130,19 +137,10 @@ class KnownValues(TorchDispatchMode):
             with _disable_current_modes():
                 real = func(*_values(args), **_values(kwargs))
             return tree_map_only(Tensor, self.make, real)
-        self._guess(f"`{func}` was taken to choose everything")
-        source: Tensor = args[0]
-        if func is aten.nonzero.default:
-            return source.new_empty((source.numel(), source.ndim), dtype=torch.int64)
-        if func is aten.masked_select.default:
-            return source.new_empty(torch.broadcast_shapes(source.shape, args[1].shape).numel())
-        if func is aten.index.Tensor:
-            mask = next(index for index in args[1] if index is not None)
-            return source.new_empty((mask.numel(), *source.shape[mask.ndim :]))
-        if func is aten.bincount.default:
-            minlength = args[2] if len(args) > 2 else kwargs.get("minlength", 0)
-            return source.new_empty(max(minlength, 1), dtype=torch.int64)
-        raise  # noqa: PLE0704 - called while the exception is handled
+        result = largest_result(func, args, kwargs)
+        if result is not NotImplemented:
+            self._guess(f"`{func}` was taken to choose everything")
+        return result
 
     @staticmethod
     def _compute(func: Any, args: Any, kwargs: Any, result: Any) -> None:
@@ -158,6 +156,23 @@ class KnownValues(TorchDispatchMode):
         where = _place()
         if where is not None and (guess := f"{where}: {what}") not in self.guesses:
             self.guesses.append(guess)
+
+
+def know_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """Let a tensor without data have the numbers of another one.
+
+    Args:
+        tensor: The one.
+        other: The other, with numbers or without.
+
+    Returns:
+        The first.
+    """
+    value = getattr(other, _VALUE, None)
+    if value is not None:
+        with _disable_current_modes():
+            setattr(tensor, _VALUE, value.clone())
+    return tensor
 
 
 def _is_computable(func: Any, result: Any) -> bool:
