@@ -26,7 +26,10 @@ from lightning_memsave.planning._unknown_shapes import largest_result
 MAX_KNOWN_NUMEL = 2**20
 _VALUE = "_memsave_value"
 # Code whose branches do not change what is allocated: it logs, counts and updates.
-_NOT_REPORTED = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "lightning_memsave")
+_NOT_REPORTED = (
+    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("lightning_utilities", "lightning_memsave"),
+)
 
 aten = torch.ops.aten
 
