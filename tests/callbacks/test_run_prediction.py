@@ -1,0 +1,652 @@
+"""The prediction that each run makes of itself: how good it is, and that it leaves no trace."""
+
+import json
+import logging
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from pathlib import Path
+from typing import Any, cast
+
+import lightning.pytorch
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import MeanMetric
+
+from lightning_memsave.callbacks._run_prediction import in_force
+from lightning_memsave.callbacks._settings import Row
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.errors import ConfigurationError
+from tests.callbacks.lit import PACKAGES, Vectors, loader, make_lit, make_trainer
+from tests.cases import WIDTH, make_model
+
+pytestmark = pytest.mark.predicts
+
+HOOKS = (
+    *("prepare_data", "setup", "configure_model", "configure_callbacks", "on_fit_start"),
+    *("on_train_start", "on_train_epoch_start", "on_train_epoch_end", "on_train_end"),
+    *("on_fit_end", "on_save_checkpoint", "on_load_checkpoint", "teardown", "on_exception"),
+    *("train_dataloader", "val_dataloader", "on_validation_start", "on_validation_end"),
+)
+
+
+@pytest.fixture(params=list(PACKAGES))
+def package(request):
+    return PACKAGES[request.param]
+
+
+def conv_net() -> nn.Module:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            stages = [
+                nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU())
+                for _ in range(3)
+            ]
+            self.stages = nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), *stages)
+            self.head = nn.Linear(32, 10)
+
+        def forward(self, x: Tensor) -> Tensor:
+            images = x.repeat_interleave(48, 1).view(-1, 3, 32, 32)
+            hidden = self.stages(images).mean((2, 3))
+            return nn.functional.cross_entropy(self.head(hidden), torch.arange(len(x)) % 10)
+
+    torch.manual_seed(1)
+    return Net()
+
+
+def roberta() -> nn.Module:
+    from transformers import RobertaConfig, RobertaForMaskedLM
+
+    config = RobertaConfig(
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=128,
+        max_position_embeddings=WIDTH + 2,
+    )
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = RobertaForMaskedLM(config)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            mask = ids != config.pad_token_id
+            loss: Tensor = self.model(ids, attention_mask=mask, labels=ids).loss
+            return loss
+
+    torch.manual_seed(1)
+    return Net()
+
+
+def tokens(self: Any = None) -> DataLoader[Tensor]:
+    ids = torch.randint(2, 300, (16, 32), generator=torch.Generator().manual_seed(4))
+    ids[:, 24:] = 1  # padding
+    return DataLoader(cast(Dataset[Tensor], ids), batch_size=4)
+
+
+def measured_and_predicted(path: Path = Path()) -> tuple[dict[str, Any], dict[str, Any]]:
+    report = json.loads((path / "memsave_report.json").read_text())
+    return report["measured"], report["predicted"]
+
+
+def fit(lit: Any, callback: Any, package: Any = lightning.pytorch, **settings: Any) -> Any:
+    trainer = make_trainer(package, callback, **({"max_steps": 3} | settings))
+    trainer.fit(lit)
+    return trainer
+
+
+def lit_with(package: Any = lightning.pytorch, **methods: Any) -> Any:
+    """A LightningModule with other methods, which are functions of the module."""
+    lit = make_lit(package)
+    lit.__class__ = type("Other", (type(lit),), methods)
+    return lit
+
+
+class TestPredictedEqualsMeasured:
+    @pytest.mark.parametrize("make", [conv_net, roberta], ids=["conv", "roberta"])
+    def test_bare_callback(self, package, make):
+        callback = MemSaveCallback()
+        lit = make_lit(package, make())
+        if make is roberta:
+            lit.train_dataloader = lit.val_dataloader = tokens
+        fit(lit, callback, package)
+        assert callback.prediction.guesses == ()
+        measured, predicted = measured_and_predicted()
+        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+        assert predicted["error"] == predicted["peak_bytes"] / measured["peak_bytes"] - 1
+        assert callback.prediction.peak_bytes == predicted["peak_bytes"]
+        for found in (measured, predicted):
+            assert found["peak_bytes"] == sum(found["by_category"].values())
+        for name, num_bytes in measured["by_category"].items():
+            assert predicted["by_category"][name] == pytest.approx(num_bytes, rel=0.01, abs=64)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"accumulate_grad_batches": 3, "max_steps": 2},
+            {"precision": "bf16-true"},
+            {"gradient_clip_val": 0.1},
+        ],
+        ids=str,
+    )
+    def test_settings_of_the_trainer(self, settings):
+        fit(make_lit(model="dropout"), MemSaveCallback(optimizer=None), **settings)
+        measured, predicted = measured_and_predicted()
+        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+
+    def test_manual_optimization_with_two_optimizers(self):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.model(batch))
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            blocks = torch.optim.SGD(self.model.blocks.parameters(), lr=0.1, momentum=0.9)
+            return [blocks, torch.optim.AdamW(self.model.head.parameters())]
+
+        lit = lit_with(training_step=training_step, configure_optimizers=configure_optimizers)
+        lit.automatic_optimization = False
+        fit(lit, MemSaveCallback(), max_steps=8)
+        measured, predicted = measured_and_predicted()
+        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+
+    def test_batches_that_had_to_shrink_before(self):
+        callback = MemSaveCallback(activation_checkpointing=None, optimizer=None)
+        fit(make_lit(model=wide()), callback, max_steps=2)
+        whole = callback.prediction.peak_bytes
+        callback._micro_batches.size = 1  # as a checkpoint would set it
+        fit(make_lit(model=wide()), callback, max_steps=2)
+        measured, predicted = measured_and_predicted()
+        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=0.01)
+        assert predicted["peak_bytes"] < 0.7 * whole
+
+
+def wide() -> nn.Module:
+    """Most memory is in activations."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.head = nn.Linear(WIDTH, 32), nn.Linear(32, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.up(x).repeat(1, 64).view(-1, 64, 32)
+            for _ in range(8):
+                hidden = hidden.sin()
+            return self.head(hidden).mean()
+
+    return Net()
+
+
+class Awkward(nn.Module):
+    """Draws from every generator, and keeps what it sees in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = make_model("batch_norm")
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.randn_like(x) * random.random() + float(np.random.rand())
+        return self.blocks(self.dropout(self.first(x)))
+
+
+class TestTrainingIsTheSame:
+    @pytest.mark.parametrize("bare", [False, True], ids=["no-technique", "bare"])
+    def test_bit_for_bit(self, package, bare):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            loss = self.model(batch)
+            self.mean.update(loss.detach())
+            self.log("mean", self.mean)
+            self.log("loss", loss, on_step=True, on_epoch=True)
+            self.seen.append(loss.item())
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+            schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=12)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+        def run(predict: bool) -> dict[str, Any]:
+            torch.manual_seed(3)
+            random.seed(3)
+            np.random.seed(3)
+            lit = make_lit(package, Awkward())
+            lit.__class__ = type(
+                "Other",
+                (type(lit),),
+                {"training_step": training_step, "configure_optimizers": configure_optimizers},
+            )
+            lit.mean, lit.seen = MeanMetric(), []
+            off: dict[str, Any] = (
+                {} if bare else {"activation_checkpointing": None, "optimizer": None}
+            )
+            callback = MemSaveCallback(predict=predict, monitor=False, **off)
+            trainer = make_trainer(package, callback, max_epochs=2, log_every_n_steps=1)
+            trainer.fit(lit)
+            assert (callback.prediction is not None) == predict, callback._prediction.note
+            schedule = trainer.lr_scheduler_configs[0].scheduler
+            return {
+                "losses": lit.seen,
+                "state": lit.state_dict(),
+                "optimizer": trainer.optimizers[0].state_dict(),
+                "logged": dict(trainer.logged_metrics),
+                "rates": [*schedule.get_last_lr(), schedule.last_epoch],
+                "random": [torch.rand(1).item(), random.random(), np.random.rand()],
+            }
+
+        torch.testing.assert_close(run(True), run(False), rtol=0, atol=0)
+
+    @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
+    def test_resume_in_the_middle_of_an_epoch(self, package, tmp_path):
+        def run(predict: bool, *, resumed: bool) -> tuple[list[float], dict[str, Any]]:
+            losses: list[float] = []
+            lit = lit_with(package, on_train_batch_end=lambda s, o, b, i: losses.append(o["loss"]))
+            callback = MemSaveCallback(predict=predict)
+            steps = {"max_steps": 6 if resumed else 3, "max_epochs": -1}
+            trainer = make_trainer(package, callback, **steps)
+            trainer.fit(lit, ckpt_path=tmp_path / "middle.ckpt" if resumed else None)
+            if not resumed:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+            assert trainer.global_step == (6 if resumed else 3)
+            assert (callback.prediction is not None) == predict, callback._prediction.note
+            return losses[-3:], lit.state_dict()
+
+        run(True, resumed=False)
+        torch.manual_seed(0)
+        predicted = run(True, resumed=True)
+        torch.manual_seed(0)
+        torch.testing.assert_close(run(False, resumed=True), predicted, rtol=0, atol=0)
+
+    def test_a_batch_of_an_own_class_is_not_changed(self):
+        class Batch:
+            def __init__(self, x: Tensor) -> None:
+                self.x = x
+                self.seen: list[int] = []
+
+        batches = []
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+            batch.seen.append(batch_idx)
+            batch.x = batch.x * 2
+            batches.append(batch)
+            return self.model(batch.x)
+
+        lit = lit_with(training_step=training_step)
+        callback = MemSaveCallback(optimizer=None)
+        trainer = make_trainer(lightning.pytorch, callback, max_epochs=1)
+        data = DataLoader(Vectors(8), batch_size=4, collate_fn=lambda x: Batch(torch.stack(x)))
+        trainer.fit(lit, data)
+        assert callback.prediction is not None, callback._prediction.note
+        real = batches[-2:]
+        assert [batch.seen for batch in real] == [[0], [1]]
+        assert all(type(batch.x) is Tensor for batch in real)
+
+
+def spy_on(cls: type, calls: list[str]) -> type:
+    """A subclass that writes down which hooks are called."""
+
+    def note(name: str) -> Any:
+        def method(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return getattr(super(spy, self), name)(*args, **kwargs)
+
+        return method
+
+    spy = type("Spy", (cls,), {name: note(name) for name in HOOKS if hasattr(cls, name)})
+    return spy
+
+
+class TestNoTrace:
+    @pytest.mark.parametrize("ends_well", [True, False])
+    def test_hooks_are_called_as_often(self, package, ends_well):
+        def run(predict: bool) -> list[str]:
+            calls: list[str] = []
+
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                if batch_idx == 2 and not ends_well:
+                    raise ValueError
+                return self.model(batch)
+
+            lit = lit_with(package, training_step=training_step)
+            lit.__class__ = spy_on(type(lit), calls)
+            callback = MemSaveCallback(predict=predict)
+            own = spy_on(package.Callback, calls)()
+            settings = {"max_epochs": 2, "default_root_dir": f"runs-{predict}"}
+            trainer = make_trainer(package, callback, own, enable_checkpointing=True, **settings)
+            try:
+                trainer.fit(lit)
+            except ValueError:
+                assert not ends_well
+            assert (callback.prediction is not None) == predict, callback._prediction.note
+            return calls
+
+        assert run(True) == run(False)
+
+    def test_callbacks_that_the_module_configures_take_no_part(self, package):
+        calls: list[str] = []
+
+        class Own(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+                calls.append("batch")
+
+        lit = lit_with(package, configure_callbacks=lambda self: [Own()])
+        fit(lit, callback := MemSaveCallback(), package)
+        assert callback.prediction is not None
+        assert calls == ["batch"] * 3
+
+    def test_nothing_is_said_but_one_line(self, package, capfd, caplog):
+        user = logging.getLogger("somebody")
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.log("other", 1.0, prog_bar=True)
+            print("printed")  # noqa: T201
+            print("complained", file=sys.stderr)  # noqa: T201
+            user.warning("logged")
+            warnings.warn("warned", stacklevel=1)
+            torch.ones(2).resize_(1)  # torch warns of it once
+            return self.model(batch)
+
+        def run(predict: bool) -> tuple[str, str, list[str], list[str]]:
+            caplog.clear()
+            lit = lit_with(package, training_step=training_step)
+            with caplog.at_level(logging.INFO), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                callback = MemSaveCallback(predict=predict, monitor=False)
+                fit(lit, callback, package)
+            assert (callback.prediction is not None) == predict, callback._prediction.note
+            return (
+                *capfd.readouterr(),
+                [r.getMessage() for r in caplog.records],
+                [str(w.message) for w in caught],
+            )
+
+        predicted, plain = run(True), run(False)
+        line = [message for message in predicted[2] if message.startswith("Predicted peak memory")]
+        assert len(line) == 1
+        predicted[2].remove(line[0])
+        assert predicted[2] == plain[2]
+        assert predicted[0] == plain[0]
+        assert predicted[0].count("printed") == predicted[1].count("complained") == 3
+        assert predicted[3].count("warned") == plain[3].count("warned") == 3
+
+    def test_module_trainer_and_process_are_as_before(self, package):
+        seen: list[Any] = []
+
+        def state_of(trainer: Any, lit: Any) -> Any:
+            return (
+                vars(lit).keys(),
+                {name: vars(part).keys() for name, part in lit.named_modules()},
+                [id(t) for t in lit.state_dict(keep_vars=True).values()],
+                lit.trainer is trainer,
+                [type(c) for c in trainer.callbacks],
+                trainer.global_step,
+                {n: signal.getsignal(n) for n in signal.valid_signals()},
+                threading.active_count(),
+                nn.Module._apply,
+                Tensor.__deepcopy__,
+                torch.UntypedStorage.resize_,
+                logging.Logger.handle,
+                sys.stdout,
+                sys.stderr,
+                warnings.filters[:],
+            )
+
+        class Watching(MemSaveCallback):
+            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+                seen.append(state_of(trainer, pl_module))
+                self._driven = None
+                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+                seen.append(state_of(trainer, pl_module))
+
+        lit = make_lit(package, roberta())
+        lit.train_dataloader = lit.val_dataloader = tokens
+        fit(lit, callback := Watching(), package, max_steps=1)
+        assert callback.prediction is not None
+        assert seen[0] == seen[1]
+
+    def test_modes_of_the_user_do_not_see_it(self):
+        counts: list[int] = []
+
+        class Counter(TorchDispatchMode):
+            num_calls = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                Counter.num_calls += 1
+                return func(*args, **(kwargs or {}))
+
+        for predict in (True, False):
+            Counter.num_calls = 0
+            callback = MemSaveCallback(predict=predict, monitor=False, optimizer=None)
+            with Counter():
+                fit(make_lit(), callback, max_steps=2)
+            assert (callback.prediction is not None) == predict, callback._prediction.note
+            counts.append(Counter.num_calls)
+        assert counts[0] == counts[1]
+
+
+def note_of(callback: MemSaveCallback) -> str:
+    assert callback.prediction is None
+    report = json.loads(Path("memsave_report.json").read_text())
+    assert report["predicted"] == {"note": callback._prediction.note}
+    assert report["measured"]["num_steps"] == 3
+    return callback._prediction.note
+
+
+class TestWhatCannotBePredicted:
+    """It trains all the same, and the report says why."""
+
+    def test_real_data_is_needed(self, package, capsys, caplog):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.model(batch) * float(batch.detach().numpy().max())
+
+        callback = MemSaveCallback(optimizer=None)
+        with caplog.at_level(logging.INFO):
+            fit(lit_with(package, training_step=training_step), callback, package)
+        note = note_of(callback)
+        assert "numpy" in note.lower()
+        assert f"  not predicted: {note}\n" in capsys.readouterr().out
+        assert f"Memory is not predicted: {note}." in caplog.messages
+
+    def test_no_copy_can_be_made(self):
+        lit = make_lit()
+        lit.lock = threading.Lock()
+        fit(lit, callback := MemSaveCallback(optimizer=None))
+        assert "cannot be copied" in note_of(callback)
+
+    def test_compiled(self):
+        lit = make_lit()
+        lit.model.blocks[0].compile(backend="eager")
+        fit(lit, callback := MemSaveCallback(optimizer=None, activation_checkpointing=None))
+        note = callback._prediction.note
+        assert "torch.compile" in note
+        assert measured_and_predicted()[1] == {"note": note}
+
+    def test_time_limit(self):
+        fit(make_lit(), callback := MemSaveCallback(optimizer=None, predict=0.001))
+        assert "more than 0.001 seconds" in note_of(callback)
+        assert "`predict=`" in note_of(callback)
+
+    def test_a_time_out_of_the_users_own_is_told_apart(self):
+        fit(failing(TimeoutError("no answer")), callback := MemSaveCallback(optimizer=None))
+        assert note_of(callback) == "TimeoutError: no answer"
+
+    @pytest.mark.parametrize(
+        "error", [SystemExit("bye"), RuntimeError("first\nsecond"), AssertionError()], ids=repr
+    )
+    def test_the_users_code_fails(self, error):
+        fit(failing(error), callback := MemSaveCallback(optimizer=None))
+        reasons = {"bye": "SystemExit: bye", "first\nsecond": "RuntimeError: first"}
+        assert note_of(callback) == reasons.get(str(error), "AssertionError")
+
+    def test_an_interruption_ends_the_run(self, package):
+        seen: list[BaseException] = []
+
+        class Seen(package.Callback):  # type: ignore[name-defined, misc]
+            def on_exception(self, trainer, pl_module, exception):
+                seen.append(exception)
+
+        before = signal.getsignal(signal.SIGINT)
+        trainer = make_trainer(package, MemSaveCallback(), Seen(), max_steps=3)
+        try:
+            with pytest.raises(SystemExit):
+                trainer.fit(failing(KeyboardInterrupt(), package))
+        finally:
+            signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+        assert [type(error) for error in seen] == [KeyboardInterrupt]
+        assert trainer.global_step == 0
+
+    def test_precision_and_device(self):
+        trainer = make_trainer(lightning.pytorch, plugins=[lightning.pytorch.plugins.Precision()])
+        trainer.strategy.precision_plugin.precision = "transformer-engine"
+        callback = MemSaveCallback(optimizer=None)
+        trainer.callbacks.append(callback)
+        trainer.fit_loop.epoch_loop.max_steps = 3
+        trainer.fit(make_lit())
+        assert note_of(callback) == "not for precision transformer-engine"
+
+
+def failing(error: BaseException, package: Any = lightning.pytorch) -> Any:
+    """A module that can only train on tensors with data."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if type(batch) is not Tensor:
+            raise error
+        return self.model(batch)
+
+    return lit_with(package, training_step=training_step)
+
+
+class TestSwitch:
+    def test_off(self, capsys):
+        fit(make_lit(), callback := MemSaveCallback(optimizer=None, predict=False))
+        assert callback.prediction is None
+        assert measured_and_predicted()[1] is None
+        assert "predicted" not in capsys.readouterr().out
+
+    @pytest.mark.parametrize("value", [0, -1, "yes", float("nan"), float("inf"), None])
+    def test_wrong_values(self, value):
+        with pytest.raises(ConfigurationError, match=r"Use `predict=60`"):
+            MemSaveCallback(predict=value)
+
+    def test_a_number_is_the_limit(self):
+        fit(make_lit(), callback := MemSaveCallback(optimizer=None, predict=60))
+        assert callback.prediction is not None
+
+
+class TestSummary:
+    def test_both_figures_are_printed(self, package, capsys):
+        fit(make_lit(package), MemSaveCallback(optimizer=None), package)
+        measured, predicted = measured_and_predicted()
+        lines = capsys.readouterr().out.splitlines()
+        (peak,) = [line for line in lines if line.startswith("  peak memory: ")]
+        assert f", predicted 1.15 MiB ({100 * predicted['error']:+.2f} %)" in peak
+        assert not any(
+            line.strip().startswith(("buffer", "other", "weight copy")) for line in lines
+        )
+        assert measured["by_category"]["buffer"] == 0
+
+    def test_beside_a_monitor_of_the_users_own(self, package, capsys):
+        for order in (0, 1):
+            monitor, callback = GPUMemoryMonitor(), MemSaveCallback(optimizer=None)
+            callbacks = (monitor, callback) if order else (callback, monitor)
+            trainer = make_trainer(package, *callbacks, max_steps=3)
+            trainer.fit(make_lit(package))
+            assert monitor.summary.prediction is callback.prediction is not None
+            assert abs(monitor.summary.prediction_error) < 1e-3
+            assert capsys.readouterr().out.count("predicted 1.15 MiB") == 1
+            measured, predicted = measured_and_predicted()
+            assert measured["peak_bytes"] == monitor.summary.peak_bytes
+            assert predicted["error"] == monitor.summary.prediction_error
+
+    def test_a_monitor_forgets_the_prediction_of_the_fit_before(self, capsys):
+        monitor = GPUMemoryMonitor()
+        fit(make_lit(), callback := MemSaveCallback(optimizer=None, monitor=monitor))
+        assert monitor.summary.prediction is callback.prediction is not None
+        capsys.readouterr()
+        fit(make_lit(), monitor)
+        assert monitor.summary.prediction is None
+        assert "predicted" not in capsys.readouterr().out
+
+    def test_without_a_monitor_the_report_has_the_prediction(self):
+        fit(make_lit(), MemSaveCallback(optimizer=None, monitor=False))
+        measured, predicted = measured_and_predicted()
+        assert measured is None
+        assert predicted["peak_bytes"] > 0
+        assert predicted["error"] is None
+
+    def test_time_does_not_count_the_prediction(self, monkeypatch):
+        def slow(question: Any) -> Any:
+            time.sleep(0.5)
+            raise ValueError("no")
+
+        monkeypatch.setattr("lightning_memsave.callbacks._run_prediction.predict", slow)
+        fit(make_lit(), callback := MemSaveCallback(optimizer=None), max_steps=1)
+        assert callback._prediction.seconds >= 0.5
+        assert callback.monitor.summary.seconds < 0.4
+
+
+class TestFits:
+    def test_each_fit_has_its_own(self):
+        callback = MemSaveCallback(optimizer=None)
+        fit(make_lit(), callback)
+        first = callback.prediction
+        fit(make_lit(model=conv_net()), callback)
+        measured, predicted = measured_and_predicted()
+        assert callback.prediction is not first
+        assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+        fit(failing(ValueError("no")), callback)
+        assert note_of(callback) == "ValueError: no"
+
+    def test_an_error_in_the_first_batch(self):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            if type(batch) is Tensor:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return self.model(batch)
+
+        lit = lit_with(training_step=training_step)
+        callback = MemSaveCallback(optimizer=None, micro_batch_size=None)
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            fit(lit, callback)
+        assert is_out_of_memory(caught.value)
+        measured, predicted = measured_and_predicted()
+        assert measured["num_steps"] == 0
+        assert predicted["peak_bytes"] == callback.prediction.peak_bytes
+
+    def test_a_fit_without_batches(self):
+        trainer = make_trainer(lightning.pytorch, callback := MemSaveCallback(), max_steps=3)
+        lit = make_lit()
+        trainer.fit_loop.epoch_loop.trainer.limit_train_batches = 0
+        trainer.fit(lit, loader())
+        assert callback.prediction is None
+        assert callback._prediction.note == ""
+
+
+def test_what_gave_way_in_this_run_is_off_in_the_prediction():
+    arguments = dict(MemSaveCallback(precision="32-true").arguments)
+    rows = [
+        Row("activation_checkpointing", "'auto'", "off"),
+        Row("optimizer", "'auto'", "on"),
+        Row("optimizer", "'auto'", "off"),
+        Row("micro_batch_size", "'auto'", "on"),
+    ]
+    found = in_force(arguments, rows, 4)
+    assert found["activation_checkpointing"] is None
+    assert (found["optimizer"], found["micro_batch_size"]) == ("auto", 4)
+    assert found["precision"] is None
+    assert in_force(arguments, rows, None)["micro_batch_size"] == "auto"
+    assert in_force(arguments, [], 4)["micro_batch_size"] is None
