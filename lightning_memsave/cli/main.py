@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Protocol
 
 import lightning_memsave
-from lightning_memsave.cli import convert, env
+from lightning_memsave.cli import compare, convert, env, explain, predict
+from lightning_memsave.cli._failures import StepError
 from lightning_memsave.errors import MemsaveError
 
 
@@ -26,15 +27,28 @@ class Command(Protocol):
             parser: Of this subcommand.
         """
 
-    def run(self, arguments: argparse.Namespace) -> None:
+    def run(self, arguments: argparse.Namespace) -> int | None:
         """Do it, and print the result.
 
         Args:
             arguments: As parsed.
+
+        Returns:
+            The exit status; ``None`` is 0.
         """
 
 
-COMMANDS: Mapping[str, Command] = MappingProxyType({"convert": convert, "env": env})
+COMMANDS: Mapping[str, Command] = MappingProxyType(
+    {
+        "predict": predict,
+        "explain": explain,
+        "compare": compare,
+        "convert": convert,
+        "env": env,
+    }
+)
+# Of these 1 is an answer, such as "does not fit", and must not be taken for a failure.
+_ANSWERING = ("predict", "explain", "compare")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -44,15 +58,24 @@ def main(args: Sequence[str] | None = None) -> int:
         args: What was typed after ``memsave``; ``None`` takes it from the process.
 
     Returns:
-        The exit status: 0, or 1 if it could not be done. Wrong arguments exit with 2 at once.
+        The exit status. Of ``predict``, ``explain`` and ``compare``: 0; 1 if a step does not fit
+        a card that was named; 2 if what was given cannot be used; 3 if the training step fails.
+        Of ``convert`` and ``env``: 0, or 1 if it could not be done. Wrong arguments exit with 2 at
+        once.
     """
     arguments = _parser().parse_args(args)
     try:
-        COMMANDS[arguments.command].run(arguments)
+        return COMMANDS[arguments.command].run(arguments) or 0
+    except StepError as error:
+        return _failed(arguments.command, error, 3)
     except (MemsaveError, OSError) as error:
-        print(f"memsave {arguments.command}: {error}", file=sys.stderr)
-        return 1
-    return 0
+        status = 2 if arguments.command in _ANSWERING else 1
+        return _failed(arguments.command, error, status)
+
+
+def _failed(command: str, error: Exception, status: int) -> int:
+    print(f"memsave {command}: {error}", file=sys.stderr)
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -31,7 +31,7 @@ def print_prediction(
         max_tensors: Lines of the table of the largest tensors.
     """
     shown = rich_prediction(prediction, fits=fits, max_depth=max_depth, max_tensors=max_tensors)
-    Console(highlight=False).print(shown)
+    show(shown)
 
 
 def plain_prediction(
@@ -114,6 +114,19 @@ def rich_prediction(
     return Group(*shown)
 
 
+def show(*parts: RenderableType) -> None:
+    """Print to the terminal in colour, or as plain text to a file or pipe.
+
+    Args:
+        parts: Tables, texts and groups of them.
+    """
+    console = Console(highlight=False)
+    if console.is_terminal:
+        console.print(*parts, sep="\n")
+    else:
+        console.file.write(as_plain_text(*parts) + "\n")
+
+
 def fit_table(fits: Sequence[GpuFit]) -> Table:
     """Draw which cards are large enough.
 
@@ -130,6 +143,30 @@ def fit_table(fits: Sequence[GpuFit]) -> Table:
         style = "" if fit.fits else "bold red"
         row = [*cells, *(format_bytes(figure) for figure in figures)]
         table.add_row(*(Text(cell) for cell in row), style=style)
+    return table
+
+
+def case_table(cases: Sequence[tuple[str, MemoryPrediction, Sequence[GpuFit]]]) -> Table:
+    """Draw several settings side by side.
+
+    Args:
+        cases: Name, prediction, and what is known about cards; the first is what the others are
+            compared with.
+
+    Returns:
+        A table for a rich console.
+    """
+    table = _table("settings", numbers=("it takes", "difference", "tensors"))
+    gpus = [fit.gpu.name for fit in cases[0][2]] if cases else []
+    for name in gpus:
+        table.add_column(f"fits {name}")
+    for name, prediction, fits in cases:
+        difference = prediction.device_bytes - cases[0][1].device_bytes
+        signed = f"{'+' if difference > 0 else ''}{format_bytes(difference)}"
+        figures = [format_bytes(prediction.device_bytes), signed if difference else ""]
+        figures.append(format_bytes(prediction.peak_bytes))
+        marks = ("yes" if fit.fits else "NO" for fit in fits)
+        table.add_row(*(Text(cell) for cell in (name, *figures, *marks)))
     return table
 
 
@@ -188,17 +225,18 @@ def _categories(prediction: MemoryPrediction) -> Table:
 
 
 def _tensors(tensors: Sequence[TensorMemory], limit: int) -> Table:
-    groups: dict[tuple[object, ...], list[TensorMemory]] = {}
+    groups: dict[tuple[str, str, int, tuple[int, ...], str, str], list[TensorMemory]] = {}
     for tensor in tensors:
         template = re.sub(r"(?<![^.])\d+(?![^.])", "*", tensor.module)
-        key = (tensor.category, tensor.num_bytes, tensor.shape, tensor.dtype, tensor.op, template)
+        size = (tensor.num_bytes, tensor.shape, tensor.dtype)
+        key = (template, tensor.category, *size, tensor.op)
         groups.setdefault(key, []).append(tensor)
     table = _table("largest tensors", "shape", "of", "made by", numbers=("each",))
     for key, members in list(groups.items())[:limit]:
         first = members[0]
         times = f"{len(members)} x " if len(members) > 1 else ""
         shape = f"{first.dtype}[{','.join(map(str, first.shape))}]" if first.dtype else ""
-        module = str(key[-1]) if times else first.module
+        module = key[0] if times else first.module
         op = first.op.removeprefix("aten.")
         cells = (times + first.category.replace("_", " "), shape, module, op)
         table.add_row(*(Text(cell) for cell in (*cells, format_bytes(first.num_bytes))))

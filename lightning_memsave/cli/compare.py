@@ -1,0 +1,187 @@
+"""``memsave compare``: which modules grew, and by how much."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_memsave.cli._step_arguments import (
+    DOES_NOT_FIT,
+    add_model_arguments,
+    add_step_arguments,
+    refuse_step_arguments,
+    show_notes,
+)
+from lightning_memsave.cli._subject import read_subject
+from lightning_memsave.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_memsave.planning.gpu_fit import GpuFit
+    from lightning_memsave.planning.memory_comparison import MemoryComparison
+    from lightning_memsave.planning.prediction import MemoryPrediction
+
+SUMMARY = "Say what makes the second model, prediction or run take more memory than the first."
+EXAMPLES = """\
+memsave compare good.ckpt bad.ckpt
+memsave compare old/config.json new/config.json --batch 8x512
+memsave compare before.json after.json --html changes.html
+memsave compare runs/1/memsave_report.json runs/2/memsave_report.json --json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: Of this subcommand.
+    """
+    what = "a model as for `memsave predict`, what `predict --json` gave, or a memsave_report.json"
+    parser.add_argument("a", metavar="A", help=what)
+    parser.add_argument("b", metavar="B", help="the same, later")
+    add_model_arguments(parser)
+    add_step_arguments(parser, needs_batch=False)
+    group = parser.add_argument_group("output")
+    group.add_argument("--html", metavar="FILE", help="write a page; for predictions only")
+    group.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare and print.
+
+    Args:
+        arguments: As parsed.
+
+    Returns:
+        The exit status: 0, or 1 if B does not fit one of the cards.
+
+    Raises:
+        ConfigurationError: If a page or a card is asked for and there are no predictions.
+    """
+    from lightning_memsave.analysis.compare import compare_memory
+    from lightning_memsave.cli._failures import running_code_of
+
+    names = (arguments.a, arguments.b)
+    cases = _cases(names, arguments)
+    if cases is None:
+        refuse_step_arguments(arguments, "compare two models with --batch, or two predictions")
+        if arguments.html is not None:
+            raise ConfigurationError(
+                "--html draws predictions, and these are none. Add --batch, or give two files "
+                "that `memsave predict --json` wrote."
+            )
+        with running_code_of(f"{arguments.a}` or `{arguments.b}"):
+            a, b = (_side(name, arguments) for name in names)
+            comparison = compare_memory(a, b, labels=names)
+        _print(comparison, None, arguments)
+        return 0
+    comparison = compare_memory(cases[0].prediction, cases[1].prediction, labels=names)
+    if arguments.html is not None:
+        _write_page(arguments.html, cases, comparison)
+    _print(comparison, cases, arguments)
+    return 0 if all(fit.fits for fit in cases[1].fits) else DOES_NOT_FIT
+
+
+@dataclass(frozen=True)
+class _Case:
+    name: str
+    prediction: "MemoryPrediction"
+    fits: tuple["GpuFit", ...]
+    notes: tuple[str, ...] = ()
+
+
+def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case] | None:
+    saved = [_saved_prediction(name) for name in names]
+    if arguments.batch is None and None in saved:
+        return None
+    return [
+        _predicted(name, arguments) if found is None else _of_saved(name, found, arguments)
+        for name, found in zip(names, saved, strict=True)
+    ]
+
+
+def _predicted(name: str, arguments: argparse.Namespace) -> _Case:
+    subject = read_subject(name, arguments)
+    prediction, fits = subject.predict_on_cards()
+    return _Case(name, prediction, fits, subject.notes)
+
+
+def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Namespace) -> _Case:
+    from lightning_memsave.planning.gpu_fit import GpuFit
+    from lightning_memsave.planning.gpus import parse_gpu
+
+    gpus = [parse_gpu(part) for text in arguments.gpu for part in text.split(",")]
+    if gpus and prediction.device != "cuda":
+        raise ConfigurationError(
+            f"`{name}` is a prediction for {prediction.device}, and --gpu asks about CUDA. "
+            "Remove --gpu, or predict for CUDA."
+        )
+    return _Case(name, prediction, tuple(GpuFit.of(gpu, prediction) for gpu in gpus))
+
+
+def _saved_prediction(name: str) -> "MemoryPrediction | None":
+    path = Path(name)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # said by `compare_memory`, or by `load_target`
+        return None
+    if not isinstance(found, dict) or not {"by_phase", "modules"} <= found.keys():
+        return None
+    from lightning_memsave.planning.prediction import MemoryPrediction
+
+    try:
+        return MemoryPrediction.from_dict(found)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(
+            f"`{name}` is an incomplete prediction ({error}). Write it again with "
+            "`memsave predict --json`."
+        ) from error
+
+
+# As a text `compare_memory` knows more kinds of files; it does not know what changes a model.
+def _side(name: str, arguments: argparse.Namespace) -> Any:
+    if not (arguments.arg or arguments.model or arguments.task):
+        return name
+    from lightning_memsave.analysis.targets import load_target, parse_arguments
+
+    given = parse_arguments(arguments.arg)
+    target = load_target(name, model=arguments.model, arguments=given, task=arguments.task)
+    return target.parameter_source()
+
+
+def _print(
+    comparison: "MemoryComparison", cases: list[_Case] | None, arguments: argparse.Namespace
+) -> None:
+    from rich.text import Text
+
+    from lightning_memsave.planning.prediction_text import case_table, show
+
+    if arguments.json:
+        found = comparison.to_dict()
+        if cases is not None:
+            keys = zip(("a", "b"), cases, strict=True)
+            found["gpus"] = {key: [fit.to_dict() for fit in case.fits] for key, case in keys}
+        print(json.dumps(found, indent=2))
+        return
+    show(comparison)
+    if cases is not None and cases[0].fits:
+        rows = [(case.name, case.prediction, case.fits) for case in cases]
+        show(Text(""), case_table(rows))
+    notes = dict.fromkeys(note for case in cases or () for note in case.notes)
+    show_notes([f"note: {note}" for note in notes], arguments.html)
+
+
+def _write_page(path: str, cases: list[_Case], comparison: "MemoryComparison") -> None:
+    from lightning_memsave.planning.page import write_page
+
+    first, second = cases
+    name = second.name if second.name != first.name else f"{second.name} (B)"
+    fits = second.fits
+    write_page(
+        path,
+        [(first.name, first.prediction), (name, second.prediction)],
+        title=f"{first.name} and {name}",
+        device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
+        notes=[*comparison.sentences(), *(f"{name} {fit}." for fit in fits)],
+    )

@@ -1,0 +1,204 @@
+"""``memsave explain``: what takes the memory and what would help, or why it ran out."""
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning_memsave.cli._step_arguments import (
+    DOES_NOT_FIT,
+    add_model_arguments,
+    add_step_arguments,
+    refuse_step_arguments,
+    show_notes,
+)
+from lightning_memsave.cli._subject import Subject, read_subject
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning_memsave.analysis.explain import MemoryExplanation
+    from lightning_memsave.planning.gpu_fit import GpuFit
+
+SUMMARY = "Say what takes the memory of a model and its training, and what would lower it."
+EXAMPLES = """\
+memsave explain config.json
+memsave explain package.module:LitModel --batch 'x=float32[8,10],y=int64[8]' --gpu T4
+memsave explain config.yaml --batch 8x512 --no-remedies --json
+memsave explain --oom slurm-1234.out
+memsave explain --oom -"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: Of this subcommand.
+    """
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="MODEL",
+        help="as for `memsave predict`; a checkpoint is enough where there is no --batch",
+    )
+    parser.add_argument(
+        "--oom",
+        metavar="FILE",
+        help="in place of a model: a text with an out-of-memory error, such as a log; - reads "
+        "what is pasted",
+    )
+    add_model_arguments(parser)
+    add_step_arguments(parser, needs_batch=False)
+    parser.add_argument(
+        "--cardinality",
+        action="append",
+        default=[],
+        metavar="COLUMN=N",
+        help="for models of tables: how many categories a column has; repeat it",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--no-remedies", action="store_true", help="leave out what would help")
+    group.add_argument("--html", metavar="FILE", help="write a page to look at; needs --batch")
+    group.add_argument("--json", action="store_true", help="for programs")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explain and print.
+
+    Args:
+        arguments: As parsed.
+
+    Returns:
+        The exit status: 0, or 1 if the step does not fit one of the cards.
+
+    Raises:
+        ConfigurationError: If there is neither a model nor a message, or both.
+    """
+    if (arguments.target is None) == (arguments.oom is None):
+        raise ConfigurationError(
+            "explain takes either a model or --oom with a message. Write for example "
+            "`memsave explain config.json` or `memsave explain --oom FILE`."
+        )
+    if arguments.oom is not None:
+        _explain_message(arguments)
+        return 0
+    return _explain_model(arguments)
+
+
+def _explain_message(arguments: argparse.Namespace) -> None:
+    from lightning_memsave.planning.oom_diagnosis import diagnose
+    from lightning_memsave.planning.out_of_memory import read_out_of_memory
+
+    if arguments.html is not None or arguments.batch is not None:
+        option = "--batch" if arguments.html is None else "--html"
+        raise ConfigurationError(
+            f"{option} is about a model, and --oom about a message. Remove one of the two."
+        )
+    oom = read_out_of_memory(_read(arguments.oom))
+    diagnosis = diagnose(oom, has_memsave=bool(arguments.memsave))
+    print(json.dumps(diagnosis.to_dict(), indent=2) if arguments.json else diagnosis)
+
+
+def _read(name: str) -> str:
+    if name == "-":
+        # A log may have bytes of any kind around the message.
+        return sys.stdin.buffer.read().decode(errors="replace")
+    path = Path(name)
+    if not path.is_file():
+        why = "is a folder" if path.is_dir() else "does not exist"
+        raise ConfigurationError(
+            f"`{name}` {why}. Give a text file with the message, or `--oom -` and paste it."
+        )
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _explain_model(arguments: argparse.Namespace) -> int:
+    from lightning_memsave.analysis.explain import explain_memory
+    from lightning_memsave.cli._failures import running_code_of
+    from lightning_memsave.planning.gpu_fit import GpuFit
+    from lightning_memsave.planning.prediction_text import show
+
+    if arguments.batch is None:
+        refuse_step_arguments(arguments, "add --batch")
+        if arguments.html is not None:
+            raise ConfigurationError(
+                "--html draws a training step, and there is none: add --batch."
+            )
+    cardinalities = _cardinalities(arguments.cardinality)
+    subject = read_subject(arguments.target, arguments)
+    if len(subject.gpus) > 1:
+        raise ConfigurationError(
+            "explain is about one GPU. Give --gpu once; `memsave predict` compares several."
+        )
+    gpu = subject.gpus[0] if subject.gpus else None
+    with running_code_of(subject.target.name):
+        explanation = explain_memory(
+            # What the target says of settings and Trainer, the subject has, and what overrides it.
+            replace(subject.target, settings=None, trainer_arguments={}),
+            subject.make_batch(),
+            subject.optimizer,
+            subject.settings,
+            device="cpu" if subject.device == "cpu" else "cuda",
+            gpu=gpu,
+            cardinalities=cardinalities or None,
+            remedies=not arguments.no_remedies,
+            attention=subject.attention,
+            trainer_arguments=subject.trainer_arguments_with(subject.settings),
+        )
+    prediction = explanation.prediction
+    fits = [] if gpu is None or prediction is None else [GpuFit.of(gpu, prediction)]
+    if arguments.html is not None:
+        _write_page(arguments.html, subject, explanation, fits)
+    if arguments.json:
+        found = {
+            "target": subject.target.name,
+            "batch": None if subject.batch is None else str(subject.batch),
+            "notes": list(subject.notes),
+            **explanation.to_dict(),
+            "gpus": [fit.to_dict() for fit in fits],
+        }
+        print(json.dumps(found, indent=2))
+    else:
+        show(explanation)
+        lines = [f"it {fit}" for fit in fits] + [f"note: {note}" for note in subject.notes]
+        show_notes(lines, arguments.html)
+    return 0 if all(fit.fits for fit in fits) else DOES_NOT_FIT
+
+
+def _cardinalities(pairs: list[str]) -> dict[str, int]:
+    found = {}
+    for pair in pairs:
+        name, _, number = pair.rpartition("=")
+        if not name or not number.isdecimal() or not int(number):
+            raise ConfigurationError(
+                f"--cardinality {pair} is no column with its number of categories, which is at "
+                "least 1. Write for example --cardinality merchant=867599."
+            )
+        found[name] = int(number)
+    return found
+
+
+def _write_page(
+    path: str, subject: Subject, explanation: "MemoryExplanation", fits: "list[GpuFit]"
+) -> None:
+    from lightning_memsave.planning.page import write_page
+
+    assert explanation.prediction is not None, "--html was refused without --batch"
+    remedies = [f"{r.how}: {format_bytes(r.saved_bytes)} less" for r in explanation.remedies or ()]
+    answers = [s.sentence for s in explanation.suspects if s.verdict == "matters"]
+    write_page(
+        path,
+        [("as given", explanation.prediction)],
+        title=f"{explanation.prediction.model}: what takes the memory",
+        device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
+        notes=(
+            f"Batch: {subject.batch}",
+            *(f"It {fit}." for fit in fits),
+            *subject.notes,
+            *explanation.sentences,
+            *answers,
+            *remedies,
+        ),
+    )

@@ -1,0 +1,159 @@
+"""``memsave predict``: what a training step takes, and on which GPU it fits."""
+
+import argparse
+import json
+import shlex
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lightning_memsave.cli._step_arguments import (
+    DOES_NOT_FIT,
+    add_model_arguments,
+    add_step_arguments,
+    show_notes,
+    whole_number,
+)
+from lightning_memsave.cli._subject import Subject, read_subject
+from lightning_memsave.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from lightning_memsave.planning.gpu_fit import GpuFit
+    from lightning_memsave.planning.gpus import Gpu
+    from lightning_memsave.planning.prediction import MemoryPrediction
+
+SUMMARY = "Predict the peak memory of training, without a GPU and without the model's memory."
+EXAMPLES = """\
+memsave predict config.json --batch 8x512 --gpu T4 --gpu 12GiB
+memsave predict package.module:LitModel --arg depth=24 --batch 'x=float32[8,3,224,224],y=int64[8]'
+memsave predict config.yaml --batch 8x512 --gpu A100-40GB --json > prediction.json
+memsave predict hf:gpt2-xl --batch 1x1024 --set activation_checkpointing=all --html memory.html
+memsave predict gpt2/ --batch 8x512 --variant optimizer=8bit --variant precision=bf16-mixed"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments.
+
+    Args:
+        parser: Of this subcommand.
+    """
+    parser.add_argument(
+        "target",
+        metavar="MODEL",
+        help="package.module:Class, file.py:function, config.json or its folder, hf:NAME, a YAML "
+        "file for LightningCLI, or a checkpoint with --model",
+    )
+    add_model_arguments(parser)
+    add_step_arguments(parser, needs_batch=True)
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--variant",
+        action="append",
+        default=[],
+        metavar="'NAME=VALUE ...'",
+        help="predict with these settings of MemSaveCallback in addition, and compare; repeat it",
+    )
+    group.add_argument("--html", metavar="FILE", help="write a page to look at")
+    group.add_argument("--json", action="store_true", help="for programs")
+    group.add_argument(
+        "--depth", type=whole_number, default=2, help="levels of modules to show; default: 2"
+    )
+    group.add_argument(
+        "--tensors", type=whole_number, default=10, help="largest tensors to show; default: 10"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Predict and print.
+
+    Args:
+        arguments: As parsed.
+
+    Returns:
+        The exit status: 0, or 1 if the step does not fit one of the cards.
+
+    Raises:
+        ConfigurationError: If two variants are the same.
+    """
+    names = ["", *arguments.variant]
+    if len(set(names)) < len(names):
+        raise ConfigurationError("--variant is given twice with the same settings. Remove one.")
+    subject = read_subject(arguments.target, arguments)
+    cases = [_case(subject, name) for name in names]
+    first, *variants = cases
+    if arguments.html is not None:
+        _write_page(arguments.html, cases, subject)
+    if arguments.json:
+        print(json.dumps(_to_dict(subject, first, variants), indent=2))
+    else:
+        _show(subject, first, variants, arguments)
+    return 0 if all(fit.fits for fit in first.fits) else DOES_NOT_FIT
+
+
+@dataclass(frozen=True)
+class _Case:
+    """The step with the settings of one variant."""
+
+    name: str
+    prediction: "MemoryPrediction"
+    fits: tuple["GpuFit", ...]
+
+
+def _case(subject: Subject, variant: str) -> _Case:
+    from lightning_memsave.analysis.targets import parse_arguments
+
+    settings = parse_arguments(shlex.split(variant))
+    return _Case(variant or "as given", *subject.predict_on_cards(settings))
+
+
+def _to_dict(subject: Subject, first: _Case, variants: list[_Case]) -> dict[str, Any]:
+    def of(case: _Case) -> dict[str, Any]:
+        return {**case.prediction.to_dict(), "gpus": [fit.to_dict() for fit in case.fits]}
+
+    return {
+        "target": subject.target.name,
+        "batch": str(subject.batch),
+        "notes": list(subject.notes),
+        **of(first),
+        "variants": [{"name": case.name, **of(case)} for case in variants],
+    }
+
+
+def _show(
+    subject: Subject, first: _Case, variants: list[_Case], arguments: argparse.Namespace
+) -> None:
+    from rich.text import Text
+
+    from lightning_memsave.planning.prediction_text import (
+        case_table,
+        print_prediction,
+        show,
+    )
+
+    print_prediction(
+        first.prediction,
+        fits=first.fits,
+        max_depth=arguments.depth,
+        max_tensors=arguments.tensors,
+    )
+    if variants:
+        cases = [(case.name, case.prediction, case.fits) for case in (first, *variants)]
+        show(Text(""), case_table(cases))
+    show_notes([f"note: {note}" for note in subject.notes], arguments.html)
+
+
+def _write_page(path: str, cases: list[_Case], subject: Subject) -> None:
+    from lightning_memsave.planning.page import write_page
+
+    gpu: Gpu | None = subject.gpus[0] if subject.gpus else None
+    prediction = cases[0].prediction
+    write_page(
+        path,
+        [(case.name, case.prediction) for case in cases],
+        title=f"{prediction.model}: memory of a training step",
+        device_capacity_bytes=None if gpu is None else gpu.total_bytes,
+        notes=(
+            f"Batch: {subject.batch}",
+            *subject.notes,
+            *(f"It {fit}." for fit in cases[0].fits),
+        ),
+    )

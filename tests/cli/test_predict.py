@@ -1,0 +1,318 @@
+"""`memsave predict` on projects as users have them."""
+
+import json
+import sys
+
+import pytest
+
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.analysis.targets import load_target, make_batch_spec
+from lightning_memsave.cli.main import main
+from lightning_memsave.planning.prediction import MemoryPrediction
+from tests.cli.shell import BATCH, json_of, message_of, run_process, write_project
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    write_project(tmp_path)
+    yield tmp_path
+    for name in ("net", "_memsave_target_net"):
+        sys.modules.pop(name, None)
+
+
+def without_time(found):
+    return {name: value for name, value in found.items() if name != "seconds"}
+
+
+class TestFigures:
+    def test_json_is_what_python_gives(self, capsys):
+        found = json_of(capsys, "predict", "net.py:Lit", "--batch", BATCH)
+        target = load_target("net.py:Lit")
+        spec = make_batch_spec(BATCH, target)
+
+        def batch():
+            return spec.build()
+
+        expected = predict_memory(target.build, batch).to_dict()
+        expected = json.loads(json.dumps(without_time(expected)))
+        assert {name: found[name] for name in expected} == expected
+        assert found["target"] == "net.py:Lit"
+        assert found["batch"] == BATCH
+        assert (found["gpus"], found["variants"], found["notes"]) == ([], [], [])
+        assert MemoryPrediction.from_dict(found).peak_bytes == found["peak_bytes"]
+
+    def test_parameters_and_adams_state_are_counted(self, capsys):
+        found = json_of(
+            capsys, "predict", "net:Lit", "--batch", BATCH, "--device", "cpu", "--arg", "depth=3"
+        )
+        num_parameters = 3 * (64 * 64 + 64)
+        assert found["num_parameters"] == num_parameters
+        assert found["by_category"]["parameter"] == 4 * num_parameters
+        # Two moments, and a step count for each of six tensors.
+        assert found["by_category"]["optimizer_state"] == 8 * num_parameters + 6 * 4
+        assert found["reserved_bytes"] is None
+
+    def test_settings_change_the_prediction(self, capsys):
+        arguments = ("predict", "gpt2", "--batch", "4x32")
+        plain = json_of(capsys, *arguments)
+        saved = json_of(
+            capsys, *arguments, "--set", "activation_checkpointing=all", "--precision", "bf16-mixed"
+        )
+        assert saved["settings"]["precision"] == "bf16-mixed"
+        assert saved["settings"]["activation_checkpointing"] == "'all'"
+        before, after = (
+            found["by_phase"]["forward"]["by_category"]["activation"] for found in (plain, saved)
+        )
+        assert after < before / 2
+
+    def test_arguments_of_a_config(self, capsys):
+        arguments = ("predict", "gpt2/config.json", "--batch", "2x16", "--device", "cpu")
+        two = json_of(capsys, *arguments)["num_parameters"]
+        three = json_of(capsys, *arguments, "--arg", "n_layer=3")["num_parameters"]
+        assert three - two == 12 * 16 * 16 + 13 * 16
+
+    def test_optimizer_of_a_plain_module(self, capsys):
+        arguments = ("predict", "net.py:Net", "--batch", "x=float32[8,64]", "--device", "cpu")
+        num_bytes = 4 * 2 * (64 * 64 + 64)
+        momentum = ("--optimizer", "SGD", "--optimizer-arg", "momentum=0.9")
+        for optimizer, times in (
+            ((), 2),
+            (("--optimizer", "torch.optim.SGD"), 0),
+            (momentum, 1),
+            (("--optimizer", "net.py:make_optimizer"), 1),
+            (("--optimizer", "net:make_optimizer"), 1),
+        ):
+            state = json_of(capsys, *arguments, *optimizer)["by_category"]["optimizer_state"]
+            assert state == pytest.approx(times * num_bytes, abs=4 * 4), optimizer
+
+    def test_a_checkpoint_with_its_code(self, capsys, project):
+        import torch
+
+        path = project / "last.ckpt"
+        torch.save(
+            {
+                "pytorch-lightning_version": "2.6.6",
+                "state_dict": load_target("net.py:Lit").build().state_dict(),
+                "hyper_parameters": {"width": 32},
+            },
+            path,
+        )
+        batch = "float32[8,32],int64[8]<32"
+        found = json_of(capsys, "predict", "last.ckpt", "--model", "net.py:Lit", "--batch", batch)
+        assert found["num_parameters"] == 2 * (32 * 32 + 32)
+
+
+class TestLightningCLI:
+    def test_settings_and_precision_of_the_file_are_used(self, capsys):
+        found = json_of(capsys, "predict", "config.yaml", "--batch", BATCH, "--gpu", "A100-40GB")
+        assert found["settings"]["activation_checkpointing"] == "'all'"
+        assert "optimizer" not in found["settings"]
+        assert found["settings"]["precision"] == "16-mixed"
+
+    def test_the_shell_wins(self, capsys):
+        arguments = ("predict", "config.yaml", "--batch", BATCH)
+        found = json_of(capsys, *arguments, "--precision", "bf16-true", "--set", "optimizer=8bit")
+        assert found["settings"]["precision"] == "bf16-true"
+        assert "optimizer" in found["settings"]
+        assert found["settings"]["activation_checkpointing"] == "'all'"
+        found = json_of(capsys, *arguments, "--no-memsave")
+        assert found["settings"] == {"precision": "16-mixed"}
+
+    def test_techniques_with_a_class_path(self, capsys, project):
+        text = (project / "config.yaml").read_text()
+        name = "lightning_memsave.ActivationCheckpointing"
+        nested = f"\n          class_path: {name}\n          init_args: {{which: 'every:2'}}\n"
+        changed = text.replace(
+            "activation_checkpointing: all\n", f"activation_checkpointing:{nested}"
+        )
+        (project / "config.yaml").write_text(changed)
+        found = json_of(capsys, "predict", "config.yaml", "--batch", BATCH)
+        assert "every:2" in found["settings"]["activation_checkpointing"]
+
+    def test_says_that_one_device_holds_all(self, capsys, project):
+        path = project / "config.yaml"
+        path.write_text(path.read_text().replace("devices: 4\n", "devices: 4\n  strategy: fsdp\n"))
+        found = json_of(capsys, "predict", "config.yaml", "--batch", BATCH)
+        assert found["notes"] == [
+            "`strategy: fsdp` is not used: one device is assumed to hold everything"
+        ]
+
+
+class TestCards:
+    def test_status_says_whether_it_fits(self, capsys):
+        arguments = ("predict", "net.py:Lit", "--batch", BATCH)
+        found = json_of(capsys, *arguments, "--gpu", "T4", "--gpu", "256MiB,12GiB", status=1)
+        assert [(gpu["name"], gpu["fits"]) for gpu in found["gpus"]] == [
+            ("T4", True),
+            ("256MiB", False),
+            ("12GiB", True),
+        ]
+        small = found["gpus"][1]
+        assert small["spare_bytes"] == 256 * 2**20 - small["needed_bytes"] < 0
+        assert main([*arguments, "--gpu", "T4"]) == 0
+
+    def test_text_says_it_too(self, capsys):
+        assert main(["predict", "net.py:Lit", "--batch", BATCH, "--gpu", "256MiB"]) == 1
+        out = capsys.readouterr().out
+        line = next(line for line in out.splitlines() if line.startswith("256MiB"))
+        assert line.split()[:4] == ["256MiB", "NO", "256.00", "MiB"]
+
+    def test_each_generation_has_its_own_precision(self, capsys):
+        arguments = ("predict", "gpt2", "--batch", "2x16", "--set", "precision=auto")
+        old = json_of(capsys, *arguments, "--gpu", "T4")
+        new = json_of(capsys, *arguments, "--gpu", "L4")
+        assert old["settings"]["precision"] == "16-mixed"
+        assert new["settings"]["precision"] == "bf16-mixed"
+
+
+class TestText:
+    def test_shows_categories_phases_modules_and_tensors(self, capsys):
+        assert main(["predict", "gpt2", "--batch", "4x32", "--depth", "3", "--tensors", "3"]) == 0
+        out = capsys.readouterr().out
+        assert "GPT2LMHeadModel, 8,032 parameters: " in out
+        for heading in (
+            "what the device must have",
+            "category         at the peak  share",
+            "module ",
+            "largest tensors",
+            "assumed: A CUDA context takes",
+        ):
+            assert heading in out
+        tensors = out.split("largest tensors")[1].split("\n\n")[0]
+        assert len(tensors.splitlines()) >= 4
+        assert max(map(len, out.splitlines())) <= 110
+
+    def test_depth(self, capsys):
+        shown = []
+        for depth in ("0", "4"):
+            main(["predict", "gpt2", "--batch", "4x32", "--depth", depth, "--tensors", "0"])
+            shown.append(capsys.readouterr().out)
+        assert "2 x GPT2Block" not in shown[0]
+        assert "2 x GPT2Block" in shown[1]
+        assert "largest tensors" not in shown[0]
+
+    def test_variants_side_by_side(self, capsys, project):
+        variant = "precision=bf16-mixed activation_checkpointing=all"
+        arguments = ["predict", "gpt2", "--batch", "4x32", "--variant", variant]
+        assert main([*arguments, "--gpu", "T4", "--html", "out/page.html"]) == 0
+        out = capsys.readouterr().out
+        rows = [line for line in out.splitlines() if line.startswith(("as given", variant))]
+        assert len(rows) == 2
+        assert rows[0].rstrip().endswith("yes")
+        page = (project / "out" / "page.html").read_text()
+        assert variant in page
+        assert "page: out/page.html" in out
+
+    def test_memsave_switches_everything_on(self, capsys):
+        found = json_of(capsys, "predict", "gpt2", "--batch", "4x32", "--memsave")
+        assert found["settings"]["precision"] == "bf16-mixed"
+        assert {"activation_checkpointing", "optimizer"} <= found["settings"].keys()
+
+    def test_words_of_the_user_stay_out_of_the_json(self, capsys):
+        main(["predict", "net.py:Lit", "--batch", BATCH, "--json"])
+        out, err = capsys.readouterr()
+        assert out.startswith("{")
+        assert "the user's own words" in err
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            (("nowhere.json",), "`nowhere.json` does not exist"),
+            (("net.py:Nothing",), "`net.py` has no `Nothing`"),
+            (("no_such_module:Net",), "There is no module `no_such_module`"),
+            (("net.py:needs_gpu",), "asks for a GPU"),
+            (("net.py:fails",), "KeyError"),
+            (("net.py:Lit", "--arg", "size=3"), "It takes `width`, `depth`"),
+            (("net.py:Lit", "--gpu", "T5"), "GPU 'T5' is not known"),
+            (("net.py:Lit", "--gpu", "0GiB"), "must be between"),
+            (("net.py:Lit", "--gpu=-3GiB"), "must be between"),
+            (("net.py:Lit", "--gpu", "T4", "--device", "cpu"), "Remove one of the two"),
+            (("net.py:Lit", "--set", "batch=3"), "`batch` is no argument of `MemSaveCallback`"),
+            (("net.py:Lit", "--set", "optimizer"), "Write `name=value`"),
+            (("net.py:Lit", "--set", "micro_batch_size=0"), "micro_batch_size=0"),
+            (("net.py:Lit", "--set", "micro_batch_size=-1"), "micro_batch_size=-1"),
+            (("net.py:Lit", "--precision", "8"), "not a precision that Lightning knows"),
+            (("net.py:Lit", "--precision", "16", "--set", "precision=bf16"), "disagree"),
+            (("net.py:Lit", "--optimizer", "SGD"), "--set optimizer=8bit"),
+            (("net.py:Net", "--optimizer", "8bit"), "--set optimizer=8bit"),
+            (("net.py:Net", "--optimizer", "nowhere:make"), "Importing `nowhere` failed"),
+            (("net.py:Net", "--optimizer", "torch.optim.Nope"), "has no optimizer `Nope`"),
+            (("net.py:Net", "--optimizer", "SGD", "--optimizer-arg", "mu=1"), "--optimizer-arg"),
+            (("net.py:Net", "--optimizer", "builtins:list"), "made a list"),
+            (("net.py:Net", "--optimizer-arg", "mu=1"), "Add --optimizer"),
+            (("net.py:Manual", "--set", "micro_batch_size=2"), "automatic_optimization"),
+            (("net.py:Lit", "--html", "net.py/page.html"), "cannot be written"),
+            (("net.py:Lit", "--variant", "optimizer=8bit", "--variant", "optimizer=8bit"), "twice"),
+        ],
+    )
+    def test_one_line_says_what_to_do(self, args, said, capsys):
+        assert said in message_of(capsys, "predict", *args, "--batch", BATCH)
+
+    @pytest.mark.parametrize(
+        ("target", "batch", "said"),
+        [
+            ("net.py:Lit", "0x64", "must be a whole number of at least 1"),
+            ("net.py:Lit", "float32[-8,64]", "must be a whole number of at least 1"),
+            ("net.py:Lit", "8x64", "has no Hugging Face model"),
+            ("net.py:Lit", "many", "does not describe a tensor"),
+            ("gpt2", "4x41", "41 tokens do not fit"),
+            ("gpt2", "4x3x32", "is samples x tokens"),
+        ],
+    )
+    def test_batches(self, target, batch, said, capsys):
+        assert said in message_of(capsys, "predict", target, f"--batch={batch}")
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [("{", "cannot be read as JSON"), ('{"model_type": "gpt22"}', "Did you mean `gpt2`")],
+    )
+    def test_broken_config(self, text, said, capsys, project):
+        (project / "gpt2" / "config.json").write_text(text)
+        assert said in message_of(capsys, "predict", "gpt2", "--batch", "4x32")
+
+    def test_broken_yaml(self, capsys, project):
+        (project / "config.yaml").write_text("model: [")
+        said = message_of(capsys, "predict", "config.yaml", "--batch", BATCH)
+        assert "cannot be read as YAML" in said
+
+    def test_a_checkpoint_without_code(self, capsys, project):
+        import torch
+
+        torch.save({"weight": torch.ones(2)}, project / "weights.pt")
+        said = message_of(capsys, "predict", "weights.pt", "--batch", "8x512")
+        assert "Name that too: `--model module:Class`" in said
+
+    def test_a_batch_that_the_model_rejects_is_3(self, capsys):
+        arguments = ("predict", "net.py:Lit", "--batch", "float32[8,65],int64[8]")
+        said = message_of(capsys, *arguments, status=3)
+        assert "The training step of `net.py:Lit` failed in " in said
+        assert "net.py, line " in said
+        assert "Does this batch go with the model?" in said
+
+    def test_a_step_that_ends_the_process_is_3(self, capsys):
+        said = message_of(capsys, "predict", "net.py:Leaves", "--batch", BATCH, status=3)
+        assert "SystemExit: 5" in said
+
+    @pytest.mark.parametrize("option", ["--depth=-1", "--tensors=two", "--attention=fast"])
+    def test_wrong_options_exit_with_2(self, option, capsys):
+        with pytest.raises(SystemExit, match="2"):
+            main(["predict", "net.py:Lit", "--batch", BATCH, option])
+        assert "usage: memsave predict" in capsys.readouterr().err
+
+
+class TestProcess:
+    @pytest.mark.slow
+    def test_statuses(self):
+        good = run_process("predict", "net:Lit", "--batch", BATCH, "--json")
+        assert (good.returncode, json.loads(good.stdout)["model"]) == (0, "Lit"), good.stderr
+        bad = run_process("predict", "nowhere:Lit", "--batch", BATCH)
+        assert bad.returncode == 2
+        assert len(bad.stderr.splitlines()) == 1
+
+    @pytest.mark.parametrize("command", ["predict", "explain", "compare"])
+    def test_help_loads_nothing_heavy(self, command):
+        done = run_process(command, "--help")
+        assert done.returncode == 0
+        assert "examples:" in done.stdout
