@@ -49,6 +49,7 @@ class Question:
         is_running: Whether the module is one of a fit that has begun.
         time_limit_s: Give up after this time.
         may_extrapolate: Whether deep models may be predicted from copies with fewer blocks.
+        other_bytes: What there is all the time and no trial has, such as what a strategy holds.
     """
 
     build: Callable[[FakeTensors], tuple[Any, Any]]
@@ -63,6 +64,7 @@ class Question:
     is_running: bool = False
     time_limit_s: float | None = None
     may_extrapolate: bool = True
+    other_bytes: int = 0
 
 
 def predict(question: Question) -> MemoryPrediction:
@@ -140,7 +142,8 @@ class _Predictor:
             model=_shown_name(self.pl_module),
             extra=MemoryBreakdown(
                 input_bytes=rest_bytes,
-                other_bytes=workspace_bytes(question.capability) if on_cuda else 0,
+                other_bytes=question.other_bytes
+                + (workspace_bytes(question.capability) if on_cuda else 0),
             ),
             settings={"precision": str(precision or "32-true")}
             | {row.name: row.value for row in callback.rows if row.status == "on"},

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave import host
@@ -192,7 +193,16 @@ def _question(
         },
         num_batches=_finite(trainer.num_training_batches),
         is_running=True,
+        other_bytes=_bucket_bytes(trainer, pl_module),
     )
+
+
+# DDP copies the gradients into buckets of its own, unless they are views of them.
+def _bucket_bytes(trainer: Any, pl_module: Any) -> int:
+    ddp = trainer.strategy.model
+    if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
+        return 0
+    return sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
 
 
 # With all that is no tensor, which steps may change too.
