@@ -1,0 +1,155 @@
+"""`memsave compare` on models, predictions and reports."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_memsave.analysis.compare import compare_memory
+from lightning_memsave.cli.main import main
+from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of, run_process, write_project
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    write_project(tmp_path)
+    larger = tmp_path / "larger"
+    larger.mkdir()
+    (larger / "config.json").write_text(json.dumps({**TINY_GPT2, "vocab_size": 90}))
+    yield tmp_path
+    for name in ("net", "_memsave_target_net"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def saved(capsys):
+    """Two predictions in files."""
+    names = ("before.json", "after.json")
+    for name, batch in zip(names, ("2x32", "8x32"), strict=True):
+        capsys.readouterr()
+        assert main(["predict", "gpt2", "--batch", batch, "--json"]) == 0
+        Path(name).write_text(capsys.readouterr().out)
+    return names
+
+
+class TestModels:
+    def test_json_is_what_python_gives(self, capsys):
+        found = json_of(capsys, "compare", "gpt2", "larger/config.json")
+        expected = compare_memory("gpt2", "larger/config.json").to_dict()
+        assert found == json.loads(json.dumps(expected))
+        assert found["total"]["difference"] == 40 * 16
+
+    def test_text_names_what_grew(self, capsys):
+        assert main(["compare", "gpt2", "larger"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith("gpt2 -> larger\n")
+        assert "transformer.wte" in out
+        assert "weight 50 x 16 -> 90 x 16" in out
+
+    def test_checkpoints(self, capsys, project):
+        for name, size in (("a.pt", 10), ("b.pt", 30)):
+            torch.save({"layer.weight": torch.ones(size, 4)}, project / name)
+        found = json_of(capsys, "compare", "a.pt", "b.pt")
+        assert found["total"] == {
+            "name": "total",
+            "before": 40,
+            "after": 120,
+            "difference": 80,
+            "status": "grew",
+            "detail": "",
+        } | {"name": found["total"]["name"]}
+
+    def test_arguments_are_those_of_both(self, capsys):
+        found = json_of(capsys, "compare", "net.py:Lit", "net.py:Net", "--arg", "depth=3")
+        assert found["total"]["difference"] == 0
+        assert found["total"]["before"] == 3 * (64 * 64 + 64)
+
+
+class TestSteps:
+    def test_with_a_batch_the_steps_are_compared(self, capsys):
+        found = json_of(capsys, "compare", "gpt2", "larger", "--batch", "4x32", "--gpu", "T4")
+        assert found["kind"] == "predictions"
+        assert found["total"]["difference"] > 0
+        assert [fit["fits"] for fits in found["gpus"].values() for fit in fits] == [True, True]
+
+    def test_status_is_about_the_second(self, capsys):
+        arguments = ["compare", "gpt2", "larger", "--batch", "4x32"]
+        assert main([*arguments, "--gpu", "256MiB"]) == 1
+        assert "fits 256MiB" in capsys.readouterr().out
+
+    def test_saved_predictions(self, capsys, saved, project):
+        assert main(["compare", *saved, "--gpu", "T4,256MiB", "--html", "page.html"]) == 1
+        out = capsys.readouterr().out
+        assert "activation" in out
+        assert "page: page.html" in out
+        page = (project / "page.html").read_text()
+        assert all(name in page for name in saved)
+
+    def test_a_saved_prediction_and_a_model(self, capsys, saved):
+        found = json_of(capsys, "compare", "before.json", "gpt2", "--batch", "2x32")
+        assert found["total"]["difference"] == 0
+
+    def test_the_same_one_twice(self, capsys, saved):
+        assert main(["compare", "before.json", "before.json", "--html", "page.html"]) == 0
+        assert "Both have" in capsys.readouterr().out
+
+
+class TestReports:
+    def test_settings_and_bytes(self, capsys, project):
+        for name, num_bytes, changes in (("a", 1000, []), ("b", 400, [{"name": "optimizer"}])):
+            report = {
+                "settings": {"optimizer": "None" if not changes else "'8bit'"},
+                "changes": [],
+                "refusals": [],
+                "measured": {"peak_bytes": num_bytes, "by_category": {"activation": num_bytes}},
+                "predicted": None,
+                "versions": {},
+            }
+            (project / f"{name}.json").write_text(json.dumps(report))
+        found = json_of(capsys, "compare", "a.json", "b.json")
+        assert (found["kind"], found["total"]["difference"]) == ("reports", -600)
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            (("gpt2", "nowhere"), "`nowhere` does not exist"),
+            (("gpt2", "broken.json"), "is not JSON"),
+            (("gpt2", "before.json"), "they have no figure in common"),
+            (("gpt2", "larger", "--gpu", "T4"), "--gpu is about a training step"),
+            (("gpt2", "larger", "--set", "optimizer=8bit"), "--set is about a training step"),
+            (("gpt2", "larger", "--html", "page.html"), "Add --batch"),
+            (("gpt2", "net.py:fails"), "KeyError"),
+            (("gpt2", "net.py:needs_gpu"), "asks for a GPU"),
+            (("gpt2", "larger", "--batch", "0x4"), "must be a whole number of at least 1"),
+            (("before.json", "cut.json"), "is an incomplete prediction"),
+            (("before.json", "before.json", "--gpu", "T5"), "GPU 'T5' is not known"),
+        ],
+    )
+    def test_one_line_says_what_to_do(self, args, said, capsys, project):
+        (project / "broken.json").write_text("{")
+        (project / "cut.json").write_text('{"by_phase": {}, "modules": []}')
+        if "before.json" in args:
+            prediction = json_of(capsys, "predict", "gpt2", "--batch", "2x8")
+            (project / "before.json").write_text(json.dumps(prediction))
+        assert said in message_of(capsys, "compare", *args)
+
+    def test_a_batch_that_a_model_rejects_is_3(self, capsys):
+        arguments = ("compare", "net.py:Lit", "net.py:large", "--batch", BATCH)
+        assert "`net.py:large` failed" in message_of(capsys, *arguments, status=3)
+
+    def test_a_prediction_for_a_cpu_fits_no_gpu(self, capsys, project):
+        found = json_of(capsys, "predict", "gpt2", "--batch", "2x8", "--device", "cpu")
+        (project / "cpu.json").write_text(json.dumps(found))
+        said = message_of(capsys, "compare", "cpu.json", "cpu.json", "--gpu", "T4")
+        assert "is a prediction for cpu" in said
+
+
+@pytest.mark.slow
+def test_process():
+    done = run_process("compare", "gpt2", "larger")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "50 x 16 -> 90 x 16" in done.stdout

@@ -1,0 +1,130 @@
+"""`memsave explain` on models and on messages."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+
+from lightning_memsave.cli.main import main
+from lightning_memsave.planning.oom_diagnosis import diagnose
+from lightning_memsave.planning.out_of_memory import read_out_of_memory
+from tests.cli.shell import BATCH, json_of, message_of, run_process, write_project
+
+FRAGMENTED = (
+    "RuntimeError: CUDA out of memory. Tried to allocate 1.00 GiB (GPU 0; 15.90 GiB total "
+    "capacity; 9.00 GiB already allocated; 0.50 GiB free; 14.50 GiB reserved in total by PyTorch)"
+)
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path, monkeypatch):
+    write_project(tmp_path)
+    yield tmp_path
+    for name in ("net", "_memsave_target_net"):
+        sys.modules.pop(name, None)
+
+
+class TestParameters:
+    def test_text(self, capsys):
+        assert main(["explain", "gpt2"]) == 0
+        out = capsys.readouterr().out
+        assert "GPT2LMHeadModel: 8,032 parameters" in out
+        assert "2 x GPT2Block" in out
+
+    def test_json(self, capsys):
+        found = json_of(capsys, "explain", "net.py:Lit", "--arg", "depth=4")
+        assert found["parameters"]["num_parameters"] == 4 * (64 * 64 + 64)
+        assert found["prediction"] is None
+        assert found["batch"] is None
+
+    def test_a_checkpoint_without_code(self, capsys, project):
+        torch.save({"table.weight": torch.ones(100, 4)}, project / "weights.pt")
+        found = json_of(capsys, "explain", "weights.pt")
+        assert found["parameters"]["num_parameters"] == 400
+        assert "only names and shapes are known" in found["notes"][0]
+
+
+class TestStep:
+    @pytest.mark.slow
+    def test_without_remedies(self, capsys):
+        arguments = ("explain", "gpt2", "--batch", "4x32", "--gpu", "T4", "--no-remedies")
+        found = json_of(capsys, *arguments)
+        assert found["remedies"] is None
+        assert found["gpus"][0]["fits"] is True
+        assert found["prediction"]["peak_bytes"] > 0
+        assert {"batch size", "sequence length"} <= {s["name"] for s in found["suspects"]}
+
+    def test_status_and_page(self, capsys, project):
+        arguments = ["explain", "net.py:Lit", "--batch", BATCH, "--no-remedies"]
+        assert main([*arguments, "--gpu", "256MiB", "--html", "page.html"]) == 1
+        out = capsys.readouterr().out
+        assert "it does not fit 256MiB" in out
+        assert "page: page.html" in out
+        assert "does not fit 256MiB" in (project / "page.html").read_text()
+
+    @pytest.mark.slow
+    def test_remedies(self, capsys):
+        found = json_of(capsys, "explain", "gpt2", "--batch", "4x32", "--device", "cpu")
+        assert found["remedies"]
+        assert all(remedy["saved_bytes"] > 0 for remedy in found["remedies"])
+
+    def test_settings_of_a_file_for_lightning_cli(self, capsys):
+        found = json_of(capsys, "explain", "config.yaml", "--batch", BATCH, "--no-remedies")
+        assert found["prediction"]["settings"]["precision"] == "16-mixed"
+
+
+class TestMessages:
+    def test_a_log(self, capsys, project):
+        log = f"epoch 3\n{FRAGMENTED}\n\xff"
+        (project / "run.log").write_bytes(log.encode("latin-1"))
+        assert main(["explain", "--oom", "run.log"]) == 0
+        assert capsys.readouterr().out == f"{diagnose(read_out_of_memory(FRAGMENTED))}\n"
+
+    def test_json(self, capsys, project):
+        (project / "run.log").write_text(FRAGMENTED)
+        found = json_of(capsys, "explain", "--oom", "run.log")
+        assert found["cause"] == "fragmentation"
+        assert found["oom"]["requested_bytes"] == 2**30
+
+    def test_pasted(self, capsys, monkeypatch):
+        pasted = io.TextIOWrapper(io.BytesIO(FRAGMENTED.encode()))
+        monkeypatch.setattr(sys, "stdin", pasted)
+        assert json_of(capsys, "explain", "--oom", "-")["cause"] == "fragmentation"
+
+    def test_process(self):
+        done = run_process("explain", "--oom", "-", "--json", text=FRAGMENTED)
+        assert (done.returncode, json.loads(done.stdout)["cause"]) == (0, "fragmentation")
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("args", "said"),
+        [
+            ((), "takes either a model or --oom"),
+            (("gpt2", "--oom", "run.log"), "takes either a model or --oom"),
+            (("--oom", "nowhere.log"), "`nowhere.log` does not exist"),
+            (("--oom", "gpt2"), "`gpt2` is a folder"),
+            (("--oom", "net.py"), "There is no out-of-memory error in this text"),
+            (("--oom", "net.py", "--html", "p.html"), "--html is about a model"),
+            (("--oom", "net.py", "--batch", "8x8"), "--batch is about a model"),
+            (("nowhere.json",), "`nowhere.json` does not exist"),
+            (("net.py:needs_gpu",), "asks for a GPU"),
+            (("net.py:fails",), "KeyError"),
+            (("gpt2", "--gpu", "T4"), "add --batch"),
+            (("gpt2", "--set", "optimizer=8bit"), "add --batch"),
+            (("gpt2", "--html", "page.html"), "add --batch"),
+            (("gpt2", "--batch", "4x0"), "must be a whole number of at least 1"),
+            (("gpt2", "--batch", "4x8", "--gpu", "T4,L4"), "Give --gpu once"),
+            (("gpt2", "--cardinality", "merchant=0"), "is no column"),
+            (("gpt2", "--cardinality", "merchant"), "is no column"),
+        ],
+    )
+    def test_one_line_says_what_to_do(self, args, said, capsys):
+        assert said in message_of(capsys, "explain", *args)
+
+    def test_a_batch_that_the_model_rejects_is_3(self, capsys):
+        arguments = ("explain", "net.py:Lit", "--batch", "float32[8,65],int64[8]")
+        said = message_of(capsys, *arguments, "--no-remedies", status=3)
+        assert "Does this batch go with the model?" in said
