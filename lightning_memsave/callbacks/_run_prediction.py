@@ -190,6 +190,9 @@ def _question(
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+            # Schedules ask for them.
+            "max_epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps if trainer.max_steps < 0 else max(trainer.max_steps, 2),
         },
         num_batches=_finite(trainer.num_training_batches),
         is_running=True,

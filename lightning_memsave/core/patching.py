@@ -66,17 +66,21 @@ def unpatch(owner: object) -> None:
     """Take all replacements off an object, such as a copy of one that is patched.
 
     Args:
-        owner: Any object; what was there before our replacements is there again.
+        owner: Any object; what was there before our replacements is there again, and what somebody
+            else has put over them stays.
     """
     attributes = vars(owner)
-    for key in [key for key in attributes if key.startswith("_memsave_")]:
-        previous = attributes.pop(key)
-        if key.startswith(_PREVIOUS.format("")):
-            name = key.removeprefix(_PREVIOUS.format(""))
-            if previous is None:
-                attributes.pop(name, None)
-            else:
-                attributes[name] = previous
+    prefix = _PREVIOUS.format("")
+    for key in [key for key in attributes if key.startswith(prefix)]:
+        name, previous = key.removeprefix(prefix), attributes.pop(key)
+        method = attributes.get(name)
+        is_ours = isinstance(method, MethodType) and method.__func__.__name__ == name
+        if attributes.pop(_UNDONE.format(name), None) is not None or not is_ours:
+            continue
+        if previous is None or previous is getattr(type(owner), name, None):
+            del attributes[name]
+        else:
+            attributes[name] = previous
 
 
 def previous_method(owner: object, name: str) -> Callable[..., Any]:

@@ -146,6 +146,24 @@ class TestPredictedEqualsMeasured:
         measured, predicted = measured_and_predicted()
         assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
 
+    def test_schedules_that_ask_the_trainer(self):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters())
+            schedule = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, 0.1, total_steps=self.trainer.max_steps
+            )
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / self.trainer.max_epochs)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+        lit = lit_with(configure_optimizers=configure_optimizers)
+        fit(lit, callback := MemSaveCallback(), max_epochs=2)
+        assert callback.prediction is not None, callback._prediction.note
+
+    def test_modules_that_skip_their_first_batch_or_leave_the_epoch(self):
+        skips = {"on_train_batch_start": lambda self, batch, batch_idx: -1}
+        fit(lit_with(**skips), callback := MemSaveCallback(), max_steps=-1, max_epochs=1)
+        assert "No batch was trained on" in callback._prediction.note
+
     def test_manual_optimization_with_two_optimizers(self):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:
             for optimizer in self.optimizers():

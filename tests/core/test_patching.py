@@ -8,6 +8,7 @@ from lightning_memsave.core.patching import (
     is_undone,
     patch_method,
     previous_method,
+    unpatch,
 )
 
 
@@ -102,4 +103,46 @@ def test_static_methods_are_called_without_the_object():
     undo = patch_method(static, add)
     assert static.add(2) == 200
     undo()
+    assert vars(static) == {}
+
+
+def test_unpatch_takes_the_patch_off_a_copy_alone():
+    counter = Counter(1)
+    patch_method(counter, add)
+    twin = copy.deepcopy(counter)
+    unpatch(twin)
+    assert vars(twin) == {"start": 1}
+    assert (twin.add(2), counter.add(2)) == (3, 300)
+    unpatch(twin)
+    patch_method(twin, add)
+    assert twin.add(2) == 300
+
+
+def test_unpatch_leaves_what_others_have_put_there():
+    counter = Counter(1)
+    counter.add = lambda amount: -amount  # type: ignore[method-assign]
+    earlier = counter.add
+    patch_method(counter, add)
+    unpatch(counter)
+    assert counter.add is earlier
+    assert vars(counter) == {"start": 1, "add": earlier}
+
+
+@pytest.mark.parametrize("is_undone_before", [True, False])
+def test_unpatch_leaves_a_method_that_was_put_over_the_patch(is_undone_before):
+    counter = Counter(1)
+    undo = patch_method(counter, add)
+    counter.add = lambda amount: -amount  # type: ignore[method-assign]
+    over = counter.add
+    if is_undone_before:
+        undo()
+    unpatch(counter)
+    assert vars(counter) == {"start": 1, "add": over}
+
+
+def test_unpatch_of_static_methods():
+    static = Static()
+    patch_method(static, add)
+    unpatch(static)
+    assert static.add(2) == 2
     assert vars(static) == {}
