@@ -4,7 +4,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
-from lightning_memsave.analysis._explain_suspect import Suspect, answered, unknown
+from lightning_memsave.analysis._explain_suspect import (
+    Figure,
+    Suspect,
+    answered,
+    label_of,
+    unknown,
+)
 from lightning_memsave.analysis._explain_trials import Trials
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
@@ -51,7 +57,7 @@ def batch_size(trials: Trials) -> Suspect:
         f"{format_bytes(of_batch)}; {format_bytes(round(line.fixed_bytes))} are there with any "
         "batch."
     )
-    figures = {
+    figures: dict[str, Figure] = {
         "num_samples": num_samples,
         "bytes_per_sample": round(line.bytes_per_sample),
         "fixed_bytes": round(line.fixed_bytes),
@@ -59,7 +65,7 @@ def batch_size(trials: Trials) -> Suspect:
     if trials.gpu is not None:
         largest, is_exact = _largest(trials, lines, num_samples, trials.gpu.total_bytes)
         figures |= {"largest_batch": largest}
-        sentence += f" {_fits(trials.gpu.name, largest, is_exact)}"
+        sentence += f" {_fits(label_of(trials.gpu), largest, is_exact)}"
     return answered(name, of_batch, sentence, base, **figures)
 
 

@@ -26,7 +26,11 @@ def attention_kernel(trials: Trials) -> Suspect:
     if isinstance(found, str):
         return unknown(_NAME, f"The model cannot do with `{other}`: {found}.")
     saved = base.peak_bytes - found.peak_bytes
-    figures: dict[str, Figure] = {"attention": now, "other": other, "other_peak_bytes": found.peak_bytes}
+    figures: dict[str, Figure] = {
+        "attention": now,
+        "other": other,
+        "other_peak_bytes": found.peak_bytes,
+    }
     if now != "eager":
         what = f"would take {format_bytes(-saved)} more" if saved < 0 else "would take no more"
         return answered(

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
 
 MATTERS = 0.05
@@ -77,3 +78,15 @@ def unknown(name: str, why: str) -> Suspect:
         The answer.
     """
     return Suspect(name, "unknown", None, why)
+
+
+def label_of(gpu: Gpu) -> str:
+    """Name a GPU in a sentence.
+
+    Args:
+        gpu: The GPU.
+
+    Returns:
+        Its name; for a mere size ``"the GPU"``.
+    """
+    return "the GPU" if gpu.compute_capability is None else gpu.name

@@ -142,9 +142,17 @@ class Trials:
             changes: Of the arguments of `MemSaveCallback`.
 
         Returns:
-            Such as ``MemSaveCallback(activation_checkpointing='all', optimizer=None, ...)``.
+            Such as ``MemSaveCallback(activation_checkpointing="all", optimizer=None, ...)``; the
+            techniques are all named, since those that are not would be on.
         """
-        return repr(MemSaveCallback(**{**self.arguments, **changes}))
+        arguments = {**self.arguments, **changes}
+        defaults = inspect.signature(MemSaveCallback).parameters
+        shown = [
+            f"{name}={_quoted(arguments[name])}"
+            for name, parameter in defaults.items()
+            if name in _OFF or (name in arguments and arguments[name] != parameter.default)
+        ]
+        return f"MemSaveCallback({', '.join(shown)})"
 
     @staticmethod
     def _key(changes: Mapping[str, Any], *others: object) -> str:
@@ -169,6 +177,10 @@ class Trials:
                 **self.options,
             )
         return prediction if _WRAPPER in self.table.class_names else _unwrapped(prediction)
+
+
+def _quoted(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
 
 
 # Under the name that it has in the LightningModule around it no one would look for a module.

@@ -155,13 +155,7 @@ def remedies_of(trials: Trials) -> list[Remedy]:
     found: list[tuple[_Candidate, Remedy]] = []
     for candidate in _single(trials):
         _try(trials, candidate, found)
-    # Where one sample at once does not help, larger parts do not either.
-    parts = _parts(trials)
-    if parts and _try(trials, parts[-1], found):
-        last = found.pop()
-        for candidate in parts[:-1]:
-            _try(trials, candidate, found)
-        found.append(last)
+    _try_parts(trials, found)
     _try(trials, _half_weights(trials), found)
     together = _together(trials, [candidate for candidate, _ in found])
     for candidate in together:
@@ -182,6 +176,20 @@ def _try(
         return False
     found.append((candidate, _remedy(trials, candidate, base, prediction)))
     return True
+
+
+# Where one sample at once does not help, larger parts do not either; and where half of the batch
+# does as much, smaller ones are of no use.
+def _try_parts(trials: Trials, found: list[tuple[_Candidate, Remedy]]) -> None:
+    parts = _parts(trials)
+    if not parts or not _try(trials, parts[-1], found):
+        return
+    last = found.pop()
+    for candidate in parts[:-1]:
+        helped = _try(trials, candidate, found)
+        if helped and found[-1][1].peak_bytes <= last[1].peak_bytes:
+            return
+    found.append(last)
 
 
 def _remedy(
@@ -256,7 +264,7 @@ def _half_weights(trials: Trials) -> _Candidate | None:
         "precision bf16-true",
         {"precision": "bf16-true"},
         "approximate",
-        "faster; weights of 8 bits lose small updates: watch the loss",
+        "faster; weights of 8 significant bits lose small updates: watch the loss",
     )
 
 

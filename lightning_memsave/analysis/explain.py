@@ -1,0 +1,260 @@
+"""Say where the memory goes, why, and what would lower it."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from lightning_memsave.analysis._explain_sentences import sentences_of
+from lightning_memsave.analysis._explain_suspect import label_of
+from lightning_memsave.analysis._explain_trials import make_trials
+from lightning_memsave.analysis.predict import MakeOptimizer
+from lightning_memsave.analysis.remedies import Remedy, cheapest_that_fits, remedies_of
+from lightning_memsave.analysis.suspects import Suspect, find_suspects
+from lightning_memsave.analysis.targets import Target
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.planning.gpus import Gpu
+from lightning_memsave.planning.parameter_table import ParameterTable
+from lightning_memsave.planning.parameter_tree import as_plain_text, parameter_tree
+from lightning_memsave.planning.prediction import MemoryPrediction, TensorMemory
+from lightning_memsave.units import format_bytes
+
+_SHOWN_TENSORS = 8
+_SHOWN_DEPTH = 3
+_ORDER = {"matters": 0, "unknown": 1, "does not matter": 2}
+
+
+@dataclass(frozen=True)
+class MemoryExplanation:
+    """Where the memory of a model goes; ``print`` shows it.
+
+    Args:
+        table: The parameters by module.
+        sentences: What dominates and why, the most important first.
+        suspects: The usual suspects, each answered with a figure.
+        prediction: Of the step as it is; ``None`` without a batch.
+        remedies: What would lower the peak, the cheapest first; ``None`` if not asked for.
+        gpu: The card that was meant.
+        num_predictions: How many were made for all this.
+    """
+
+    table: ParameterTable
+    sentences: tuple[str, ...]
+    suspects: tuple[Suspect, ...]
+    prediction: MemoryPrediction | None = None
+    remedies: tuple[Remedy, ...] | None = None
+    gpu: Gpu | None = None
+    num_predictions: int = 0
+
+    @property
+    def largest_tensors(self) -> tuple[TensorMemory, ...]:
+        """What is alive at the peak, largest first; nothing without a prediction."""
+        return () if self.prediction is None else self.prediction.largest_tensors
+
+    @property
+    def cheapest_that_fits(self) -> Remedy | None:
+        """The first remedy that fits the GPU; ``None`` if there is none."""
+        return cheapest_that_fits(list(self.remedies or ()))
+
+    def suspect(self, name: str) -> Suspect:
+        """Look up an answer.
+
+        Args:
+            name: Of the suspect, such as ``"batch size"``.
+
+        Returns:
+            The answer.
+
+        Raises:
+            KeyError: If it was not asked.
+        """
+        for suspect in self.suspects:
+            if suspect.name == name:
+                return suspect
+        raise KeyError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            The fields under their names.
+        """
+        return {
+            "model": self.table.model,
+            "parameters": self.table.to_dict(),
+            "sentences": list(self.sentences),
+            "suspects": [suspect.to_dict() for suspect in self.suspects],
+            "prediction": None if self.prediction is None else self.prediction.to_dict(),
+            "remedies": None if self.remedies is None else [r.to_dict() for r in self.remedies],
+            "gpu": None if self.gpu is None else asdict(self.gpu),
+            "num_predictions": self.num_predictions,
+        }
+
+    def _parts(self) -> list[RenderableType]:
+        shown: list[RenderableType] = [Text(f"- {sentence}") for sentence in self.sentences]
+        shown += [Text(), parameter_tree(self.table, max_depth=_SHOWN_DEPTH)]
+        if self.largest_tensors:
+            shown += [Text(), Text("Largest tensors at the peak"), self._tensors()]
+        shown += [Text(), Text("The usual suspects"), self._suspects()]
+        if self.remedies is not None:
+            shown += [Text(), Text("What would lower the peak, the cheapest first")]
+            shown += self._remedies(self.remedies)
+        return shown
+
+    def _tensors(self) -> Table:
+        table = _table("memory", "what", "shape", "module", "made by", right=1)
+        for tensor in self.largest_tensors[:_SHOWN_TENSORS]:
+            table.add_row(
+                format_bytes(tensor.num_bytes),
+                tensor.category.replace("_", " "),
+                f"{' x '.join(f'{size:,}' for size in tensor.shape)} {tensor.dtype}",
+                Text(tensor.module or "(whole)"),
+                tensor.op.removeprefix("aten."),
+            )
+        return table
+
+    def _suspects(self) -> Table:
+        table = _table("", "suspect", "memory", "answer", right=0)
+        mark = {"matters": "!", "unknown": "?", "does not matter": ""}
+        for suspect in sorted(
+            self.suspects, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0))
+        ):
+            size = "-" if suspect.num_bytes is None else format_bytes(suspect.num_bytes)
+            table.add_row(mark[suspect.verdict], suspect.name, size, Text(suspect.sentence))
+        return table
+
+    def _remedies(self, remedies: tuple[Remedy, ...]) -> list[RenderableType]:
+        if not remedies:
+            return [Text("Nothing that is known lowers it.")]
+        table = _table("", "saves", "device needs", "fits", "remedy", "exactness", "cost", right=3)
+        for number, remedy in enumerate(remedies, 1):
+            table.add_row(
+                str(number),
+                format_bytes(remedy.saved_bytes),
+                format_bytes(remedy.device_bytes),
+                {None: "", True: "yes", False: "no"}[remedy.fits],
+                remedy.name,
+                remedy.exactness,
+                remedy.cost,
+            )
+        shown: list[RenderableType] = [table, Text(), Text("What to type")]
+        shown += [Text(f"{number:>2}. {remedy.how}") for number, remedy in enumerate(remedies, 1)]
+        return [*shown, *self._verdict(self.gpu)]
+
+    def _verdict(self, gpu: Gpu | None) -> list[RenderableType]:
+        if gpu is None:
+            return []
+        if self.prediction is not None and self.prediction.device_bytes <= gpu.total_bytes:
+            return [Text(f"It fits {label_of(gpu)} as it is.")]
+        best = self.cheapest_that_fits
+        if best is None:
+            return [Text(f"None of these fits {label_of(gpu)}.")]
+        return [Text(f"The cheapest that fits {label_of(gpu)}: {best.name}.")]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from self._parts()
+
+    def __str__(self) -> str:
+        return as_plain_text(*self._parts())
+
+
+def explain_memory(
+    model: nn.Module | Callable[[], nn.Module] | Target | str,
+    batch: Any = None,
+    optimizer: MakeOptimizer | None = None,
+    settings: Mapping[str, Any] | MemSaveCallback | None = None,
+    *,
+    device: Literal["cuda", "cpu"] = "cuda",
+    gpu: str | Gpu | None = None,
+    cardinalities: Mapping[str, int] | None = None,
+    sequence_axis: int | None = None,
+    suspects: Collection[str] | None = None,
+    remedies: bool = True,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    attention: str | None = None,
+    trainer_arguments: Mapping[str, Any] | None = None,
+    may_extrapolate: bool = True,
+) -> MemoryExplanation:
+    """Say where the memory of a model goes.
+
+    Nothing is trained and no memory is taken: the parameters are counted, and with a batch the step
+    is predicted, as it is and with something changed. So each figure is the difference of two
+    predictions or a count of what is alive at the peak.
+
+    Args:
+        model: A module, a function that makes one, a `Target`, or what `load_target` takes: also a
+            checkpoint, of which parameters alone are explained.
+        batch: As for `predict_memory`; for a target also sizes such as ``"8x512"``. Without it the
+            parameters alone are explained, also of models that cannot be run.
+        optimizer: As for `predict_memory`.
+        settings: As for `predict_memory`: what is on already.
+        device: As for `predict_memory`.
+        gpu: The card that is meant, such as ``"T4"`` or ``"12GiB"``: what fits is said then.
+        cardinalities: For models of tables: how many categories each column has.
+        sequence_axis: The axis of the batch along which a sequence runs; ``None`` finds token ids.
+        suspects: Names of the suspects to ask; ``None`` for all of ``SUSPECTS``.
+        remedies: Whether to look for settings that lower the peak, which takes a dozen predictions.
+        loss: As for `predict_memory`.
+        attention: As for `predict_memory`.
+        trainer_arguments: As for `predict_memory`.
+        may_extrapolate: As for `predict_memory`.
+
+    Returns:
+        The explanation.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+
+    Note:
+        What the module raises on the batch comes through. What it raises on a changed batch makes
+        that suspect unknown. Takes some 15 predictions, 6 without remedies.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(nn.Embedding(5000, 16), nn.Flatten(), nn.Linear(64, 2))
+        >>> explain_memory(model).sentences[0]
+        'The embedding table `0` (5,000 x 16) holds 99.8 % of the 80,130 parameters.'
+        >>> ids = torch.zeros(8, 4, dtype=torch.long)
+        >>> found = explain_memory(model, ids, device="cpu", suspects=["data on the device"])
+        >>> found.suspects[0].num_bytes
+        256
+    """
+    trials = make_trials(
+        model,
+        batch,
+        optimizer,
+        settings,
+        device=device,
+        gpu=gpu,
+        sequence_axis=sequence_axis,
+        loss=loss,
+        attention=attention,
+        trainer_arguments=trainer_arguments,
+        may_extrapolate=may_extrapolate,
+    )
+    sentences = sentences_of(trials, cardinalities)
+    answers = find_suspects(trials, suspects)
+    found = tuple(remedies_of(trials)) if remedies and trials.can_predict else None
+    return MemoryExplanation(
+        trials.table,
+        sentences,
+        answers,
+        trials.base() if trials.can_predict else None,
+        found,
+        trials.gpu,
+        trials.num_predictions,
+    )
+
+
+def _table(*columns: str, right: int) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for index, column in enumerate(columns):
+        is_size = index < right or column == "memory"
+        table.add_column(
+            column, justify="right" if is_size else "left", no_wrap=is_size, overflow="fold"
+        )
+    return table

@@ -1,0 +1,170 @@
+import json
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_memsave.analysis.explain import explain_memory
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.analysis.targets import load_target
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.fixed_costs import FixedCosts
+from lightning_memsave.units import format_bytes
+from tests.analysis.test_suspects import IMAGES, bert, conv_net, ids
+from tests.tabular_bert import LARGE_CARDINALITIES, LARGE_VOCABULARY, Rows, TabularBert, Vocabulary
+
+
+def explain(model, batch=None, **options):
+    return explain_memory(model, batch, **{"device": "cpu", "remedies": False, **options})
+
+
+def text_of(found):
+    return " ".join(found.sentences)
+
+
+def test_a_model_that_cannot_run_is_explained_by_its_parameters():
+    found = explain(lambda: TabularBert(LARGE_VOCABULARY), cardinalities=LARGE_CARDINALITIES)
+    assert found.table.num_parameters == 874_326_757
+    assert "hold 88.9 % of the 874,326,757 parameters" in found.sentences[0]
+    assert "11.59 GiB of the 13.03 GiB" in found.sentences[1]
+    assert "one, `account`, has 867,599 of the 867,813 categories" in text_of(found)
+    assert found.prediction is None
+    assert found.remedies is None
+
+
+def test_batches_that_are_no_tensors_are_predicted():
+    columns = {"city": 3000, "month": 12}
+    rows = Rows(tuple(columns), torch.full((2, 3, 2), 7), torch.full((2, 3, 2), 7))
+    rows.ids[..., 1] = rows.labels[..., 1] = 3007
+
+    def model():
+        return TabularBert(3019, 2, num_layers=1, vocabulary=Vocabulary(columns))
+
+    found = explain(model, rows)
+    assert found.prediction.peak_bytes == predict_memory(model, rows, device="cpu").peak_bytes
+    batch = found.suspect("batch size")
+    assert batch.figures["num_samples"] == 2
+    assert found.suspect("vocabulary and labels").verdict == "matters"
+
+
+def test_a_vocabulary_that_dominates_is_named():
+    def model():
+        return bert(vocab_size=50_000)
+
+    found = explain(model, ids(1, 16))
+    prediction = predict_memory(model, ids(1, 16), device="cpu")
+    # Without the name of the module that `predict_memory` puts around.
+    costs = FixedCosts.from_prediction(prediction).by_module
+    table = costs["wrapped.bert.embeddings.word_embeddings"]
+    assert found.suspect("vocabulary and labels").figures["table_bytes"] == table
+    assert f"it costs {format_bytes(table)} of the" in text_of(found)
+    assert "`bert.embeddings.word_embeddings` (50,000 x 32) holds 9" in text_of(found)
+    matters = max(found.suspects, key=lambda s: s.num_bytes or 0)
+    assert matters.name in {"vocabulary and labels", "model structure"}
+
+
+def test_logits_that_dominate_are_named():
+    found = explain(lambda: bert(vocab_size=5000), ids(16, 64))
+    copies = found.suspect("copies of the logits")
+    assert f"{copies.figures['num_copies']} tensors hold numbers of 5,000 outputs" in text_of(found)
+    assert format_bytes(copies.num_bytes) in text_of(found)
+
+
+def test_activations_that_dominate_are_named_with_their_blocks():
+    def model():
+        return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6)))
+
+    found = explain(model, torch.ones(1000, 32))
+    prediction = predict_memory(model, torch.ones(1000, 32), device="cpu")
+    share = prediction.peak.activation_bytes / prediction.peak_bytes
+    assert f"({share:.0%})" in found.sentences[1]
+    assert found.sentences[1].startswith("Of the peak are activations")
+    assert "the 6 blocks of `*`" in text_of(found)
+    assert found.suspect("batch size").verdict == "matters"
+    assert found.suspect("model structure").verdict == "does not matter"
+
+
+def test_scores_of_eager_attention_are_named():
+    found = explain(bert, ids(2, 512), device="cuda")
+    assert "for all pairs of the 512 tokens (scores of attention)" in text_of(found)
+    assert found.suspect("attention kernel").verdict == "matters"
+    assert found.suspect("sequence length").figures["order"] == "quadratic"
+
+
+def test_a_conv_net_is_explained_without_a_sequence():
+    found = explain(conv_net, IMAGES)
+    assert "tokens" not in text_of(found)
+    assert "`0`" in text_of(found) or "`2`" in text_of(found) or "`*`" in text_of(found)
+    assert found.suspect("sequence length").num_bytes == 0
+    assert found.suspect("batch size").verdict == "matters"
+
+
+class Lit(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.wrapped_twice = nn.Linear(100, 100)
+
+    def training_step(self, batch, batch_idx):
+        self.log("loss", 1.0)
+        return self.wrapped_twice(batch).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_lightning_modules_train_in_their_own_way():
+    found = explain(Lit(), torch.ones(4, 100))
+    assert found.prediction.peak.optimizer_state_bytes == 0
+    assert found.suspect("model structure").num_bytes == 2 * 4 * 10_100
+
+
+def test_targets_and_sizes_are_taken(tmp_path):
+    bert().config.save_pretrained(tmp_path)
+    # Written by hand in real configs: which class it is for.
+    target = load_target(tmp_path, task="masked_lm", arguments={"num_hidden_layers": 1})
+    found = explain(target, "2x16", suspects=["data on the device"])
+    assert found.suspect("data on the device").num_bytes == 3 * 2 * 16 * 8
+    assert not explain(target).prediction
+
+
+def test_checkpoints_are_explained_without_code(tmp_path):
+    torch.save(bert(vocab_size=5000).state_dict(), tmp_path / "weights.pt")
+    found = explain(str(tmp_path / "weights.pt"), ids())
+    assert found.prediction is None
+    assert found.suspect("batch size").verdict == "unknown"
+    assert "5,000 x 32" in found.sentences[0]
+
+
+@pytest.mark.slow
+def test_all_of_it_is_shown_and_given_as_json():
+    found = explain_memory(bert, ids(), gpu="RTX-3060-12GB")
+    text = str(found)
+    for part in ("The usual suspects", "What to type", "Largest tensors", "(whole)"):
+        assert part in text
+    assert "RTX-3060-12GB has 11.65 GiB: it fits" in text_of(found)
+    assert "It fits RTX-3060-12GB as it is." in text
+    assert all(len(line) <= 110 for line in text.splitlines())
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["suspects"][0]["figures"] == dict(found.suspects[0].figures)
+    assert plain["remedies"][0]["how"] == found.remedies[0].how
+    assert plain["prediction"]["peak_bytes"] == found.prediction.peak_bytes
+    assert found.num_predictions <= 20
+
+
+def test_says_what_is_missing_on_a_small_card():
+    found = explain(bert, ids(), gpu="256MiB", device="cuda", suspects=[])
+    missing = found.prediction.device_bytes - 256 * 2**20
+    assert f"it does not fit, {format_bytes(missing)} are missing" in text_of(found)
+
+
+def test_refuses_what_is_no_model():
+    with pytest.raises(ConfigurationError, match="Pass a function"):
+        explain_memory(3)
+    with pytest.raises(ConfigurationError, match="Pass a function"):
+        explain_memory(lambda: 3)
+
+
+def test_unknown_names_of_suspects_have_no_answer():
+    with pytest.raises(KeyError):
+        explain(nn.Linear(2, 2)).suspect("weather")

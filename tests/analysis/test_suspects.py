@@ -1,0 +1,303 @@
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave.analysis._explain_trials import make_trials
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.analysis.suspects import SUSPECTS, find_suspects
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.batch_sizes import find_sequence, with_length, with_samples
+from lightning_memsave.planning.parameter_table import parameter_table
+from lightning_memsave.planning.prediction import MemoryPrediction
+
+VOCABULARY, TOKENS, SAMPLES = 500, 64, 4
+
+
+def bert(attention="eager", **changes):
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+    }
+    config = BertConfig(**{**sizes, **changes})
+    config._attn_implementation = attention
+    return BertForMaskedLM(config)
+
+
+def large_vocabulary():
+    return bert(vocab_size=5000)
+
+
+def ids(samples=SAMPLES, tokens=TOKENS):
+    tensor = torch.arange(samples * tokens).view(samples, tokens) % VOCABULARY
+    return {"input_ids": tensor, "labels": tensor.clone()}
+
+
+def ask(name, model, batch, **options):
+    return find_suspects(make_trials(model, batch, **options), [name])[0]
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(1), nn.Linear(12_544, 10)
+    )
+
+
+IMAGES = torch.ones(8, 3, 32, 32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_samples_and_fixed_cost_come_from_two_predictions(device):
+    found = ask("batch size", bert, ids(), device=device)
+    whole = predict_memory(bert, ids(), device=device)
+    half = predict_memory(bert, ids(2), device=device).by_phase[whole.peak_phase].total_bytes
+    each = (whole.peak_bytes - half) / 2
+    assert found.figures["bytes_per_sample"] == round(each)
+    assert found.figures["fixed_bytes"] == whole.peak_bytes - round(4 * each)
+    assert found.num_bytes == round(4 * each)
+
+
+def test_a_batch_of_one_is_compared_with_two():
+    model = nn.Linear(100, 100, bias=False)
+    found = ask("batch size", model, torch.ones(1, 100), device="cpu")
+    one, two = (predict_memory(model, torch.ones(n, 100), device="cpu") for n in (1, 2))
+    each = two.by_phase[one.peak_phase].total_bytes - one.peak_bytes
+    assert found.figures["bytes_per_sample"] == each
+
+
+@pytest.mark.slow
+def test_largest_batch_fits_and_one_more_does_not():
+    capacity = "800MiB"
+    found = ask("batch size", bert, ids(), gpu=capacity)
+    largest = found.figures["largest_batch"]
+    assert largest > SAMPLES
+    assert predict_memory(bert, ids(largest), gpu=capacity).device_bytes <= 800 * 2**20
+    assert f"{largest} fit" in found.sentence
+    if "at least" not in found.sentence:
+        assert predict_memory(bert, ids(largest + 1), gpu=capacity).device_bytes > 800 * 2**20
+
+
+def test_not_even_one_sample_fits():
+    found = ask("batch size", bert, ids(), gpu="500MiB")
+    assert found.figures["largest_batch"] == 0
+    assert "Not even one fits on the GPU" in found.sentence
+
+
+def test_a_batch_without_samples_is_unknown():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, y):
+            return self.layer(x).mean() + self.layer(y).mean()
+
+    found = ask("batch size", Two(), [torch.ones(4, 3), torch.ones(5, 3)], device="cpu")
+    assert (found.verdict, found.num_bytes) == ("unknown", None)
+
+
+def test_growth_with_length_goes_through_three_predictions():
+    found = ask("sequence length", bert, ids(), device="cpu")
+    peaks = [predict_memory(bert, ids(tokens=n), device="cpu") for n in (64, 32, 16)]
+    at = [p.by_phase[peaks[0].peak_phase].total_bytes for p in peaks]
+    figures = found.figures
+    for length, num_bytes in zip((1.0, 0.5, 0.25), at, strict=True):
+        of_length = figures["linear_bytes"] * length + figures["quadratic_bytes"] * length**2
+        assert figures["fixed_bytes"] + of_length == pytest.approx(num_bytes, abs=2)
+
+
+@pytest.mark.slow
+def test_long_sequences_with_eager_attention_grow_with_the_square():
+    found = ask("sequence length", bert, ids(1, 512))
+    assert found.figures["order"] == "quadratic"
+    assert "with its square" in found.sentence
+    with_sdpa = ask("sequence length", lambda: bert("sdpa"), ids(1, 512))
+    assert with_sdpa.figures["order"] == "linear"
+
+
+def test_a_conv_net_has_no_sequence():
+    found = ask("sequence length", conv_net(), IMAGES)
+    assert (found.verdict, found.num_bytes) == ("does not matter", 0)
+    kernel = ask("attention kernel", conv_net(), IMAGES)
+    assert (kernel.verdict, kernel.num_bytes) == ("does not matter", 0)
+
+
+@pytest.mark.slow
+def test_eager_attention_is_compared_with_sdpa():
+    found = ask("attention kernel", bert, ids(2, 256))
+    eager = predict_memory(bert, ids(2, 256)).peak_bytes
+    sdpa = predict_memory(lambda: bert("sdpa"), ids(2, 256)).peak_bytes
+    assert found.num_bytes == eager - sdpa > 0.2 * eager
+    assert found.verdict == "matters"
+    assert 'model.set_attn_implementation("sdpa")' in found.sentence
+
+
+def test_sdpa_says_what_it_saves_already_and_leaves_the_model_as_it_is():
+    model = bert("sdpa")
+    found = ask("attention kernel", model, ids(2, 256))
+    eager = predict_memory(bert, ids(2, 256)).peak_bytes
+    assert found.figures["other_peak_bytes"] == eager
+    assert found.verdict == "does not matter"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_scores_of_other_models_are_counted():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(VOCABULARY, 16)
+
+        def forward(self, input_ids):
+            x = self.table(input_ids)
+            return ((x @ x.transpose(1, 2)).softmax(-1) @ x).sum()
+
+    found = ask("attention kernel", Attention(), {"input_ids": ids()["input_ids"]}, device="cpu")
+    num = found.figures["num_matrices"]
+    assert num >= 1
+    assert found.num_bytes == num * SAMPLES * TOKENS * TOKENS * 4
+
+
+def test_data_on_the_device_are_the_bytes_of_the_batch():
+    found = ask("data on the device", conv_net(), IMAGES, device="cpu")
+    assert found.num_bytes == IMAGES.nbytes
+
+
+def test_old_gradients_are_those_at_the_peak_in_forward():
+    batch = ids(2, 16)
+    found = ask("old gradients", large_vocabulary, batch, device="cpu")
+    base = predict_memory(large_vocabulary, batch, device="cpu")
+    first = predict_memory(
+        large_vocabulary, batch, settings={"micro_batch_size": "auto"}, device="cpu"
+    )
+    assert base.peak_phase == "forward"
+    assert found.num_bytes == base.peak.gradient_bytes
+    assert found.num_bytes == 4 * parameter_table(large_vocabulary()).num_parameters
+    assert found.figures["saved_bytes"] == base.peak_bytes - first.peak_bytes > 0
+
+
+def test_old_gradients_are_gone_where_they_are_freed_first():
+    found = ask("old gradients", bert, ids(), settings={"micro_batch_size": "auto"}, device="cpu")
+    assert (found.verdict, found.num_bytes) == ("does not matter", 0)
+
+
+def test_logits_are_counted_and_belong_to_the_vocabulary():
+    trials = make_trials(bert, ids(), device="cpu")
+    cardinality, copies = find_suspects(trials, ["vocabulary and labels", "copies of the logits"])
+    logits = SAMPLES * TOKENS * VOCABULARY * 4
+    assert copies.num_bytes == copies.figures["num_copies"] * logits > 0
+    assert cardinality.figures["logits_bytes"] == copies.num_bytes
+    table = VOCABULARY * 32 * 4 * 4  # with gradient and two of AdamW
+    assert cardinality.figures["table_bytes"] >= table
+
+
+def test_classes_are_the_outputs_of_a_conv_net():
+    found = ask("copies of the logits", conv_net(), IMAGES, device="cpu")
+    assert found.num_bytes == found.figures["num_copies"] * 8 * 10 * 4
+
+
+def test_structure_is_what_parameters_cost():
+    found = ask("model structure", bert, ids(), device="cpu")
+    peak = predict_memory(bert, ids(), device="cpu").peak
+    costs = peak.parameter_bytes + peak.gradient_bytes + peak.optimizer_state_bytes
+    assert found.num_bytes == costs
+
+
+def test_the_device_has_more_to_hold_than_tensors():
+    trials = make_trials(bert, ids())
+    slack, context = find_suspects(trials, ["fragmentation", "CUDA context"])
+    base = predict_memory(bert, ids())
+    assert slack.num_bytes == base.reserved_bytes - base.peak_bytes
+    assert context.num_bytes == base.context_bytes == base.device_bytes - base.reserved_bytes
+
+
+def test_on_a_cpu_there_is_nothing_of_cuda():
+    names = ["fragmentation", "another process", "CUDA context"]
+    found = find_suspects(make_trials(nn.Linear(2, 2), torch.ones(1, 2), device="cpu"), names)
+    assert [s.num_bytes for s in found] == [0, 0, 0]
+
+
+def busy_nvml():
+    """A driver on whose GPU others run."""
+    memory = SimpleNamespace(used=3 * 2**30, total=12 * 2**30)
+    return SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: memory,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+    )
+
+
+def test_others_on_the_device_are_told_by_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", busy_nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = ask("another process", bert, ids())
+    assert (found.verdict, found.num_bytes) == ("matters", 3 * 2**30)
+
+
+def test_without_a_driver_others_are_unknown(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = ask("another process", bert, ids())
+    assert (found.verdict, found.num_bytes) == ("unknown", None)
+
+
+def test_without_a_batch_parameters_are_answered_and_the_rest_is_unknown():
+    found = {s.name: s for s in find_suspects(make_trials(bert))}
+    assert found.keys() == SUSPECTS.keys()
+    assert found["batch size"].verdict == "unknown"
+    assert found["model structure"].num_bytes >= 16 * parameter_table(bert()).num_parameters
+
+
+def test_a_change_that_the_model_refuses_makes_a_suspect_unknown():
+    class Eight(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x.view(4, 8))
+
+    found = ask("batch size", Eight(), torch.ones(4, 8), device="cpu")
+    assert found.verdict == "unknown"
+    assert "does not take a batch of 2" in found.sentence
+
+
+def test_refuses_an_unknown_suspect():
+    with pytest.raises(ConfigurationError, match="'batch size'"):
+        find_suspects(make_trials(nn.Linear(2, 2)), ["batch"])
+
+
+def test_changed_batches_keep_their_form():
+    tensor = torch.arange(6).view(3, 2)
+    batch = {"x": tensor, "same": tensor, "names": ["a", "b", "c"], "columns": ("u", "v")}
+    more = with_samples(batch, 4)
+    assert more["x"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert more["same"] is more["x"]
+    assert (more["names"], more["columns"]) == (["a", "b", "c", "a"], ("u", "v"))
+    mask = {"ids": torch.zeros(2, 8, dtype=torch.long), "mask": torch.ones(2, 1, 8, 8)}
+    shorter = with_length(mask, find_sequence(mask), 4)
+    assert [tuple(t.shape) for t in shorter.values()] == [(2, 4), (2, 1, 4, 4)]
+    assert shorter["mask"].untyped_storage().nbytes() == 2 * 4 * 4 * 4
+
+
+def test_an_axis_can_be_named():
+    assert find_sequence(torch.ones(2, 7, 5), 1).length == 7
+    with pytest.raises(ConfigurationError, match="sequence_axis=3"):
+        find_sequence(torch.ones(2, 7, 5), 3)
+
+
+def test_a_peak_of_nothing_is_no_reason_to_matter():
+    from lightning_memsave.analysis._explain_suspect import answered
+
+    empty = MemoryPrediction("cpu", "M", MemoryBreakdown(), {})
+    assert answered("x", 0, "none", empty).verdict == "does not matter"
