@@ -25,6 +25,8 @@ from lightning_memsave.planning._unknown_shapes import largest_result
 
 MAX_KNOWN_NUMEL = 2**20
 _VALUE = "_memsave_value"
+# On a storage of such numbers: they were replaced by unknown ones, through some view of it.
+_STALE = "_memsave_stale"
 # Code whose branches do not change what is allocated: it logs, counts and updates.
 _NOT_REPORTED = (
     *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
@@ -82,7 +84,9 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [*operands(args), *operands(kwargs.values())]
-        is_known = all(hasattr(tensor, _VALUE) for tensor in inputs)
+        # What Python numbers are made into is known.
+        is_constant = func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
+        is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if _is_composite(func):
@@ -102,13 +106,11 @@ class KnownValues(TorchDispatchMode):
         if is_known and _is_computable(func, result):
             self._compute(func, args, kwargs, result)
         elif func._schema.is_mutable:
-            for tensor in inputs:
-                if hasattr(tensor, _VALUE):
-                    delattr(tensor, _VALUE)
+            _forget(func, args, kwargs)
         return result
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
-        value = getattr(tensor, _VALUE, None)
+        value = _value_of(tensor)
         if value is not None:
             with _disable_current_modes():
                 known: bool | int | float = value.item()
@@ -128,7 +130,7 @@ class KnownValues(TorchDispatchMode):
             if index is None or index.dtype not in (torch.bool, torch.uint8):
                 found.append(index)
                 continue
-            is_known = hasattr(index, _VALUE)
+            is_known = _value_of(index) is not None
             places = self._of_unknown_shape(aten.nonzero.default, (index,), {}, is_known=is_known)
             found += [aten.select.int(places, 1, axis) for axis in range(index.ndim)]
         return found
@@ -140,6 +142,11 @@ class KnownValues(TorchDispatchMode):
             with _disable_current_modes():
                 real = func(*_values(args), **_values(kwargs))
             return tree_map_only(Tensor, self.make, real)
+        if func is aten.masked_select.default and (mask := _value_of(args[1])) is not None:
+            with _disable_current_modes():
+                shape = torch.broadcast_shapes(args[0].shape, mask.shape)
+                num_chosen = int(mask.expand(shape).sum())
+            return args[0].new_empty(num_chosen)
         result = largest_result(func, args, kwargs)
         if result is not NotImplemented:
             self._guess(f"`{func}` was taken to choose everything")
@@ -161,6 +168,23 @@ class KnownValues(TorchDispatchMode):
             self.guesses.append(guess)
 
 
+def _value_of(tensor: Tensor) -> Tensor | None:
+    value: Tensor | None = getattr(tensor, _VALUE, None)
+    if value is None or hasattr(value.untyped_storage(), _STALE):
+        return None
+    return value
+
+
+def _forget(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in operands((changed,)):
+                value = _value_of(tensor)
+                if value is not None:
+                    setattr(value.untyped_storage(), _STALE, True)
+
+
 def know_as(tensor: Tensor, other: Tensor) -> Tensor:
     """Let a tensor without data have the numbers of another one.
 
@@ -171,7 +195,7 @@ def know_as(tensor: Tensor, other: Tensor) -> Tensor:
     Returns:
         The first.
     """
-    value = getattr(other, _VALUE, None)
+    value = _value_of(other)
     if value is not None:
         with _disable_current_modes():
             setattr(tensor, _VALUE, value.clone())
