@@ -14,7 +14,7 @@ from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nesting import items_of
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.host import PACKAGES
-from lightning_memsave.planning.fake_models import FakeTensors
+from lightning_memsave.planning.fake_models import FakeTensors, real_tensors
 from lightning_memsave.planning.gpus import Gpu, parse_gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
 
@@ -90,7 +90,10 @@ def predict_memory(
             raise ConfigurationError(
                 f"`{module!r}` gave {type(made).__name__}, not a module. Return the module."
             )
-        data = batch() if inspect.isfunction(batch) else batch
+        data = batch
+        if inspect.isroutine(batch):
+            with real_tensors():
+                data = batch()
         twin = fakes.copy_module(made, without=_trainers(made)) if made is module else made
         if not isinstance(twin, package.LightningModule):
             twin = _wrap(package, twin, optimizer, loss)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.core.nesting import map_tensors
 from lightning_memsave.errors import ConfigurationError
@@ -95,6 +96,15 @@ class FakeTensors:
         return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
 
 
+def real_tensors() -> contextlib.AbstractContextManager[None]:
+    """Let tensors that are made inside `fake_tensors` have data.
+
+    Returns:
+        A context.
+    """
+    return _disable_current_modes()
+
+
 def again(batch: Any) -> Any:
     """Make a batch once more.
 
@@ -146,18 +156,30 @@ def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def _modules_convertible() -> Iterator[None]:
     original: Any = nn.Module._apply  # untyped in torch
+    # What was converted, under the id of what it was: ties stay. Old ones stay, so that ids do.
+    converted: dict[int, tuple[Tensor, Tensor]] = {}
+    num_running = 0
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        tensors = [t for part in self.modules() for t in _own_tensors(part)]
-        if not any(isinstance(t, FakeTensor) for t in tensors):
+        nonlocal num_running
+        if not any(isinstance(t, FakeTensor) for part in self.modules() for t in _own(part)):
             original(self, fn, recurse)
             return self
-        new = {id(tensor): _converted(tensor, fn) for tensor in tensors}
-        for part in self.modules() if recurse else [self]:
-            for table in (part._parameters, part._buffers):
+        num_running += 1
+        try:
+            # By their own methods: metrics convert their states, recurrent layers a list.
+            for child in self.children() if recurse else ():
+                child._apply(fn)
+            for table in (self._parameters, self._buffers):
                 for name, tensor in table.items():
-                    if tensor is not None:
-                        table[name] = new[id(tensor)]  # type: ignore[assignment]
+                    if tensor is not None and not isinstance(tensor, UninitializedParameter):
+                        if id(tensor) not in converted:
+                            converted[id(tensor)] = tensor, _converted(tensor, fn)
+                        table[name] = converted[id(tensor)][1]  # type: ignore[assignment]
+        finally:
+            num_running -= 1
+            if not num_running:
+                converted.clear()
         return self
 
     nn.Module._apply = _apply  # type: ignore[method-assign]
@@ -167,10 +189,10 @@ def _modules_convertible() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+def _own(module: nn.Module) -> Iterator[Tensor]:
     for table in (module._parameters, module._buffers):
         for tensor in table.values():
-            if tensor is not None and not isinstance(tensor, UninitializedParameter):
+            if tensor is not None:
                 yield tensor
 
 

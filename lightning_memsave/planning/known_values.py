@@ -95,19 +95,25 @@ class KnownValues(TorchDispatchMode):
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
                 return parts
-        if func is aten.index.Tensor:
-            args = (args[0], self._without_masks(args[1]))
-        try:
-            result = _fake_kernels.run(func, args, kwargs)
-        except (DynamicOutputShapeException, DataDependentOutputException):
-            result = self._of_unknown_shape(func, args, kwargs, is_known=is_known)
-            if result is NotImplemented:
-                raise
+        result = self._run(func, args, kwargs, is_known=is_known)
         if is_known and _is_computable(func, result):
             self._compute(func, args, kwargs, result)
         elif func._schema.is_mutable:
             _forget(func, args, kwargs)
         return result
+
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
+    ) -> Any:
+        if func is aten.index.Tensor:
+            args = (args[0], self._without_masks(args[1]))
+        try:
+            return _fake_kernels.run(func, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            result = self._of_unknown_shape(func, args, kwargs, is_known=is_known)
+            if result is NotImplemented:
+                raise
+            return result
 
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         value = _value_of(tensor)
@@ -203,7 +209,8 @@ def know_as(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def _is_computable(func: Any, result: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    # What is empty has no numbers yet.
+    if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
         return False
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(

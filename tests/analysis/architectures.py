@@ -291,7 +291,8 @@ class Table(Lit):
         cells = torch.stack([table(rows[..., i]) for i, table in enumerate(parts["columns"])], -2)
         seen = parts["of_row"](cells.flatten(0, 1)).flatten(1)  # (B*R, C*H)
         hidden = parts["of_account"](parts["squeeze"](seen).unflatten(0, rows.shape[:2]))
-        return F.cross_entropy(parts["head"](hidden)[target["is_known"]], target["column"])
+        is_known = target["is_known"]
+        return F.cross_entropy(parts["head"](hidden)[is_known], target["column"][is_known])
 
 
 def table_batch() -> tuple[Tensor, list[str], dict[str, Tensor]]:
@@ -299,8 +300,7 @@ def table_batch() -> tuple[Tensor, list[str], dict[str, Tensor]]:
     is_known = torch.ones(4, 6, dtype=torch.bool)
     is_known[:, 4:] = False
     names = [f"account_{i}.csv" for i in range(4)]
-    target = rows[1][is_known]
-    return rows.permute(1, 2, 0), names, {"is_known": is_known, "column": target}
+    return rows.permute(1, 2, 0), names, {"is_known": is_known, "column": rows[1]}
 
 
 def lora() -> Lit:
@@ -329,7 +329,7 @@ class Architecture:
     Args:
         make: Makes the module.
         batch: Makes the batch.
-        without: Settings that are refused for it.
+        without: Settings that are refused for it, by name of the argument.
         trainer_arguments: Of the Trainer.
     """
 
@@ -348,9 +348,7 @@ _MIXTRAL = SIZES | {"num_key_value_heads": 2, "num_local_experts": 4, "num_exper
 _MIXTRAL |= {"output_router_logits": True}
 
 ARCHITECTURES: dict[str, Architecture] = {
-    "roberta": Architecture(
-        lambda: hugging_face("Roberta", SIZES, "ForMaskedLM"), masked_lm_batch
-    ),
+    "roberta": Architecture(lambda: hugging_face("Roberta", SIZES, "ForMaskedLM"), masked_lm_batch),
     "bert": Architecture(MaskedPositions, masked_lm_batch),
     "gpt2": Architecture(lambda: hugging_face("GPT2", _GPT2, "LMHeadModel"), causal_lm_batch),
     "llama": Architecture(
@@ -370,7 +368,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "unet": Architecture(lambda: UNetLit(UNet()), images),
     "transformer_encoder": Architecture(TransformerEncoder, masked_lm_batch),
     "lstm": Architecture(Lstm, masked_lm_batch),
-    "gan": Architecture(Gan, images),
+    "gan": Architecture(Gan, images, without=("micro_batch_size", "accumulate_grad_batches")),
     "diffusion": Architecture(Diffusion, images),
     "table": Architecture(Table, table_batch),
     "lora": Architecture(lora, causal_lm_batch),
