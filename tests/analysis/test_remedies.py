@@ -7,7 +7,7 @@ from lightning_memsave.analysis.remedies import cheapest_that_fits, find_remedie
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from tests.analysis.test_suspects import bert, ids
 
-BLOCKS = {"num_hidden_layers": 4, "vocab_size": 500}
+BLOCKS = {"num_hidden_layers": 2}
 
 
 class Block(nn.Module):
@@ -31,6 +31,7 @@ def remedies():
     return find_remedies(deep, BATCH, device="cpu", gpu="256MiB")
 
 
+@pytest.mark.slow
 def test_what_is_to_be_typed_gives_the_predicted_peak(remedies):
     base = predict_memory(deep, BATCH, device="cpu").peak_bytes
     assert len(remedies) > 4
@@ -58,6 +59,7 @@ def test_exactness_is_that_of_the_techniques(remedies):
     assert exactness["all together"] == "approximate"
 
 
+@pytest.mark.slow
 def test_each_says_whether_it_fits_and_the_first_is_chosen():
     base = predict_memory(deep, BATCH, device="cpu")
     found = find_remedies(deep, torch.ones(6400, 32, 64), device="cpu", gpu="1GiB")
@@ -69,14 +71,15 @@ def test_each_says_whether_it_fits_and_the_first_is_chosen():
     assert all(not remedy.fits for remedy in found[: found.index(best)])
 
 
+@pytest.mark.slow
 def test_attention_is_among_them_and_named():
     def model():
         return bert(**BLOCKS)
 
-    found = find_remedies(model, ids(2, 256))[0]
+    found = find_remedies(model, ids(1, 256))[0]
     assert found.how == 'model.set_attn_implementation("sdpa")'
     assert found.exactness == "rounding"
-    with_sdpa = predict_memory(lambda: bert("sdpa", **BLOCKS), ids(2, 256))
+    with_sdpa = predict_memory(lambda: bert("sdpa", **BLOCKS), ids(1, 256))
     assert found.peak_bytes == with_sdpa.peak_bytes
 
 
@@ -88,6 +91,7 @@ def test_what_is_on_already_is_kept_and_not_offered():
         assert 'activation_checkpointing="all", optimizer="8bit"' in remedy.how
 
 
+@pytest.mark.slow
 def test_cards_without_bf16_get_another_precision():
     found = find_remedies(deep, BATCH, gpu="T4")
     names = {remedy.name for remedy in found}

@@ -285,7 +285,9 @@ def test_changed_batches_keep_their_form():
     assert more["same"] is more["x"]
     assert (more["names"], more["columns"]) == (["a", "b", "c", "a"], ("u", "v"))
     mask = {"ids": torch.zeros(2, 8, dtype=torch.long), "mask": torch.ones(2, 1, 8, 8)}
-    shorter = with_length(mask, find_sequence(mask), 4)
+    sequence = find_sequence(mask)
+    assert sequence is not None
+    shorter = with_length(mask, sequence, 4)
     assert [tuple(t.shape) for t in shorter.values()] == [(2, 4), (2, 1, 4, 4)]
     assert shorter["mask"].untyped_storage().nbytes() == 2 * 4 * 4 * 4
 
