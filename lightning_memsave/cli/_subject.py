@@ -130,12 +130,12 @@ class Subject:
         """
         from lightning_memsave.planning.gpu_fit import GpuFit
 
-        # Cards of one generation have the same kernels, and a prediction knows no other
-        # difference between them.
+        # Cards of one generation (8.0, 8.6 and 8.9) run the same kernels, and a prediction knows
+        # no other difference between them.
         found: dict[object, MemoryPrediction] = {}
         fits = []
         for gpu in self.gpus or (None,):
-            key = gpu and (gpu.compute_capability, gpu.has_bf16)
+            key = gpu and ((gpu.compute_capability or (8, 0))[0], gpu.has_bf16)
             if key not in found:
                 found[key] = self.predict(gpu, settings)
             if gpu is not None:
@@ -216,7 +216,7 @@ def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) ->
 
     given = parse_arguments(arguments.set)
     precision = arguments.precision
-    if precision is not None and given.setdefault("precision", precision) != precision:
+    if precision is not None and str(given.setdefault("precision", precision)) != precision:
         raise ConfigurationError(
             f"--precision={precision} and --set precision={given['precision']} "
             "disagree. Remove one of the two."

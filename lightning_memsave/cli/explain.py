@@ -162,7 +162,7 @@ def _explain_model(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
     else:
         show(explanation)
-        lines = [f"it {fit}" for fit in fits] + [f"note: {note}" for note in subject.notes]
+        lines = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in subject.notes]
         show_notes(lines, arguments.html)
     return 0 if all(fit.fits for fit in fits) else DOES_NOT_FIT
 

@@ -101,7 +101,13 @@ class _Case:
 def _case(subject: Subject, variant: str) -> _Case:
     from lightning_memsave.analysis.targets import parse_arguments
 
-    settings = parse_arguments(shlex.split(variant))
+    try:
+        settings = parse_arguments(shlex.split(variant))
+    except ValueError as error:
+        raise ConfigurationError(
+            f"--variant {variant!r} cannot be read ({error}). Write settings as in a shell: "
+            "'optimizer=8bit precision=bf16-mixed'."
+        ) from error
     return _Case(variant or "as given", *subject.predict_on_cards(settings))
 
 

@@ -60,7 +60,7 @@ class TestStep:
         arguments = ["explain", "net.py:Lit", "--batch", BATCH, "--no-remedies"]
         assert main([*arguments, "--gpu", "256MiB", "--html", "page.html"]) == 1
         out = capsys.readouterr().out
-        assert "it does not fit 256MiB" in out
+        assert "It does not fit 256MiB" in out
         assert "page: page.html" in out
         assert "does not fit 256MiB" in (project / "page.html").read_text()
 

@@ -238,6 +238,7 @@ class TestBadInput:
             (("net.py:Net", "--optimizer", "builtins:list"), "made a list"),
             (("net.py:Net", "--optimizer-arg", "mu=1"), "Add --optimizer"),
             (("net.py:Manual", "--set", "micro_batch_size=2"), "automatic_optimization"),
+            (("net.py:Lit", "--variant", "optimizer='8bit"), "No closing quotation"),
             (("net.py:Lit", "--html", "net.py/page.html"), "cannot be written"),
             (("net.py:Lit", "--variant", "optimizer=8bit", "--variant", "optimizer=8bit"), "twice"),
         ],
@@ -308,6 +309,11 @@ class TestProcess:
 
     @pytest.mark.parametrize("command", ["predict", "explain", "compare"])
     def test_help_loads_nothing_heavy(self, command):
-        done = run_process(command, "--help")
-        assert done.returncode == 0
+        code = (
+            "import sys; from lightning_memsave.cli.main import main\n"
+            f"try: main(['{command}', '--help'])\n"
+            "finally: assert not {'torch', 'lightning', 'rich', 'transformers'} & {*sys.modules}"
+        )
+        done = run_process(program=("-c", code))
+        assert done.returncode == 0, done.stderr
         assert "examples:" in done.stdout
