@@ -24,6 +24,7 @@ def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """Leave out the prediction of each fit, which takes a second, where a test is not about it."""
     if request.node.get_closest_marker("predicts") is None:
         monkeypatch.setattr("lightning_memsave.callbacks._arguments.TIME_LIMIT_S", None)
+        monkeypatch.setattr("lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S", None)
 
 
 @pytest.fixture(autouse=True)

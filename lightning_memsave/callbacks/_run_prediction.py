@@ -79,12 +79,12 @@ class RunPrediction:
         if not trainer.is_global_zero:
             return
         start_s = time.perf_counter()
-        self.note = _obstacle(trainer, pl_module)
+        self.note = obstacle(trainer, pl_module)
         try:
             if not self.note:
                 # The user's own modes, such as one that counts operations, must not see it.
                 with _disable_current_modes():
-                    question = _question(trainer, pl_module, batch, make_callback)
+                    question = question_of(trainer, pl_module, batch, make_callback)
                     limited = replace(question, arguments=arguments, time_limit_s=self.limit_s)
                     self.prediction = predict(limited)
         # Whatever the user's code does on tensors without data must not end a run that would train.
@@ -151,7 +151,16 @@ def in_force(
     return result
 
 
-def _obstacle(trainer: Any, pl_module: Any) -> str:
+def obstacle(trainer: Any, pl_module: Any) -> str:
+    """Find out why a fit cannot be predicted.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its LightningModule.
+
+    Returns:
+        The reason; empty if it can.
+    """
     if is_compiled(pl_module):
         return "the graphs of `torch.compile` allocate in their own way"
     if host.is_strategy(trainer, *_SHARDED):
@@ -168,9 +177,21 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
 
 
-def _question(
+def question_of(
     trainer: Any, pl_module: Any, batch: Any, make_callback: Callable[..., Any]
 ) -> Question:
+    """Ask what the steps of a fit will take.
+
+    Args:
+        trainer: The Trainer, in a training batch.
+        pl_module: Its LightningModule.
+        batch: The batch.
+        make_callback: Makes a `MemSaveCallback`.
+
+    Returns:
+        A question without the arguments of the callback.
+    """
+
     def build(fakes: FakeTensors) -> tuple[Any, Any]:
         twin = fakes.copy_module(pl_module, without=[trainer])
         for part in twin.modules():

@@ -2,14 +2,13 @@
 
 import os
 import pickle
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
+from lightning_memsave.callbacks._arguments import time_limit
 from lightning_memsave.callbacks._base import CallbackBase
 from lightning_memsave.callbacks._oom_facts import (
     describe,
@@ -18,6 +17,7 @@ from lightning_memsave.callbacks._oom_facts import (
     out_of_memory_in,
     say,
 )
+from lightning_memsave.callbacks._oom_remedies import add_predictions, predict_remedies
 from lightning_memsave.callbacks._oom_report import (
     SNAPSHOT_NAME,
     BatchTensor,
@@ -26,6 +26,8 @@ from lightning_memsave.callbacks._oom_report import (
 )
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
+
+PREDICT_LIMIT_S = 60.0
 
 
 class OOMObserver(CallbackBase):
@@ -47,6 +49,8 @@ class OOMObserver(CallbackBase):
             slower and takes host memory.
         max_history_entries: Allocations to remember; older ones are forgotten.
         num_largest: How many of the largest tensors to name.
+        predict: Predict what would have helped, on tensors without data, for about a minute at
+            most, and show it in ``memsave_oom.html``; ``False`` for not, or a number of seconds.
         extra: Called with the `OutOfMemoryReport` when it is complete and has been written, to add
             to it with ``add_section`` and ``add_file``, or to send it somewhere.
 
@@ -71,6 +75,7 @@ class OOMObserver(CallbackBase):
         record_history: bool = False,
         max_history_entries: int = 100_000,
         num_largest: int = 20,
+        predict: bool | float = True,
         extra: Callable[[OutOfMemoryReport], None] | None = None,
     ) -> None:
         super().__init__()
@@ -81,6 +86,8 @@ class OOMObserver(CallbackBase):
             counts={"max_history_entries": max_history_entries, "num_largest": num_largest},
             extra=extra,
         )
+        limit_s = time_limit(predict)
+        self.predict_limit_s = PREDICT_LIMIT_S if predict is True else limit_s
         self.dirpath = None if dirpath is None else os.fspath(dirpath)
         self.record_history = record_history
         self.max_history_entries = max_history_entries
@@ -91,7 +98,7 @@ class OOMObserver(CallbackBase):
         self._is_recording = False
         self._batch_idx: int | None = None
         self._batch: tuple[BatchTensor, ...] = ()
-        self._batch_tensors: list[weakref.ref[Tensor]] = []
+        self._batch_at_hand: Any = None
 
     @property
     def report(self) -> OutOfMemoryReport | None:
@@ -106,11 +113,16 @@ class OOMObserver(CallbackBase):
             trainer: The Trainer.
             pl_module: Its LightningModule; ``None`` if memory ran out before there was one.
         """
+        limit_s, batch = self.predict_limit_s, self._batch_at_hand
+        if limit_s is not None and pl_module is not None and trainer.training and batch is not None:
+            predictions = predict_remedies(trainer, pl_module, batch, limit_s)
+            if predictions:
+                add_predictions(report, predictions)
         if self.extra is not None:
             self.extra(report)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_batch_tensors": []}
+        return self.__dict__ | {"_batch_at_hand": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the directory while all ranks are alive, and begin to record."""
@@ -174,7 +186,7 @@ class OOMObserver(CallbackBase):
         self._forget_batch()
 
     def _write(self, trainer: Any, pl_module: Any, error: BaseException) -> None:
-        batch = [tensor for ref in self._batch_tensors if (tensor := ref()) is not None]
+        batch = list(tensors_in(self._batch_at_hand))
         self._report = report = make_report(trainer, pl_module, error, batch, self.num_largest)
         report.batch = self._batch
         report.where["batch"] = self._batch_idx
@@ -195,10 +207,10 @@ class OOMObserver(CallbackBase):
     def _note_batch(self, batch: object, batch_idx: int) -> None:
         self._batch_idx = batch_idx
         self._batch = tuple(describe_batch(batch))
-        self._batch_tensors = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+        self._batch_at_hand = batch  # Lightning has it as long, so that it lives no longer
 
     def _forget_batch(self) -> None:
-        self._batch_idx, self._batch, self._batch_tensors = None, (), []
+        self._batch_idx, self._batch, self._batch_at_hand = None, (), None
 
     def _stop_recording(self) -> None:
         if self._is_recording:

@@ -62,6 +62,42 @@ def write_page(
         ...     path.name, path.stat().st_size < 2_000_000
         ('memory.html', True)
     """
+    page = make_page(
+        predictions, title=title, device_capacity_bytes=device_capacity_bytes, notes=notes
+    )
+    path = Path(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(page)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The page cannot be written to {str(path)!r}: {error.strerror}. "
+            'Name a file in a folder that you may write to, for example "memory.html".'
+        ) from error
+    return path
+
+
+def make_page(
+    predictions: Sequence[tuple[str, MemoryPrediction]],
+    *,
+    title: str = "Memory of a training step",
+    device_capacity_bytes: int | None = None,
+    notes: Sequence[str] = (),
+) -> bytes:
+    """Make the page that `write_page` writes.
+
+    Args:
+        predictions: As for `write_page`.
+        title: As for `write_page`.
+        device_capacity_bytes: As for `write_page`.
+        notes: As for `write_page`.
+
+    Returns:
+        HTML in UTF-8.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+    """
     problems = _problems(predictions, device_capacity_bytes)
     if problems:
         error = ConfigurationError.from_problems("The page", problems)
@@ -80,16 +116,7 @@ def write_page(
         )
         if len(page) < MAX_PAGE_BYTES:
             break
-    path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(page)
-    except OSError as error:
-        raise ConfigurationError(
-            f"The page cannot be written to {str(path)!r}: {error.strerror}. "
-            'Name a file in a folder that you may write to, for example "memory.html".'
-        ) from error
-    return path
+    return page
 
 
 def _problems(

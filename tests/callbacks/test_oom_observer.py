@@ -382,6 +382,52 @@ class TestAdditions:
         assert json.loads(JSON.read_text())["sections"] == {"Module": 1}
 
 
+@pytest.mark.predicts
+class TestRemedies:
+    def fit(self, package, *callbacks, **settings):
+        lit = make_lit(package, make_model("dropout"))
+        mode = OutOfMemoryAt(40)
+        arm = ArmBefore(package, mode, "on_before_backward").callback
+        with mode:
+            fit_until_out_of_memory(package, lit, *callbacks, OOMObserver(**settings), arm)
+        return json.loads(JSON.read_text())
+
+    def test_predicts_what_would_have_helped(self, package):
+        found = self.fit(package)
+
+        assert found["notes"] == []
+        remedies = found["sections"]["What would have helped"]
+        as_it_is, *others = remedies.values()
+        assert next(iter(remedies)) == "as it is"
+        assert "MemSaveCallback(optimizer='8bit')" in remedies
+        assert all(other["peak_bytes"] < as_it_is["peak_bytes"] for other in others)
+        measured = MemSaveCallback(
+            None, optimizer=None, precision=None, micro_batch_size=None, predict=False
+        )
+        make_trainer(package, measured).fit(make_lit(package, make_model("dropout")))
+        # But for the loss of the step before, which the monitor does not see.
+        assert as_it_is["peak_bytes"] == measured.monitor.summary.peak_bytes + 4
+        assert "What would have helped:" in TEXT.read_text()
+        assert "The step that ran out of memory" in Path("memsave_oom.html").read_text()
+
+    def test_starts_from_what_is_on_already(self, package):
+        everything_but_size = MemSaveCallback(micro_batch_size=None, report=False, predict=False)
+        remedies = self.fit(package, everything_but_size)["sections"]["What would have helped"]
+        offered = " ".join(remedies)
+        assert "activation_checkpointing" not in offered
+        assert "optimizer" not in offered
+
+    def test_a_model_that_cannot_be_predicted_is_said(self, package):
+        fit_until_out_of_memory(package, make_lit(package, Failing(at=3)), OOMObserver())
+        found = json.loads(JSON.read_text())
+        assert found["sections"] == {}
+        assert "OutOfMemoryError" in found["notes"][0]
+
+    def test_can_be_left_out(self, package):
+        assert self.fit(package, predict=False)["sections"] == {}
+        assert not Path("memsave_oom.html").exists()
+
+
 def test_each_rank_has_files_of_its_own(monkeypatch):
     package = importlib.import_module("lightning.pytorch")
     lit = make_lit(package, Failing(at=2))
