@@ -21,6 +21,8 @@ from lightning_memsave.measure._categories import HOST
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
 
+_OLDER = frozenset({"other", "input"})
+
 
 @dataclass(slots=True)
 class Origin:
@@ -137,6 +139,7 @@ class StepProfile(LiveTensors):
             for name, part in module.named_modules()
             for buffer in part.buffers(recurse=False)
         }
+        self._is_older = False
         self._stack = [""]
         # From which number of autograd's nodes on which module ran.
         self._first_nodes: list[int] = [0]
@@ -193,6 +196,12 @@ class StepProfile(LiveTensors):
             return self._owners.get(parameter, "")
         return self._running[bisect.bisect_right(self._first_nodes, node._sequence_nr()) - 1]
 
+    # Operators are given what is older than the context, before they make anything.
+    @override
+    def _see(self, tensor: Tensor, category: str) -> None:
+        self._is_older = category in _OLDER
+        super()._see(tensor, category)
+
     @override
     def _origin_of(self, tensor: Tensor) -> Origin:
         if time.monotonic() > self._deadline_s:
@@ -203,7 +212,8 @@ class StepProfile(LiveTensors):
             module, op, phase = self._buffer_owners[id(tensor)], "", ""
         else:
             phase = self._phase()
-            module, op = self._current_module(phase), _name_of(self._op)
+            op = "" if self._is_older else _name_of(self._op)
+            module = self._current_module(phase)
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Origin(module, op, phase, tuple(tensor.shape), dtype)
 

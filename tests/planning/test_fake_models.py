@@ -2,6 +2,7 @@ import copy
 import random
 import resource
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -54,7 +55,7 @@ class TestCopyOfAModule:
         assert model.head.weight.grad is None
 
     def test_has_none_in_place_of_what_it_shall_not_have(self):
-        model = nn.Linear(2, 2)
+        model: Any = nn.Linear(2, 2)
         model.owner = owner = {"lock": threading.Lock()}
         with fake_tensors() as fakes:
             assert fakes.copy_module(model, without=[owner]).owner is None
@@ -79,7 +80,7 @@ class TestCopyOfAModule:
             fakes.copy_module(model)
 
     def test_what_cannot_be_copied(self):
-        model = nn.Linear(2, 2)
+        model: Any = nn.Linear(2, 2)
         model.lock = threading.Lock()
         with (
             fake_tensors() as fakes,
@@ -97,7 +98,7 @@ class TestCopyOfAModule:
             assert twin.parametrizations.weight.original.grad is not None
 
     def test_states_of_metrics_and_plain_attributes_come_along(self):
-        model = nn.Linear(2, 2)
+        model: Any = nn.Linear(2, 2)
         model.history = {"scale": [torch.ones(3)]}
         with fake_tensors() as fakes:
             twin = fakes.copy_module(model)
@@ -162,7 +163,7 @@ def test_batches_keep_their_form():
         assert twin["x"][1][1].tolist() == [1, 2]
         assert twin["n"] == 3
         assert fakes.copy_batch(twin)["x"][0] is twin["x"][0]
-    assert type(batch["x"][0]) is torch.Tensor  # type: ignore[index]
+    assert type(batch["x"][0]) is torch.Tensor
 
 
 def test_random_numbers_are_as_before():
