@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
+from lightning_memsave.analysis._explain_inputs import make_trials
 from lightning_memsave.analysis._explain_sentences import sentences_of
 from lightning_memsave.analysis._explain_suspect import label_of
-from lightning_memsave.analysis._explain_trials import make_trials
 from lightning_memsave.analysis.predict import MakeOptimizer
 from lightning_memsave.analysis.remedies import Remedy, cheapest_that_fits, remedies_of
 from lightning_memsave.analysis.suspects import Suspect, find_suspects

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lightning_memsave.analysis._explain_trials import Trials, make_trials
+from lightning_memsave.analysis._explain_inputs import make_trials
+from lightning_memsave.analysis._explain_trials import Trials
 from lightning_memsave.analysis.predict import MakeOptimizer
 from lightning_memsave.analysis.targets import Target
 from lightning_memsave.callbacks.memsave import MemSaveCallback
@@ -228,7 +229,7 @@ def _single(trials: Trials) -> list[_Candidate]:
         ("all", "recompute all blocks", "about 1/3 more compute"),
     ):
         changes = {"activation_checkpointing": which}
-        if trials.arguments.get("activation_checkpointing") not in (which, "all"):
+        if trials.arguments.get("activation_checkpointing") not in (which, "all", "auto"):
             found.append(_Candidate(name, changes, "bitwise", cost))
     mixed = _mixed(trials)
     if mixed:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.analysis._explain_trials import make_trials
+from lightning_memsave.analysis._explain_inputs import make_trials
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.analysis.suspects import SUSPECTS, find_suspects
 from lightning_memsave.core.memory import MemoryBreakdown
