@@ -152,13 +152,9 @@ class StepProfile(LiveTensors):
 
     @override
     def __enter__(self) -> Self:
+        super().__enter__()
         self._undo.append(register_module_forward_pre_hook(self._enter_module).remove)
         self._undo.append(register_module_forward_hook(self._leave_module, always_call=True).remove)
-        undo, self._undo = self._undo, []
-        try:
-            super().__enter__()
-        finally:
-            self._undo.extend(undo)
         return self
 
     def _enter_module(self, module: nn.Module, args: object) -> None:

@@ -273,6 +273,15 @@ def test_the_time_limit():
     torch.ones(3)  # nothing stays
 
 
+def test_nothing_stays_where_the_time_is_over_at_once():
+    profile = StepProfile(model := Net(), deadline_s=time.monotonic() - 1)
+    with pytest.raises(TimeoutError), profile:
+        pass
+    assert not torch.nn.modules.module._has_any_global_hook()
+    assert "resize_" not in vars(torch.UntypedStorage)
+    assert not model.first.weight._post_accumulate_grad_hooks
+
+
 def test_tensors_without_data_are_followed_as_real_ones():
     def changes(model: nn.Module, x: Tensor) -> list[tuple[str, str, str, int]]:
         optimizer = torch.optim.AdamW(model.parameters())
