@@ -99,7 +99,7 @@ class TestSteps:
 class TestReports:
     def test_settings_and_bytes(self, capsys, project):
         for name, num_bytes, changes in (("a", 1000, []), ("b", 400, [{"name": "optimizer"}])):
-            report = {
+            report: dict[str, object] = {
                 "settings": {"optimizer": "None" if not changes else "'8bit'"},
                 "changes": [],
                 "refusals": [],

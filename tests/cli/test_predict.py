@@ -81,6 +81,11 @@ class TestFigures:
             state = json_of(capsys, *arguments, *optimizer)["by_category"]["optimizer_state"]
             assert state == pytest.approx(times * num_bytes, abs=4 * 4), optimizer
 
+    def test_a_batch_of_gigabytes_is_not_made(self, capsys):
+        arguments = ("predict", "net.py:Net", "--batch", "x=float32[80000000,64]")
+        found = json_of(capsys, *arguments)
+        assert found["by_category"]["input"] == 4 * 64 * 80_000_000
+
     def test_a_checkpoint_with_its_code(self, capsys, project):
         import torch
 
