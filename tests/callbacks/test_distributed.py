@@ -175,9 +175,9 @@ def accumulated(make_loader: Callable[[], Any], window: int) -> list[list[float]
         configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.0),
         train_dataloader=lambda self: make_loader(),
     )
-    callback = MemSaveCallback(
-        None, optimizer=None, accumulate_grad_batches=window, monitor=False, report=False
-    )
+    # Without the prediction, whose trial would call the hook too.
+    off: Any = {"optimizer": None, "monitor": False, "predict": False, "report": False}
+    callback = MemSaveCallback(None, accumulate_grad_batches=window, **off)
     # Each rank has its share already; Lightning's own sampler would shuffle.
     train(lit, callback, limit_val_batches=0, use_distributed_sampler=False)
     return gradients
