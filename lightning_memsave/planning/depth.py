@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_memsave.core.blocks import BlockSelector, find_blocks
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory
+from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory, Timeline
 
 DEPTHS = (6, 10)
 """Two or three blocks underestimate by up to a tenth: the peak moves to another place."""
@@ -112,12 +112,14 @@ def extrapolate(
         by_phase=by_phase,
         peak_phase=phase,
         modules=_modules(checked, stack, by_phase[phase]),
+        timeline=_timeline(checked, by_phase, phase),
         reserved_bytes=reserved_bytes,
         is_extrapolated=True,
     )
     return prediction, (
         f"Predicted from copies with {DEPTHS[0]} and {DEPTHS[1]} of {stack.num_blocks} blocks, "
-        f"checked with {CHECKED_DEPTH}; time line and largest tensors are those of {CHECKED_DEPTH}."
+        f"checked with {CHECKED_DEPTH}, whose time line is drawn larger and whose largest tensors "
+        "are shown."
     )
 
 
@@ -131,6 +133,27 @@ def _at(low: MemoryPrediction, high: MemoryPrediction, depth: int) -> dict[str, 
         phase: memory + (memory + low.by_phase[phase] * -1) * steps
         for phase, memory in high.by_phase.items()
     }
+
+
+def _timeline(
+    checked: MemoryPrediction, by_phase: Mapping[str, MemoryBreakdown], peak_phase: str
+) -> Timeline:
+    old = {phase: memory.by_category() for phase, memory in checked.by_phase.items()}
+    new = {phase: memory.by_category() for phase, memory in by_phase.items()}
+    phases = checked.timeline.phases
+    by_category = {
+        name: [
+            round(n * new[phase][name] / old[phase][name]) if old[phase][name] else n
+            for n, phase in zip(points, phases, strict=True)
+        ]
+        for name, points in checked.timeline.by_category.items()
+    }
+    totals = [sum(points) for points in zip(*by_category.values(), strict=True)]
+    inside = [index for index, phase in enumerate(phases) if phase == peak_phase]
+    peak_index = max(inside, key=totals.__getitem__, default=0)
+    for name, points in by_category.items():
+        points[peak_index] = new[peak_phase][name]
+    return Timeline(phases, {k: tuple(points) for k, points in by_category.items()}, peak_index)
 
 
 # The blocks that no copy had are like one from the middle; what is left belongs to the whole.
