@@ -99,23 +99,23 @@ class Subject:
         """Make the batch.
 
         Returns:
-            Real tensors, whose integers decide about masks and labels; for very large ones a
-            function that makes them, to be called where tensors have no data.
+            Real tensors, whose integers decide about masks and labels; of more than 1 GiB
+            tensors on the meta device.
         """
-        from torch.utils._pytree import tree_leaves
+        import torch
+        from torch.utils._pytree import tree_leaves, tree_map_only
 
         from lightning_memsave.planning.fake_models import fake_tensors
 
-        batch = self.batch
-        if batch is None:
+        if self.batch is None:
             return None
-
-        def make() -> Any:
-            return batch.build()
-
         with fake_tensors():
-            num_bytes = sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(make()))
-        return make() if num_bytes <= _MAX_REAL_BYTES else make
+            batch = self.batch.build()
+        if sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(batch)) <= _MAX_REAL_BYTES:
+            return self.batch.build()
+        return tree_map_only(
+            torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), batch
+        )
 
     def predict_on_cards(
         self, settings: Mapping[str, Any] | None = None
