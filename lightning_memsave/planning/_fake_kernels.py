@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memsave.planning import _remembered_kernels
+
 MAX_MEASURED_NUMEL = 2**24
 """Up to here a recurrent layer is run once to see what it keeps; larger ones keep in proportion."""
 
@@ -27,12 +29,13 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         Its result: shapes, types and sizes are those of the real kernel.
     """
     correct = _CORRECTIONS.get(func)
-    return func(*args, **kwargs) if correct is None else correct(func, args, kwargs)
+    run_it = _remembered_kernels.run if correct is None else correct
+    return run_it(func, args, kwargs)
 
 
 # With parameters of another type than the input, CPUs keep statistics in that of the parameters.
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = func(*args, **kwargs)
+    result = _remembered_kernels.run(func, args, kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]
     if weight is None or weight.dtype == args[0].dtype:
         return result
@@ -43,8 +46,8 @@ def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     a, b = args[:2]
     if a.dtype is torch.bfloat16 and b.dtype is torch.bfloat16:
-        result: Tensor = func(*args, **kwargs)
-        return result
+        made: Tensor = func(*args, **kwargs)
+        return made
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = () if offsets is None else (len(offsets),)
     shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
@@ -52,7 +55,7 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
         shape = (*groups, *shape)
     elif a.ndim == b.ndim == 3:
         shape = (len(a), *shape)
-    return a.new_empty(shape, dtype=kwargs.get("out_dtype") or a.dtype)
+    return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=a.device)
 
 
 # What oneDNN keeps for backward is an opaque block, and has no bytes where there is no data.

@@ -208,6 +208,11 @@ def know_as(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor
 
 
+# What has data in code that runs on tensors without is what it has just written down itself.
+def _is_known(tensor: Tensor) -> bool:
+    return hasattr(tensor, _VALUE) or not isinstance(tensor, FakeTensor)
+
+
 def _is_computable(func: Any, result: Any) -> bool:
     # What is empty has no numbers yet.
     if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:

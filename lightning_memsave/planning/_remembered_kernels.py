@@ -1,0 +1,162 @@
+"""Run operators on tensors without data, remembering what came out for which shapes."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+MAX_REMEMBERED = 100_000
+_CPU = torch.device("cpu")
+
+aten = torch.ops.aten
+# For each operator and what it was given: the type of the result, and for each tensor in it whether
+# it is a view of the first argument, and shape, stride, offset and type.
+_results: dict[tuple[Any, ...], tuple[type, tuple[tuple[Any, ...], ...]]] = {}
+# They change numbers alone, which are not there.
+_IN_PLACE = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        *(("add_", "Tensor"), ("add_", "Scalar"), ("sub_", "Tensor"), ("mul_", "Tensor")),
+        *(("mul_", "Scalar"), ("div_", "Tensor"), ("div_", "Scalar"), ("lerp_", "Scalar")),
+        *(("addcmul_", "default"), ("addcdiv_", "default"), ("copy_", "default")),
+        *(("zero_", "default"), ("fill_", "Scalar"), ("bernoulli_", "float")),
+        *(("normal_", "default"), ("uniform_", "default"), ("sqrt_", "default")),
+    )
+)
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator; the second time with the same shapes in a fifth of the time.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: More of them.
+
+    Returns:
+        What torch would give.
+    """
+    if func in _IN_PLACE and _is_of_one_shape((*args, *kwargs.values())):
+        return args[0]
+    if (for_each := _kind_of_list(func)) and all(map(_is_dense, args[0])):
+        return None if for_each == "in place" else [_make(t, _of_like(t)) for t in args[0]]
+    key = _key(func, args, kwargs) if _is_function_of_shapes(func) else None
+    if key is None:
+        return func(*args, **kwargs)
+    remembered = _results.get(key)
+    if remembered is not None:
+        kind, parts = remembered
+        made = [_make(args[0], part) for part in parts]
+        return made[0] if kind is FakeTensor else kind(made)
+    result = func(*args, **kwargs)
+    tensors = result if isinstance(result, tuple | list) else (result,)
+    described = [_description(tensor, args[0]) for tensor in tensors]
+    if None not in described:
+        if len(_results) >= MAX_REMEMBERED:
+            _results.clear()
+        _results[key] = type(result), tuple(part for part in described if part is not None)
+    return result
+
+
+# Operators over lists of tensors, of which optimizers give them hundreds.
+@functools.cache
+def _kind_of_list(func: Any) -> str:
+    name = str(func).removeprefix("aten._foreach_").partition(".")[0]
+    if name not in _FOR_EACH and name.removesuffix("_") not in _FOR_EACH:
+        return ""
+    return "in place" if name.endswith("_") else "new"
+
+
+_FOR_EACH = frozenset(
+    ("add", "sub", "mul", "div", "lerp", "sqrt", "addcmul", "addcdiv", "reciprocal", "neg")
+)
+
+
+def _is_dense(tensor: Any) -> bool:
+    return (
+        type(tensor) is FakeTensor
+        and tensor.fake_device == _CPU
+        and tensor.is_floating_point()
+        and tensor.is_contiguous()
+    )
+
+
+def _of_like(tensor: Tensor) -> tuple[Any, ...]:
+    return False, tensor.shape, tensor.stride(), 0, tensor.dtype
+
+
+def _is_of_one_shape(values: tuple[Any, ...]) -> bool:
+    shape = values[0].shape
+    return all(
+        type(value) is FakeTensor and value.shape == shape
+        for value in values
+        if isinstance(value, Tensor)
+    )
+
+
+@functools.cache
+def _is_function_of_shapes(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace != "aten":
+        return False
+    values = (*func._schema.arguments, *func._schema.returns)
+    data = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+    return not data & set(func.tags) and not any(
+        value.alias_info is not None and value.alias_info.is_write for value in values
+    )
+
+
+def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    if not args or type(args[0]) is not FakeTensor or args[0].fake_device != _CPU:
+        return None
+    # Numbers that are not tensors become tensors of the default type.
+    key: list[Any] = [func, torch.get_default_dtype()]
+    for value in (*args, *kwargs, *kwargs.values()):
+        if type(value) is FakeTensor:
+            if value.dtype.is_complex or value.layout is not torch.strided:
+                return None
+            key.append((value.shape, value.stride(), value.storage_offset(), value.dtype))
+        elif isinstance(value, list | tuple):
+            if not all(isinstance(item, bool | int | float) for item in value):
+                return None
+            key.append((*value, *map(type, value)))
+        elif isinstance(value, _PLAIN):
+            # 1, 1.0 and True are equal, and make different tensors.
+            key.append((type(value), value))
+        else:
+            return None
+    return tuple(key)
+
+
+_PLAIN = (
+    *(bool, int, float, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+
+
+def _description(tensor: Any, first: Tensor) -> tuple[Any, ...] | None:
+    if type(tensor) is not FakeTensor or tensor.fake_device != _CPU or tensor.dtype.is_complex:
+        return None
+    storage = tensor.untyped_storage()
+    is_view = storage._cdata == first.untyped_storage()._cdata
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    if not is_view:
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        reach = 1 + sum(stride * (size - 1) for size, stride in sizes)
+        num_bytes = reach * tensor.element_size() if tensor.numel() else 0
+        # Not if it is a view of another argument.
+        if storage.nbytes() != num_bytes or tensor.storage_offset():
+            return None
+    return is_view, *place, tensor.dtype
+
+
+def _make(first: Any, description: tuple[Any, ...]) -> Tensor:
+    is_view, shape, stride, offset, dtype = description
+    with torch._C._DisableTorchDispatch():
+        if is_view:
+            made = torch.empty(0, dtype=dtype, device="meta")
+            made.set_(first.untyped_storage(), offset, shape, stride)
+        else:
+            made = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        return FakeTensor(first.fake_mode, made, _CPU)
