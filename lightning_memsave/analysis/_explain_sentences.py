@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 
-from lightning_memsave.analysis._explain_steps import scores_of
+from lightning_memsave.analysis._explain_steps import are_maybe_more, scores_of
 from lightning_memsave.analysis._explain_suspect import label_of
 from lightning_memsave.analysis._explain_tensors import costs_of, find_outputs, logits_of
 from lightning_memsave.analysis._explain_trials import Trials
@@ -50,7 +50,9 @@ def sentences_of(trials: Trials, cardinalities: Mapping[str, int] | None = None)
 
 
 def _peak(base: MemoryPrediction) -> str:
-    where = f" in `{base.peak_module}`" if base.peak_module else ""
+    # Of deep models that is a block of the copies with fewer.
+    is_named = base.peak_module and not base.is_extrapolated
+    where = f" in `{base.peak_module}`" if is_named else ""
     on_device = ""
     if base.device_bytes != base.peak_bytes:
         on_device = (
@@ -136,6 +138,7 @@ def _several(base: MemoryPrediction, tensors: list[TensorMemory], what: str) -> 
     num_bytes = sum(tensor.num_bytes for tensor in tensors)
     if num_bytes < _MIN_SHARE * base.peak_bytes:
         return []
-    count = f"{len(tensors)} tensor{'s hold' if len(tensors) > 1 else ' holds'} numbers"
+    at_least = "At least " if are_maybe_more(base, tensors) else ""
+    count = f"{at_least}{len(tensors)} tensor{'s hold' if len(tensors) > 1 else ' holds'} numbers"
     share = f"{num_bytes / base.peak_bytes:.0%} of the peak"
     return [f"{count} {what}: {format_bytes(num_bytes)}, {share}."]

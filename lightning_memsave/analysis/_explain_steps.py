@@ -1,5 +1,7 @@
 """What another kind of attention, or gradients that are freed in time, would change."""
 
+from collections.abc import Sequence
+
 from lightning_memsave.analysis._explain_suspect import Figure, Suspect, answered, unknown
 from lightning_memsave.analysis._explain_trials import Trials
 from lightning_memsave.planning.peaks import NUM_LARGEST
@@ -56,7 +58,7 @@ def _of_scores(trials: Trials) -> Suspect:
     num_bytes = sum(tensor.num_bytes for tensor in scores)
     if not scores:
         return answered(_NAME, 0, "No matrix of all pairs of tokens is alive at the peak.", base)
-    at_least = "At least " if len(base.largest_tensors) >= NUM_LARGEST else ""
+    at_least = "At least " if are_maybe_more(base, scores) else ""
     return answered(
         _NAME,
         num_bytes,
@@ -84,6 +86,23 @@ def scores_of(base: MemoryPrediction, length: int) -> list[TensorMemory]:
         and len(tensor.shape) > 2
         and tensor.shape[-2:] == (length, length)
     ]
+
+
+def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> bool:
+    """Say whether smaller ones may be missing in what a prediction lists.
+
+    Args:
+        base: The prediction; it lists its largest tensors, and of deep models those of a copy.
+        tensors: Some of them.
+
+    Returns:
+        True if they are of blocks that the copy lacks, or among the smallest that are listed.
+    """
+    listed = base.largest_tensors
+    if not tensors or len(listed) < NUM_LARGEST:
+        return False
+    is_of_blocks = any(part.isdigit() for t in tensors for part in t.module.split("."))
+    return (base.is_extrapolated and is_of_blocks) or tensors[-1].num_bytes <= listed[-1].num_bytes
 
 
 def old_gradients(trials: Trials) -> Suspect:
