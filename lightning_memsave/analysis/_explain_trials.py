@@ -3,7 +3,7 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -24,8 +24,6 @@ from lightning_memsave.planning.prediction import MemoryPrediction
 OFF = dict.fromkeys(
     ("activation_checkpointing", "optimizer", "precision", "micro_batch_size"), None
 )
-
-_WRAPPER = "wrapped"  # how `predict_memory` names a module that is no LightningModule
 
 
 @dataclass
@@ -161,7 +159,7 @@ class Trials:
                 stack.enter_context(attention_set(module, attention))
             elif attention is not None:
                 module = _maker_with(module, attention)
-            prediction = predict_memory(
+            return predict_memory(
                 module,
                 batch,
                 settings={**self.arguments, **changes},
@@ -169,30 +167,10 @@ class Trials:
                 gpu=self.gpu,
                 **self.options,
             )
-        return prediction if _WRAPPER in self.table.class_names else _unwrapped(prediction)
 
 
 def _quoted(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else repr(value)
-
-
-# Under the name that it has in the LightningModule around it no one would look for a module.
-def _unwrapped(prediction: MemoryPrediction) -> MemoryPrediction:
-    def own(name: str) -> str:
-        return "" if name == _WRAPPER else name.removeprefix(f"{_WRAPPER}.")
-
-    if all(module.name != _WRAPPER for module in prediction.modules):
-        return prediction
-    outer, inner, *others = prediction.modules
-    inner = replace(inner, name="", memory=inner.memory + outer.memory)
-    return replace(
-        prediction,
-        modules=(inner, *(replace(module, name=own(module.name)) for module in others)),
-        largest_tensors=tuple(
-            replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
-        ),
-        peak_module=own(prediction.peak_module),
-    )
 
 
 def _maker_with(make: Callable[[], nn.Module], attention: str) -> Callable[[], nn.Module]:

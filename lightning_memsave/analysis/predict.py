@@ -1,14 +1,15 @@
 """Predict the peak memory of training, without a GPU and without the memory of the model."""
 
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.callbacks._base import CallbackBase
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nesting import items_of
@@ -18,6 +19,12 @@ from lightning_memsave.planning.fake_models import FakeTensors, real_tensors
 from lightning_memsave.planning.gpus import Gpu, parse_gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
 
+_WRAPPER = "wrapped"
+# One device holds everything: what a Trainer is told of devices and strategies is not used.
+_MATTER = (
+    *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("max_epochs", "max_steps"),
+)
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -57,7 +64,8 @@ def predict_memory(
         gpu: The GPU that is meant, such as ``"T4"``: it decides which precision ``"auto"`` is.
         attention: CUDA's attention kernel, ``"flash"``, ``"efficient"`` or ``"math"``; without it
             the one that torch would choose.
-        trainer_arguments: Arguments of the Trainer that matter for memory, such as ``precision``.
+        trainer_arguments: Arguments of the Trainer; ``precision``, accumulation and gradient
+            clipping matter for memory, others are not used.
         may_extrapolate: Whether models of 20 blocks and more may be predicted from copies with
             fewer, which takes seconds instead of minutes.
 
@@ -78,11 +86,12 @@ def predict_memory(
         (88840, 177696)
     """
     arguments = _arguments(settings)
-    trainer_settings = dict(trainer_arguments or {})
+    trainer_settings = {
+        name: value for name, value in (trainer_arguments or {}).items() if name in _MATTER
+    }
     card = parse_gpu(gpu) if isinstance(gpu, str) else gpu
     if arguments["precision"] == "auto":
         arguments["precision"] = _auto_precision(device, card, trainer_settings)
-    package = _package_of(module)
 
     def build(fakes: FakeTensors) -> tuple[Any, Any]:
         made = module if isinstance(module, nn.Module) else module()
@@ -95,16 +104,15 @@ def predict_memory(
             with real_tensors():
                 data = batch()
         twin = fakes.copy_module(made, without=_trainers(made)) if made is module else made
-        if not isinstance(twin, package.LightningModule):
-            twin = _wrap(package, twin, optimizer, loss)
+        if not _is_lightning(twin):
+            twin = _wrap(twin, optimizer, loss)
         return twin, fakes.copy_batch(data)
 
-    return predict(
+    prediction = predict(
         Question(
             build,
             MemSaveCallback,
             arguments,
-            package,
             device,
             attention=attention,
             capability=(card and card.compute_capability) or (8, 0),
@@ -112,6 +120,7 @@ def predict_memory(
             may_extrapolate=may_extrapolate,
         )
     )
+    return _without_wrapper(prediction)
 
 
 def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str, Any]:
@@ -140,13 +149,9 @@ def _auto_precision(
     return "bf16-mixed" if gpu is None or gpu.has_bf16 else "16-mixed"
 
 
-def _package_of(module: object) -> Any:
-    for cls in type(module).__mro__:
-        for package in PACKAGES:
-            if cls.__module__.startswith(f"{package}."):
-                return importlib.import_module(package)
-    base = CallbackBase.__mro__[1]
-    return importlib.import_module(".".join(base.__module__.split(".")[:-2]))
+def _is_lightning(module: nn.Module) -> bool:
+    starts = tuple(f"{package}." for package in PACKAGES)
+    return any(cls.__module__.startswith(starts) for cls in type(module).__mro__)
 
 
 def _trainers(module: Any) -> list[Any]:
@@ -154,7 +159,10 @@ def _trainers(module: Any) -> list[Any]:
     return [] if trainer is None else [trainer]
 
 
-def _wrap(package: Any, module: nn.Module, optimizer: Any, loss: Any) -> Any:
+def _wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
+    installed = (name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]))
+    package: Any = importlib.import_module(next(installed))
+
     class Wrapped(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
@@ -169,6 +177,25 @@ def _wrap(package: Any, module: nn.Module, optimizer: Any, loss: Any) -> Any:
             return (optimizer or torch.optim.AdamW)(parameters)
 
     return Wrapped()
+
+
+# Under the name that it has in the LightningModule around it no one would look for a module.
+def _without_wrapper(prediction: MemoryPrediction) -> MemoryPrediction:
+    def own(name: str) -> str:
+        return "" if name == _WRAPPER else name.removeprefix(f"{_WRAPPER}.")
+
+    if prediction.modules[0].class_name != "Wrapped":
+        return prediction
+    outer, inner, *others = prediction.modules
+    inner = replace(inner, name="", memory=inner.memory + outer.memory)
+    return replace(
+        prediction,
+        modules=(inner, *(replace(module, name=own(module.name)) for module in others)),
+        largest_tensors=tuple(
+            replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
+        ),
+        peak_module=own(prediction.peak_module),
+    )
 
 
 def _call(module: nn.Module, batch: Any) -> Any:

@@ -7,7 +7,6 @@ import functools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 from lightning_memsave import host
@@ -40,7 +39,6 @@ class Question:
         build: Makes the LightningModule and the batch, both without data.
         make_callback: Makes the `MemSaveCallback`, from its arguments.
         arguments: Of `MemSaveCallback`, by name.
-        package: ``lightning.pytorch`` or ``pytorch_lightning``.
         device: ``"cuda"`` or ``"cpu"``: whose kernels are assumed.
         attention: CUDA's attention kernel; ``None`` for the one that torch would choose.
         capability: Compute capability of the GPU.
@@ -55,7 +53,6 @@ class Question:
     build: Callable[[FakeTensors], tuple[Any, Any]]
     make_callback: Callable[..., Any]
     arguments: Mapping[str, Any]
-    package: ModuleType
     device: str
     attention: str | None = None
     capability: tuple[int, int] = (8, 0)
@@ -109,7 +106,7 @@ class _Predictor:
     def predict(self, stack: Stack | None = None, depth: int = 0) -> MemoryPrediction:
         with contextlib.nullcontext() if stack is None else stack.cut(self.pl_module, depth):
             twin = self.fakes.copy_module(self.pl_module)
-        question = self.question
+        question, package = self.question, host.package_of(self.pl_module)
         on_cuda = question.device == "cuda"
         arguments, assumptions = _trial_arguments(question)
         trainer_arguments = dict(question.trainer_arguments)
@@ -119,7 +116,7 @@ class _Predictor:
             # On a CPU Lightning would take bfloat16 instead, for which some GPUs have no kernels.
             arguments["precision"] = None
             trainer_arguments.pop("precision", None)
-            trainer_arguments["plugins"] = [host.half_precision_on_cpu(question.package)]
+            trainer_arguments["plugins"] = [host.half_precision_on_cpu(package)]
         callback = question.make_callback(**copy.deepcopy(arguments))
         batch, rest_bytes = _first_micro_batches(self.batch, arguments)
         limit_s = question.time_limit_s
@@ -127,7 +124,7 @@ class _Predictor:
             cuda_kernels, question.attention, capability=question.capability
         )
         settings = TrialSettings(
-            question.package,
+            package,
             accumulate_grad_batches=arguments["accumulate_grad_batches"] or accumulated,
             num_batches=question.num_batches,
             trainer_arguments=trainer_arguments,

@@ -203,7 +203,6 @@ def question_of(
         build,
         make_callback,
         {},
-        host.package_of(trainer),
         device.type,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0),
         trainer_arguments={

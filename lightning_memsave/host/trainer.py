@@ -24,23 +24,23 @@ _NEEDED = (
 )
 
 
-def package_of(trainer: Any) -> ModuleType:
-    """Find the package that a Trainer comes from.
+def package_of(thing: Any) -> ModuleType:
+    """Find the package that a Trainer or a LightningModule comes from.
 
     Args:
-        trainer: A Trainer of either package, or of a subclass.
+        thing: A Trainer or LightningModule of either package, or of a subclass.
 
     Returns:
         The module ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Raises:
-        TypeError: If the object is no Trainer.
+        TypeError: If the object is of neither.
     """
-    for cls in type(trainer).__mro__:
+    for cls in type(thing).__mro__:
         for package in PACKAGES:
             if cls.__module__.startswith(f"{package}."):
                 return importlib.import_module(package)
-    raise TypeError(f"{trainer!r} is no Trainer of {' or '.join(PACKAGES)}")
+    raise TypeError(f"{thing!r} is no Trainer or LightningModule of {' or '.join(PACKAGES)}")
 
 
 def check_host(trainer: Any) -> list[Problem]:

@@ -58,9 +58,8 @@ def test_a_vocabulary_that_dominates_is_named():
     names = ["model structure", "vocabulary and labels", "copies of the logits"]
     found = explain(model, ids(1, 16), suspects=names)
     prediction = predict_memory(model, ids(1, 16), device="cpu")
-    # Without the name of the module that `predict_memory` puts around.
     costs = FixedCosts.from_prediction(prediction).by_module
-    table = costs["wrapped.bert.embeddings.word_embeddings"]
+    table = costs["bert.embeddings.word_embeddings"]
     assert found.suspect("vocabulary and labels").figures["table_bytes"] == table
     assert f"it costs {format_bytes(table)} of the" in text_of(found)
     assert "`bert.embeddings.word_embeddings` (50,000 x 32) holds 9" in text_of(found)
