@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nesting import items_of
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.host import PACKAGES
 from lightning_memsave.planning.fake_models import FakeTensors, real_tensors
 from lightning_memsave.planning.gpus import Gpu, parse_gpu
@@ -66,7 +66,7 @@ def predict_memory(
             the one that torch would choose.
         trainer_arguments: Arguments of the Trainer; ``precision``, accumulation and gradient
             clipping matter for memory, others are not used.
-        may_extrapolate: Whether models of 20 blocks and more may be predicted from copies with
+        may_extrapolate: Whether models of 30 blocks and more may be predicted from copies with
             fewer, which takes seconds instead of minutes.
 
     Returns:
@@ -74,10 +74,11 @@ def predict_memory(
 
     Raises:
         ConfigurationError: If arguments are wrong, or the module cannot be made or copied.
+        MemsaveError: If settings do not go with the module.
 
     Note:
-        Whatever the module raises on this batch comes through. For CUDA the prediction rests on
-        ``assumptions``, which the result lists.
+        Whatever the module's step raises on this batch comes through, with a note. For CUDA the
+        prediction rests on ``assumptions``, which the result lists.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
@@ -94,11 +95,7 @@ def predict_memory(
         arguments["precision"] = _auto_precision(device, card, trainer_settings)
 
     def build(fakes: FakeTensors) -> tuple[Any, Any]:
-        made = module if isinstance(module, nn.Module) else module()
-        if not isinstance(made, nn.Module):
-            raise ConfigurationError(
-                f"`{module!r}` gave {type(made).__name__}, not a module. Return the module."
-            )
+        made = module if isinstance(module, nn.Module) else _made(module)
         data = batch
         if inspect.isroutine(batch):
             with real_tensors():
@@ -108,19 +105,49 @@ def predict_memory(
             twin = _wrap(twin, optimizer, loss)
         return twin, fakes.copy_batch(data)
 
-    prediction = predict(
-        Question(
-            build,
-            MemSaveCallback,
-            arguments,
-            device,
-            attention=attention,
-            capability=(card and card.compute_capability) or (8, 0),
-            trainer_arguments=trainer_settings,
-            may_extrapolate=may_extrapolate,
-        )
+    question = Question(
+        build,
+        MemSaveCallback,
+        arguments,
+        device,
+        attention=attention,
+        capability=(card and card.compute_capability) or (8, 0),
+        trainer_arguments=trainer_settings,
+        may_extrapolate=may_extrapolate,
     )
-    return _without_wrapper(prediction)
+    try:
+        return _without_wrapper(predict(question))
+    except MemsaveError:
+        raise
+    except Exception as error:
+        error.add_note(
+            "This comes from the training step of the module, which `predict_memory` ran on "
+            "tensors without data: check that the batch is one that the module takes."
+        )
+        raise
+
+
+def _made(make: Any) -> nn.Module:
+    if not callable(make):
+        raise ConfigurationError(
+            f"`{make!r}` is {type(make).__name__}, neither a module nor a function that makes one. "
+            "Pass the module, or for example `lambda: Model(config)`."
+        )
+    try:
+        made = make()
+    except MemsaveError:
+        raise
+    except Exception as error:
+        raise ConfigurationError(
+            f"`{make!r}` cannot make the module ({type(error).__name__}: {error}). It is called "
+            "without arguments and its tensors have no data: see that it needs neither, or pass "
+            "the module itself."
+        ) from error
+    if not isinstance(made, nn.Module):
+        raise ConfigurationError(
+            f"`{make!r}` gave {type(made).__name__}, not a module. Return the module."
+        )
+    return made
 
 
 def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ DEPTHS = (6, 10)
 """Two or three blocks underestimate by up to a tenth: the peak moves to another place."""
 CHECKED_DEPTH = 13
 TOLERANCE = 1e-3
-MIN_NUM_BLOCKS = 20
+MIN_NUM_BLOCKS = 30
 """Below, the copies together are no cheaper than the model."""
 
 

@@ -177,7 +177,9 @@ class UNetLit(Lit):
 
 
 class Diffusion(Lit):
-    """Steps of noise are drawn at random, and one in ten samples goes without its class."""
+    """Steps of noise are drawn at random, and a second model is an average of the first."""
+
+    alphas: Tensor
 
     def __init__(self) -> None:
         super().__init__(UNet(), functools.partial(torch.optim.Adam, lr=1e-4))
@@ -215,7 +217,7 @@ class TransformerEncoder(Lit):
 
 
 class Lstm(Lit):
-    """Two layers in both directions, on rows of different lengths that are packed."""
+    """Two layers in both directions."""
 
     def __init__(self) -> None:
         super().__init__(nn.LSTM(64, 64, 2, batch_first=True, bidirectional=True, dropout=0.1))
@@ -237,7 +239,8 @@ class Gan(pl.LightningModule):
         self.discriminator = nn.Sequential(nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        of_generator, of_discriminator = self.optimizers()
+        optimizers: Any = self.optimizers()
+        of_generator, of_discriminator = optimizers
         real = batch[0].flatten(1)
         fake = self.generator(torch.randn(len(real), 16))
 
