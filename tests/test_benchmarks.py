@@ -16,6 +16,8 @@ from benchmarks._paired import Turns, summarise, time_pairs
 from benchmarks.gpu.__main__ import compare_losses, make_table
 from benchmarks.gpu.__main__ import main as run_ladder
 from benchmarks.gpu._rungs import BITWISE, RUNGS
+from benchmarks.predict.__main__ import main as compare_predictions
+from benchmarks.predict.__main__ import make_text as lay_out
 
 ROOT = Path(__file__).parents[1]
 
@@ -208,3 +210,23 @@ def test_results_say_where_they_come_from(tmp_path):
     text = path.with_suffix(".md").read_text()
     assert found["provenance"]["device"] in text
     assert "| c   |   1 |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the models' libraries
+def test_predictions_are_compared_with_counts(tmp_path, capsys):
+    options = ["--architectures", "gan", "--no-deep", "--results", str(tmp_path)]
+    assert compare_predictions(options) == 0
+
+    found = json.loads((tmp_path / "predict_cpu.json").read_text())["exactness"]["gan"]
+    nothing = found["nothing"]
+    assert nothing["predicted_bytes"] == nothing["counted_bytes"] > 0
+    assert "| gan " in (tmp_path / "predict_cpu.md").read_text()
+
+
+def test_errors_of_predictions_are_parts_per_million():
+    found = {"predicted_bytes": 1_000_100, "counted_bytes": 1_000_000, "seconds": 2.0}
+    equal = {**found, "predicted_bytes": 1_000_000}
+    text = lay_out({"a": {"nothing": found, "8bit": equal}, "b": {"8bit": equal}}, {})
+    assert "| a            |    +100 |    0 |     2.0 |" in text
+    assert "| b            |       - |    0 |     2.0 |" in text

@@ -1,0 +1,1 @@
+"""How exact predictions are, and how long they take."""

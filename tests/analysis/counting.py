@@ -1,0 +1,85 @@
+"""Predict and count the same two steps."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_memsave import MemSaveCallback, host
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.planning.prediction import MemoryPrediction
+from tests.analysis.architectures import SETTINGS, Architecture
+
+OFF = dict.fromkeys(("activation_checkpointing", "optimizer", "precision", "micro_batch_size"))
+
+
+class _Batches(Dataset[Any]):
+    """Makes each batch anew, as a DataLoader does."""
+
+    def __init__(self, make: Any, length: int) -> None:
+        self.make, self.length = make, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make()
+
+
+class _Counter(pl.Callback):
+    """Counts live tensors without a break from the first batch to the last."""
+
+    live: LiveTensors | None = None
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.live is None:
+            self.live = LiveTensors(pl_module, trainer.optimizers, "cpu")
+            self.live.__enter__()
+        self.live.track_input(batch)
+
+    def on_train_end(self, trainer, pl_module):
+        self.live.__exit__(None, None, None)
+
+
+def settings_for(architecture: Architecture, name: str) -> dict[str, Any] | None:
+    """What of a setting the architecture takes; none if nothing is left of it."""
+    settings = {k: v for k, v in SETTINGS[name].items() if k not in architecture.without}
+    return settings if settings or not SETTINGS[name] else None
+
+
+def count(architecture: Architecture, settings: Mapping[str, Any]) -> int:
+    """Bytes at the peak of two real optimizer steps."""
+    counter = _Counter()
+    num_batches = 2 * settings.get("accumulate_grad_batches", 1)
+    with host.quiet():
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[
+                MemSaveCallback(**OFF | settings, monitor=False, report=False, predict=False),
+                counter,
+            ],
+            **dict(architecture.trainer_arguments),
+        )
+        torch.manual_seed(0)
+        batches = _Batches(architecture.batch, num_batches)
+        trainer.fit(architecture.make(), DataLoader(batches, batch_size=None))
+    return counter.live.peak.total_bytes
+
+
+def predict(architecture: Architecture, settings: Mapping[str, Any]) -> MemoryPrediction:
+    return predict_memory(
+        architecture.make,
+        architecture.batch,
+        settings=settings,
+        device="cpu",
+        trainer_arguments=dict(architecture.trainer_arguments),
+        may_extrapolate=False,
+    )
