@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -41,6 +42,7 @@ def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
     threads = set(threading.enumerate())
     yield
     assert _get_current_dispatch_mode_stack() == []
+    assert not _has_any_global_hook()
     after = (
         torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),

@@ -128,7 +128,7 @@ def test_table_of_the_ladder_has_ratios_to_nothing():
 
     cells = [cell.strip() for cell in table.splitlines()[3].split("|")]
     assert cells[1:4] == ["all", "1", "0.250"]
-    assert cells[6:8] == ["150.0", "1.500"]
+    assert cells[7:9] == ["150.0", "1.500"]
 
 
 @pytest.mark.slow

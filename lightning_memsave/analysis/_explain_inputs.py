@@ -66,7 +66,7 @@ def make_trials(
         batch = make_batch_spec(batch).build()
     if isinstance(batch, BatchSpec):
         batch = batch.build()
-    elif inspect.isfunction(batch):
+    elif inspect.isroutine(batch):
         batch = batch()
     arguments = (
         dict(settings.arguments)

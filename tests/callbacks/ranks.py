@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from lightning_memsave.callbacks import _arguments
+
 Notes = dict[str, Any]
 Report = Callable[[str], list[Notes]]
 
@@ -33,6 +35,8 @@ def rank_of_this_process() -> int:
 def write_notes(scenarios: Mapping[str, Callable[[], Notes]], arguments: list[str]) -> None:
     """Run scenarios on this rank, all or the named ones, and write down what each of them saw."""
     folder, *names = arguments
+    # As in `conftest`: predictions take time, and call the hooks that tests listen to.
+    _arguments.TIME_LIMIT_S = None
     for name in names or scenarios:
         faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
         print(f"--- {name}", flush=True)  # noqa: T201

@@ -83,6 +83,7 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ("tf32=null", None),
         ("exactness=bitwise", "bitwise"),
         ("monitor=false", False),
+        ("predict=5.5", 5.5),
         ("report=false", False),
     ],
 )
@@ -188,6 +189,7 @@ def test_yaml():
         "tf32": False,
         "exactness": "approximate",
         "monitor": False,
+        "predict": True,
         "report": False,
     }
 

@@ -31,6 +31,15 @@ MESSAGE = oom_messages.FRAGMENTED.partition(": ")[2]
 TEXT, JSON = Path("memsave_oom.txt"), Path("memsave_oom.json")
 
 
+@pytest.fixture(autouse=True)
+def only_own_tensors():
+    """Hide what other tests have left in this process, which would be found too."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
 def package(request):
     return importlib.import_module(request.param)

@@ -19,7 +19,7 @@ from tests.callbacks.ranks import RANKS, Notes, Report, make_report, write_notes
 from tests.cases import Model
 
 
-def train(*, predict: bool, through_ddp: bool = False, **settings: Any) -> Notes:
+def train(*, predict: float | bool, through_ddp: bool = False, **settings: Any) -> Notes:
     def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
         loss: Tensor = self.model(batch)
         # Each of these meets the other rank.
@@ -55,10 +55,10 @@ def train(*, predict: bool, through_ddp: bool = False, **settings: Any) -> Notes
 
 
 SCENARIOS = {
-    "predicted": lambda: train(predict=True),
+    "predicted": lambda: train(predict=60.0),
     "plain": lambda: train(predict=False),
-    "accumulated": lambda: train(predict=True, through_ddp=True, accumulate_grad_batches=2),
-    "through_ddp": lambda: train(predict=True, through_ddp=True),
+    "accumulated": lambda: train(predict=60.0, through_ddp=True, accumulate_grad_batches=2),
+    "through_ddp": lambda: train(predict=60.0, through_ddp=True),
 }
 
 

@@ -1,3 +1,4 @@
+import gc
 import weakref
 
 import pytest
@@ -11,6 +12,15 @@ from tests.cases import WIDTH, make_model
 from tests.out_of_memory import OutOfMemoryAt
 
 BATCH = 16
+
+
+@pytest.fixture(autouse=True)
+def only_own_tensors():
+    """Hide what other tests have left in this process, which would be found too."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def by_category(alive):
