@@ -36,7 +36,7 @@ def write_notes(scenarios: Mapping[str, Callable[[], Notes]], arguments: list[st
     """Run scenarios on this rank, all or the named ones, and write down what each of them saw."""
     folder, *names = arguments
     # As in `conftest`: predictions take time, and call the hooks that tests listen to.
-    _arguments.TIME_LIMIT_S = None
+    vars(_arguments)["TIME_LIMIT_S"] = None
     for name in names or scenarios:
         faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
         print(f"--- {name}", flush=True)  # noqa: T201
