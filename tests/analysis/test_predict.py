@@ -165,7 +165,10 @@ def test_never_allocates_the_model() -> None:
 
 
 def test_refuses_settings_that_are_not_there() -> None:
-    with pytest.raises(ConfigurationError, match=r"`checkpointing` is no argument .* Use `activ"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"`checkpointing` is no argument .* Use `activation_checkpointing`",
+    ):
         predict_memory(nn.Linear(2, 2), torch.ones(1, 2), settings={"checkpointing": "all"})
     with pytest.raises(ConfigurationError, match="Use `micro_batch_size=1`"):
         predict_memory(nn.Linear(2, 2), torch.ones(1, 2), settings={"micro_batch_size": 0})
