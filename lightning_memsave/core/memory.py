@@ -1,9 +1,13 @@
 """How the memory of a training step divides into categories."""
 
-from dataclasses import dataclass, fields
-from typing import Self
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
 
 from lightning_memsave.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,9 @@ class MemoryBreakdown:
         allocator_slack_bytes: What torch's allocator has reserved and no tensor uses.
         host_bytes: On the host, because a technique moved it there; no part of the total, which is
             about the device.
+
+    Breakdowns are added, and scaled by a factor; ``str`` writes one line, ``rich.print`` a table,
+    and ``to_dict`` gives what ``json.dumps`` takes.
 
     Example:
         >>> a = MemoryBreakdown(parameter_bytes=400, gradient_bytes=100)
@@ -64,7 +71,7 @@ class MemoryBreakdown:
         }
 
     @classmethod
-    def from_categories(cls, by_category: dict[str, int]) -> Self:
+    def from_categories(cls, by_category: Mapping[str, int]) -> Self:
         """Make a breakdown from what ``by_category`` gave.
 
         Args:
@@ -74,6 +81,34 @@ class MemoryBreakdown:
             The breakdown.
         """
         return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in by_category.items()})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            ``total_bytes``, ``by_category`` and ``host_bytes``.
+        """
+        return {
+            "total_bytes": self.total_bytes,
+            "by_category": self.by_category(),
+            "host_bytes": self.host_bytes,
+        }
+
+    @classmethod
+    def from_dict(cls, found: Mapping[str, Any]) -> Self:
+        """Make a breakdown from what ``to_dict`` gave.
+
+        Args:
+            found: Such a mapping, from a JSON file for example.
+
+        Returns:
+            The same breakdown.
+
+        Raises:
+            KeyError: If ``by_category`` is missing.
+        """
+        made = cls.from_categories(found["by_category"])
+        return replace(made, host_bytes=found.get("host_bytes", 0))
 
     def bytes_per_parameter(self, num_parameters: int) -> float:
         """Say what each parameter costs before the first activation.
@@ -99,6 +134,25 @@ class MemoryBreakdown:
 
     def __mul__(self, factor: float) -> "MemoryBreakdown":
         return MemoryBreakdown(*(round(getattr(self, f.name) * factor) for f in fields(self)))
+
+    def __rmul__(self, factor: float) -> "MemoryBreakdown":
+        return self * factor
+
+    def __rich__(self) -> "Table":
+        from rich.table import Table
+
+        table = Table("category", box=None, pad_edge=False)
+        for name in ("bytes", "share"):
+            table.add_column(name, justify="right")
+        total = self.total_bytes
+        for category, num_bytes in self.by_category().items():
+            if num_bytes:
+                name = category.replace("_", " ")
+                table.add_row(name, format_bytes(num_bytes), f"{num_bytes / total:.1%}")
+        table.add_row("total", format_bytes(total), "", style="bold")
+        if self.host_bytes:
+            table.add_row("on the host", format_bytes(self.host_bytes), "")
+        return table
 
     def __str__(self) -> str:
         parts = [f"{k} {format_bytes(v)}" for k, v in self.by_category().items() if v]

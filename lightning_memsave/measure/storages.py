@@ -94,7 +94,7 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     elif tensor.layout is torch.strided:
         try:
             storage = tensor.untyped_storage()
-        except (RuntimeError, NotImplementedError):  # the wrappers of torch.func have none
+        except RuntimeError:  # the wrappers of torch.func have none
             return
         yield storage
 

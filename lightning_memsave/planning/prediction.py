@@ -195,7 +195,7 @@ class MemoryPrediction:
         return cls(
             device=found["device"],
             model=found["model"],
-            peak=replace(make(found["by_category"]), host_bytes=found.get("host_bytes", 0)),
+            peak=MemoryBreakdown.from_dict(found),
             by_phase={k: make(v["by_category"]) for k, v in found["by_phase"].items()},
             modules=tuple(
                 ModuleMemory(

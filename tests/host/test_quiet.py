@@ -95,7 +95,6 @@ def test_what_torch_warns_of_once_is_warned_of_afterwards():
 
 
 def test_what_transformers_warns_of_once_is_warned_of_afterwards():
-    pytest.importorskip("transformers")
     from transformers.utils import logging as hugging_face
 
     said: list[str] = []

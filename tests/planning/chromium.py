@@ -137,6 +137,11 @@ class Chromium:
         """Ask for "light" or "dark", as the system of the reader would."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.send("Emulation.setEmulatedMedia", features=features)
+        self.draw()
+
+    def draw(self) -> None:
+        """Wait until the page is drawn: only then do its listeners know what has changed."""
+        self.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
     def run(self, script: str) -> Any:
         """Give the value of a JavaScript expression."""
@@ -159,6 +164,7 @@ class Chromium:
         )
         for kind in ("mousePressed", "mouseReleased"):
             self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.draw()
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):

@@ -663,7 +663,7 @@ class TestLooks:
     @pytest.mark.parametrize("width", [360, 768, 1600])
     def test_fits_the_width(self, page, width):
         page.resize(width, 800)
-        page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.draw()
         assert page.run("document.documentElement.scrollWidth") <= width
         inside = page.run(
             "document.querySelector('.plot svg').getBoundingClientRect().width"

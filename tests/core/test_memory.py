@@ -1,0 +1,52 @@
+import json
+
+from rich.console import Console
+
+from lightning_memsave.core.memory import MemoryBreakdown
+
+MIXED = MemoryBreakdown(
+    parameter_bytes=300, gradient_bytes=100, activation_bytes=600, host_bytes=4096
+)
+
+
+def test_adds_and_scales_each_category():
+    both = MIXED + MemoryBreakdown(parameter_bytes=1, cuda_context_bytes=7)
+    assert both == MemoryBreakdown(
+        parameter_bytes=301,
+        gradient_bytes=100,
+        activation_bytes=600,
+        cuda_context_bytes=7,
+        host_bytes=4096,
+    )
+    assert 2 * MIXED == MIXED * 2 == MIXED + MIXED
+    assert (MIXED * 0.5).by_category() == {k: v // 2 for k, v in MIXED.by_category().items()}
+
+
+def test_host_is_no_part_of_the_device():
+    assert MIXED.total_bytes == 1000
+    assert "host" not in MIXED.by_category()
+    assert (MIXED + MIXED).host_bytes == 8192
+
+
+def test_json_and_back():
+    text = json.dumps(MIXED.to_dict())
+    assert json.loads(text)["total_bytes"] == 1000
+    assert MemoryBreakdown.from_dict(json.loads(text)) == MIXED
+
+
+def test_rich_draws_what_is_there():
+    console = Console(width=60, color_system=None)
+    with console.capture() as capture:
+        console.print(MIXED)
+    lines = [line.split() for line in capture.get().splitlines()]
+    assert lines == [
+        ["category", "bytes", "share"],
+        ["parameter", "300", "B", "30.0%"],
+        ["gradient", "100", "B", "10.0%"],
+        ["activation", "600", "B", "60.0%"],
+        ["total", "1000", "B"],
+        ["on", "the", "host", "4.00", "KiB"],
+    ]
+    with console.capture() as capture:
+        console.print(MemoryBreakdown())
+    assert capture.get().splitlines()[1].split() == ["total", "0", "B"]
