@@ -5,7 +5,7 @@ from typing import Any
 from benchmarks._common import markdown_table
 
 CATEGORIES = (
-    *("parameter", "buffer", "gradient", "optimizer_state"),
+    *("parameter", "weight_copy", "buffer", "gradient", "optimizer_state"),
     *("activation", "input", "temporary", "other"),
 )
 Rows = dict[str, dict[str, Any]]

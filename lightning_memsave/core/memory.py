@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from rich.table import Table
 
 from lightning_memsave.units import format_bytes
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +137,7 @@ class MemoryBreakdown:
     def __rmul__(self, factor: float) -> "MemoryBreakdown":
         return self * factor
 
-    def __rich__(self) -> "Table":
-        from rich.table import Table
-
+    def __rich__(self) -> Table:
         table = Table("category", box=None, pad_edge=False)
         for name in ("bytes", "share"):
             table.add_column(name, justify="right")

@@ -1,7 +1,7 @@
 """What a prediction of memory says."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
 from lightning_memsave.core.memory import MemoryBreakdown
