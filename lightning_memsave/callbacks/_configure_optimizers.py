@@ -9,7 +9,7 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import NoEffectWarning
 from lightning_memsave.techniques._optimizer_state import convert_state_dict
@@ -17,11 +17,11 @@ from lightning_memsave.techniques._optimizer_state import convert_state_dict
 Undo = Callable[[], None]
 OptimizerHandle = Handle[Optimizer]
 
-_STATE = "_memsave_low_bit_optimizer"
+_STATE = "_memsave_optimizer_techniques"
 
 
-class LowBitState:
-    """What ``configure_optimizers`` on a module goes by; lies in the module's ``__dict__``.
+class TechniqueState:
+    """What ``configure_optimizers`` on a module does with one technique.
 
     Copies of the module and pickles of it take the technique along, not the optimizers.
 
@@ -39,10 +39,11 @@ class LowBitState:
         return {"technique": self.technique, "handles": [], "undo": []}
 
 
-def enable(pl_module: Any, technique: Technique[Optimizer]) -> tuple[LowBitState, Undo]:
+def enable(pl_module: Any, technique: Technique[Optimizer]) -> tuple[TechniqueState, Undo]:
     """Let a LightningModule configure its optimizers with a technique.
 
-    A module without ``configure_optimizers`` of its own is not patched, so that Lightning goes on
+    Several techniques are applied one after the other, each to what the one before has given. A
+    module without ``configure_optimizers`` of its own is not patched, so that Lightning goes on
     seeing that it has none.
 
     Args:
@@ -51,25 +52,32 @@ def enable(pl_module: Any, technique: Technique[Optimizer]) -> tuple[LowBitState
 
     Returns:
         The state, whose ``handles`` are there once Lightning has asked for the optimizers, and a
-        function that restores everything, to be called once the fit is over.
+        function that restores everything, to be called once the fit is over, for the technique
+        that came last first.
     """
     attributes = vars(pl_module)
     # Filled in for each call: a copy of the module must not hold on to the original.
-    state = LowBitState(_with_module(technique, None))
-    undo = [lambda: attributes.pop(_STATE, None)]
-    if _has_configure_optimizers(pl_module):
-        undo.append(patch_method(pl_module, configure_optimizers))
-    attributes[_STATE] = state
+    state = TechniqueState(_with_module(technique, None))
+    is_first = _STATE not in attributes or not is_patched_with(pl_module, configure_optimizers)
+    undo: list[Undo] = []
+    if is_first:
+        attributes[_STATE] = []
+        undo.append(lambda: attributes.pop(_STATE, None))
+        if _has_configure_optimizers(pl_module):
+            undo.append(patch_method(pl_module, configure_optimizers))
+    attributes[_STATE].append(state)
 
     def restore() -> None:
         _run(state.undo)
+        if state in attributes.get(_STATE, ()):
+            attributes[_STATE].remove(state)
         _run(undo)
 
     return state, restore
 
 
 def configure_optimizers(self: Any) -> Any:
-    """Give what the module's own ``configure_optimizers`` gives, with the technique applied.
+    """Give what the module's own ``configure_optimizers`` gives, with all techniques applied.
 
     Args:
         self: The LightningModule, which ``enable`` has seen.
@@ -78,17 +86,18 @@ def configure_optimizers(self: Any) -> Any:
         The same form as the module's own.
     """
     output = previous_method(self, "configure_optimizers")()
-    state: LowBitState = vars(self)[_STATE]
-    exchange = _Exchange(_with_module(state.technique, self))
-    converted = exchange.convert(output)
-    exchange.replace_attributes(self)
-    state.handles = exchange.handles
-    state.undo += [handle.undo for handle in exchange.handles]
-    if state.handles and not any(handle.changes for handle in state.handles):
-        reasons = "; ".join(reason for handle in state.handles for reason in handle.skipped)
-        message = f"{state.technique.name} changed nothing: {reasons}."
-        rank_zero_warn(message, category=NoEffectWarning)
-    return converted
+    states: list[TechniqueState] = vars(self)[_STATE]
+    for state in states:
+        exchange = _Exchange(_with_module(state.technique, self))
+        output = exchange.convert(output)
+        exchange.replace_attributes(self)
+        state.handles = exchange.handles
+        state.undo += [handle.undo for handle in exchange.handles]
+        if state.handles and not any(handle.changes for handle in state.handles):
+            reasons = "; ".join(reason for handle in state.handles for reason in handle.skipped)
+            message = f"{state.technique.name} changed nothing: {reasons}."
+            rank_zero_warn(message, category=NoEffectWarning)
+    return output
 
 
 def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
