@@ -1,0 +1,413 @@
+"""Attention of Hugging Face models in a fused kernel."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    CLIPConfig,
+    CLIPModel,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
+from lightning_memsave.measure.peak import PeakMemory
+from lightning_memsave.planning.cuda_kernels import cuda_kernels
+from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.attention_kernel import AttentionKernel
+from tests.helpers import snapshot
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT = SIZES | {
+    "intermediate_size": 48,
+    "vocab_size": 50,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "max_position_embeddings": 300,
+}
+
+
+def bert() -> nn.Module:
+    return BertForMaskedLM(BertConfig(attn_implementation="eager", **BERT))
+
+
+def roberta() -> nn.Module:
+    return RobertaForMaskedLM(RobertaConfig(attn_implementation="eager", **BERT))
+
+
+def gpt2() -> nn.Module:
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 80, "vocab_size": 50}
+    rates = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = GPT2Config(attn_implementation="eager", use_cache=False, **sizes, **rates)
+    return GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    sizes = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 50}
+    config = LlamaConfig(attn_implementation="eager", use_cache=False, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    config = ViTConfig(
+        attn_implementation="eager", image_size=16, patch_size=4, intermediate_size=48, **SIZES
+    )
+    return ViTForImageClassification(config)
+
+
+MODELS = {"bert": bert, "roberta": roberta, "gpt2": gpt2, "llama": llama, "vit": vit}
+
+
+def words(num_tokens=12):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(2, 50, (3, num_tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, num_tokens // 2 :] = 0
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def batch_for(name):
+    if name == "vit":
+        generator = torch.Generator().manual_seed(3)
+        pixels = torch.randn(3, 3, 16, 16, generator=generator)
+        return {"pixel_values": pixels, "labels": torch.tensor([0, 1, 1])}
+    return words()
+
+
+def loss_and_gradients(model, batch):
+    model.train().zero_grad()
+    dtype = next(model.parameters()).dtype
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    loss = model(**batch).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def errors(found, truth):
+    return [(x.double() - y).norm().item() for x, y in zip(found, truth, strict=True)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_errs_no_more_than_eager_attention(name):
+    model, batch = MODELS[name](), batch_for(name)
+    truth = loss_and_gradients(copy.deepcopy(model).double(), batch)
+    eager = errors(loss_and_gradients(model, batch), truth)
+    with AttentionKernel().apply(model):
+        fused = errors(loss_and_gradients(model, batch), truth)
+    scale = [t.norm().item() for t in truth]
+    for ours, theirs, size in zip(fused, eager, scale, strict=True):
+        assert ours <= 2 * theirs + 1e-6 * max(size, 1e-2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_is_the_same_in_float64(name):
+    model, batch = MODELS[name]().double(), batch_for(name)
+    eager = loss_and_gradients(model, batch)
+    eager = [t.clone() for t in eager]
+    with AttentionKernel().apply(model):
+        # Eager attention of Llama and ViT takes the softmax in float32, whatever the model is in.
+        tolerance = 1e-6 if name in {"llama", "vit"} else 1e-12
+        assert max(errors(loss_and_gradients(model, batch), eager)) < tolerance
+
+
+def peak_bytes(model, batch):
+    with PeakMemory(model) as peak:
+        model(**batch).loss.backward()
+    model.zero_grad()
+    return peak.allocated_bytes
+
+
+SCORES = 3 * 4 * 256 * 256 * 4  # batch x heads x tokens x tokens in float32
+
+
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_scores_are_not_kept(name):
+    model = MODELS[name]().train()
+    batch = words(num_tokens=256)
+    eager = peak_bytes(model, batch)
+    with AttentionKernel().apply(model):
+        fused = peak_bytes(model, batch)
+    # Softmax's result in each of two layers, and more than its gradient in backward of one.
+    assert eager - fused >= 2.9 * SCORES
+
+
+def test_on_cuda_dropout_keeps_nothing_either():
+    """On a CPU sdpa takes plain matrix products where there is dropout."""
+    config = BertConfig(attn_implementation="eager", **BERT)
+    config.attention_probs_dropout_prob = 0.1
+    model = BertForMaskedLM(config).train()
+    with fake_tensors() as fake, cuda_kernels():
+        model, batch = fake.copy_module(model), fake.copy_batch(words(num_tokens=256))
+        eager = peak_bytes(model, batch)
+        with AttentionKernel().apply(model):
+            fused = peak_bytes(model, batch)
+    assert eager - fused >= 4.5 * SCORES
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_undo_restores_the_model(name):
+    model = MODELS[name]()
+    before, keys = snapshot(model), list(model.state_dict())
+    handle = AttentionKernel().apply(model)
+    assert handle.changes == (f"`{type(model).__name__}`: eager -> sdpa",)
+    assert handle.skipped == ()
+    assert model.config._attn_implementation == "sdpa"
+    assert list(model.state_dict()) == keys
+    loss_and_gradients(model, batch_for(name))
+    handle.undo()
+    handle.undo()
+    model.zero_grad()
+    assert snapshot(model) == before
+    assert model.config._attn_implementation == "eager"
+
+
+def test_check_changes_nothing():
+    model = bert()
+    before = snapshot(model)
+    assert AttentionKernel().check(model) == []
+    assert snapshot(model) == before
+    assert model.config._attn_implementation == "eager"
+
+
+def test_applying_twice_equals_once():
+    model = bert()
+    first = AttentionKernel().apply(model)
+    with pytest.warns(NoEffectWarning, match="its attention is `sdpa` already"):
+        second = AttentionKernel().apply(model)
+    second.undo()
+    assert model.config._attn_implementation == "sdpa"
+    first.undo()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_undo_leaves_what_the_user_has_set_since():
+    model = bert()
+    handle = AttentionKernel().apply(model)
+    model.set_attn_implementation("flex_attention")
+    handle.undo()
+    assert model.config._attn_implementation == "flex_attention"
+
+
+def test_copies_are_on_their_own():
+    model, batch = bert(), words()
+    with AttentionKernel().apply(model):
+        expected = loss_and_gradients(model, batch)
+        copied = copy.deepcopy(model)
+        loaded = pickle.loads(pickle.dumps(model))
+    assert model.config._attn_implementation == "eager"
+    for other in (copied, loaded):
+        assert other.config._attn_implementation == "sdpa"
+        assert all(map(torch.equal, loss_and_gradients(other, batch), expected))
+    with pytest.warns(NoEffectWarning, match="output_attentions"):
+        copied(batch["input_ids"], output_attentions=True)
+    assert copied.config._attn_implementation == "eager"
+    assert loaded.config._attn_implementation == "sdpa"
+
+
+def test_works_on_models_inside_of_others():
+    module = nn.ModuleDict({"first": bert(), "second": nn.Sequential(nn.Linear(2, 2), gpt2())})
+    handle = AttentionKernel().apply(module)
+    assert handle.changes == (
+        "`BertForMaskedLM` at `first`: eager -> sdpa",
+        "`GPT2LMHeadModel` at `second.1`: eager -> sdpa",
+    )
+    handle.undo()
+    assert module["second"][1].config._attn_implementation == "eager"
+
+
+# peft asks models for a property that transformers has renamed.
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_works_under_peft():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["query", "value"])
+    plain = peft.get_peft_model(bert(), config)
+    batch = words()
+    eager = [t.clone() for t in loss_and_gradients(plain, batch)]
+    with AttentionKernel().apply(plain) as handle:
+        assert handle.changes == ("`BertForMaskedLM` at `base_model.model`: eager -> sdpa",)
+        fused = loss_and_gradients(plain, batch)
+    assert max(errors(fused, [t.double() for t in eager])) < 1e-6
+    assert plain.base_model.model.config._attn_implementation == "eager"
+
+
+def clip() -> nn.Module:
+    text = SIZES | {"intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 20}
+    vision = SIZES | {"intermediate_size": 48, "image_size": 16, "patch_size": 4}
+    config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
+    model = CLIPModel(config)
+    model.set_attn_implementation("eager")
+    return model
+
+
+def test_sub_models_have_kernels_of_their_own():
+    model = clip()
+    model.vision_model.set_attn_implementation("sdpa")
+    handle = AttentionKernel().apply(model)
+    assert [line.rpartition(": ")[2] for line in handle.changes] == ["eager -> sdpa"] * 2
+    assert len(handle.skipped) == 1
+    assert "its attention is `sdpa` already" in handle.skipped[0]
+    assert model.config.text_config._attn_implementation == "sdpa"
+    handle.undo()
+    assert model.config._attn_implementation == "eager"
+    assert model.config.text_config._attn_implementation == "eager"
+    assert model.config.vision_config._attn_implementation == "sdpa"
+
+
+def test_encoder_and_decoder_with_configurations_of_their_own():
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    config = T5Config(
+        attn_implementation="eager",
+        dropout_rate=0.0,
+        vocab_size=50,
+        decoder_start_token_id=0,
+        **sizes,
+    )
+    model = T5ForConditionalGeneration(config).double()
+    batch = words()
+    eager = [t.clone() for t in loss_and_gradients(model, batch)]
+    handle = AttentionKernel().apply(model)
+    assert len(handle.changes) == 3 or handle.skipped
+    assert max(errors(loss_and_gradients(model, batch), eager)) < 1e-10
+    handle.undo()
+    for part in (model, model.encoder, model.decoder):
+        assert part.config._attn_implementation == "eager"
+
+
+def no_effect(model, match, kernel="sdpa"):
+    before = snapshot(model)
+    with pytest.warns(NoEffectWarning, match=match):
+        handle = AttentionKernel(kernel).apply(model)
+    assert handle.changes == ()
+    assert snapshot(model) == before
+
+
+def test_leaves_models_alone_that_return_attention_weights():
+    model = bert()
+    model.config.output_attentions = True
+    no_effect(model, r"`output_attentions=True`")
+    assert model(words()["input_ids"]).attentions
+
+
+def test_leaves_models_alone_that_do_not_support_it():
+    sizes = SIZES | {"intermediate_size": 48, "vocab_size": 50, "num_key_value_heads": 2}
+    config = transformers.Gemma2Config(attn_implementation="eager", head_dim=8, **sizes)
+    no_effect(transformers.Gemma2ForCausalLM(config), "Gemma2ForCausalLM` does not support `sdpa`")
+
+
+def test_leaves_models_alone_whose_attention_is_chosen_when_they_are_built():
+    config = FalconConfig(attn_implementation="eager", vocab_size=50, **SIZES)
+    no_effect(FalconForCausalLM(config), "attention of `FalconForCausalLM` cannot be changed")
+
+
+def test_leaves_attention_in_float32_alone():
+    model = gpt2()
+    model.config.reorder_and_upcast_attn = True
+    no_effect(model, "reorder_and_upcast_attn")
+
+
+def test_leaves_other_fused_kernels_alone():
+    model = bert()
+    model.set_attn_implementation("flex_attention")
+    no_effect(model, "its attention is `flex_attention`, not `eager`")
+
+
+def test_has_nothing_to_do_without_hugging_face():
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    no_effect(layer, "no model of Hugging Face in `TransformerEncoderLayer`")
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_goes_back_when_attention_weights_are_asked_for(inner):
+    model, ids = bert(), words()["input_ids"]
+    expected = bert()
+    expected.load_state_dict(model.state_dict())
+    handle = AttentionKernel().apply(model)
+    called = (lambda m: m.bert) if inner else (lambda m: m)
+    with pytest.warns(NoEffectWarning, match="Leave that out, or set `attention=None`"):
+        output = called(model)(ids, output_attentions=True)
+    theirs = called(expected)(ids, output_attentions=True)
+    assert all(map(torch.equal, output.attentions, theirs.attentions))
+    called(model)(ids, output_attentions=True)  # warns no more
+    handle.undo()
+    assert model.config._attn_implementation == "eager"
+
+
+def test_going_back_works_with_checkpointing():
+    model, batch = bert().train(), words()
+    with ActivationCheckpointing().apply(model), AttentionKernel().apply(model):
+        with pytest.warns(NoEffectWarning):
+            loss = model(**batch, output_attentions=True).loss
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("kernel", "message"),
+    [
+        ("spda", "Did you mean 'sdpa'"),
+        ("flash_attention", "Did you mean 'flash_attention_"),
+        ("eager", "Use `None`"),
+        ("paged|eager", "is no attention kernel"),
+        (2, "Use one of 'sdpa'"),
+        (None, "Use one of 'sdpa'"),
+    ],
+)
+def test_refuses_unknown_kernels(kernel, message):
+    with pytest.raises(ConfigurationError, match=message):
+        AttentionKernel(kernel)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attention_2", "kernels-community/flash-attn2"])
+def test_says_which_package_is_missing(kernel):
+    model = bert()
+    before = snapshot(model)
+    with pytest.raises(IncompatibleError, match="installed") as error:
+        AttentionKernel(kernel).apply(model)
+    assert 'attention="sdpa"' in str(error.value)
+    assert len(error.value.problems) == 1
+    assert snapshot(model) == before
+    assert model.config._attn_implementation == "eager"
+
+
+def test_takes_kernels_that_the_user_has_registered(monkeypatch):
+    attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
+    monkeypatch.setitem(type(attention)._global_mapping, "mine", attention["sdpa"])
+    model = bert()
+    model.set_attn_implementation("sdpa")
+    with AttentionKernel("mine").apply(model) as handle:
+        assert handle.changes == ("`BertForMaskedLM`: sdpa -> mine",)
+    assert model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "flash_attention_2"])
+def test_is_predicted_to_the_byte(kernel):
+    model, batch = bert().train(), words(num_tokens=64)
+    with AttentionKernel().apply(model):
+        measured = peak_bytes(model, batch)
+    with fake_tensors() as fake:
+        copied, inputs = fake.copy_module(model), fake.copy_batch(batch)
+        with AttentionKernel(kernel).apply(copied) as handle:
+            assert handle.changes == ("`BertForMaskedLM`: eager -> sdpa",)
+            assert peak_bytes(copied, inputs) == measured
+
+
+def test_repr_makes_it_again():
+    technique = AttentionKernel("flex_attention")
+    assert eval(repr(technique)) == technique
+    assert AttentionKernel() == AttentionKernel("sdpa")
