@@ -1,14 +1,22 @@
 """Updating one parameter at a time with the optimizer that owns all of them."""
 
+import functools
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 ParameterStep = Callable[[Optimizer, nn.Parameter], None]
 
 _ATTRIBUTE = "memsave_parameter_step"
+
+# Where each parameter was found last, so that an update does not search all of them.
+_POSITIONS: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def step_parameter(optimizer: Optimizer, param: nn.Parameter) -> None:
@@ -49,7 +57,15 @@ def plain_step(optimizer: Optimizer, param: nn.Parameter) -> None:
         optimizer: One that treats each parameter on its own.
         param: One of its parameters, with a gradient.
     """
-    run_step(optimizer, group_of(optimizer, param), param)
+    group = group_of(optimizer, param)
+    if not _has_overrides(optimizer):
+        run_step(optimizer, group, param)
+        return
+    # bitsandbytes finds the settings that were overridden by the place in the groups.
+    group_index, index = _POSITIONS[optimizer][id(param)]
+    before: list[dict[str, Any]] = [{**g, "params": []} for g in optimizer.param_groups]
+    padding = [_without_gradient()] * index
+    _run(optimizer, [*before[:group_index], {**group, "params": [*padding, param]}])
 
 
 def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
@@ -65,11 +81,23 @@ def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
     Raises:
         KeyError: If the optimizer has no such parameter.
     """
-    for group in optimizer.param_groups:
-        if any(param is other for other in group["params"]):
-            found: dict[str, Any] = group
-            return found
-    raise KeyError("the optimizer has no such parameter")
+    found = _find(optimizer, param)
+    if found is None:
+        raise KeyError("the optimizer has no such parameter")
+    return found
+
+
+def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
+    """Say whether a parameter is in one of the groups.
+
+    Args:
+        optimizer: The optimizer.
+        param: Any parameter.
+
+    Returns:
+        True if it is there now.
+    """
+    return _find(optimizer, param) is not None
 
 
 def run_step(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter) -> None:
@@ -83,12 +111,53 @@ def run_step(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter
         group: Settings; a copy of it takes the place of all groups during the step.
         param: A tensor with a gradient, which need not be one of the optimizer's own.
     """
-    groups = optimizer.param_groups
-    optimizer.param_groups = [{**group, "params": [param]}]
+    _run(optimizer, [{**group, "params": [param]}])
+
+
+def _run(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    # What bitsandbytes does in its first step needs all the parameters.
+    if getattr(optimizer, "initialized", True) is False and hasattr(optimizer, "to_gpu"):
+        optimizer.check_overrides()  # type: ignore[attr-defined]
+        optimizer.to_gpu()
+        optimizer.initialized = True  # type: ignore[attr-defined]
+    own_groups = optimizer.param_groups
+    optimizer.param_groups = groups
+    try:
+        step_without_hooks(optimizer)
+    finally:
+        optimizer.param_groups = own_groups
+
+
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Run a step that neither hooks nor schedulers see.
+
+    Args:
+        optimizer: All of its parameters that have a gradient are updated.
+    """
     step = type(optimizer).step
     # torch wraps the step of each class, once, in one that calls the hooks.
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-    try:
-        step(optimizer)
-    finally:
-        optimizer.param_groups = groups
+    step(optimizer)
+
+
+def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
+    groups, table = optimizer.param_groups, _POSITIONS.get(optimizer, {})
+    group_index, index = table.get(id(param), (len(groups), 0))
+    if group_index < len(groups):
+        found: dict[str, Any] = groups[group_index]
+        if index < len(found["params"]) and found["params"][index] is param:
+            return found
+    _POSITIONS[optimizer] = {
+        id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group["params"])
+    }
+    position = _POSITIONS[optimizer].get(id(param))
+    return None if position is None else optimizer.param_groups[position[0]]
+
+
+def _has_overrides(optimizer: Optimizer) -> bool:
+    return bool(getattr(getattr(optimizer, "mng", None), "index2config", None))
+
+
+@functools.cache
+def _without_gradient() -> nn.Parameter:
+    return nn.Parameter(torch.empty(0), requires_grad=False)

@@ -1,0 +1,213 @@
+"""Each parameter updated in backward, as soon as its gradient is complete."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+
+from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques._gradient_updates import IN_BACKWARD, GradientUpdates
+from lightning_memsave.techniques._held_gradients import HeldGradients
+from lightning_memsave.techniques._scaled_gradients import tell_scaler
+from lightning_memsave.techniques._step_trial import find_coupling
+from lightning_memsave.units import format_bytes
+
+
+class InBackwardHandle(Handle[Optimizer]):
+    """What ``OptimizerInBackward.apply`` gives: says which backward pass updates."""
+
+    updates: GradientUpdates
+
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether gradients add up in ``param.grad`` for now; may be set."""
+        return self.updates.is_accumulating
+
+    @is_accumulating.setter
+    def is_accumulating(self, value: bool) -> None:
+        self.updates.is_accumulating = value
+
+    @property
+    def has_taken_gradients(self) -> bool:
+        """Whether a backward pass cannot be repeated: it has used gradients since the last step."""
+        return self.updates.has_taken
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Let gradients add up; for every backward pass of a step but the last."""
+        before, self.is_accumulating = self.is_accumulating, True
+        try:
+            yield
+        finally:
+            self.is_accumulating = before
+
+
+@dataclass(frozen=True)
+class OptimizerInBackward(Technique[Optimizer]):
+    """Update each parameter in backward when its gradient is complete, and free the gradient.
+
+    Of all gradients one or two exist at a time. The optimizer stays what it is, with its state,
+    groups and schedulers, and so does the loop: ``backward``, ``optimizer.step()``, ``zero_grad``.
+
+    Args:
+        clip_value: Bound on each element of a gradient, as ``clip_grad_value_`` sets it.
+        clip_param_norm: Bound on the norm of the gradient of each parameter by itself.
+        clip_norm: Bound on the norm of all gradients of this optimizer together, the same as
+            ``clip_grad_norm_``. Gradients wait in host memory until backward has ended: 4 bytes per
+            parameter there and twice over the bus, and on the device still one at a time.
+        scaler: The ``GradScaler`` of the loop, if it has one. Whether a step must be left out is
+            known when backward has ended: gradients wait in host memory as for ``clip_norm``.
+        process_group: Processes that train the same model on other data; gradients are averaged
+            over them one by one. In place of ``DistributedDataParallel``, not with it.
+
+    Raises:
+        ConfigurationError: If a bound is not a positive number.
+
+    Note:
+        Exactness is *bitwise*. What looks at gradients after backward finds none:
+        ``torch.nn.utils.clip_grad_norm_`` would do nothing and say so to nobody, so use the
+        arguments above. Learning rates are read in backward. There is one updating backward pass
+        per step; the others, and those whose gradients are to be thrown away, run inside
+        ``handle.accumulating()``, and a second one is an error. It cannot be taken back either: a
+        loop that leaves out a step after backward trains something else. Refused for optimizers
+        that couple parameters; each is tried on tiny ones.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> handle = OptimizerInBackward().apply(optimizer)
+        >>> print(*handle.changes)
+        AdamW: 8 parameters updated in backward, gradients 65.00 KiB -> 16.00 KiB at a time
+        >>> model(torch.ones(2, 64)).sum().backward()
+        >>> any(p.grad is not None for p in model.parameters())
+        False
+        >>> optimizer.step()
+
+    References:
+        Lv et al. (2023), Full Parameter Fine-tuning for Large Language Models with Limited
+        Resources, arXiv:2306.09782.
+    """
+
+    name: ClassVar[str] = "optimizer_in_backward"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+    source: ClassVar[str] = (
+        "Lv et al. (2023), Full Parameter Fine-tuning for Large Language Models with Limited "
+        "Resources, arXiv:2306.09782"
+    )
+
+    _: KW_ONLY
+    clip_value: float | None = None
+    clip_param_norm: float | None = None
+    clip_norm: float | None = None
+    scaler: GradScaler | None = field(default=None, repr=False, compare=False)
+    process_group: Any = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        problems = [
+            Problem(
+                f"`{setting}={value!r}`",
+                "it must be a positive number",
+                f"Use `{setting}=1.0`, or `None` for no bound.",
+            )
+            for setting in ("clip_value", "clip_param_norm", "clip_norm")
+            if (value := getattr(self, setting)) is not None
+            and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
+        ]
+        if problems:
+            raise ConfigurationError.from_problems(type(self).__name__, problems)
+
+    def check(self, target: Optimizer) -> list[Problem]:
+        """Find every reason why parameters cannot be updated one by one; changes nothing.
+
+        Args:
+            target: The optimizer.
+
+        Returns:
+            All problems, empty if there are none.
+        """
+        return [
+            *_problems_of_others(target),
+            *self._problems_of_use(target),
+            *find_coupling(target),
+        ]
+
+    def _apply(self, target: Optimizer) -> Handle[Optimizer]:
+        trained = [p for group in target.param_groups for p in group["params"] if p.requires_grad]
+        if not trained:
+            return InBackwardHandle(target, (), ("no parameter is trained",))
+        held = HeldGradients(self.clip_norm, self.scaler) if self._waits() else None
+        updates = GradientUpdates(target, self._clip, held, self.process_group)
+        undo = updates.start()
+        if self.scaler is not None:
+            undo.insert(0, tell_scaler(self.scaler))
+        sizes = [p.numel() * p.element_size() for p in trained]
+        change = (
+            f"{type(target).__name__}: {len(trained)} parameters updated in backward, gradients "
+            f"{format_bytes(sum(sizes))} -> {format_bytes(max(sizes))} at a time"
+        )
+        where = " (they wait in host memory)" if self._waits() else ""
+        handle = InBackwardHandle(target, (change + where,), undo=undo)
+        handle.updates = updates
+        return handle
+
+    def _waits(self) -> bool:
+        has_scaler = self.scaler is not None and self.scaler.is_enabled()
+        return has_scaler or self.clip_norm is not None
+
+    def _clip(self, param: nn.Parameter) -> None:
+        if self.clip_value is not None:
+            torch.nn.utils.clip_grad_value_([param], self.clip_value)
+        if self.clip_param_norm is not None:
+            torch.nn.utils.clip_grad_norm_([param], self.clip_param_norm)
+
+    def _problems_of_use(self, target: Optimizer) -> list[Problem]:
+        problems = []
+        is_fused = getattr(target, "_step_supports_amp_scaling", False)
+        if self.scaler is not None and self.scaler.is_enabled() and is_fused:
+            problems.append(
+                Problem(
+                    f"`{type(target).__name__}(fused=True)` with a GradScaler",
+                    "its step divides by the scale itself, once more",
+                    "Set `fused=False`.",
+                )
+            )
+        is_parallel = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if is_parallel and self.process_group is None:
+            problems.append(
+                Problem(
+                    f"{dist.get_world_size()} processes",
+                    "parameters would be updated before their gradients are averaged",
+                    "Train on one device, or pass `process_group=torch.distributed.group.WORLD` "
+                    "and the model itself, not wrapped in DistributedDataParallel.",
+                )
+            )
+        return problems
+
+
+def _problems_of_others(target: Optimizer) -> list[Problem]:
+    name = type(target).__name__
+    if target in IN_BACKWARD:
+        return [
+            Problem(
+                f"`{name}`",
+                "its parameters are updated in backward already",
+                "Apply it once, or call `handle.undo()` first.",
+            )
+        ]
+    ours = {id(p) for group in target.param_groups for p in group["params"]}
+    return [
+        Problem(
+            f"`{name}`",
+            f"it shares parameters with a `{type(other).__name__}` that updates them in backward",
+            "Give each parameter to one optimizer.",
+        )
+        for other in IN_BACKWARD
+        if any(id(p) in ours for group in other.param_groups for p in group["params"])
+    ]
