@@ -200,7 +200,7 @@ def test_main_writes_tables_claims_and_plot(tmp_path, monkeypatch, capsys):
 
     measured["all"] = _row(5 * MIB, 4 * MIB)
     assert ladder.main(["--dry", "--results", str(tmp_path)]) == 1
-    assert "FAILS: with everything on" in capsys.readouterr().out
+    assert "FAILS: all: the peak" in capsys.readouterr().out
 
 
 def test_plot_of_the_same_figures_is_the_same_file(tmp_path):

@@ -1,6 +1,7 @@
 """The rows of the ladder and the workloads that they train, as data."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks._models import BASE, SMALL, TINY, MaskedLM
@@ -54,12 +55,16 @@ class Row:
         micro_batches: A batch passes in parts.
         mixed_precision: bfloat16 where it is safe.
         low_bit: AdamW keeps its state in 8 bits, that of embeddings in 32.
+        stack: What `MemSaveCallback` is told in place of these, which are for Hugging Face then.
+        beside: Settings beside the stack.
     """
 
     checkpointing: bool = False
     micro_batches: bool = False
     mixed_precision: bool = False
     low_bit: bool = False
+    stack: str | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
 
     def callback_arguments(self, workload: Workload) -> dict[str, Any] | None:
         """Say what `MemSaveCallback` is told.
@@ -70,6 +75,8 @@ class Row:
         Returns:
             Its arguments, or ``None`` for training without it.
         """
+        if self.stack is not None:
+            return {"stack": self.stack, "monitor": False, **self.beside}
         chosen: dict[str, Any] = {}
         if self.checkpointing:
             chosen |= CHECKPOINTING
@@ -108,6 +115,8 @@ class Row:
         return chosen
 
 
+_ALL = Row(checkpointing=True, micro_batches=True, mixed_precision=True, low_bit=True)
+
 ROWS = {
     "nothing": Row(),
     "checkpointing": Row(checkpointing=True),
@@ -115,6 +124,10 @@ ROWS = {
     "mixed precision": Row(mixed_precision=True),
     "8-bit AdamW": Row(low_bit=True),
     "all but 8-bit": Row(checkpointing=True, micro_batches=True, mixed_precision=True),
-    "all": Row(checkpointing=True, micro_batches=True, mixed_precision=True, low_bit=True),
+    "all": _ALL,
+    "bitwise": Row(checkpointing=True, stack="bitwise"),
+    # On a CPU the stack would leave the precision as it is.
+    "classic": replace(_ALL, stack="classic", beside=MIXED_PRECISION),
+    "single_gpu": replace(_ALL, stack="single_gpu"),
 }
 """By name, in the order of the table."""

@@ -8,20 +8,23 @@ from lightning_memsave.errors import Problem
 from lightning_memsave.techniques.micro_batching import MicroBatching
 
 
-def find_conflicts(trainer: Any, pl_module: Any, technique: MicroBatching) -> list[Problem]:
+def find_conflicts(
+    trainer: Any, pl_module: Any, technique: MicroBatching, *, takes_half: bool
+) -> list[Problem]:
     """Find every reason why the batches of a Trainer cannot pass in parts.
 
     Args:
         trainer: A Trainer in ``setup``.
         pl_module: Its LightningModule.
         technique: What was asked for.
+        takes_half: Gradients of half-precision parameters are summed in float32.
 
     Returns:
         All problems, empty if they can.
     """
     what = f"`micro_batch_size={technique.micro_batch_size!r}`"
     is_auto = technique.micro_batch_size == "auto"
-    problems = technique.check_module(pl_module)
+    problems = [] if takes_half else technique.check_module(pl_module)
     if not pl_module.automatic_optimization:
         problems.append(
             Problem(

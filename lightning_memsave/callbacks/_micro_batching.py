@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._accumulation import has_batch_norm
+from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
@@ -30,12 +31,18 @@ class MicroBatches(Setting):
     Args:
         technique: The settings, or ``None`` to leave batches as they are.
         value: What the user wrote for it.
+        takes_half: Gradients of half-precision parameters are summed in float32 by somebody else.
     """
 
     name = "micro_batch_size"
 
-    def __init__(self, technique: MicroBatching | None, value: str) -> None:
+    def __init__(
+        self, technique: MicroBatching | None, value: str, takes_half: bool = False
+    ) -> None:
         super().__init__()
+        self.takes_half = takes_half
+        self.updates: BackwardUpdates | None = None
+        """What changes parameters before a batch has passed, after which it is not repeated."""
         self.technique = technique
         self.value = value
         self.size: int | None = None
@@ -102,7 +109,7 @@ class MicroBatches(Setting):
         if self.technique is None or not self._undo:
             return
         self.runner = self._make_runner(trainer, pl_module)
-        problems = self.technique.check_module(pl_module)
+        problems = [] if self.takes_half else self.technique.check_module(pl_module)
         if problems and not self.is_auto:
             raise IncompatibleError(self.name, problems)
         if problems:
@@ -120,7 +127,7 @@ class MicroBatches(Setting):
 
     def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
-        return find_conflicts(trainer, pl_module, self.technique)
+        return find_conflicts(trainer, pl_module, self.technique, takes_half=self.takes_half)
 
     def _pass_batch(
         self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts, is_fresh: bool
@@ -140,7 +147,7 @@ class MicroBatches(Setting):
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
             if is_safe or not is_last:
                 with context(trainer):
-                    parts(part, weight, num_samples)
+                    parts(part, weight, num_samples, is_last)
             else:
                 parts(part, weight, num_samples)
 
@@ -148,7 +155,7 @@ class MicroBatches(Setting):
             batch,
             pass_part,
             take_down=lambda: TrainingState(pl_module, gradients="drop" if is_fresh else "keep"),
-            forget=parts.forget,
+            forget=functools.partial(self._forget, parts),
         )
         if is_safe and host.will_step(trainer):
             host.average_gradients(trainer, pl_module)
@@ -163,6 +170,15 @@ class MicroBatches(Setting):
             warn_of_retry(trainer, runner)
             _warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer)
+
+    def _forget(self, parts: host.BatchParts) -> None:
+        if self.updates is not None and self.updates.has_begun:
+            raise MemoryExhaustedError(
+                "Out of memory in a backward pass that had updated parameters already, as "
+                "`optimizer_in_backward` does, so the batch cannot be repeated in parts.\n"
+                "Use a fixed size such as `micro_batch_size=4`, or `optimizer_in_backward=None`."
+            )
+        parts.forget()
 
     def _is_guess(self, runner: MicroBatchRunner) -> bool:
         assert self.technique is not None, "there is something to run"

@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import platform
 import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.callbacks._settings import Row
+from lightning_memsave.errors import MemsaveWarning
 
 REPORT_NAME = "memsave_report.json"
 
@@ -95,7 +97,7 @@ def write_report(
     predicted: dict[str, Any] | None,
     error: BaseException | None = None,
 ) -> None:
-    """Write ``memsave_report.json``.
+    """Write ``memsave_report.json``, or warn that it cannot be written.
 
     Args:
         directory: Where to, also a remote one such as ``s3://...``; made if it does not exist.
@@ -115,6 +117,17 @@ def write_report(
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "versions": versions(),
     }
-    filesystem, folder = url_to_fs(directory)
-    filesystem.makedirs(folder, exist_ok=True)
-    filesystem.write_text(f"{folder}/{REPORT_NAME}", json.dumps(report, indent=2) + "\n")
+    try:
+        filesystem, folder = url_to_fs(directory)
+        filesystem.makedirs(folder, exist_ok=True)
+        filesystem.write_text(f"{folder}/{REPORT_NAME}", json.dumps(report, indent=2) + "\n")
+    # Remote file systems raise their own classes. A run that is over must not fail for this, and
+    # what ended it must be seen.
+    except Exception as failure:
+        warnings.warn(
+            f"`{directory}/{REPORT_NAME}` cannot be written ({type(failure).__name__}: {failure}). "
+            "Use `Trainer(default_root_dir=...)` with a folder that can be written, or "
+            "`MemSaveCallback(report=False)`.",
+            MemsaveWarning,
+            stacklevel=3,
+        )

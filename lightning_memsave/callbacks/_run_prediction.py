@@ -27,9 +27,18 @@ TIME_LIMIT_S = 20.0
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # What the run has decided already, by what only it knows, such as the strategy.
-_DECIDED = ("activation_checkpointing", "optimizer", "micro_batch_size")
+_DECIDED = (
+    "activation_checkpointing",
+    "optimizer",
+    "micro_batch_size",
+    "chunked_cross_entropy",
+    "optimizer_in_backward",
+    "low_precision_weights",
+    "attention",
+    "early_release",
+)
 # The precision is in force, whoever has set it; the others have no part in training steps.
-_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32")
+_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
 
 
 class RunPrediction:
@@ -146,6 +155,7 @@ def in_force(
     on = {row.name for row in rows if row.status == "on"}
     off = [name for name in _DECIDED if name not in on]
     result = {**arguments, **dict.fromkeys([*off, *_LEFT_OUT])}
+    result.pop("from_stack", None)
     if micro_batch_size is not None and "micro_batch_size" in on:
         result["micro_batch_size"] = micro_batch_size
     return result

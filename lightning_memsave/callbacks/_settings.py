@@ -1,10 +1,11 @@
 """What ``MemSaveCallback`` can set, each behind the same few methods."""
 
+import contextlib
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
@@ -91,6 +92,84 @@ class Setting(ABC):
         """Restore what was there before; a second call does nothing."""
         while self._undo:
             self._undo.pop()()
+
+
+SettingT = TypeVar("SettingT", bound=Setting)
+
+
+class Settings:
+    """All settings of a callback.
+
+    Args:
+        settings: In the order in which they are applied; they are undone in reverse.
+    """
+
+    def __init__(self, settings: Sequence[Setting]) -> None:
+        self._settings = settings
+
+    @property
+    def rows(self) -> list[Row]:
+        """The lines of the table at the start of fit."""
+        return [row for setting in self._settings for row in setting.rows]
+
+    def find(self, kind: type[SettingT]) -> SettingT:
+        """Give the setting of a class.
+
+        Args:
+            kind: One of which there is one.
+
+        Returns:
+            The setting.
+        """
+        return next(setting for setting in self._settings if isinstance(setting, kind))
+
+    def apply(self, trainer: Any, pl_module: Any, is_fit: bool) -> list[Problem]:
+        """Apply every setting, or none.
+
+        Args:
+            trainer: A Trainer in ``setup``.
+            pl_module: Its LightningModule.
+            is_fit: Not for validation, test or prediction.
+
+        Returns:
+            Every conflict; nothing has been changed if there is one.
+        """
+        chosen = [s for s in self._settings if is_fit or s.is_for_evaluation]
+        problems = [problem for s in chosen for problem in s.check(trainer, pl_module)]
+        if not problems:
+            with self.undone_on_error():
+                for setting in chosen:
+                    setting.apply(trainer, pl_module)
+        return problems
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Make what could not be done before, in ``on_fit_start``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        with self.undone_on_error():
+            for setting in self._settings:
+                setting.start(trainer, pl_module)
+
+    def undo(self) -> None:
+        """Restore everything; a second call does nothing."""
+        for setting in reversed(self._settings):
+            setting.undo()
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Restore everything if what is done inside fails.
+
+        Yields:
+            Once.
+        """
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
 
 class TensorFloat32(Setting):

@@ -1,9 +1,8 @@
 """The suite as one callback."""
 
-import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from lightning_memsave import host
@@ -12,14 +11,20 @@ from lightning_memsave.callbacks._arguments import make_settings, time_limit
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._monitored import MonitoredCallback
 from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import Row
+from lightning_memsave.callbacks._stacks import with_stack
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.attention_kernel import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 
 
 class MemSaveCallback(MonitoredCallback):
@@ -50,6 +55,20 @@ class MemSaveCallback(MonitoredCallback):
             checkpoints. See `MicroBatching`, which can be passed too.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
+        chunked_cross_entropy: Compute the loss of a linear head without its logits; True, a number
+            of rows to be computed at once, or `ChunkedCrossEntropy`.
+        optimizer_in_backward: Update each parameter as soon as its gradient is complete and free
+            the gradient; True or `OptimizerInBackward`.
+        low_precision_weights: Keep weights in bfloat16, and round updates ``"stochastic"`` or with
+            ``"kahan"`` compensation; or `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
+        attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
+            `AttentionKernel`.
+        early_release: Free what is kept longer than it is needed; bit for bit the same training.
+        stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
+            optimizer, micro-batches), ``"bitwise"`` (all that leaves training bit for bit as it
+            was) or ``"single_gpu"`` (the least memory without that of the host). What is given
+            beside it wins. Without one, ``"auto"`` leaves the five settings before this one off,
+            but for ``early_release``.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
         optimizer_kwargs: Settings of an optimizer that is chosen by name.
@@ -91,6 +110,12 @@ class MemSaveCallback(MonitoredCallback):
         precision: int | str | None = "auto",
         micro_batch_size: int | str | MicroBatching | None = "auto",
         accumulate_grad_batches: int | None = None,
+        chunked_cross_entropy: bool | int | str | ChunkedCrossEntropy | None = "auto",
+        optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
+        low_precision_weights: str | LowPrecisionWeights | None = "auto",
+        attention: str | AttentionKernel | None = "auto",
+        early_release: bool | str | EarlyRelease | None = "auto",
+        stack: Literal["classic", "bitwise", "single_gpu"] | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
@@ -112,6 +137,12 @@ class MemSaveCallback(MonitoredCallback):
             "precision": precision,
             "micro_batch_size": micro_batch_size,
             "accumulate_grad_batches": accumulate_grad_batches,
+            "chunked_cross_entropy": chunked_cross_entropy,
+            "optimizer_in_backward": optimizer_in_backward,
+            "low_precision_weights": low_precision_weights,
+            "attention": attention,
+            "early_release": early_release,
+            "stack": stack,
             "blocks": blocks,
             "optimizer_kwargs": optimizer_kwargs,
             "keep_32bit": keep_32bit,
@@ -125,9 +156,8 @@ class MemSaveCallback(MonitoredCallback):
             "predict": predict,
             "report": report,
         }
-        settings, self.monitor = make_settings(type(self).__name__, self.arguments)
+        self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._prediction = RunPrediction(time_limit(predict))
-        self._settings: list[Setting] = settings
         self._is_disabled = False
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
         # ours, which is not driven then.
@@ -146,7 +176,7 @@ class MemSaveCallback(MonitoredCallback):
     @property
     def rows(self) -> list[Row]:
         """What was switched on and what was not, as the table at the start of fit shows it."""
-        return [row for setting in self._settings for row in setting.rows]
+        return self._settings.rows
 
     @property
     def prediction(self) -> MemoryPrediction | None:
@@ -174,15 +204,10 @@ class MemSaveCallback(MonitoredCallback):
             )
             return
         is_fit = stage == "fit"
-        settings = self._settings if is_fit else [s for s in self._settings if s.is_for_evaluation]
-        problems = host.check_host(trainer) or [
-            problem for setting in settings for problem in setting.check(trainer, pl_module)
-        ]
+        problems = host.check_host(trainer) or self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
-        with self._undone_on_error():
-            for setting in settings:
-                setting.apply(trainer, pl_module)
+        with self._settings.undone_on_error():
             if is_fit:
                 host.put_first(trainer, self)
                 own = host.first_of(trainer, GPUMemoryMonitor)
@@ -200,9 +225,7 @@ class MemSaveCallback(MonitoredCallback):
         """
         if self._is_disabled:
             return
-        with self._undone_on_error():
-            for setting in self._settings:
-                setting.start(trainer, pl_module)
+        self._settings.start(trainer, pl_module)
         self._prediction.begin()
         if self._reported is not None:
             self._reported.run_prediction = self._prediction
@@ -215,7 +238,8 @@ class MemSaveCallback(MonitoredCallback):
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
         if not self._is_disabled:
-            arguments = in_force(self.arguments, self.rows, self._micro_batches.size)
+            arguments = with_stack(self.arguments)
+            arguments = in_force(arguments, self.rows, self._micro_batches.size)
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
@@ -223,14 +247,14 @@ class MemSaveCallback(MonitoredCallback):
         """Restore the module, as ``teardown`` is not called now, and write what is known."""
         if self._driven is not None:
             self._driven.on_exception(trainer, pl_module, exception)
-        self._undo()
+        self._settings.undo()
         self._write_report(trainer, exception)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the module and write the report, as every monitor has closed its books now."""
         if self._driven is not None:
             self._driven.teardown(trainer, pl_module, stage)
-        self._undo()
+        self._settings.undo()
         self._write_report(trainer)
 
     # Not `state_dict`: Lightning refuses a second callback that has one, and warns of a checkpoint
@@ -247,44 +271,21 @@ class MemSaveCallback(MonitoredCallback):
 
     @property
     def _micro_batches(self) -> MicroBatches:
-        return next(s for s in self._settings if isinstance(s, MicroBatches))
-
-    def _undo(self) -> None:
-        for setting in reversed(self._settings):
-            setting.undo()
-
-    @contextlib.contextmanager
-    def _undone_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._undo()
-            raise
+        return self._settings.find(MicroBatches)
 
     def _write_report(self, trainer: Any, error: BaseException | None = None) -> None:
         directory, self._directory = self._directory, None
         if directory is None or not self.arguments["report"] or not trainer.is_global_zero:
             return
         summary = None if self._reported is None else self._reported.summary
-        try:
-            _report.write_report(
-                directory,
-                {name: repr(value) for name, value in self.arguments.items()},
-                self.rows,
-                measured=None if summary is None else summary.to_dict(),
-                predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
-                error=error,
-            )
-        # Remote file systems raise their own classes. A run that is over must not fail for this,
-        # and what ended it must be seen.
-        except Exception as failure:
-            warnings.warn(
-                f"`{directory}/{_report.REPORT_NAME}` cannot be written "
-                f"({type(failure).__name__}: {failure}). Use `Trainer(default_root_dir=...)` with "
-                "a folder that can be written, or `MemSaveCallback(report=False)`.",
-                MemsaveWarning,
-                stacklevel=2,
-            )
+        _report.write_report(
+            directory,
+            {name: repr(value) for name, value in self.arguments.items()},
+            self.rows,
+            measured=None if summary is None else summary.to_dict(),
+            predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
+            error=error,
+        )
 
 
 _CHECKPOINT_KEY = "lightning_memsave"

@@ -19,6 +19,7 @@ from lightning_memsave.host.parallel import (
 )
 from lightning_memsave.host.precision import (
     PrecisionState,
+    gradient_scaler,
     half_precision_on_cpu,
     precision_state,
     set_precision,
@@ -36,7 +37,13 @@ from lightning_memsave.host.trainer import (
     package_of,
     put_first,
 )
-from lightning_memsave.host.training_loop import BatchParts, adjust_losses, pass_batches, will_step
+from lightning_memsave.host.training_loop import (
+    BatchParts,
+    adjust_losses,
+    around_backward,
+    pass_batches,
+    will_step,
+)
 
 __all__ = [
     "PACKAGES",
@@ -45,12 +52,14 @@ __all__ = [
     "PrecisionState",
     "adjust_losses",
     "alone",
+    "around_backward",
     "average_gradients",
     "builds_model_late",
     "check_host",
     "checkpoints_activations_itself",
     "convert_loaded_optimizer_states",
     "first_of",
+    "gradient_scaler",
     "half_precision_on_cpu",
     "has_static_graph",
     "is_strategy",

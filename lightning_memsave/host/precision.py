@@ -79,3 +79,15 @@ def half_precision_on_cpu(package: ModuleType) -> Any:
     """
     plugins = importlib.import_module(f"{package.__name__}.plugins.precision")
     return plugins.MixedPrecision("16-mixed", "cpu")
+
+
+def gradient_scaler(trainer: Any) -> Any:
+    """Give what scales losses so that fp16 gradients do not vanish.
+
+    Args:
+        trainer: A Trainer in ``setup``.
+
+    Returns:
+        A ``torch.amp.GradScaler``; ``None`` without one.
+    """
+    return getattr(trainer.precision_plugin, "scaler", None)

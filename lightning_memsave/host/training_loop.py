@@ -1,7 +1,9 @@
 """Lightning's loop of automatic optimization, with our own way to pass a batch."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -61,6 +63,33 @@ def pass_batches(
     )
 
 
+def around_backward(
+    trainer: Any, context: Callable[[bool], AbstractContextManager[Any]]
+) -> Callable[[], None]:
+    """Run each backward pass of training inside a context.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        context: Makes it, from whether this is the last backward pass before the optimizer steps.
+
+    Returns:
+        A function that takes it back.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    given = vars(epoch_loop.automatic_optimization).get("around_backward", ())
+    undo = _set(trainer, around_backward=(*given, context))
+
+    def take_back() -> None:
+        loop = vars(epoch_loop.automatic_optimization)
+        left = tuple(c for c in loop.get("around_backward", ()) if c is not context)
+        if left:
+            loop["around_backward"] = left
+        else:
+            undo()
+
+    return take_back
+
+
 def will_step(trainer: Any) -> bool:
     """Say whether the optimizer steps after the current batch.
 
@@ -73,7 +102,7 @@ def will_step(trainer: Any) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
-_HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory")
+_HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory", "around_backward")
 
 
 def _set(trainer: Any, **hooks: Any) -> Callable[[], None]:
@@ -110,6 +139,7 @@ class _Loop:
     pass_batch: PassBatch | None = None
     before_step: Callable[[Any], None] | None = None
     on_out_of_memory: Callable[[Any, BaseException], BaseException] | None = None
+    around_backward: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = ()
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)  # type: ignore[misc]
@@ -129,9 +159,21 @@ class _Loop:
                 closure._zero_grad_fn,
                 optimizer,
             )
-        elif factor != 1.0:
+            return closure
+        if factor != 1.0:
             closure._step_fn = functools.partial(_scaled_step, closure._step_fn, factor)
+        if self.around_backward and closure._backward_fn is not None:
+            closure._backward_fn = functools.partial(self.run_backward, closure._backward_fn)
         return closure
+
+    def run_backward(
+        self, backward: Callable[[Tensor], Any], loss: Tensor, is_last: bool = True
+    ) -> None:
+        """Run the backward pass of a batch or, if it is not the last, of a part of it."""
+        with contextlib.ExitStack() as stack:
+            for context in self.around_backward:
+                stack.enter_context(context(is_last and will_step(self.trainer)))
+            backward(loss)
 
     @torch.enable_grad()
     def _pass_batch(
@@ -189,20 +231,23 @@ class BatchParts:
         self._backward, self._warn = closure._backward_fn, closure.warning_cache.warn
         self._passed: list[tuple[Any, float, int | None]] = []
 
-    def __call__(self, part: Any, weight: float, num_samples: int | None) -> None:
+    def __call__(
+        self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
+    ) -> None:
         """Pass one part.
 
         Args:
             part: A batch.
             weight: Its share in the loss of the whole batch.
             num_samples: Its samples, if they can be counted.
+            is_last: No other part of the batch comes after it.
         """
         assert self.logged is not None, "parts pass while values are held back"
         self.logged.start_part(weight, num_samples)
         result = self._loop._training_step({**self._kwargs, "batch": part})
         result = _scaled(result, weight * self._factor)
         if result.closure_loss is not None and self._backward is not None:
-            self._backward(result.closure_loss)
+            self._loop.run_backward(self._backward, result.closure_loss, is_last)
         if weight != 1.0:
             result = _detached(result)
         self._passed.append((result, weight, num_samples))

@@ -1,0 +1,137 @@
+"""Techniques that change the module, behind the methods of a `Setting`."""
+
+import warnings
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave import host
+from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
+from lightning_memsave.core.technique import Handle, Technique
+from lightning_memsave.errors import NoEffectWarning, Problem
+
+
+class ModuleTechnique(Setting):
+    """A technique that changes the module.
+
+    Args:
+        name: Name of the argument that sets it.
+        technique: The technique, or ``None`` to leave the module as it is.
+        value: What the user wrote for it.
+        is_auto: The user did not ask for it by name: conflicts switch it off with a reason.
+        may_be_idle: No warning where it finds nothing to do.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        technique: Technique[nn.Module] | None,
+        value: str,
+        is_auto: bool,
+        may_be_idle: bool = False,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.technique = technique
+        self.value = value
+        self.is_auto = is_auto
+        self.may_be_idle = may_be_idle
+        self._handle: Handle[nn.Module] | None = None
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the strategy and the module as far as it is built.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems; none for a choice of our own, which gives way.
+        """
+        if self.technique is None or self.is_auto:
+            return []
+        return self.technique.check(pl_module) + self._conflicts(trainer)
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Change the module, unless it makes its layers later.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        self.rows = []  # those of an earlier Trainer
+        if self.technique is None:
+            self.rows = [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
+        elif self._gives_way(trainer):
+            reason = self._conflicts(trainer)[0].why
+            self.rows = [Row(self.name, self.value, "unchanged", (reason,))]
+        elif not host.builds_model_late(pl_module):
+            self._use(self.technique, pl_module)
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Change a module that made its layers after ``setup``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        is_done = self._handle is not None and bool(self._handle.changes)
+        if self.technique is None or is_done or self._gives_way(trainer):
+            return
+        handle = self._use(self.technique, pl_module)
+        if not handle.changes and not self.may_be_idle:
+            reasons = "; ".join(handle.skipped)
+            warn(trainer, f"{self.name} changed nothing: {reasons}.", NoEffectWarning)
+
+    def undo(self) -> None:
+        """Restore the module; a second call does nothing."""
+        super().undo()
+        self._handle = None
+
+    def _conflicts(self, trainer: Any) -> list[Problem]:
+        return []
+
+    def _gives_way(self, trainer: Any) -> bool:
+        return self.is_auto and bool(self._conflicts(trainer))
+
+    def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
+        with warnings.catch_warnings():
+            # A module may make its layers later, and each rank would say it.
+            warnings.simplefilter("ignore", NoEffectWarning)
+            handle = self._handle = technique.apply(pl_module)
+        self._undo.append(handle.undo)
+        self.rows = [row_of(self.name, self.value, handle, technique.exactness.value)]
+        return handle
+
+
+class Checkpointing(ModuleTechnique):
+    """Activation checkpointing, which a strategy may do already."""
+
+    def _conflicts(self, trainer: Any) -> list[Problem]:
+        if not host.checkpoints_activations_itself(trainer):
+            return []
+        strategy = type(trainer.strategy).__name__
+        return [
+            Problem(
+                f"`{self.name}={self.value}`",
+                f"`{strategy}` was told to checkpoint activations, and twice is too much",
+                f"Remove that setting from `{strategy}`, or set `{self.name}=None` here.",
+            )
+        ]
+
+
+def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
+    """Write what became of a technique.
+
+    Args:
+        name: Name of the argument that sets it.
+        value: What the user wrote for it.
+        handle: What its ``apply`` returned.
+        exactness: What it declares.
+
+    Returns:
+        A line of the table.
+    """
+    if not handle.changes:
+        return Row(name, value, "off", handle.skipped)
+    return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)

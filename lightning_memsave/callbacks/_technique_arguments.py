@@ -1,0 +1,163 @@
+"""One function for each argument of ``MemSaveCallback`` that changes model or optimizer."""
+
+from typing import Any
+
+from lightning_memsave.callbacks._argument_values import (
+    Arguments,
+    is_beyond,
+    off_row,
+    refuse_technique,
+)
+from lightning_memsave.callbacks._backward_updates import BackwardUpdates
+from lightning_memsave.callbacks._module_techniques import Checkpointing, ModuleTechnique
+from lightning_memsave.callbacks._optimizer_techniques import OptimizerTechnique
+from lightning_memsave.callbacks._precision import full_name
+from lightning_memsave.callbacks._settings import Setting
+from lightning_memsave.callbacks._weight_precision import WeightPrecision
+from lightning_memsave.core.technique import Technique
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.attention_kernel import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from lightning_memsave.techniques.early_release import EarlyRelease
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+
+_BF16 = "bf16-mixed"
+
+
+def _attention(arguments: Arguments) -> Setting:
+    wanted = arguments["attention"]
+    technique = wanted
+    if isinstance(wanted, str):
+        technique = AttentionKernel(wanted)
+    elif wanted is not None:
+        _refuse_other("attention", wanted, AttentionKernel, '"sdpa"')
+    value = "None" if technique is None else repr(technique.kernel)
+    return _module_technique("attention", arguments, technique, value)
+
+
+def _chunked_cross_entropy(arguments: Arguments) -> Setting:
+    name, wanted = "chunked_cross_entropy", arguments["chunked_cross_entropy"]
+    technique = wanted
+    if wanted is True:
+        technique = ChunkedCrossEntropy()
+    elif wanted is False:
+        technique = None
+    elif type(wanted) is int:
+        technique = ChunkedCrossEntropy(chunk_size=wanted)
+    elif wanted is not None:
+        _refuse_other(name, wanted, ChunkedCrossEntropy, "True or a number of rows")
+    return _module_technique(name, arguments, technique, _short(wanted))
+
+
+def _activation_checkpointing(arguments: Arguments) -> Setting:
+    name = "activation_checkpointing"
+    wanted, blocks = arguments[name], arguments["blocks"]
+    if wanted is None or isinstance(wanted, ActivationCheckpointing):
+        if blocks is not None:
+            raise ConfigurationError(
+                f"`blocks={blocks!r}` is not used with `{name}={wanted!r}`. Use "
+                f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."
+            )
+        technique = wanted
+    else:
+        refuse_technique(name, wanted, ActivationCheckpointing)
+        technique = ActivationCheckpointing("all" if wanted == "auto" else wanted, blocks=blocks)
+    value = "None" if technique is None else repr(technique.which)
+    return Checkpointing(name, technique, value, is_auto=wanted == "auto")
+
+
+def _early_release(arguments: Arguments) -> Setting:
+    name, wanted = "early_release", arguments["early_release"]
+    technique = EarlyRelease() if wanted is True else wanted or None
+    if technique is not None:
+        _refuse_other(name, technique, EarlyRelease, "True")
+    return _module_technique(name, arguments, technique, _short(wanted))
+
+
+def _optimizer(arguments: Arguments) -> Setting:
+    wanted = arguments["optimizer"]
+    details = {
+        name: arguments[name]
+        for name in ("optimizer_kwargs", "keep_32bit", "force_8bit")
+        if arguments[name]
+    }
+    if wanted is None or isinstance(wanted, LowBitOptimizer):
+        if details:
+            raise ConfigurationError(
+                f"{', '.join(f'`{name}`' for name in details)} is not used with "
+                f"`optimizer={wanted!r}`. Pass `optimizer=LowBitOptimizer(...)` with them, "
+                'or use `optimizer="8bit"`.'
+            )
+        technique = wanted
+    else:
+        refuse_technique("optimizer", wanted, LowBitOptimizer)
+        technique = LowBitOptimizer("8bit" if wanted == "auto" else wanted, **details)
+    value = "None" if technique is None else repr(technique.optimizer)
+    if technique and is_beyond(arguments, "optimizer", technique.exactness):
+        setting = OptimizerTechnique(None, "None", is_auto=True)
+        setting.rows = [off_row(arguments, "optimizer")]
+        return setting
+    return OptimizerTechnique(technique, value, is_auto=wanted == "auto")
+
+
+def _low_precision_weights(arguments: Arguments) -> Setting:
+    name, wanted = "low_precision_weights", arguments["low_precision_weights"]
+    technique = LowPrecisionWeights(wanted) if isinstance(wanted, str) else wanted
+    if technique is None:
+        return WeightPrecision(None, "None", brings_precision=False)
+    _refuse_other(name, technique, LowPrecisionWeights, '"stochastic" or "kahan"')
+    is_beyond(arguments, name, technique.exactness)
+    precision = arguments["precision"]
+    brings = precision == "auto" or (precision is not None and full_name(precision) == _BF16)
+    if not brings and precision is not None:
+        raise ConfigurationError(
+            f"`{name}={wanted!r}` computes in bfloat16 and does not go with "
+            f"`precision={precision!r}`. Use `precision={_BF16!r}`."
+        )
+    return WeightPrecision(technique, repr(technique.rounding), brings_precision=brings)
+
+
+def _optimizer_in_backward(arguments: Arguments) -> Setting:
+    name, wanted = "optimizer_in_backward", arguments["optimizer_in_backward"]
+    technique = OptimizerInBackward() if wanted is True else wanted or None
+    if technique is not None:
+        _refuse_other(name, technique, OptimizerInBackward, "True")
+        is_beyond(arguments, name, technique.exactness)
+    return BackwardUpdates(technique, _short(wanted))
+
+
+def _module_technique(
+    name: str, arguments: Arguments, technique: Any, value: str
+) -> ModuleTechnique:
+    if technique is not None:
+        is_beyond(arguments, name, technique.exactness)
+    may_be_idle = name in arguments["from_stack"]
+    return ModuleTechnique(name, technique, value, is_auto=False, may_be_idle=may_be_idle)
+
+
+def _refuse_other(name: str, value: object, expected: type[Technique[Any]], choices: str) -> None:
+    if not isinstance(value, expected):
+        raise ConfigurationError(
+            f"`{name}={value!r}` is not a choice. Use `{name}={choices}`, "
+            f"`{name}={expected.__name__}(...)`, or `None`."
+        )
+
+
+def _short(value: object) -> str:
+    return "None" if value is None or value is False else repr(value)
+
+
+TECHNIQUE_MAKERS = (
+    _attention,
+    _chunked_cross_entropy,
+    _activation_checkpointing,
+    _early_release,
+    # In the order in which optimizers pass through them.
+    _optimizer,
+    _low_precision_weights,
+    _optimizer_in_backward,
+)
+"""In the order in which their settings are applied."""

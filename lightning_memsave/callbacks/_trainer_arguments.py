@@ -1,0 +1,103 @@
+"""One function for each argument of ``MemSaveCallback`` that is about Trainer and batches."""
+
+from typing import Any
+
+from lightning_memsave.callbacks._accumulation import Accumulation
+from lightning_memsave.callbacks._argument_values import (
+    Arguments,
+    is_beyond,
+    off_row,
+    read_flag,
+    refuse_technique,
+)
+from lightning_memsave.callbacks._evaluation_micro_batching import EvaluationMicroBatches
+from lightning_memsave.callbacks._micro_batching import MicroBatches
+from lightning_memsave.callbacks._precision import TrainerPrecision, full_name
+from lightning_memsave.callbacks._settings import Setting, TensorFloat32
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.techniques.micro_batching import MicroBatching
+
+
+def _precision(arguments: Arguments) -> Setting:
+    wanted = arguments["precision"]
+    if wanted is None:
+        return TrainerPrecision(None)
+    if wanted == "auto" and arguments["low_precision_weights"] is not None:
+        wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
+    if wanted != "auto":
+        wanted = full_name(wanted)
+    # "32-true" is what Lightning does by itself; it cannot be told from no choice.
+    exactness = Exactness.BITWISE if wanted == "32-true" else Exactness.APPROXIMATE
+    if is_beyond(arguments, "precision", exactness):
+        setting = TrainerPrecision(None)
+        setting.rows = [off_row(arguments, "precision")]
+        return setting
+    return TrainerPrecision(wanted)
+
+
+def _tf32(arguments: Arguments) -> Setting:
+    wanted = read_flag(arguments, "tf32", (True, False, None))
+    if wanted:
+        is_beyond(arguments, "tf32", Exactness.APPROXIMATE)
+    return TensorFloat32(wanted)
+
+
+def _accumulation(arguments: Arguments) -> Setting:
+    wanted = arguments["accumulate_grad_batches"]
+    if wanted is not None and (type(wanted) is not int or wanted < 1):
+        raise ConfigurationError(
+            f"`accumulate_grad_batches={wanted!r}` is not a number of batches: it must be a whole "
+            "number of at least 1. Use `accumulate_grad_batches=4` for a step every four batches, "
+            "or `None` to leave it to the Trainer."
+        )
+    return Accumulation(wanted)
+
+
+def _micro_batches(arguments: Arguments) -> Setting:
+    wanted = arguments["micro_batch_size"]
+    details = _micro_batch_details(arguments)
+    if isinstance(wanted, MicroBatching) and details:
+        raise ConfigurationError(
+            f"{', '.join(f'`{name}`' for name in details)} is not used with "
+            f"`micro_batch_size={wanted!r}`. Pass `MicroBatching(...)` with it."
+        )
+    if wanted is None:
+        return MicroBatches(None, "None")
+    technique = wanted
+    if not isinstance(wanted, MicroBatching):
+        refuse_technique("micro_batch_size", wanted, MicroBatching)
+        technique = MicroBatching(wanted, **details)
+    if is_beyond(arguments, "micro_batch_size", technique.exactness):
+        setting = MicroBatches(None, "None")
+        setting.rows = [off_row(arguments, "micro_batch_size")]
+        return setting
+    takes_half = arguments["low_precision_weights"] is not None
+    return MicroBatches(technique, repr(technique.micro_batch_size), takes_half)
+
+
+def _evaluation_micro_batches(arguments: Arguments) -> Setting:
+    wanted = arguments["eval_micro_batch_size"]
+    if wanted is None:
+        return EvaluationMicroBatches(None)
+    try:
+        technique = MicroBatching(wanted, **_micro_batch_details(arguments))
+    except ConfigurationError as error:
+        message = str(error).replace("`micro_batch_size=", "`eval_micro_batch_size=")
+        raise ConfigurationError(message) from None
+    return EvaluationMicroBatches(technique)
+
+
+def _micro_batch_details(arguments: Arguments) -> dict[str, Any]:
+    defaults = {"loss_weight": "auto", "split_batch": None}
+    return {n: arguments[n] for n, default in defaults.items() if arguments[n] != default}
+
+
+TRAINER_MAKERS = (
+    _precision,
+    _tf32,
+    _accumulation,
+    _micro_batches,
+    _evaluation_micro_batches,
+)
+"""In the order in which their settings are applied."""
