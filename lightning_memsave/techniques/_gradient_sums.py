@@ -1,0 +1,89 @@
+"""Sums of bfloat16 gradients over several backward passes that lose nothing on the way."""
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
+    """Let gradients of bfloat16 parameters be summed in float32 from now on.
+
+    Args:
+        params: Parameters; those of other types are left alone.
+
+    Returns:
+        Functions that end it. What has not been used by then is rounded.
+    """
+    chosen = [p for p in params if p.requires_grad and p.dtype is torch.bfloat16]
+    # Torch 2.13 can choose the type of a gradient, 2.6 cannot, nor can DDP.
+    is_shared = dist.is_available() and dist.is_initialized()
+    if is_shared or not hasattr(Tensor, "grad_dtype"):
+        return _compensate(chosen)
+    refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
+
+    def set_dtype(dtype: torch.dtype) -> None:
+        for ref in refs:
+            param = ref()
+            # Weights that are in float32 again need none of this.
+            if param is not None and (param.dtype is torch.bfloat16 or dtype is torch.float32):
+                _set_grad_dtype(param, dtype)
+
+    set_dtype(torch.float32)
+    return [lambda: set_dtype(torch.bfloat16)]
+
+
+def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype)
+
+
+def _compensate(params: list[nn.Parameter]) -> list[Callable[[], None]]:
+    sums = [_CompensatedSum(param) for param in params]
+    return [compensated.remove for compensated in sums]
+
+
+class _CompensatedSum:
+    """Adds to each gradient what the sum before it has lost (Kahan).
+
+    The sum itself stays in bfloat16, as torch wants it, and is as good as one in float32 that is
+    rounded at its end.
+
+    Args:
+        param: Its gradients are summed. Held weakly: no garbage collection sees its hooks.
+    """
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = weakref.ref(param)
+        self._sum: Tensor | None = None
+        self._added: Tensor | None = None
+        self._rest: Tensor | None = None
+        register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
+        self._hooks = [param.register_hook(self._before_sum), register(self._after_sum)]
+
+    def remove(self) -> None:
+        """Leave the sum as it is from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self._sum = self._added = self._rest = None
+
+    @torch.no_grad()
+    def _before_sum(self, grad: Tensor) -> Tensor | None:
+        param = self._param()
+        if param is None or param.grad is None or grad.is_sparse or param.grad.is_sparse:
+            self._sum = self._rest = None  # a new sum
+            return None
+        self._sum = param.grad.clone()
+        self._added = grad if self._rest is None else grad + self._rest
+        return self._added
+
+    @torch.no_grad()
+    def _after_sum(self, param: nn.Parameter) -> None:
+        if self._sum is not None and self._added is not None and param.grad is not None:
+            self._rest = self._added - (param.grad - self._sum)
+        self._sum = self._added = None
