@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 ParameterStep = Callable[[Optimizer, nn.Parameter], None]
 
 _ATTRIBUTE = "memsave_parameter_step"
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # Where each parameter was found last, so that an update does not search all of them.
 _POSITIONS: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = (
@@ -137,7 +138,13 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     step = type(optimizer).step
     # torch wraps the step of each class, once, in one that calls the hooks.
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
-    step(optimizer)
+    # The step of a subclass may call that of its base, which is wrapped as well.
+    hooks = {key: vars(optimizer).get(key, {}) for key in _HOOKS}
+    vars(optimizer).update({key: {} for key in _HOOKS})
+    try:
+        step(optimizer)
+    finally:
+        vars(optimizer).update(hooks)
 
 
 def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:

@@ -19,6 +19,7 @@ from lightning_memsave.techniques._parameter_steps import run_step, step_without
 
 _STEPS = 3
 _LONGEST = 8
+_NUM_ALIKE = 2
 # Instances of their own class for all, and what others have put over methods.
 _SHARED = ("mng", "page_mng")
 _LEFT_OUT = ("step", "zero_grad", "add_param_group", "memsave_parameter_step")
@@ -95,10 +96,6 @@ def _twin(optimizer: OptimizerT) -> OptimizerT:
     memo: dict[int, Any] = {id(optimizer): twin, id(optimizer.state): defaultdict(dict)}
     groups = [_tiny_group(group, memo) for group in optimizer.param_groups]
     memo[id(optimizer.param_groups)] = groups
-    # Attributes may refer to any of the parameters.
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            memo.setdefault(id(param), groups[0]["params"][0])
     memo.update({id(vars(optimizer).get(key)): vars(optimizer).get(key) for key in _SHARED})
     # No hooks: they are for steps of the real one.
     ours = {
@@ -111,17 +108,17 @@ def _twin(optimizer: OptimizerT) -> OptimizerT:
 
 
 def _tiny_group(group: dict[str, Any], memo: dict[int, Any]) -> dict[str, Any]:
-    """Return a copy with a few parameters: one for each number of dimensions, and one more."""
-    by_ndim: dict[int, nn.Parameter] = {}
+    """Return a copy with a few parameters: two for each number of dimensions."""
+    by_ndim: dict[int, list[nn.Parameter]] = {}
     for param in group["params"]:
         if param.is_floating_point() or param.is_complex():
-            by_ndim.setdefault(param.ndim, param)
-    templates = [*by_ndim.values(), *list(by_ndim.values())[:1]]
-    tiny: list[nn.Parameter] = []
-    for template in templates:
-        param = nn.Parameter(_random(template, len(tiny)))
-        memo.setdefault(id(template), param)
-        tiny.append(param)
+            alike = by_ndim.setdefault(param.ndim, [])
+            if len(alike) < _NUM_ALIKE:
+                alike.append(nn.Parameter(_random(param, len(memo))))
+            memo.setdefault(id(param), alike[-1])
+    tiny = [param for alike in by_ndim.values() for param in alike]
+    if len(tiny) == 1:
+        tiny.append(nn.Parameter(_random(tiny[0], len(memo))))
     settings = {key: value for key, value in group.items() if key != "params"}
     return {**copy.deepcopy(settings, memo), "params": tiny}
 

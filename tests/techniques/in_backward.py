@@ -1,0 +1,103 @@
+"""Training with and without OptimizerInBackward, and what must be the same."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memsave.techniques.optimizer_in_backward import (
+    InBackwardHandle,
+    OptimizerInBackward,
+)
+from tests.cases import make_batch
+
+WIDTH = 64
+
+MakeOptimizer = Callable[[Any], Optimizer]
+
+
+def apply(optimizer: Optimizer, **settings: Any) -> InBackwardHandle:
+    handle = OptimizerInBackward(**settings).apply(optimizer)
+    assert isinstance(handle, InBackwardHandle)
+    return handle
+
+
+def adamw(params: Any, **settings: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=1e-2, **settings)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
+
+
+def assert_same(ours: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), (_, b) in zip(
+        ours.state_dict().items(), theirs.state_dict().items(), strict=True
+    ):
+        assert torch.equal(a, b), name
+
+
+def assert_same_state(ours: Optimizer, theirs: Optimizer) -> None:
+    mine, other = ours.state_dict(), theirs.state_dict()
+    assert mine["param_groups"] == other["param_groups"]
+    assert mine["state"].keys() == other["state"].keys()
+    for key, values in other["state"].items():
+        assert_equal(mine["state"][key], values)
+
+
+def assert_equal(ours: Any, theirs: Any) -> None:
+    if isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert_equal(ours[key], value)
+    elif isinstance(theirs, Tensor):
+        assert torch.equal(ours, theirs)
+    else:
+        assert ours == theirs
+
+
+def train_both(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    *,
+    steps: int = 4,
+    clip: Callable[[nn.Module], object] | None = None,
+    **settings: Any,
+) -> tuple[nn.Module, nn.Module]:
+    """Train two copies, one of them with the technique; give both."""
+    models, optimizers = [], []
+    for is_ours in (True, False):
+        net = copy.deepcopy(model).train()
+        optimizer = make_optimizer(trained(net))
+        if is_ours:
+            apply(optimizer, **settings)
+        torch.manual_seed(0)
+        for step in range(steps):
+            net(make_batch(step)).backward()
+            if is_ours:
+                assert all(p.grad is None for p in net.parameters())
+            elif clip is not None:
+                clip(net)
+            optimizer.step()
+            optimizer.zero_grad()
+        models.append(net)
+        optimizers.append(optimizer)
+    assert_same(*models)
+    assert_same_state(*optimizers)
+    with pytest.raises(AssertionError):  # it has trained
+        assert_same(model, models[0])
+    return models[0], models[1]
+
+
+def loops(model: nn.Module) -> tuple[nn.Module, nn.Module]:
+    return copy.deepcopy(model).train(), copy.deepcopy(model).train()
+
+
+def step(model: nn.Module, optimizer: Optimizer, number: int = 0) -> None:
+    model(make_batch(number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()

@@ -1,0 +1,420 @@
+"""What OptimizerInBackward refuses, what it leaves behind, and what it saves."""
+
+import copy
+import gc
+import pickle
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from tests.cases import MODELS, make_batch, make_model
+from tests.techniques.in_backward import adamw, apply, assert_same, loops, step
+
+
+class Rule(Optimizer):
+    """Gradient descent; subclasses spoil it."""
+
+    def __init__(self, params: Any) -> None:
+        self.count = 0
+        super().__init__(params, {"lr": 0.1, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.add_(self.change(param), alpha=-group["lr"])
+
+    def change(self, param: Tensor) -> Tensor:
+        assert param.grad is not None
+        return param.grad
+
+
+class CountsInGroup(Rule):
+    """As schedule-free optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["lr"] = 0.1 / group["k"]
+        super().step(closure)
+
+
+class SumsInGroup(Rule):
+    """As Prodigy does."""
+
+    def change(self, param: Tensor) -> Tensor:
+        for group in self.param_groups:
+            group["k"] += super().change(param).sum()
+        return super().change(param)
+
+
+class CountsInItself(Rule):
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        super().step(closure)
+
+
+class CommonNorm(Rule):
+    """As LAMB with a norm over everything."""
+
+    def change(self, param: Tensor) -> Tensor:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        assert param.grad is not None
+        return param.grad / torch.nn.utils.get_total_norm(grads)
+
+
+class NeedsClosure(Rule):
+    """As sharpness-aware ones do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            closure()
+        super().step()
+
+
+class Noisy(Rule):
+    def change(self, param: Tensor) -> Tensor:
+        return super().change(param) + torch.randn_like(param)
+
+
+@pytest.mark.parametrize(
+    ("cls", "why"),
+    [
+        (SumsInGroup, r'`group\["k"\]` is not'),
+        (CountsInItself, r"`optimizer\.count` is not"),
+        (CommonNorm, r"parameters are not what they should be"),
+        (NeedsClosure, r"trial step without a closure.*fails"),
+        (Noisy, r"parameters are not"),
+        (torch.optim.LBFGS, r"trial step without a closure.*fails"),
+        (lambda p: torch.optim.Adam(p, differentiable=True), r"Set `differentiable=False`"),
+    ],
+)
+def test_refuses_optimizers_that_couple_parameters(cls, why):
+    model = make_model("dropout")
+    with pytest.raises(IncompatibleError, match=why):
+        apply(cls(list(model.parameters())))
+    model(make_batch(0)).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class KeepsParameters(Rule):
+    """Refers to all of its parameters from an attribute."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.names = {p: i for g in self.param_groups for i, p in enumerate(g["params"])}
+
+    def change(self, param: Tensor) -> Tensor:
+        assert param in self.names
+        return super().change(param)
+
+
+@pytest.mark.parametrize("cls", [Rule, KeepsParameters, CountsInGroup])
+def test_takes_what_treats_each_parameter_on_its_own(cls):
+    ours, theirs = loops(make_model("dropout"))
+    for net in (ours, theirs):
+        optimizer = cls(net.parameters())
+        if net is ours:
+            apply(optimizer)
+        torch.manual_seed(0)
+        for number in range(3):
+            step(net, optimizer, number)
+    assert_same(ours, theirs)
+
+
+def test_sparse_gradients():
+    ours, theirs = (nn.Embedding(20, 4, sparse=True) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    for net in (ours, theirs):
+        optimizer = torch.optim.SparseAdam(net.parameters())
+        if net is ours:
+            apply(optimizer)
+        for number in range(3):
+            net(torch.tensor([number, 3, 3])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("make", [adamw, Noisy])
+def test_check_touches_nothing(make):
+    model = make_model("dropout")
+    optimizer = make(model.parameters())
+    step(model, optimizer)
+    model(make_batch(1)).backward()
+    before = copy.deepcopy((optimizer.state_dict(), [p.grad for p in model.parameters()]))
+    state, python = torch.get_rng_state(), random.getstate()
+    keys = sorted(vars(optimizer))
+    OptimizerInBackward().check(optimizer)
+    after = optimizer.state_dict(), [p.grad for p in model.parameters()]
+    assert str(before) == str(after)
+    assert torch.equal(state, torch.get_rng_state())
+    assert python == random.getstate()
+    assert sorted(vars(optimizer)) == keys
+
+
+def test_refuses_a_fused_step_under_a_scaler():
+    optimizer = adamw(make_model("dropout").parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    with pytest.raises(IncompatibleError, match=r"Set `fused=False`"):
+        apply(optimizer, scaler=scaler)
+    assert "unscale_" not in vars(scaler)
+
+
+def test_refuses_to_be_applied_twice():
+    model = make_model("dropout")
+    optimizer = adamw(model.parameters())
+    handle = apply(optimizer)
+    with pytest.raises(IncompatibleError, match=r"handle\.undo\(\)"):
+        apply(optimizer)
+    with pytest.raises(IncompatibleError, match=r"Give each parameter to one optimizer"):
+        apply(adamw(model.head.parameters()))
+    handle.undo()
+    apply(optimizer)
+
+
+def test_says_when_nothing_is_trained():
+    model = make_model("dropout").requires_grad_(False)
+    with pytest.warns(NoEffectWarning, match="no parameter is trained"):
+        apply(adamw(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["clip_value", "clip_param_norm", "clip_norm"])
+@pytest.mark.parametrize("value", [0, -1.0, float("nan"), True, "1"])
+def test_refuses_bounds_that_are_none(name, value):
+    with pytest.raises(ConfigurationError, match=rf"Use `{name}=1.0`"):
+        OptimizerInBackward(**{name: value})
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}])
+def test_undo_lets_gradients_stay(settings):
+    ours, theirs = loops(make_model("dropout"))
+    for net in (ours, theirs):
+        optimizer = adamw(net.parameters())
+        handle = apply(optimizer, **settings) if net is ours else None
+        torch.manual_seed(0)
+        step(net, optimizer)
+        if handle is not None:
+            handle.undo()
+            handle.undo()
+        step(net, optimizer, 1)
+        net(make_batch(2)).backward()
+        assert all(p.grad is not None for p in net.parameters())
+    if not settings:
+        assert_same(ours, theirs)
+
+
+def test_undo_gives_held_gradients_back():
+    model = make_model("dropout")
+    optimizer = adamw(model.parameters())
+    model(make_batch(0)).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    handle = apply(optimizer, clip_norm=1e-3)
+    torch.manual_seed(0)
+    model.eval()(make_batch(0)).backward()
+    assert all(p.grad is None for p in model.parameters())
+    handle.undo()
+    assert [p.grad.shape for p in model.parameters()] == [g.shape for g in expected]
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}])
+def test_copies_train_on_their_own(settings):
+    model = make_model("tied").train()
+    optimizer = adamw(model.parameters())
+    apply(optimizer, **settings)
+    step(model, optimizer)
+    model(make_batch(1)).backward()
+    before = copy.deepcopy(model.state_dict())
+    loaded = pickle.loads(pickle.dumps((model, optimizer)))
+    for twin, twin_optimizer in (copy.deepcopy((model, optimizer)), loaded):
+        start = copy.deepcopy(twin.state_dict())
+        twin(make_batch(0)).backward()
+        assert all(p.grad is not None for p in twin.parameters())
+        assert all(torch.equal(start[k], v) for k, v in twin.state_dict().items())
+        twin_optimizer.step()
+        twin_optimizer.zero_grad()
+        assert not torch.equal(start["head.weight"], twin.head.weight)
+        apply(twin_optimizer)
+        twin(make_batch(0)).backward()
+        assert all(p.grad is None for p in twin.parameters())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_nothing_keeps_the_optimizer_alive():
+    model = make_model("dropout")
+    optimizer = adamw(model.parameters())
+    apply(optimizer, clip_norm=1.0)
+    step(model, optimizer)
+    refs = [weakref.ref(optimizer), weakref.ref(model)]
+    del optimizer
+    gc.collect()
+    assert refs[0]() is None
+    model(make_batch(0)).backward()  # nobody updates, so gradients stay
+    assert model.head.weight.grad is not None
+    del model
+    gc.collect()
+    assert refs[1]() is None
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_under_activation_checkpointing(name):
+    ours, theirs = loops(make_model(name))
+    for net in (ours, theirs):
+        optimizer = adamw(net.parameters())
+        if net is ours:
+            apply(optimizer)
+            if name != "unrepeated":
+                ActivationCheckpointing().apply(net)
+        torch.manual_seed(0)
+        for number in range(3):
+            step(net, optimizer, number)
+    assert_same(ours, theirs)
+
+
+def reentrant(net: Any, times: int = 1) -> Tensor:
+    x = make_batch(0).requires_grad_()
+    for _ in range(times):
+        for block in net.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+    loss: Tensor = net.head(x).square().mean()
+    return loss
+
+
+def test_under_reentrant_checkpointing():
+    ours, theirs = loops(make_model("dropout"))
+    for net in (ours, theirs):
+        optimizer = adamw(net.parameters())
+        if net is ours:
+            apply(optimizer)
+        torch.manual_seed(0)
+        for _ in range(3):
+            reentrant(net).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(ours, theirs)
+
+
+def test_a_block_that_is_recomputed_twice_by_reentrant_checkpointing_is_an_error():
+    model = make_model("dropout")
+    optimizer = adamw(model.parameters())
+    apply(optimizer)
+    with pytest.raises(IncompatibleError, match=r"checkpoint with `use_reentrant=False`"):
+        reentrant(model, times=2).backward()
+
+
+def test_overrides_of_bitsandbytes_are_kept():
+    from lightning_memsave.techniques._bitsandbytes import import_bitsandbytes
+
+    bnb = import_bitsandbytes("test")
+    manager = bnb.optim.GlobalOptimManager.get_instance()
+    manager.initialize()
+    try:
+        ours, theirs = (nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]) for _ in range(2))
+        theirs.load_state_dict(ours.state_dict())
+        optimizers = []
+        for net in (ours, theirs):
+            manager.register_module_override(net[1], "weight", {"lr": 0.5, "optim_bits": 32})
+            optimizer = bnb.optim.AdamW8bit(
+                [{"params": [net[0].weight]}, {"params": [*net[1:].parameters(), net[0].bias]}]
+            )
+            optimizers.append(optimizer)
+            if net is ours:
+                apply(optimizer)
+            for number in range(3):
+                net(make_batch(number)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_same(ours, theirs)
+        kinds = [
+            o.state[net[1].weight]["state1"].dtype
+            for o, net in zip(optimizers, (ours, theirs), strict=True)
+        ]
+        assert kinds == [torch.float32, torch.float32]
+    finally:
+        manager.initialize()
+
+
+NUM_LAYERS = 12
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(NUM_LAYERS)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+UNIT = 256 * 256 * 4  # bytes of one weight
+BATCH = 2 * 256 * 4  # bytes of one input or output of a layer
+
+
+def peak_of_a_step(model: nn.Module, optimizer: Optimizer, **settings: Any) -> Any:
+    x = torch.ones(2, 256)
+    with LiveTensors(model, [optimizer]) as live:
+        handle = apply(optimizer, **settings)
+        for _ in range(2):
+            live.reset_peak()
+            model(x).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        handle.undo()
+        return live.peak
+
+
+def test_one_gradient_at_a_time():
+    model = Chain()
+    peak = peak_of_a_step(model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9))
+    assert peak.parameter_bytes == peak.optimizer_state_bytes == NUM_LAYERS * UNIT
+    assert peak.gradient_bytes == UNIT
+    # Beside them the outputs of the layers, and what backward hands on.
+    small = peak.total_bytes - (2 * NUM_LAYERS + 1) * UNIT
+    assert 0 < small < (NUM_LAYERS + 4) * BATCH + 100
+
+
+def test_adamw_adds_the_temporaries_of_one_parameter():
+    model = Chain()
+    peak = peak_of_a_step(model, torch.optim.AdamW(model.parameters()))
+    assert peak.gradient_bytes == UNIT
+    assert UNIT * (3 * NUM_LAYERS + 3) < peak.total_bytes < UNIT * (3 * NUM_LAYERS + 3.2)
+
+
+def test_gradients_that_wait_are_on_the_host():
+    model = Chain()
+    peak = peak_of_a_step(model, torch.optim.SGD(model.parameters(), 0.1), clip_norm=1.0)
+    assert peak.gradient_bytes == UNIT
+    assert peak.host_bytes == NUM_LAYERS * UNIT
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0, "clip_value": 0.5}])
+def test_predicts_on_fake_tensors_what_is_counted(settings):
+    def peak(net: nn.Module) -> Any:
+        return peak_of_a_step(net, torch.optim.AdamW(net.parameters()), **settings)
+
+    real = Chain()
+    counted = peak(real)
+    with fake_tensors() as fake:
+        predicted = peak(fake.copy_module(real))
+    assert predicted.by_category() == counted.by_category()
+    assert predicted.host_bytes == counted.host_bytes
+
+
+def test_repr_makes_an_equal_technique():
+    technique = OptimizerInBackward(clip_value=0.5, clip_norm=1.0)
+    assert eval(repr(technique), {"OptimizerInBackward": OptimizerInBackward}) == technique
+    assert hash(technique) == hash(OptimizerInBackward(clip_value=0.5, clip_norm=1.0))

@@ -1,0 +1,366 @@
+"""Training with parameters updated in backward, beside the same loop without."""
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from tests.cases import MODELS, make_batch, make_model
+from tests.techniques.in_backward import (
+    WIDTH,
+    MakeOptimizer,
+    adamw,
+    apply,
+    assert_same,
+    assert_same_state,
+    loops,
+    step,
+    train_both,
+)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_bitwise_the_same(name):
+    train_both(make_model(name), adamw)
+
+
+def bitsandbytes_optimizer(name: str, **settings: Any) -> MakeOptimizer:
+    def make(params: Any) -> Optimizer:
+        from lightning_memsave.techniques._bitsandbytes import import_bitsandbytes
+
+        made: Optimizer = getattr(import_bitsandbytes("test").optim, name)(params, **settings)
+        return made
+
+    return make
+
+
+def low_bit(params: Any) -> Optimizer:
+    return LowBitOptimizer().apply(adamw(params)).target
+
+
+def matrices_only(params: Any) -> Optimizer:
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=1e-2)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, weight_decay=0.1),
+    "amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True, maximize=True),
+    "adamw": adamw,
+    "adamw_foreach": lambda p: adamw(p, foreach=True),
+    "adamw_fused": lambda p: adamw(p, fused=True),
+    "adamw_capturable_lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)),
+    "sgd_foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr_decay=0.1),
+    "adagrad_foreach": lambda p: torch.optim.Adagrad(p, foreach=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.5),
+    "rmsprop_foreach": lambda p: torch.optim.RMSprop(p, centered=True, foreach=True),
+    "nadam": torch.optim.NAdam,
+    "nadam_foreach": lambda p: torch.optim.NAdam(p, foreach=True),
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adadelta": torch.optim.Adadelta,
+    "asgd": torch.optim.ASGD,
+    "rprop": torch.optim.Rprop,
+    "adafactor": torch.optim.Adafactor,
+    "adafactor_foreach": lambda p: torch.optim.Adafactor(p, foreach=True),
+    "muon": matrices_only,
+    "low_bit": low_bit,
+    "lion": bitsandbytes_optimizer("Lion", lr=1e-3),
+    "lion_8bit": bitsandbytes_optimizer("Lion8bit", lr=1e-3),
+    "bnb_adamw": bitsandbytes_optimizer("AdamW8bit", lr=1e-2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_gives_the_same_bits(name):
+    model = make_model("dropout")
+    if name == "muon":
+        for key, param in model.named_parameters():
+            param.requires_grad_(param.ndim == 2 and "head" not in key)
+    train_both(model, OPTIMIZERS[name])
+
+
+def test_gradients_add_up_until_the_last_backward():
+    """One parameter has no gradient in the last part, another none at all."""
+    ours, theirs = loops(SometimesUnused())
+    optimizers = [torch.optim.Adam(net.parameters()) for net in (ours, theirs)]
+    handle = apply(optimizers[0])
+    for number in range(3):
+        with handle.accumulating():
+            ours(make_batch(number), both=True).backward()
+            assert ours.b.weight.grad is not None
+        before = handle.has_taken_gradients
+        ours(make_batch(number + 10)).backward()
+        assert ours.a.weight.grad is None
+        assert ours.b.weight.grad is not None
+        assert (before, handle.has_taken_gradients) == (False, True)
+        optimizers[0].step()
+        assert ours.b.weight.grad is None
+        theirs(make_batch(number), both=True).backward()
+        theirs(make_batch(number + 10)).backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert_same(ours, theirs)
+    assert_same_state(*optimizers)
+
+
+class SometimesUnused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.never = (nn.Linear(WIDTH, 1) for _ in range(3))
+
+    def forward(self, x: Tensor, *, both: bool = False) -> Tensor:
+        return (self.a(x) + (self.b(x) if both else 0.0)).square().mean()
+
+
+def test_a_second_backward_in_a_step_is_an_error():
+    model = make_model("dropout")
+    optimizer = adamw(model.parameters())
+    apply(optimizer)
+    model(make_batch(0)).backward()
+    with pytest.raises(IncompatibleError, match=r"with handle\.accumulating\(\)"):
+        model(make_batch(1)).backward()
+
+
+def test_a_gradient_that_comes_after_the_update_is_an_error():
+    """So does DistributedDataParallel put them."""
+    model = make_model("dropout")
+    optimizer = adamw(model.parameters())
+    apply(optimizer)
+    model(make_batch(0)).backward()
+    model.head.weight.grad = torch.zeros(WIDTH, WIDTH)
+    with pytest.raises(IncompatibleError, match=r"process_group="):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("by_keyword", [True, False])
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.01}])
+def test_backward_may_run_in_the_closure_of_the_step(by_keyword, settings):
+    ours, theirs = loops(make_model("tied"))
+    optimizers = [adamw(net.parameters()) for net in (ours, theirs)]
+    handle = apply(optimizers[0], **settings)
+    for number in range(3):
+        for net, optimizer in zip((ours, theirs), optimizers, strict=True):
+            # An earlier part of the batch: its gradients are there when the step begins.
+            with handle.accumulating():
+                torch.manual_seed(number)
+                net(make_batch(10 + number)).backward()
+
+            def closure(net: Any = net, number: int = number) -> Any:
+                loss = net(make_batch(number))
+                loss.backward()
+                if net is theirs and settings:
+                    torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+                return loss
+
+            loss = optimizer.step(closure=closure) if by_keyword else optimizer.step(closure)
+            assert loss is not None
+            optimizer.zero_grad()
+    assert_same(ours, theirs)
+    assert_same_state(*optimizers)
+
+
+def test_schedulers_and_hooks_of_the_step_see_one_step():
+    ours, theirs = loops(make_model("dropout"))
+    seen = []
+    for net in (ours, theirs):
+        optimizer = adamw(net.parameters())
+        if net is ours:
+            apply(optimizer)
+        count: list[int] = []
+        optimizer.register_step_post_hook(lambda *_, count=count: count.append(1))
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=4)
+        torch.manual_seed(0)
+        for number in range(4):
+            step(net, optimizer, number)
+            scheduler.step()
+        seen.append((len(count), scheduler.get_last_lr()))
+    assert seen[0] == seen[1]
+    assert seen[0][0] == 4
+    assert_same(ours, theirs)
+
+
+def test_groups_and_parameters_that_come_later():
+    """A new group, a parameter that thaws, one that is taken out."""
+    ours, theirs = loops(make_model("dropout"))
+    for net in (ours, theirs):
+        net.blocks[3].requires_grad_(False)
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": net.blocks.parameters(), "weight_decay": 0.5},
+                {"params": [net.head.bias], "lr": 0.1},
+            ]
+        )
+        if net is ours:
+            apply(optimizer)
+        torch.manual_seed(0)
+        step(net, optimizer)
+        net.zero_grad()
+        optimizer.add_param_group({"params": [net.head.weight], "lr": 0.2})
+        net.blocks[3].requires_grad_(True)
+        for number in (1, 2):
+            step(net, optimizer, number)
+        net(make_batch(3)).backward()
+        assert all(p.grad is None for p in net.parameters()) == (net is ours)
+        optimizer.step()
+        net.zero_grad()
+        del optimizer.param_groups[1]
+        step(net, optimizer, 4)
+        assert net.head.bias.grad is not None
+    assert_same(ours, theirs)
+
+
+def test_two_optimizers_of_one_model():
+    ours, theirs = loops(make_model("dropout"))
+    for net in (ours, theirs):
+        body, head = adamw(net.blocks.parameters()), torch.optim.SGD(net.head.parameters(), 0.1)
+        handles = [apply(body), apply(head)] if net is ours else []
+        torch.manual_seed(0)
+        for number in range(4):
+            net(make_batch(number)).backward()
+            body.step()
+            head.step()
+            net.zero_grad()
+        for handle in handles:
+            handle.undo()
+    assert_same(ours, theirs)
+
+
+def test_gradients_for_another_optimizer_are_let_go():
+    """A discriminator must not learn from the loss of its generator."""
+    ours, theirs = (nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    for net in (ours, theirs):
+        generator, discriminator = net
+        optimizers = [adamw(generator.parameters()), adamw(discriminator.parameters())]
+        handles = [apply(o) for o in optimizers] if net is ours else []
+        for number in range(3):
+            x = torch.randn(5, 4, generator=torch.Generator().manual_seed(number))
+            fake = generator(x)
+            discriminator(fake.detach()).mean().backward()
+            optimizers[1].step()
+            loss = -discriminator(fake).mean()
+            if handles:
+                with handles[1].accumulating():
+                    loss.backward()
+            else:
+                loss.backward()
+            optimizers[0].step()
+            net.zero_grad()
+    assert_same(ours, theirs)
+
+
+class Clipped:
+    """What the settings stand for, done by hand after backward."""
+
+    @staticmethod
+    def value(net: nn.Module) -> None:
+        torch.nn.utils.clip_grad_value_(net.parameters(), 1e-4)
+
+    @staticmethod
+    def param_norm(net: nn.Module) -> None:
+        for param in net.parameters():
+            torch.nn.utils.clip_grad_norm_(param, 1e-3)
+
+    @staticmethod
+    def norm(net: nn.Module) -> None:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("make_optimizer", [adamw, low_bit])
+@pytest.mark.parametrize(
+    ("clip", "settings"),
+    [
+        (Clipped.value, {"clip_value": 1e-4}),
+        (Clipped.param_norm, {"clip_param_norm": 1e-3}),
+        (Clipped.norm, {"clip_norm": 1e-3}),
+    ],
+)
+def test_clips_as_by_hand(clip, settings, make_optimizer):
+    clipped, _ = train_both(make_model("dropout"), make_optimizer, clip=clip, **settings)
+    plain, _ = train_both(make_model("dropout"), make_optimizer)
+    with pytest.raises(AssertionError):
+        assert_same(clipped, plain)
+
+
+def test_clips_what_only_an_earlier_part_gave_a_gradient():
+    ours, theirs = loops(SometimesUnused())
+    for net in (ours, theirs):
+        optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+        handle = apply(optimizer, clip_norm=0.1, clip_value=0.01) if net is ours else None
+        if handle is not None:
+            with handle.accumulating():
+                net(make_batch(0), both=True).backward()
+        else:
+            net(make_batch(0), both=True).backward()
+        net(make_batch(1)).backward()
+        if handle is None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            torch.nn.utils.clip_grad_value_(net.parameters(), 0.01)
+        optimizer.step()
+    assert_same(ours, theirs)
+
+
+def train_scaled(
+    net: nn.Module, optimizers: list[Optimizer], *, unscales: bool, clip: float | None, saves: bool
+) -> list[Any]:
+    """Six steps of two parts each; in the third the gradient that comes last overflows."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    handles = [apply(o, scaler=scaler, clip_norm=clip) for o in optimizers] if saves else []
+    seen = []
+    torch.manual_seed(0)
+    for number in range(6):
+        factor = float("inf") if number == 2 else 1.0
+        hook = net.blocks[0].norm.bias.register_hook(lambda g, factor=factor: g * factor)
+        with contextlib.ExitStack() as stack:
+            for handle in handles:
+                stack.enter_context(handle.accumulating())
+            scaler.scale(net(make_batch(10 + number)) / 2).backward()
+        scaler.scale(net(make_batch(number)) / 2).backward()
+        hook.remove()
+        assert all(p.grad is None for p in net.parameters()) == saves
+        before = [p.detach().clone() for p in (net.head.weight, net.blocks[3].down.weight)]
+        for one in optimizers:
+            if unscales:
+                scaler.unscale_(one)
+            if clip is not None and not saves:
+                torch.nn.utils.clip_grad_norm_(one.param_groups[0]["params"], clip)
+            scaler.step(one)
+        scaler.update()
+        net.zero_grad()
+        after = [net.head.weight, net.blocks[3].down.weight]
+        moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        seen.append((scaler.get_scale(), *moved))
+    for handle in handles:
+        handle.undo()
+    assert {"unscale_", "update"}.isdisjoint(vars(scaler))
+    return seen
+
+
+@pytest.mark.parametrize(("unscales", "clip"), [(False, None), (True, None), (True, 1e-3)])
+def test_a_scaler_leaves_out_the_step_that_overflows(unscales, clip):
+    ours, theirs = loops(make_model("dropout"))
+    seen, optimizers = [], []
+    for net in (ours, theirs):
+        both = [adamw(net.head.parameters()), adamw(net.blocks.parameters())]
+        is_ours = net is ours
+        seen.append(train_scaled(net, both, unscales=unscales, clip=clip, saves=is_ours))
+        optimizers.append(both)
+    assert seen[0] == seen[1]
+    # The head has an optimizer of its own, which does not overflow.
+    assert [moved for _, *moved in seen[0]] == [[True, number != 2] for number in range(6)]
+    assert_same(ours, theirs)
+    for mine, other in zip(*optimizers, strict=True):
+        assert_same_state(mine, other)
+
+
+def test_a_scaler_that_is_switched_off_changes_nothing():
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    train_both(make_model("dropout"), adamw, scaler=scaler)
