@@ -19,9 +19,7 @@ def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
         Functions that end it. What has not been used by then is rounded.
     """
     chosen = [p for p in params if p.requires_grad and p.dtype is torch.bfloat16]
-    # Torch 2.13 can choose the type of a gradient, 2.6 cannot, nor can DDP.
-    is_shared = dist.is_available() and dist.is_initialized()
-    if is_shared or not hasattr(Tensor, "grad_dtype"):
+    if not _can_choose_dtype():
         return _compensate(chosen)
     refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
 
@@ -34,6 +32,12 @@ def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
 
     set_dtype(torch.float32)
     return [lambda: set_dtype(torch.bfloat16)]
+
+
+# Torch 2.13 can choose the type of a gradient, 2.6 cannot; DDP cannot either.
+def _can_choose_dtype() -> bool:
+    is_shared = dist.is_available() and dist.is_initialized()
+    return hasattr(Tensor, "grad_dtype") and not is_shared
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:

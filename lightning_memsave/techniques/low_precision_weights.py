@@ -53,9 +53,9 @@ class LowPrecisionWeights(Technique[nn.Module]):
         it layers refuse weights of two types. The output of an embedding is bfloat16, and so are
         the sums of residual connections that nothing else makes float32; ``keep_fp32`` changes
         that. Parameters of recurrent and bilinear layers, of parametrizations, and such as share
-        memory without being one parameter stay float32. Not for DTensor. ``undo`` gives float32 weights with the values
-        that they have in bfloat16. A checkpoint has bfloat16 weights and loads everywhere, also
-        with ``strict=True``; ``load_state_dict(..., assign=True)`` would replace them.
+        memory without being one parameter stay float32. Not for DTensor. After ``undo`` weights are
+        float32 and have the values that they had in bfloat16. A checkpoint has bfloat16 weights
+        and loads everywhere; ``load_state_dict(..., assign=True)`` would replace the weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))

@@ -1,0 +1,797 @@
+"""Weights in bfloat16: what is rounded and how, in tiles and as a whole, alone and together."""
+
+import copy
+import dataclasses
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.techniques import _gradient_sums, _rounded_updates, _rounding, _tiled_steps
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from tests.cases import MODELS, make_batch, make_model
+from tests.helpers import snapshot
+
+BF16 = torch.bfloat16
+ROUNDINGS = ("stochastic", "kahan", "nearest")
+ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
+    "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
+    "adamw-fused": (torch.optim.AdamW, {"fused": True}),
+    "adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1}),
+    "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9}),
+    "adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {}),
+    "rprop": (torch.optim.Rprop, {}),
+    "asgd": (torch.optim.ASGD, {}),
+}
+LOW_BIT = ("adamw_8bit", "adam_8bit", "lion_8bit", "sgd_8bit", "ademamix_8bit", "rmsprop")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Tiles of 1,024 numbers."""
+    monkeypatch.setattr(_tiled_steps, "MIN_TILE_NUMEL", 1024)
+    monkeypatch.setattr(_tiled_steps, "MAX_TILE_NUMEL", 1024)
+
+
+def weight(*shape: int, seed: int = 1) -> nn.Parameter:
+    generator = torch.Generator().manual_seed(seed)
+    return nn.Parameter(torch.randn(shape, generator=generator).to(BF16))
+
+
+def give_gradient(param: nn.Parameter, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def make_optimizer(name: str, params: list[nn.Parameter]) -> Optimizer:
+    if name in ELEMENTWISE:
+        cls, settings = ELEMENTWISE[name]
+        return cls(params, **settings)  # type: ignore[call-arg]
+    if name == "rmsprop":
+        return LowBitOptimizer("8bit").apply(torch.optim.RMSprop(params)).target
+    adamw = torch.optim.AdamW(params)
+    return LowBitOptimizer(name, min_8bit_size=256).apply(adamw).target
+
+
+def updated(optimizer: Optimizer, params: list[nn.Parameter], steps: int = 3) -> list[Tensor]:
+    for step in range(steps):
+        for param in params:
+            give_gradient(param, step)
+        optimizer.step()
+    return [param.detach().clone() for param in params]
+
+
+def forward_and_backward(model: nn.Module, batch: Tensor) -> Tensor:
+    with torch.autocast("cpu", BF16):
+        loss = model(batch)
+    loss.backward()
+    return loss.detach()
+
+
+def draws(value: float, count: int = 100_000) -> Tensor:
+    result = torch.empty(count, dtype=BF16)
+    generator = torch.Generator().manual_seed(5)
+    _rounding.round_stochastically(result, torch.full((count,), value), generator)
+    return result.double()
+
+
+class TestRounding:
+    @pytest.mark.parametrize("share", [0.001, 0.25, 0.5, 0.9])
+    @pytest.mark.parametrize("sign", [1, -1])
+    def test_stochastic_is_right_on_average(self, share, sign):
+        low, high = sign * 1.0, sign * (1.0 + 2**-7)  # neighbours
+        value = torch.tensor(low + share * (high - low)).item()
+        found = draws(value)
+        assert set(found.tolist()) <= {low, high}
+        error = found.mean().item() - value
+        standard = abs(high - low) * math.sqrt(share * (1 - share) / len(found))
+        assert abs(error) < 4 * standard
+
+    def test_updates_far_below_the_distance_count_on_average(self):
+        total = torch.ones(20_000, dtype=BF16)
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(64):
+            _rounding.round_stochastically(total, total.float() + 2**-12, generator)
+        nearest = torch.ones(1, dtype=BF16)
+        for _ in range(64):
+            _rounding.round_to_nearest(nearest, nearest.float() + 2**-12)
+        assert nearest.item() == 1.0
+        assert total.double().mean().item() == pytest.approx(1 + 64 * 2**-12, rel=3e-4)
+
+    @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
+    def test_gives_a_neighbour(self, value):
+        exact = torch.tensor([value])
+        found = torch.empty(1, dtype=BF16)
+        _rounding.round_stochastically(found, exact.clone(), torch.Generator().manual_seed(0))
+        bits = exact.view(torch.int32) & ~0xFFFF
+        # The same number for what bfloat16 can hold; past the largest comes infinity.
+        up = bits if torch.equal(bits, exact.view(torch.int32)) else bits + 0x10000
+        assert found.float().view(torch.int32).item() in (bits.item(), up.item())
+
+    def test_infinities_and_all_kinds_of_nan_stay(self):
+        patterns = [0x7F800000, -0x800000, 0x7FC00000, 0x7FFFFFFF, -1, 0x7F800001, -0x400000]
+        values = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
+        expected = values.clone()
+        found = torch.empty(len(patterns), dtype=BF16)
+        _rounding.round_stochastically(found, values, torch.Generator())
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert found[:2].tolist() == [math.inf, -math.inf]
+
+    def test_the_rest_is_what_was_lost(self):
+        values = torch.randn(1000)
+        param, rest = torch.empty(2, 1000, dtype=BF16)
+        _rounding.round_with_rest(param, values.clone(), rest)
+        assert torch.equal(param, values.to(BF16))
+        lost = (param.double() + rest.double() - values.double()).abs()
+        assert (lost <= values.abs() * 2**-16).all()
+
+    def test_seeds_do_not_come_again_soon(self):
+        seeds = [_rounding.first_seed(index) for index in range(1000)]
+        for _ in range(20):
+            seeds += [_rounding.next_seed(seed) for seed in seeds[-1000:]]
+        assert len(set(seeds)) == len(seeds)
+        assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+class TestUpdates:
+    @pytest.mark.parametrize("name", ["adamw", "momentum", "adamw_8bit", "radam"])
+    def test_are_those_of_float32_rounded(self, name):
+        param, truth = weight(64, 64), weight(64, 64)
+        truth.data = truth.data.float()
+        ours, theirs = make_optimizer(name, [param]), make_optimizer(name, [truth])
+        LowPrecisionWeights("nearest").round_updates(ours)
+        for step in range(3):
+            give_gradient(param, step)
+            truth.grad = param.grad.float()
+            truth.data.copy_(param)
+            ours.step()
+            theirs.step()
+            assert torch.equal(param, truth.to(BF16))
+        for key, value in theirs.state[truth].items():
+            other = ours.state[param][key]
+            assert torch.equal(other, value) if isinstance(value, Tensor) else other == value
+
+    @pytest.mark.parametrize("rounding", ["kahan", "nearest"])
+    @pytest.mark.parametrize("name", [*ELEMENTWISE, *LOW_BIT])
+    def test_in_tiles_are_those_of_the_whole(self, name, rounding, small_tiles, monkeypatch):
+        results = []
+        for limit in (1024, 2**30):
+            monkeypatch.setattr(_tiled_steps, "MIN_TILE_NUMEL", limit)
+            params = [weight(72, 67), weight(5, seed=2)]  # 4,824 numbers: not a multiple
+            optimizer = make_optimizer(name, params)
+            LowPrecisionWeights(rounding).round_updates(optimizer)
+            assert _tiled_steps.is_tiled(optimizer, params[0]) is False  # no gradient yet
+            give_gradient(params[0], 0)
+            assert _tiled_steps.is_tiled(optimizer, params[0]) is (limit == 1024)
+            results.append((updated(optimizer, params), [optimizer.state[p] for p in params]))
+        (tiled, tiled_states), (whole, whole_states) = results
+        assert all(torch.equal(a, b) for a, b in zip(tiled, whole, strict=True))
+        for a, b in zip(tiled_states, whole_states, strict=True):
+            assert a.keys() == b.keys()
+            for key, value in b.items():
+                if isinstance(value, Tensor):
+                    assert a[key].shape == value.shape
+                    assert a[key].dtype == value.dtype
+                    assert torch.equal(a[key], value), key
+                else:
+                    assert a[key] == value
+
+    def test_8bit_state_is_cut_at_its_blocks(self, small_tiles):
+        param = weight(72, 67)
+        optimizer = make_optimizer("adamw_8bit", [param])
+        LowPrecisionWeights("kahan").round_updates(optimizer)
+        updated(optimizer, [param])
+        assert optimizer.state[param]["state1"].dtype is torch.uint8
+        assert len(optimizer.state) == 1  # tiles leave nothing
+
+    @pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])
+    def test_optimizers_that_look_at_the_whole_get_the_whole(self, cls, small_tiles):
+        param, truth = weight(64, 64), weight(64, 64)
+        truth.data = truth.data.float()
+        ours, theirs = cls([param], lr=0.1), cls([truth], lr=0.1)
+        LowPrecisionWeights("nearest").round_updates(ours)
+        for step in range(2):
+            give_gradient(param, step)
+            truth.grad = param.grad.float()
+            truth.data.copy_(param)
+            ours.step()
+            theirs.step()
+            assert torch.equal(param, truth.to(BF16))
+
+    def test_of_tensors_with_other_strides(self, small_tiles):
+        plain, turned = weight(64, 64), weight(64, 64)
+        turned.data = turned.data.t().contiguous().t()
+        results = []
+        for param in (plain, turned):
+            optimizer = torch.optim.AdamW([param])
+            LowPrecisionWeights("kahan").round_updates(optimizer)
+            results += updated(optimizer, [param])
+        assert torch.equal(*results)
+
+    def test_with_sparse_gradients(self):
+        table = nn.Embedding(100, 8, sparse=True)
+        table.weight.data = table.weight.data.to(BF16)
+        before = table.weight.detach().clone()
+        optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+        LowPrecisionWeights().round_updates(optimizer)
+        table(torch.tensor([3])).float().sum().backward()
+        optimizer.step()
+        moved = (table.weight != before).any(1).nonzero().flatten()
+        assert moved.tolist() == [3]
+
+    def test_what_has_no_gradient_does_not_move(self):
+        params = [weight(64, 64), weight(64, 64, seed=2)]
+        before = params[1].detach().clone()
+        optimizer = torch.optim.AdamW(params)
+        LowPrecisionWeights().round_updates(optimizer)
+        give_gradient(params[0], 0)
+        optimizer.step()
+        assert torch.equal(params[1], before)
+        assert params[1] not in optimizer.state
+
+    def test_of_zero_leave_stochastic_weights_alone(self):
+        """Rows of an embedding that never come must not walk about."""
+        param = weight(64, 64)
+        before = param.detach().clone()
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        LowPrecisionWeights().round_updates(optimizer)
+        for _ in range(20):
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+        assert torch.equal(param, before)
+
+    def test_do_not_touch_random_numbers_and_do_not_depend_on_them(self):
+        results = []
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            state = torch.get_rng_state()
+            param = weight(64, 64)
+            optimizer = torch.optim.AdamW([param])
+            LowPrecisionWeights().round_updates(optimizer)
+            results += updated(optimizer, [param])
+            assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(*results)
+
+    def test_differ_from_step_to_step_and_from_parameter_to_parameter(self):
+        params = [nn.Parameter(torch.ones(4096, 1, dtype=BF16)) for _ in range(2)]
+        optimizer = torch.optim.SGD(params, lr=2**-8)
+        LowPrecisionWeights().round_updates(optimizer)
+        found = []
+        for _ in range(2):
+            for param in params:
+                param.data.fill_(1.0)
+                param.grad = torch.full_like(param, -1.0)
+            optimizer.step()
+            found += [param.detach().flatten() == 1 for param in params]
+        for i in range(4):
+            for j in range(i):
+                equal = (found[i] == found[j]).float().mean().item()
+                assert 0.45 < equal < 0.55
+
+    def test_state_in_bfloat16_becomes_float32(self):
+        param = weight(64, 64)
+        optimizer = torch.optim.AdamW([param])
+        give_gradient(param, 0)
+        optimizer.step()
+        assert optimizer.state[param]["exp_avg"].dtype is BF16
+        LowPrecisionWeights().round_updates(optimizer)
+        updated(optimizer, [param])
+        assert optimizer.state[param]["exp_avg"].dtype is torch.float32
+
+
+class TestOptimizer:
+    def test_float32_parameters_are_stepped_as_before(self):
+        results = []
+        for is_ours in (False, True):
+            params = [nn.Parameter(weight(64, 64, seed=s).float().detach()) for s in range(3)]
+            optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 1}])
+            if is_ours:
+                optimizer.add_param_group({"params": [weight(64, 64, seed=4)]})
+                give_gradient(optimizer.param_groups[-1]["params"][0], 0)
+                LowPrecisionWeights().round_updates(optimizer)
+            results.append(updated(optimizer, params))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+    def test_hooks_run_once_and_the_closure_first(self, name):
+        seen = []
+        param = weight(64, 64)
+        optimizer = make_optimizer(name, [param])
+        handle = LowPrecisionWeights().round_updates(optimizer)
+        before = param.detach().clone()
+
+        def look(*_: object) -> None:
+            seen.append(torch.equal(param, before))
+
+        def closure() -> float:
+            assert torch.is_grad_enabled()
+            give_gradient(param, 0)
+            return 3.0
+
+        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_post_hook(look)
+        assert optimizer.step(closure) == 3.0
+        assert seen == [True, False]
+        handle.undo()
+        param.data = param.data.float()
+        param.grad = None
+        optimizer.step()
+        assert len(seen) == 4
+
+    @pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+    @pytest.mark.parametrize("is_first", [True, False])
+    def test_schedulers_from_before_and_after_count_steps(self, name, is_first):
+        param = weight(64, 64)
+        optimizer = make_optimizer(name, [param])
+        if is_first:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        handle = LowPrecisionWeights("kahan").round_updates(optimizer)
+        if not is_first:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for step in range(3):
+            give_gradient(param, step)
+            optimizer.step()
+            scheduler.step()  # would warn, which is an error here
+        assert "compensation" in optimizer.state[param]
+        handle.undo()
+        optimizer.zero_grad()
+        optimizer.step()
+        scheduler.step()
+
+    @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+    @pytest.mark.parametrize("name", ["adamw", "momentum", "adamw_8bit"])
+    def test_copies_and_pickles_step_in_the_same_way(self, name, rounding):
+        param = weight(64, 64)
+        optimizer = make_optimizer(name, [param])
+        LowPrecisionWeights(rounding).round_updates(optimizer)
+        updated(optimizer, [param])
+        others = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+        expected = updated(optimizer, [param])[0]
+        for other in others:
+            own = other.param_groups[0]["params"]
+            assert not torch.equal(own[0], expected)  # it has a weight of its own
+            assert torch.equal(updated(other, own)[0], expected)
+
+    @pytest.mark.parametrize("rounding", ROUNDINGS)
+    @pytest.mark.parametrize("name", ["adamw", "momentum", "sgd", "adamw_8bit"])
+    def test_resumes_bit_for_bit(self, name, rounding):
+        def start() -> tuple[nn.Parameter, Optimizer]:
+            param = weight(64, 64)
+            optimizer = make_optimizer(name, [param])
+            LowPrecisionWeights(rounding).round_updates(optimizer)
+            return param, optimizer
+
+        param, optimizer = start()
+        updated(optimizer, [param])
+        file = io.BytesIO()
+        torch.save({"param": param.detach(), "optimizer": optimizer.state_dict()}, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+        resumed, other = start()
+        resumed.data.copy_(saved["param"])
+        other.load_state_dict(saved["optimizer"])
+        assert torch.equal(updated(optimizer, [param])[0], updated(other, [resumed])[0])
+
+    def test_state_loads_with_and_without_it(self):
+        param, plain = weight(64, 64), nn.Parameter(weight(64, 64).detach().float())
+        ours, theirs = torch.optim.AdamW([param]), torch.optim.AdamW([plain])
+        LowPrecisionWeights("kahan").round_updates(ours)
+        updated(ours, [param])
+        theirs.load_state_dict(ours.state_dict())
+        assert torch.equal(theirs.state[plain]["exp_avg"], ours.state[param]["exp_avg"])
+        updated(theirs, [plain])
+        ours.load_state_dict(theirs.state_dict())
+        assert torch.equal(theirs.state[plain]["exp_avg"], ours.state[param]["exp_avg"])
+        updated(ours, [param])
+
+    def test_undo_restores_the_optimizer(self):
+        optimizer = torch.optim.AdamW([weight(8, 8)])
+        before = dict(vars(optimizer))
+        handle = LowPrecisionWeights().round_updates(optimizer)
+        handle.undo()
+        handle.undo()
+        assert vars(optimizer) == before
+
+    def test_a_copy_that_was_undone_is_plain(self):
+        optimizer = torch.optim.AdamW([weight(8, 8)])
+        handle = LowPrecisionWeights().round_updates(optimizer)
+        handle.undo()
+        assert "memsave_parameter_step" not in vars(copy.deepcopy(optimizer))
+
+    def test_refuses_what_it_cannot_do(self):
+        with pytest.raises(IncompatibleError, match="Use another optimizer"):
+            LowPrecisionWeights().round_updates(torch.optim.LBFGS([weight(8, 8)]))
+        optimizer = torch.optim.AdamW([weight(8, 8)])
+        LowPrecisionWeights().round_updates(optimizer)
+        with pytest.raises(IncompatibleError, match="Undo the handle"):
+            LowPrecisionWeights().round_updates(optimizer)
+
+    def test_scaled_gradients_arrive_unscaled(self):
+        param = weight(64, 64)
+        optimizer = torch.optim.SGD([param], lr=1.0)
+        LowPrecisionWeights("nearest").round_updates(optimizer)
+        expected = (param.float() - 2.0).to(BF16)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler.scale((param * 2.0).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(param, expected)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("bits", [8, 32])
+def test_in_backward_gives_the_same_bits(rounding, bits):
+    """Parameters are updated in another order, and rounded by the same random numbers."""
+    states = []
+    for is_in_backward in (False, True):
+        model = make_model("tied").train()
+        technique = LowPrecisionWeights(rounding)
+        technique.apply(model)
+        optimizer: Optimizer = torch.optim.AdamW(model.parameters())
+        if bits == 8:
+            optimizer = LowBitOptimizer(module=model).apply(optimizer).target
+        technique.round_updates(optimizer)
+        if is_in_backward:
+            OptimizerInBackward().apply(optimizer)
+        torch.manual_seed(3)
+        for step in range(3):
+            forward_and_backward(model, make_batch(step))
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(model.state_dict())
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+class TestGradientSums:
+    NUM_PARTS = 300
+
+    @pytest.fixture(params=["grad_dtype", "compensated"])
+    def mechanism(self, request, monkeypatch):
+        if request.param == "compensated":
+            monkeypatch.setattr(_gradient_sums, "_can_choose_dtype", lambda: False)
+        return request.param
+
+    def parts(self) -> Tensor:
+        generator = torch.Generator().manual_seed(3)
+        return (torch.rand(self.NUM_PARTS, 32, 32, generator=generator) + 0.5).to(BF16)
+
+    def sum_of_parts(self, model: nn.Linear) -> Tensor:
+        for part in self.parts():
+            (model.weight * part).sum().backward()
+        return model.weight.grad.double()
+
+    def test_is_the_sum_in_float64_but_for_one_rounding(self, mechanism):
+        truth = self.parts().double().sum(0)
+        errors = {}
+        for key in ("plain", "ours"):
+            model = nn.Linear(32, 32, bias=False)
+            technique = LowPrecisionWeights()
+            technique.apply(model)
+            if key == "ours":
+                with technique.sum_gradients_in_fp32(model):
+                    found = self.sum_of_parts(model)
+                    expected = {"grad_dtype": torch.float32, "compensated": BF16}[mechanism]
+                    assert model.weight.grad.dtype is expected
+                assert model.weight.grad.dtype is BF16
+            else:
+                found = self.sum_of_parts(model)
+            errors[key] = ((found - truth).abs() / truth).max().item()
+        assert errors["plain"] > 0.05
+        assert errors["ours"] < {"grad_dtype": 1e-6, "compensated": 2**-7}[mechanism]
+
+    def test_the_step_uses_the_sum(self, mechanism):
+        model = nn.Linear(32, 32, bias=False)
+        technique = LowPrecisionWeights("kahan")
+        technique.apply(model)
+        start = model.weight.detach().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+        technique.round_updates(optimizer)
+        with technique.sum_gradients_in_fp32(model):
+            self.sum_of_parts(model)
+            optimizer.step()
+        truth = start - 2**-6 * self.parts().double().sum(0)
+        found = model.weight.double() + optimizer.state[model.weight]["compensation"].double()
+        bound = {"grad_dtype": 2**-15, "compensated": 2**-7}[mechanism]
+        assert ((found - truth).abs() <= bound * truth.abs().clamp(min=1)).all()
+
+    def test_starts_anew_after_zero_grad(self, mechanism):
+        model = nn.Linear(32, 32, bias=False)
+        technique = LowPrecisionWeights()
+        technique.apply(model)
+        with technique.sum_gradients_in_fp32(model):
+            first = self.sum_of_parts(model)
+            model.zero_grad()
+            assert torch.equal(self.sum_of_parts(model), first)
+
+    def test_keeps_a_gradient_that_is_there(self, mechanism):
+        model = nn.Linear(32, 32, bias=False)
+        LowPrecisionWeights().apply(model)
+        model.weight.grad = torch.ones_like(model.weight)
+        handle = LowPrecisionWeights().sum_gradients_in_fp32(model)
+        model.weight.sum().backward()
+        handle.undo()
+        handle.undo()
+        assert torch.equal(model.weight.grad, torch.full((32, 32), 2.0, dtype=BF16))
+
+    def test_updates_in_backward_use_the_sum(self, mechanism):
+        model = nn.Linear(32, 32, bias=False)
+        technique = LowPrecisionWeights("kahan")
+        technique.apply(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=2**-6)
+        technique.round_updates(optimizer)
+        start = model.weight.detach().double()
+        in_backward: Any = OptimizerInBackward().apply(optimizer)
+        *parts, last = self.parts()
+        with technique.sum_gradients_in_fp32(model):
+            for part in parts:
+                with in_backward.accumulating():
+                    (model.weight * part).sum().backward()
+            (model.weight * last).sum().backward()
+            assert model.weight.grad is None
+            optimizer.step()
+        truth = start - 2**-6 * self.parts().double().sum(0)
+        assert ((model.weight.double() - truth).abs() <= 2**-6 * truth.abs().clamp(min=1)).all()
+
+    def test_undone_after_the_weights(self, mechanism):
+        model = nn.Linear(32, 32, bias=False)
+        weights = LowPrecisionWeights().apply(model)
+        sums = LowPrecisionWeights().sum_gradients_in_fp32(model)
+        model.weight.float().sum().backward()
+        weights.undo()
+        sums.undo()
+        model.weight.sum().backward()
+        assert model.weight.grad.dtype is torch.float32
+        assert torch.equal(model.weight.grad, torch.full((32, 32), 2.0))
+
+
+class TestModule:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_trains_every_model_and_is_undone(self, name):
+        model = make_model(name).train()
+        before, keys = snapshot(model), list(model.state_dict())
+        technique = LowPrecisionWeights()
+        handle = technique.apply(model)
+        assert list(model.state_dict()) == keys
+        assert snapshot(model) == before
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        torch.manual_seed(0)
+        with technique.round_updates(optimizer):
+            losses = []
+            for _ in range(4):
+                optimizer.zero_grad()
+                losses.append(forward_and_backward(model, make_batch(0)))
+                optimizer.step()
+        assert losses[-1] < losses[0] or losses[0] == 0  # tied: each token predicts itself
+        values = {key: value.float() for key, value in model.state_dict().items()}
+        handle.undo()
+        handle.undo()
+        assert snapshot(model) == before
+        assert all(p.dtype is torch.float32 for p in model.parameters())
+        assert all(torch.equal(values[k], v.float()) for k, v in model.state_dict().items())
+
+    def test_keeps_norms_vectors_and_named_parameters(self):
+        model = make_model("dropout")
+        handle = LowPrecisionWeights(keep_fp32=("head.*",)).apply(model)
+        for name, param in model.named_parameters():
+            is_kept = "norm" in name or "bias" in name or "head" in name
+            assert (param.dtype is torch.float32) == is_kept, name
+        assert "kept float32: 8 norm, 2 pattern, 8 vector" in handle.summary
+
+    def test_keeps_what_autocast_does_not_convert(self):
+        model = nn.ModuleDict({"lstm": nn.LSTM(8, 8), "both": nn.Bilinear(8, 8, 8)})
+        model["linear"] = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+        with pytest.warns(NoEffectWarning, match="2 bilinear, 2 parametrized, 4 recurrent"):
+            LowPrecisionWeights().apply(model)
+
+    def test_keeps_memory_that_parameters_share(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+        model[1].weight.data = model[0].weight.data
+        handle = LowPrecisionWeights().apply(model)
+        assert model[1].weight.data_ptr() == model[0].weight.data_ptr()
+        assert "2 shared memory" in handle.summary
+
+    def test_leaves_other_types_and_lazy_ones(self):
+        model = nn.Sequential(nn.Linear(8, 8).half(), nn.LazyLinear(8), nn.Linear(8, 8))
+        handle = LowPrecisionWeights().apply(model)
+        assert "1 of 6 tensors" in handle.summary
+        assert "2 float16" in handle.summary
+        assert "2 lazy" in handle.summary
+
+    def test_parameters_ties_and_buffers_are_the_same(self):
+        model = make_model("tied")
+        model.register_buffer("table", torch.ones(4, 4))
+        identities = [id(p) for p in model.parameters()]
+        LowPrecisionWeights().apply(model)
+        assert [id(p) for p in model.parameters()] == identities
+        assert model.head.weight is model.embedding.weight
+        assert model.head.weight.dtype is BF16
+        assert model.table.dtype is torch.float32
+
+    def test_weights_load_with_and_without_it(self):
+        model, plain = make_model("dropout"), make_model("dropout")
+        LowPrecisionWeights().apply(model)
+        plain.load_state_dict(model.state_dict())
+        assert all(p.dtype is torch.float32 for p in plain.parameters())
+        for parameter in plain.parameters():
+            parameter.data.mul_(1.1)
+        model.load_state_dict(plain.state_dict())
+        assert model.head.weight.dtype is BF16
+        assert torch.equal(model.head.weight, plain.head.weight.to(BF16))
+
+    def test_gradients_that_are_there_are_converted(self):
+        model = nn.Linear(8, 8)
+        model.weight.grad = torch.ones(8, 8)
+        handle = LowPrecisionWeights().apply(model)
+        assert model.weight.grad.dtype is BF16
+        handle.undo()
+        assert model.weight.grad.dtype is torch.float32
+
+    def test_an_optimizer_from_before_goes_on(self):
+        model = make_model("dropout")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(make_batch(0)).backward()
+        optimizer.step()
+        kept = optimizer.state[model.head.weight]["exp_avg"].clone()
+        technique = LowPrecisionWeights("kahan")
+        technique.apply(model)
+        technique.round_updates(optimizer)
+        optimizer.zero_grad()
+        forward_and_backward(model, make_batch(1))
+        optimizer.step()
+        state = optimizer.state[model.head.weight]
+        assert state["step"] == 2
+        assert not torch.equal(state["exp_avg"], kept)
+        assert state["exp_avg"].dtype is torch.float32
+
+    def test_bad_settings_say_what_to_write(self):
+        with pytest.raises(ConfigurationError, match=r'Choose one of "stochastic"'):
+            LowPrecisionWeights("random")
+        with pytest.raises(ConfigurationError, match=r"keep_fp32=\("):
+            LowPrecisionWeights(keep_fp32="head.*")  # type: ignore[arg-type]
+        with pytest.raises(IncompatibleError, match=r"such as `head\.weight`"):
+            LowPrecisionWeights(keep_fp32=("*head.wieght",)).apply(make_model("dropout"))
+
+    def test_repr_makes_an_equal_technique(self):
+        technique = LowPrecisionWeights("kahan", keep_fp32=["head.*"])  # type: ignore[arg-type]
+        assert eval(repr(technique), {"LowPrecisionWeights": LowPrecisionWeights}) == technique
+        assert hash(technique) == hash(dataclasses.replace(technique))
+
+    def test_a_second_time_changes_nothing(self):
+        model = make_model("dropout")
+        LowPrecisionWeights().apply(model)
+        with pytest.warns(NoEffectWarning, match="9 bfloat16"):
+            LowPrecisionWeights().apply(model)
+
+
+class TestMemory:
+    def test_autocast_makes_no_copies_of_weights(self):
+        copies = {}
+        for is_ours in (False, True):
+            model = make_model("dropout")
+            if is_ours:
+                LowPrecisionWeights().apply(model)
+            with LiveTensors(model) as live, torch.autocast("cpu", BF16):
+                loss = model(make_batch(0))
+                copies[is_ours] = live.breakdown.by_category()["weight_copy"]
+            loss.backward()
+        matrices = sum(p.numel() for p in make_model("dropout").parameters() if p.ndim > 1)
+        biases = sum(
+            p.numel()
+            for n, p in make_model("dropout").named_parameters()
+            if p.ndim == 1 and "norm" not in n
+        )
+        assert copies == {False: 2 * (matrices + biases), True: 2 * biases}
+
+    @pytest.mark.parametrize("rounding", ROUNDINGS)
+    def test_of_a_large_update_is_that_of_tiles(self, rounding):
+        param = nn.Parameter(torch.zeros(4 * 2**20, 1, dtype=BF16))
+        optimizer = torch.optim.SGD([param], lr=0.1)
+        module = nn.Module()
+        module.weight = param
+        LowPrecisionWeights(rounding).round_updates(optimizer)
+        give_gradient(param, 0)
+        optimizer.step()
+        tile = 4 * 2**20  # 1 Mi numbers in float32
+        with LiveTensors(module, [optimizer]) as live:
+            held = live.live_bytes
+            optimizer.step()
+        # The weight and its gradient; later, in place of it, random bits and marks of NaN.
+        assert live.peak.total_bytes - held == 2 * tile
+
+    def test_of_training_is_predicted(self):
+        """Without data, through the same code, and at the same bytes."""
+        peaks = []
+        for is_fake in (False, True):
+            model = nn.Sequential(nn.Embedding(3000, 512), nn.Linear(512, 64))
+            tokens = torch.randint(3000, (4, 8))
+            if is_fake:
+                with fake_tensors() as fake:
+                    peaks.append(self.peak(fake.copy_module(model), fake.copy_batch(tokens)))
+            else:
+                peaks.append(self.peak(model, tokens))
+        assert peaks[0] == peaks[1]
+
+    def peak(self, model: nn.Module, tokens: Tensor) -> dict[str, int]:
+        technique = LowPrecisionWeights()
+        technique.apply(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        technique.round_updates(optimizer)
+        technique.sum_gradients_in_fp32(model)
+        with LiveTensors(model, [optimizer]) as live:
+            for _ in range(2):
+                with torch.autocast("cpu", BF16):
+                    loss = model(tokens).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return live.peak.by_category()
+
+
+class TestConvergence:
+    def final_loss(self, rounding: str | None) -> float:
+        """Linear regression whose last updates are far below the distance of bfloat16 numbers."""
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(128, 16, generator=generator)
+        targets = inputs @ torch.randn(16, 16, generator=generator)
+        model = nn.Linear(16, 16, bias=False)
+        model.weight.data = torch.ones(16, 16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+        if rounding is not None:
+            technique = LowPrecisionWeights(rounding)
+            technique.apply(model)
+            technique.round_updates(optimizer)
+        for _ in range(500):
+            optimizer.zero_grad()
+            loss = (inputs @ model.weight.float().t() - targets).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    def test_reaches_the_loss_where_rounding_to_the_nearest_stalls(self):
+        losses = {rounding: self.final_loss(rounding) for rounding in (None, *ROUNDINGS)}
+        assert losses["nearest"] > 1.5 * losses[None]
+        assert losses["kahan"] < 1.002 * losses[None]
+        assert losses["stochastic"] < 1.02 * losses[None]
+
+    def test_kahan_follows_float32_closer_than_the_others(self):
+        truth = nn.Parameter(weight(64, 64).detach().float())
+        optimizer: Optimizer = torch.optim.AdamW([truth], lr=1e-4)
+        updated(optimizer, [truth], steps=50)
+        errors = {}
+        for rounding in ROUNDINGS:
+            param = weight(64, 64)
+            optimizer = torch.optim.AdamW([param], lr=1e-4)
+            LowPrecisionWeights(rounding).round_updates(optimizer)
+            updated(optimizer, [param], steps=50)
+            found = param.double()
+            if rounding == "kahan":
+                found = found + optimizer.state[param]["compensation"].double()
+            errors[rounding] = (found - truth.double()).norm().item()
+        assert errors["kahan"] < 0.02 * errors["nearest"]
+
+
+def test_names_that_checkpoints_have_stay():
+    assert (_rounded_updates.COMPENSATION, _rounded_updates.SEED) == (
+        "compensation",
+        "rounding_seed",
+    )
