@@ -9,6 +9,13 @@ from torch.amp import GradScaler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.core.host_copies import host_copies
+from lightning_memsave.errors import IncompatibleError, Problem
+
+_NOT_SCALED = Problem(
+    "`loss.backward()`",
+    "the technique was given a GradScaler, which has not multiplied any loss yet",
+    "Write `scaler.scale(loss).backward()`.",
+)
 
 
 class HeldGradients:
@@ -85,7 +92,8 @@ class HeldGradients:
     def _unscale(self, scaler: GradScaler, param: nn.Parameter) -> None:
         if self._inverse_scale is None:
             scale = scaler._get_scale_async()
-            assert scale is not None, "`scaler.scale(loss)` makes it"
+            if scale is None:
+                raise IncompatibleError("optimizer_in_backward", [_NOT_SCALED])
             self._inverse_scale = scale.double().reciprocal().float()
         only = SimpleNamespace(param_groups=[{"params": [param]}])
         found = torch.zeros_like(self._inverse_scale)
@@ -95,13 +103,18 @@ class HeldGradients:
             self.found_inf[device] = flag if before is None else before + flag
 
     def _to_host(self, param: nn.Parameter, grad: Tensor) -> Tensor:
-        if not grad.is_cuda or grad.layout != torch.strided:
-            return grad.to("cpu", copy=True)
-        buffer = self._buffers.get(param)  # pragma: no cover (gpu)
+        if grad.is_cuda and grad.layout == torch.strided:
+            return self._to_pinned(param, grad)  # pragma: no cover (gpu)
+        return grad.to("cpu", copy=True)
+
+    # The buffer is filled again only after its gradient was read: both in the order of the stream.
+    def _to_pinned(self, param: nn.Parameter, grad: Tensor) -> Tensor:  # pragma: no cover (gpu)
+        buffer = self._buffers.get(param)
         if buffer is None or buffer.shape != grad.shape or buffer.dtype != grad.dtype:
             buffer = torch.empty_like(grad, device="cpu", pin_memory=True)
             self._buffers[param] = buffer
-        return buffer.copy_(grad, non_blocking=True)  # type: ignore[no-any-return]
+        buffer.copy_(grad, non_blocking=True)
+        return buffer  # type: ignore[no-any-return]
 
 
 # With the operator that `clip_grad_norm_` uses on the device, for the same bits.

@@ -7,7 +7,12 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
-from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    patch_method,
+    previous_method,
+    unpatch,
+)
 from lightning_memsave.techniques._gradient_updates import IN_BACKWARD, GradientUpdates
 
 
@@ -20,20 +25,15 @@ def tell_scaler(scaler: GradScaler) -> Callable[[], None]:
     Returns:
         A function that restores it, once no optimizer needs it any more.
     """
-    undo = []
     if not is_patched_with(scaler, unscale_):
-        undo = [patch_method(scaler, unscale_), patch_method(scaler, update)]
-    _UNDO.setdefault(id(scaler), []).extend(undo)
+        patch_method(scaler, unscale_)
+        patch_method(scaler, update)
 
     def restore() -> None:
-        if not any(True for _ in _updates_with(scaler)):
-            for function in _UNDO.pop(id(scaler), []):
-                function()
+        if not _updates_with(scaler):
+            unpatch(scaler)
 
     return restore
-
-
-_UNDO: dict[int, list[Callable[[], None]]] = {}
 
 
 # The names are those of the methods, as `patch_method` asks.

@@ -1,7 +1,7 @@
 """Each parameter updated in backward, as soon as its gradient is complete."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
@@ -21,23 +21,40 @@ from lightning_memsave.units import format_bytes
 
 
 class InBackwardHandle(Handle[Optimizer]):
-    """What ``OptimizerInBackward.apply`` gives: says which backward pass updates."""
+    """What ``OptimizerInBackward.apply`` gives: says which backward pass updates.
 
-    updates: GradientUpdates
+    Args:
+        target: The optimizer.
+        updates: What the hooks do.
+        changes: As for ``Handle``.
+        skipped: As for ``Handle``.
+        undo: As for ``Handle``.
+    """
+
+    def __init__(
+        self,
+        target: Optimizer,
+        updates: GradientUpdates,
+        changes: Iterable[str],
+        skipped: Iterable[str] = (),
+        undo: Iterable[Callable[[], None]] = (),
+    ) -> None:
+        super().__init__(target, changes, skipped, undo)
+        self._updates = updates
 
     @property
     def is_accumulating(self) -> bool:
         """Whether gradients add up in ``param.grad`` for now; may be set."""
-        return self.updates.is_accumulating
+        return self._updates.is_accumulating
 
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
-        self.updates.is_accumulating = value
+        self._updates.is_accumulating = value
 
     @property
     def has_taken_gradients(self) -> bool:
         """Whether a backward pass cannot be repeated: it has used gradients since the last step."""
-        return self.updates.has_taken
+        return self._updates.has_taken
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -138,12 +155,25 @@ class OptimizerInBackward(Technique[Optimizer]):
             *find_coupling(target),
         ]
 
-    def _apply(self, target: Optimizer) -> Handle[Optimizer]:
+    def apply(self, target: Optimizer) -> InBackwardHandle:
+        """Switch the technique on.
+
+        Args:
+            target: The optimizer.
+
+        Returns:
+            What was changed, ``undo`` and ``accumulating``.
+        """
+        handle = super().apply(target)
+        assert isinstance(handle, InBackwardHandle), "`_apply` makes it"
+        return handle
+
+    def _apply(self, target: Optimizer) -> InBackwardHandle:
         trained = [p for group in target.param_groups for p in group["params"] if p.requires_grad]
-        if not trained:
-            return InBackwardHandle(target, (), ("no parameter is trained",))
         held = HeldGradients(self.clip_norm, self.scaler) if self._waits() else None
         updates = GradientUpdates(target, self._clip, held, self.process_group)
+        if not trained:
+            return InBackwardHandle(target, updates, (), ("no parameter is trained",))
         undo = updates.start()
         if self.scaler is not None:
             undo.insert(0, tell_scaler(self.scaler))
@@ -153,9 +183,7 @@ class OptimizerInBackward(Technique[Optimizer]):
             f"{format_bytes(sum(sizes))} -> {format_bytes(max(sizes))} at a time"
         )
         where = " (they wait in host memory)" if self._waits() else ""
-        handle = InBackwardHandle(target, (change + where,), undo=undo)
-        handle.updates = updates
-        return handle
+        return InBackwardHandle(target, updates, (change + where,), undo=undo)
 
     def _waits(self) -> bool:
         has_scaler = self.scaler is not None and self.scaler.is_enabled()

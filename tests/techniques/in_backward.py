@@ -21,9 +21,7 @@ MakeOptimizer = Callable[[Any], Optimizer]
 
 
 def apply(optimizer: Optimizer, **settings: Any) -> InBackwardHandle:
-    handle = OptimizerInBackward(**settings).apply(optimizer)
-    assert isinstance(handle, InBackwardHandle)
-    return handle
+    return OptimizerInBackward(**settings).apply(optimizer)
 
 
 def adamw(params: Any, **settings: Any) -> Optimizer:

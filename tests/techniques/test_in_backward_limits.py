@@ -173,6 +173,23 @@ def test_refuses_a_fused_step_under_a_scaler():
     assert "unscale_" not in vars(scaler)
 
 
+def test_says_that_the_loss_was_not_scaled():
+    model = make_model("dropout")
+    optimizer = adamw(model.parameters())
+    apply(optimizer, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(IncompatibleError, match=r"scaler\.scale\(loss\)\.backward"):
+        model(make_batch(0)).backward()
+
+
+def test_a_scaler_that_the_technique_was_not_given_ends_training():
+    model, scaler = make_model("dropout"), torch.amp.GradScaler("cpu")
+    optimizer = adamw(model.parameters())
+    apply(optimizer)
+    scaler.scale(model(make_batch(0))).backward()
+    with pytest.raises(AssertionError, match="No inf checks were recorded for this optimizer"):
+        scaler.step(optimizer)
+
+
 def test_refuses_to_be_applied_twice():
     model = make_model("dropout")
     optimizer = adamw(model.parameters())
@@ -313,6 +330,16 @@ def test_a_block_that_is_recomputed_twice_by_reentrant_checkpointing_is_an_error
     apply(optimizer)
     with pytest.raises(IncompatibleError, match=r"checkpoint with `use_reentrant=False`"):
         reentrant(model, times=2).backward()
+
+
+def test_torch_sees_a_weight_that_is_read_again_after_its_update():
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(second.parameters(), 0.1)
+    apply(optimizer)
+    x = first(torch.ones(2, 4))
+    loss = second(x @ second.weight.detach()).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_overrides_of_bitsandbytes_are_kept():
