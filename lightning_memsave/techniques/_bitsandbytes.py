@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_memsave.errors import MissingDependencyError
+from lightning_memsave.techniques._low_bit_step import update_all
 from lightning_memsave.techniques._optimizer_kinds import KIND_BY_WORD, Kind
 
 if TYPE_CHECKING:
@@ -44,12 +45,15 @@ class _PerParameterBits(_Base):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Return what the closure gives, after updating the parameters."""
-        from bitsandbytes.optim.optimizer import Optimizer8bit  # noqa: PLC0415
-
         self._opt_called = True
-        # Not `super().step`: torch hooks the step of a class that was used on its own, and step
-        # hooks would run twice.
-        return Optimizer8bit.step(self, closure)  # type: ignore[arg-type]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Not `super().step`, which waits for the GPU after each parameter.
+        with torch.no_grad():
+            update_all(self)
+        return loss
 
     # Learning rate schedulers look for this mark, and for `_opt_called`, to see that steps are
     # counted. They would put a closure on the instance, which cannot be pickled.

@@ -1,0 +1,249 @@
+"""The step of 8-bit optimizers, with one wait for the GPU."""
+
+import copy
+import pickle
+
+import bitsandbytes
+import pytest
+import torch
+from bitsandbytes.optim.optimizer import Optimizer8bit
+from torch import nn
+
+from lightning_memsave.techniques._optimizer_kinds import KIND_BY_WORD
+from lightning_memsave.techniques._parameter_steps import plain_step
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+
+NUM_TENSORS = 6
+
+
+class OnGPU(nn.Parameter):
+    """A tensor on the CPU whose device says otherwise, for what decides by it."""
+
+    device = torch.device("cuda", 0)
+
+
+class Model(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            [nn.Linear(80, 64, dtype=dtype) for _ in range(NUM_TENSORS // 2)]
+        )
+
+
+def give_gradients(model, step):
+    generator = torch.Generator().manual_seed(step)
+    for i, param in enumerate(model.parameters()):
+        param.grad = None
+        if i != step % (NUM_TENSORS + 2):  # now and then one has none
+            grad = torch.randn(param.shape, generator=generator)
+            param.grad = grad.to(param.dtype)
+
+
+def optimizer_for(model, name="8bit", make=torch.optim.AdamW):
+    layers = [list(layer.parameters()) for layer in model.layers]
+    plain = make(
+        [{"params": layers[0]}, {"params": layers[1] + layers[2], "lr": 3e-3, "weight_decay": 0.2}]
+    )
+    return LowBitOptimizer(name, module=model).apply(plain).target
+
+
+def tensors_of(model, optimizer):
+    states = [optimizer.state[p] for p in model.parameters()]
+    return [*model.parameters(), *(t for s in states for t in s.values() if torch.is_tensor(t))]
+
+
+@pytest.fixture
+def waits(monkeypatch):
+    """Counts the waits for the GPU."""
+    found = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: found.append(device))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: 0)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: 0)
+    # State and gradients are where they are.
+    monkeypatch.setattr(bitsandbytes.functional, "is_on_gpu", lambda tensors: True)
+    return found
+
+
+def on_gpu(model, optimizer):
+    """Make the first step, which makes the state, and let parameters look as if on a GPU."""
+    give_gradients(model, NUM_TENSORS)
+    optimizer.step()
+    for param in model.parameters():
+        param.__class__ = OnGPU
+    return optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("word", KIND_BY_WORD)
+def test_same_bits_as_bitsandbytes_own_step(word, dtype):
+    settings = (f"{word}_8bit",)
+    if word == "rmsprop":  # cannot be asked for by name
+        settings = ("8bit", torch.optim.RMSprop)
+    ours, theirs = Model(dtype), Model(dtype)
+    optimizers = optimizer_for(ours, *settings), optimizer_for(theirs, *settings)
+    for step in range(6):
+        for model in (ours, theirs):
+            give_gradients(model, step)
+        optimizers[0].step()
+        Optimizer8bit.step(optimizers[1])
+        pairs = zip(tensors_of(ours, optimizers[0]), tensors_of(theirs, optimizers[1]), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert any(t.dtype is torch.uint8 for t in tensors_of(ours, optimizers[0]))
+
+
+def test_waits_once_in_a_step(waits):
+    model = Model()
+    optimizer = on_gpu(model, optimizer_for(model))
+    assert waits == []
+    give_gradients(model, NUM_TENSORS)
+    Optimizer8bit.step(optimizer)
+    assert len(waits) == NUM_TENSORS, "bitsandbytes waits after each"
+    waits.clear()
+    optimizer.step()
+    assert waits == [torch.device("cuda", 0)]
+
+
+def test_same_bits_with_one_wait(waits):
+    ours, theirs = Model(), Model()
+    optimizers = [on_gpu(model, optimizer_for(model)) for model in (ours, theirs)]
+    for step in range(3):
+        for model in (ours, theirs):
+            give_gradients(model, step)
+        optimizers[0].step()
+        Optimizer8bit.step(optimizers[1])
+    pairs = zip(tensors_of(ours, optimizers[0]), tensors_of(theirs, optimizers[1]), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_waits_on_each_device(waits, monkeypatch):
+    model = Model()
+    optimizer = on_gpu(model, optimizer_for(model))
+
+    class OnOther(OnGPU):
+        device = torch.device("cuda", 1)
+
+    model.layers[0].weight.__class__ = OnOther
+    give_gradients(model, NUM_TENSORS)
+    optimizer.step()
+    assert sorted(device.index for device in waits) == [0, 1]
+
+
+def test_waits_for_each_parameter_on_a_stream_of_ones_own(waits, monkeypatch):
+    """bitsandbytes' kernels run on the default stream, and so not in the order of that one."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: 1)
+    model = Model()
+    optimizer = on_gpu(model, optimizer_for(model))
+    give_gradients(model, NUM_TENSORS)
+    optimizer.step()
+    assert len(waits) == NUM_TENSORS
+
+
+def test_step_of_one_parameter_does_not_wait(waits):
+    model = Model()
+    optimizer = on_gpu(model, optimizer_for(model))
+    give_gradients(model, NUM_TENSORS)
+    for param in model.parameters():
+        plain_step(optimizer, param)
+    assert waits == []
+
+
+def test_paged_state_is_waited_for(waits):
+    model = Model()
+    optimizer = on_gpu(model, optimizer_for(model))
+    optimizer.is_paged = True
+    optimizer.prefetch_state = lambda param: None
+    give_gradients(model, NUM_TENSORS)
+    optimizer.step()
+    assert len(waits) == 1
+    plain_step(optimizer, model.layers[0].weight)
+    assert len(waits) == 2, "the host may read it at once"
+
+
+def test_new_pages_are_waited_for(waits, monkeypatch):
+    model = Model()
+    optimizer = on_gpu(model, optimizer_for(model))
+    optimizer.is_paged = True
+    optimizer.prefetch_state = lambda param: None
+    states = {param: dict(state) for param, state in optimizer.state.items()}
+    optimizer.init_state = lambda group, p, i, j: optimizer.state[p].update(states[p])
+    optimizer.state.clear()
+    give_gradients(model, NUM_TENSORS)
+    optimizer.step()
+    assert len(waits) == NUM_TENSORS + 1
+
+
+def test_prefetches_before_each_update(monkeypatch):
+    model = Model()
+    optimizer = optimizer_for(model)
+    order = []
+
+    def noting(name):
+        run = getattr(optimizer, name)
+
+        def note(*args):
+            order.append((name, next(id(a) for a in args if isinstance(a, nn.Parameter))))
+            return run(*args)
+
+        return note
+
+    for name in ("prefetch_state", "update_step"):
+        monkeypatch.setattr(optimizer, name, noting(name))
+    give_gradients(model, NUM_TENSORS)
+    optimizer.step()
+    ids = [id(p) for p in model.parameters()]
+    names = ("prefetch_state", "update_step")
+    assert order == [(name, key) for key in ids for name in names]
+
+
+def test_nothing_is_waited_for_on_a_cpu(waits):
+    model = Model()
+    optimizer = optimizer_for(model)
+    give_gradients(model, 0)
+    optimizer.step()
+    assert waits == []
+
+
+def test_closure_runs_with_gradients_and_the_step_without():
+    model = Model()
+    optimizer = optimizer_for(model)
+
+    def closure():
+        assert torch.is_grad_enabled()
+        loss = sum(layer(torch.ones(2, 80)).sum() for layer in model.layers)
+        loss.backward()
+        return loss
+
+    before = [p.clone() for p in model.parameters()]
+    assert optimizer.step(closure).requires_grad
+    assert not any(map(torch.equal, before, model.parameters()))
+    assert all(p.requires_grad and p.is_leaf for p in model.parameters())
+
+
+def test_hooks_and_schedulers_see_one_step():
+    model = Model()
+    optimizer = optimizer_for(model)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    give_gradients(model, 0)
+    optimizer.step()
+    scheduler.step()  # warns, which is an error here, if it has not seen the step
+    assert seen == ["before", "after"]
+
+
+@pytest.mark.parametrize("copy_of", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_make_the_same_step(copy_of):
+    model = Model()
+    optimizer = optimizer_for(model)
+    give_gradients(model, 0)
+    optimizer.step()
+    other_model, other = copy_of((model, optimizer))
+    for step in range(1, 3):
+        give_gradients(model, step)
+        give_gradients(other_model, step)
+        optimizer.step()
+        other.step()
+    pairs = zip(model.parameters(), other_model.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
