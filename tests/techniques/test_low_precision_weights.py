@@ -18,6 +18,7 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEf
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.fake_models import fake_tensors
 from lightning_memsave.techniques import _gradient_sums, _rounded_updates, _rounding, _tiled_steps
+from lightning_memsave.techniques._optimizer_memory import allocate_state
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
@@ -65,7 +66,7 @@ def give_gradient(param: nn.Parameter, step: int) -> None:
 def make_optimizer(name: str, params: list[nn.Parameter]) -> Optimizer:
     if name in ELEMENTWISE:
         cls, settings = ELEMENTWISE[name]
-        return cls(params, **settings)  # type: ignore[call-arg]
+        return cls(params, **settings)
     if name == "rmsprop":
         return LowBitOptimizer("8bit").apply(torch.optim.RMSprop(params)).target
     adamw = torch.optim.AdamW(params)
@@ -303,7 +304,8 @@ class TestOptimizer:
         results = []
         for is_ours in (False, True):
             params = [nn.Parameter(weight(64, 64, seed=s).float().detach()) for s in range(3)]
-            optimizer = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:], "lr": 1}])
+            groups: Any = [{"params": params[:2]}, {"params": params[2:], "lr": 1}]
+            optimizer = torch.optim.AdamW(groups)
             if is_ours:
                 optimizer.add_param_group({"params": [weight(64, 64, seed=4)]})
                 give_gradient(optimizer.param_groups[-1]["params"][0], 0)
@@ -552,7 +554,7 @@ class TestGradientSums:
         assert ((model.weight.double() - truth).abs() <= 2**-6 * truth.abs().clamp(min=1)).all()
 
     def test_undone_after_the_weights(self, mechanism):
-        model = nn.Linear(32, 32, bias=False)
+        model: Any = nn.Linear(32, 32, bias=False)
         weights = LowPrecisionWeights().apply(model)
         sums = LowPrecisionWeights().sum_gradients_in_fp32(model)
         model.weight.float().sum().backward()
@@ -561,6 +563,44 @@ class TestGradientSums:
         model.weight.sum().backward()
         assert model.weight.grad.dtype is torch.float32
         assert torch.equal(model.weight.grad, torch.full((32, 32), 2.0))
+
+    def test_under_ddp(self, tmp_path):
+        store = torch.distributed.FileStore(  # type: ignore[attr-defined]
+            str(tmp_path / "store"), 1
+        )
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            model = nn.Linear(32, 32, bias=False)
+            technique = LowPrecisionWeights()
+            technique.apply(model)
+            parallel = nn.parallel.DistributedDataParallel(model)
+            *parts, last = self.parts()[:, :, :1].mT  # (300, 1, 32)
+            with technique.sum_gradients_in_fp32(model):
+                for part in parts:
+                    with parallel.no_sync():
+                        parallel(part).sum().backward()
+                parallel(last).sum().backward()
+        finally:
+            torch.distributed.destroy_process_group()
+        truth = self.parts()[:, :, 0].double().sum(0).expand(32, 32)
+        found = model.weight.grad.double()
+        assert ((found - truth).abs() <= 2**-7 * truth).all()
+
+
+def test_state_that_is_made_before_the_step_is_float32():
+    """Micro-batches make it early, so that memory does not run out half-way through a step."""
+    results = []
+    for name in ("adamw", "momentum", "adamw_8bit"):
+        for is_early in (False, True):
+            param = weight(64, 64)
+            optimizer = make_optimizer(name, [param])
+            LowPrecisionWeights().round_updates(optimizer)
+            if is_early and name != "momentum":  # with dampening it is left to the step
+                give_gradient(param, 0)
+                allocate_state(optimizer)
+                assert optimizer.state[param]
+            results += updated(optimizer, [param])
+    assert all(torch.equal(a, b) for a, b in zip(results[::2], results[1::2], strict=True))
 
 
 class TestModule:
@@ -628,7 +668,8 @@ class TestModule:
         assert model.table.dtype is torch.float32
 
     def test_weights_load_with_and_without_it(self):
-        model, plain = make_model("dropout"), make_model("dropout")
+        model: Any = make_model("dropout")
+        plain: Any = make_model("dropout")
         LowPrecisionWeights().apply(model)
         plain.load_state_dict(model.state_dict())
         assert all(p.dtype is torch.float32 for p in plain.parameters())
