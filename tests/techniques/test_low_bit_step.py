@@ -9,6 +9,7 @@ import torch
 from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import nn
 
+from benchmarks.low_bit_step.__main__ import main
 from lightning_memsave.techniques._optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.techniques._parameter_steps import plain_step
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
@@ -247,3 +248,10 @@ def test_copies_make_the_same_step(copy_of):
         other.step()
     pairs = zip(model.parameters(), other_model.parameters(), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_benchmark_runs_dry(tmp_path, capsys):
+    main(["--dry-run", "--results", str(tmp_path)])
+    *_, row = (line for line in capsys.readouterr().out.splitlines() if line.startswith("|"))
+    assert row.split("|")[-2].strip() == "yes", "the same bits"
+    assert torch.cuda.is_available() == any(tmp_path.iterdir())
