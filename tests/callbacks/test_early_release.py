@@ -1,0 +1,152 @@
+"""What is alive at the peaks of a step in a fit: old gradients, outputs, copies of weights."""
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils.data import DataLoader
+from transformers import RobertaConfig, RobertaForMaskedLM
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.early_release import EarlyRelease
+
+VOCAB_SIZE, BATCH_SIZE, NUM_TOKENS = 3000, 8, 16
+LOGITS_BYTES = BATCH_SIZE * NUM_TOKENS * VOCAB_SIZE * 4
+
+
+class Module(LightningModule):
+    def __init__(self, returned: str = "loss") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.returned = returned
+        config = RobertaConfig(
+            hidden_size=64,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            intermediate_size=256,
+            vocab_size=VOCAB_SIZE,
+            max_position_embeddings=40,
+        )
+        self.model = RobertaForMaskedLM(config).train()
+
+    def training_step(self, batch, batch_idx):
+        outputs = self.model(input_ids=batch, labels=batch)
+        if self.returned == "loss":
+            return outputs.loss
+        if self.returned == "outputs":
+            return outputs
+        return {"loss": outputs.loss, "logits": outputs.logits.detach()}
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+class Peaks(Callback):
+    """The peak of each phase of the last batch."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.live = LiveTensors(pl_module, trainer.optimizers)
+        self.live.__enter__()
+        self.found: dict[str, MemoryBreakdown] = {}
+
+    def note(self, phase):
+        self.found[phase] = self.live.peak
+        self.live.reset_peak()
+
+    def on_train_batch_start(self, *_):
+        self.live.reset_peak()
+
+    def on_before_zero_grad(self, *_):
+        self.note("forward")
+
+    def on_before_backward(self, *_):
+        self.live.reset_peak()
+
+    def on_after_backward(self, *_):
+        self.note("backward")
+
+    def on_train_batch_end(self, *_):
+        self.note("step")
+
+    def on_train_end(self, *_):
+        self.live.__exit__(None, None, None)
+
+
+def peaks_of_a_step(module, **settings):
+    peaks = Peaks()
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = dict.fromkeys(off, False)
+    trainer = Trainer(max_steps=3, accelerator="cpu", callbacks=[peaks], **quiet, **settings)
+    words = torch.randint(2, VOCAB_SIZE, (3 * BATCH_SIZE, NUM_TOKENS))
+    trainer.fit(module, DataLoader(words, batch_size=BATCH_SIZE))
+    return peaks.found
+
+
+def gradient_bytes(module):
+    return sum(4 * p.numel() for p in module.parameters())
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
+
+
+def test_lightning_keeps_old_gradients_in_forward():
+    """It zeroes them after the forward pass; `host.pass_batches` before."""
+    module = Module()
+    found = peaks_of_a_step(module)
+    assert found["forward"].gradient_bytes == gradient_bytes(module)
+
+
+def test_logits_are_gone_in_backward_where_only_the_loss_is_returned():
+    """Log-probabilities are kept by the graph, logits by nobody."""
+    found = peaks_of_a_step(Module("loss"))
+    assert found["step"].activation_bytes < LOGITS_BYTES
+
+
+@pytest.mark.parametrize("returned", ["outputs", "detached"])
+def test_outputs_are_alive_until_the_end_of_the_step(returned):
+    loss_only, found = (peaks_of_a_step(Module(what)) for what in ("loss", returned))
+    for phase in ("backward", "step"):
+        more = found[phase].total_bytes - loss_only[phase].total_bytes
+        assert more == pytest.approx(LOGITS_BYTES, abs=64)
+    assert found["forward"].total_bytes == pytest.approx(loss_only["forward"].total_bytes, abs=64)
+
+
+def copies_in_blocks(model):
+    linears = [m for m in model.roberta.encoder.layer.modules() if isinstance(m, torch.nn.Linear)]
+    return sum(2 * p.numel() for m in linears for p in m.parameters())
+
+
+def test_lightnings_mixed_precision_keeps_no_copies_of_weights():
+    """Its autocast has no cache, so there is nothing to be released."""
+    module = Module()
+    with ActivationCheckpointing().apply(module):
+        kept = peaks_of_a_step(module, precision="bf16-mixed")["forward"]
+        assert kept.weight_copy_bytes < copies_in_blocks(module.model)
+        with EarlyRelease().apply(module):
+            released = peaks_of_a_step(module, precision="bf16-mixed")["forward"]
+    assert released.total_bytes == kept.total_bytes
+
+
+def test_fabrics_mixed_precision_keeps_copies_that_are_released():
+    fabric = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed")
+    model = Module().model
+    words = torch.randint(2, VOCAB_SIZE, (BATCH_SIZE, NUM_TOKENS))
+
+    def forward_peak():
+        wrapped = fabric.setup(model)
+        for _ in range(3):
+            with LiveTensors(model) as live:
+                loss = wrapped(input_ids=words, labels=words).loss
+            fabric.backward(loss)
+        model.zero_grad()
+        return live.peak
+
+    with ActivationCheckpointing().apply(model):
+        kept = forward_peak()
+        with EarlyRelease().apply(model):
+            released = forward_peak()
+    saved = kept.total_bytes - released.total_bytes
+    assert saved == kept.weight_copy_bytes - released.weight_copy_bytes
+    assert 0.95 * copies_in_blocks(model) <= saved <= copies_in_blocks(model)
