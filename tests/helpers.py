@@ -1,7 +1,8 @@
 """Training in plain PyTorch, to compare with and without a technique."""
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,11 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+
+OF_OPTIMIZER = (LowBitOptimizer, OptimizerInBackward)
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 
@@ -44,6 +49,33 @@ def step_of(model: nn.Module) -> Step:
     return step
 
 
+def in_parts(model: nn.Module, sizes: tuple[int, ...]) -> Step:
+    """A loop over parts of a batch as one writes it by hand."""
+
+    def forward_and_backward(batch: Any) -> Tensor:
+        total = torch.zeros(())
+        for part in batch.split(list(sizes)):
+            loss = model(part) * (len(part) / len(batch))
+            loss.backward()
+            total = total + loss.detach()
+        return total
+
+    return forward_and_backward
+
+
+class InAutocast(nn.Module):
+    """A model that computes in bfloat16 where that is safe."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = self.model(batch)
+        return loss
+
+
 def switch_on(
     technique: Technique[Any] | None, model: nn.Module, optimizer: Optimizer
 ) -> tuple[Step, Optimizer, Handle[Any]]:
@@ -51,28 +83,59 @@ def switch_on(
     handle: Handle[Any]
     if technique is None:
         return step_of(model), optimizer, Handle(model, ())
-    if isinstance(technique, LowBitOptimizer):
+    if isinstance(technique, OF_OPTIMIZER):
         handle = technique.apply(optimizer)
         return step_of(model), handle.target, handle
     if isinstance(technique, MicroBatching):
         handle = technique.apply(model)
         return handle.target, optimizer, handle
-    return step_of(model), optimizer, technique.apply(model)
+    handle = technique.apply(model)
+    if isinstance(technique, LowPrecisionWeights):
+        rounded = technique.round_updates(optimizer)
+        undo = (handle.undo, rounded.undo)
+        handle = Handle(model, handle.changes, handle.skipped, undo, handle.summary)
+        return step_of(InAutocast(model)), optimizer, handle
+    return step_of(model), optimizer, handle
+
+
+def switch_all_on(
+    techniques: Sequence[Technique[Any]], model: nn.Module, optimizer: Optimizer
+) -> tuple[Step, Optimizer, Callable[[], None]]:
+    """Apply several techniques, in the order of the registry; give also what undoes them."""
+    whole: nn.Module = model
+    run_step, undo = step_of(model), []
+    for technique in techniques:
+        is_in_parts = isinstance(technique, MicroBatching)
+        step, optimizer, handle = switch_on(technique, whole if is_in_parts else model, optimizer)
+        if isinstance(technique, LowPrecisionWeights):
+            whole = InAutocast(model)
+            run_step = step_of(whole)
+        if is_in_parts:
+            run_step = step
+        undo.append(handle.undo)
+
+    def take_back() -> None:
+        for function in reversed(undo):
+            function()
+
+    return run_step, optimizer, take_back
 
 
 def train(
     model: nn.Module,
     make_batch: Callable[[int], Any],
-    technique: Technique[Any] | None = None,
+    technique: Technique[Any] | Sequence[Technique[Any]] | None = None,
     *,
     steps: int = 3,
     make_optimizer: MakeOptimizer = adamw,
     run_step_of: Callable[[nn.Module], Step] | None = None,
     seed: int = 7,
 ) -> Run:
-    """Train a copy of a model; it returns its loss. The technique is undone afterwards."""
+    """Train a copy of a model; it returns its loss. The techniques are undone afterwards."""
     model = copy.deepcopy(model).train()
-    run_step, optimizer, handle = switch_on(technique, model, make_optimizer(model))
+    techniques = technique if isinstance(technique, Sequence) else [technique]
+    chosen = [for_model(each, model) for each in techniques if each is not None]
+    run_step, optimizer, undo = switch_all_on(chosen, model, make_optimizer(model))
     if run_step_of is not None:
         run_step = run_step_of(model)
     run = Run()
@@ -84,15 +147,24 @@ def train(
             {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         )
         optimizer.step()
-    handle.undo()
+    undo()
     run.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return run
+
+
+def for_model(technique: Technique[Any], model: nn.Module) -> Technique[Any]:
+    """Tell a technique whose parameters and modules it works with, where it asks for that."""
+    if isinstance(technique, LowBitOptimizer | MicroBatching):
+        return dataclasses.replace(technique, module=model)
+    return technique
 
 
 def assert_bitwise_equal(a: Run, b: Run) -> None:
     for step, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)):
         assert torch.equal(x, y), f"loss of step {step}: {x} and {y}"
     for step, (mine, theirs) in enumerate(zip(a.gradients, b.gradients, strict=True)):
+        if not mine or not theirs:
+            continue  # used in backward; the state shows what they were
         assert mine.keys() == theirs.keys()
         different = [name for name in mine if not torch.equal(mine[name], theirs[name])]
         assert not different, f"gradients of step {step}: {different}"

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_memsave.callbacks._argument_values import Arguments, exactness_limit, read_flag
-from lightning_memsave.callbacks._backward_updates import BackwardUpdates
-from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks._settings import Settings
 from lightning_memsave.callbacks._stacks import Stack, with_stack
@@ -54,11 +52,8 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
     if problems:
         error = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
         raise error
-    made = Settings([Stack(given), *(setting for setting in settings if setting is not None)])
-    updates = made.find(BackwardUpdates)
-    if updates.technique is not None:
-        made.find(MicroBatches).updates = updates
-    return made, monitor
+    made = [setting for setting in settings if setting is not None]
+    return Settings([Stack(given), *made]), monitor
 
 
 def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:

@@ -32,11 +32,6 @@ class BackwardUpdates(Setting):
         self.value = value
         self._state: Any = None
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether gradients of the step have been used, so that no batch can be repeated."""
-        return any(handle.has_taken_gradients for handle in self._state.handles)
-
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what stands against it in the Trainer; the optimizer does not exist yet.
 

@@ -8,7 +8,6 @@ from torch import nn
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._accumulation import has_batch_norm
-from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
@@ -22,7 +21,7 @@ from lightning_memsave.errors import (
 from lightning_memsave.techniques._micro_batch_runner import MicroBatchRunner
 from lightning_memsave.techniques._optimizer_memory import allocate_state
 from lightning_memsave.techniques._training_state import TrainingState
-from lightning_memsave.techniques.micro_batching import MicroBatching
+from lightning_memsave.techniques.micro_batching import MicroBatching, check_repeatable
 
 
 class MicroBatches(Setting):
@@ -41,8 +40,6 @@ class MicroBatches(Setting):
     ) -> None:
         super().__init__()
         self.takes_half = takes_half
-        self.updates: BackwardUpdates | None = None
-        """What changes parameters before a batch has passed, after which it is not repeated."""
         self.technique = technique
         self.value = value
         self.size: int | None = None
@@ -151,11 +148,15 @@ class MicroBatches(Setting):
             else:
                 parts(part, weight, num_samples)
 
+        def forget() -> None:
+            check_repeatable()
+            parts.forget()
+
         runner.run(
             batch,
             pass_part,
             take_down=lambda: TrainingState(pl_module, gradients="drop" if is_fresh else "keep"),
-            forget=functools.partial(self._forget, parts),
+            forget=forget,
         )
         if is_safe and host.will_step(trainer):
             host.average_gradients(trainer, pl_module)
@@ -170,15 +171,6 @@ class MicroBatches(Setting):
             warn_of_retry(trainer, runner)
             _warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer)
-
-    def _forget(self, parts: host.BatchParts) -> None:
-        if self.updates is not None and self.updates.has_begun:
-            raise MemoryExhaustedError(
-                "Out of memory in a backward pass that had updated parameters already, as "
-                "`optimizer_in_backward` does, so the batch cannot be repeated in parts.\n"
-                "Use a fixed size such as `micro_batch_size=4`, or `optimizer_in_backward=None`."
-            )
-        parts.forget()
 
     def _is_guess(self, runner: MicroBatchRunner) -> bool:
         assert self.technique is not None, "there is something to run"

@@ -71,7 +71,7 @@ def _activation_checkpointing(arguments: Arguments) -> Setting:
 
 def _early_release(arguments: Arguments) -> Setting:
     name, wanted = "early_release", arguments["early_release"]
-    technique = EarlyRelease() if wanted is True else wanted or None
+    technique = EarlyRelease(blocks=arguments["blocks"]) if wanted is True else wanted or None
     if technique is not None:
         _refuse_other(name, technique, EarlyRelease, "True")
     return _module_technique(name, arguments, technique, _short(wanted))

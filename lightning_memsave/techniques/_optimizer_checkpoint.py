@@ -18,6 +18,7 @@ from lightning_memsave.techniques._optimizer_state import (
     flat_state,
     is_bitsandbytes,
 )
+from lightning_memsave.techniques._rounded_updates import OWN_STATE
 from lightning_memsave.techniques._state_precision import matches
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.units import format_bytes
@@ -197,7 +198,8 @@ def _stand_in(state_dict: StateDict) -> Optimizer | _Kept:
 def _empty_parameter(state: Mapping[str, Any] | None) -> torch.nn.Parameter:
     """Return a parameter with the shape of its state; without state one that is not trained."""
     flat = flat_state(state or {})
-    tensors = (v for k, v in flat.items() if k != "step" and isinstance(v, torch.Tensor))
+    other = ("step", *OWN_STATE)
+    tensors = (v for k, v in flat.items() if k not in other and isinstance(v, torch.Tensor))
     moment = flat.get("state1", next(tensors, None))
     if moment is None:
         return torch.nn.Parameter(torch.empty(0), requires_grad=False)

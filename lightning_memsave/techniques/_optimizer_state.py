@@ -8,6 +8,7 @@ import torch
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._bitsandbytes import import_bitsandbytes
 from lightning_memsave.techniques._optimizer_kinds import KIND_BY_TYPE, KIND_BY_WORD, KINDS, Kind
+from lightning_memsave.techniques._rounded_updates import OWN_STATE
 from lightning_memsave.techniques._state_precision import BLOCKSIZE
 
 StateDict = dict[str, Any]
@@ -138,7 +139,7 @@ def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
         frozenset({"square_avg"}): "rmsprop",
         frozenset({"momentum_buffer"}): "momentum",
     }
-    moments = frozenset(flat.keys() - {"step", "max_exp_avg_sq"})
+    moments = frozenset(flat.keys() - {"step", "max_exp_avg_sq", *OWN_STATE})
     return known.get(moments, f"an optimizer that keeps {', '.join(sorted(moments))}")
 
 
@@ -177,16 +178,17 @@ def _convert(
         return saved
     # torch's SGD counts no steps; bitsandbytes would forget the momentum at the first one.
     step = int(flat.get("step", 1))
+    rounding = {key: flat[key] for key in OWN_STATE if key in flat}
     if wants_8bit is None:
-        converted: dict[str, Any] = dict(zip(kind.state_keys, moments, strict=True))
+        converted = rounding | dict(zip(kind.state_keys, moments, strict=True))
         if kind.has_step_tensor:
             converted["step"] = torch.tensor(float(step))
         if group.get("amsgrad"):
             converted["max_exp_avg_sq"] = converted["exp_avg_sq"].clone()
         return converted
     if not wants_8bit:
-        return {"step": step, **{f"state{i}": m for i, m in enumerate(moments, 1)}}
-    return {"step": step, **_quantized(moments)}
+        return {"step": step, **rounding, **{f"state{i}": m for i, m in enumerate(moments, 1)}}
+    return {"step": step, **rounding, **_quantized(moments)}
 
 
 def _moments(flat: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:

@@ -21,7 +21,8 @@ from lightning_memsave.techniques._tiled_steps import Weights, is_tiled, step_in
 
 COMPENSATION = "compensation"
 SEED = "rounding_seed"
-_OWN_STATE = (COMPENSATION, SEED)
+OWN_STATE = (COMPENSATION, SEED)
+"""What is kept beside the optimizer's own state, whatever the width of that."""
 _PATCHED = ("step", "load_state_dict", "__reduce_ex__")
 # Where torch's own optimizers keep 16 bits, it is because the parameter has 16.
 _TORCH = "torch.optim."
@@ -50,7 +51,7 @@ class RoundedStep:
             return
         state = optimizer.state[param]
         # Optimizers take a state that is not empty for one of theirs.
-        own = {key: state.pop(key) for key in _OWN_STATE if key in state}
+        own = {key: state.pop(key) for key in OWN_STATE if key in state}
         try:
             _prepare_state(optimizer, param)
             is_cut = is_tiled(optimizer, param)

@@ -1,6 +1,7 @@
 """Pass a batch through the model in parts that fit, as if it had passed at once."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -9,7 +10,8 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.batches import split_samples
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
+from lightning_memsave.techniques._gradient_updates import IN_BACKWARD
 from lightning_memsave.techniques._loss_weights import NAMES, LossWeight
 from lightning_memsave.techniques._micro_batch_runner import MicroBatchRunner
 from lightning_memsave.techniques._training_state import TrainingState
@@ -156,7 +158,8 @@ class MicroBatching(Technique[Step]):
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
             loss = target(part)
             loss = loss if weight == 1.0 else loss * weight
-            loss.backward()
+            with contextlib.nullcontext() if is_last else _accumulating():
+                loss.backward()
             losses.append(loss.detach())
             # A cast copy of each weight: around the step, `torch.autocast` would keep them alive.
             torch.clear_autocast_cache()
@@ -164,9 +167,13 @@ class MicroBatching(Technique[Step]):
         def take_down() -> TrainingState | None:
             return None if module is None else TrainingState(module, gradients="keep")
 
+        def forget() -> None:
+            check_repeatable()
+            losses.clear()
+
         def step(batch: Any) -> Tensor:
             losses.clear()
-            runner.run(batch, pass_part, take_down=take_down, forget=losses.clear)
+            runner.run(batch, pass_part, take_down=take_down, forget=forget)
             return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
         size = self.micro_batch_size
@@ -176,3 +183,33 @@ class MicroBatching(Technique[Step]):
             else (f"batches pass in parts of {size}")
         )
         return Handle(step, [change])
+
+
+def check_repeatable() -> None:
+    """Make sure that a batch for which memory ran out can be repeated, and let it begin anew.
+
+    Raises:
+        MemoryExhaustedError: If `OptimizerInBackward` has used gradients of it already.
+    """
+    for each in IN_BACKWARD.values():
+        if each.held is not None:  # its gradients wait for the end of backward
+            each.forget()
+    if any(each.has_taken for each in IN_BACKWARD.values()):
+        raise MemoryExhaustedError(
+            "Out of memory in a backward pass that has updated parameters already, as "
+            "`optimizer_in_backward` does, so the batch cannot be repeated in parts.\n"
+            "Use a fixed size such as `micro_batch_size=4`, or `optimizer_in_backward=None`."
+        )
+
+
+@contextlib.contextmanager
+def _accumulating() -> Iterator[None]:
+    """Let no optimizer update its parameters in backward: more parts of the batch will come."""
+    updates = [each for each in IN_BACKWARD.values() if not each.is_accumulating]
+    for each in updates:
+        each.is_accumulating = True
+    try:
+        yield
+    finally:
+        for each in updates:
+            each.is_accumulating = False

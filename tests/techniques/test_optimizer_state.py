@@ -1,4 +1,5 @@
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from torch import nn, optim
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques._optimizer_state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 
 FAMILIES = {
     "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),
@@ -268,3 +270,27 @@ def test_channels_last_state_is_converted_by_value():
     back = convert_state_dict(there, old)
     error = (back["state"][0]["exp_avg"] - old.state[weight]["exp_avg"]).abs().max()
     assert error < 0.02 * old.state[weight]["exp_avg"].abs().max()
+
+
+@pytest.mark.parametrize("way", ["stochastic", "kahan"])
+@pytest.mark.parametrize("is_8bit", [False, True])
+def test_what_rounding_keeps_stays_with_the_state(way, is_8bit):
+    module = torch.nn.Linear(64, 64)
+    technique = LowPrecisionWeights(way)
+    technique.apply(module)
+    optimizers = []
+    for low in (is_8bit, not is_8bit):
+        optimizer: Any = torch.optim.AdamW(module.parameters())
+        if low:
+            optimizer = LowBitOptimizer(module=module).apply(optimizer).target
+        technique.round_updates(optimizer)
+        optimizers.append(optimizer)
+    old, new = optimizers
+    for param in module.parameters():
+        param.grad = torch.ones_like(param)
+    old.step()
+    new.load_state_dict(convert_state_dict(old.state_dict(), new))
+    key = {"stochastic": "rounding_seed", "kahan": "compensation"}[way]
+    before, after = old.state[module.weight][key], new.state[module.weight][key]
+    assert torch.equal(torch.as_tensor(before), torch.as_tensor(after))
+    new.step()

@@ -1,0 +1,157 @@
+"""Techniques together: every pair, and all of a stack, hold what each of them declares."""
+
+import copy
+import io
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from torch import nn
+
+from lightning_memsave.core.technique import Exactness, Technique
+from lightning_memsave.techniques import TECHNIQUES
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.early_release import EarlyRelease
+from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.techniques.micro_batching import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from tests.cases import CASES, make_batch, make_model
+from tests.helpers import (
+    Run,
+    adamw,
+    assert_bitwise_equal,
+    for_model,
+    in_parts,
+    snapshot,
+    switch_all_on,
+    train,
+)
+
+# In the order of the registry, as in a fit.
+FIRST = {cls.name: CASES[cls.name].variants[0] for cls in TECHNIQUES}
+PAIRS = list(combinations(FIRST.values(), 2))
+BITWISE = (ActivationCheckpointing(), EarlyRelease(), OptimizerInBackward())
+CLASSIC = (ActivationCheckpointing(), EarlyRelease(), LowBitOptimizer(), MicroBatching(6))
+SINGLE_GPU = (
+    ChunkedCrossEntropy(heads="head"),
+    ActivationCheckpointing(),
+    EarlyRelease(),
+    LowBitOptimizer(force_8bit=("*",)),
+    LowPrecisionWeights(),
+    OptimizerInBackward(),
+)
+STACKS = {
+    "bitwise": BITWISE,
+    "classic": CLASSIC,
+    "single_gpu": SINGLE_GPU,
+    "single_gpu in parts": (*SINGLE_GPU, MicroBatching(6)),
+}
+
+
+def models_of(techniques: Sequence[Technique[Any]]) -> list[str]:
+    """The awkward models on which all of them have something to do."""
+    cases = [CASES[technique.name] for technique in techniques]
+    names = [name for name in cases[0].only_on if all(name in case.only_on for case in cases)]
+    needs_blocks = any(case.needs_blocks for case in cases)
+    return [name for name in names if not (needs_blocks and name == "unrepeated")]
+
+
+def name_of(techniques: Sequence[Technique[Any]]) -> str:
+    return "+".join(technique.name for technique in techniques)
+
+
+COMBINATIONS = [
+    pytest.param(techniques, model, id=f"{name}-{model}")
+    for name, techniques in [*((name_of(pair), pair) for pair in PAIRS), *STACKS.items()]
+    for model in models_of(techniques)
+]
+
+
+def reference(
+    model: nn.Module, techniques: Sequence[Technique[Any]], batch: Any, steps: int = 3
+) -> Run:
+    """Training without any of them; in parts by hand where batches are to pass in parts."""
+    is_in_parts = any(isinstance(technique, MicroBatching) for technique in techniques)
+    by_hand = (lambda m: in_parts(m, (6, 6, 4))) if is_in_parts else None
+    return train(model, batch, steps=steps, run_step_of=by_hand)
+
+
+@pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
+def test_train_as_exactly_as_they_declare(techniques, name):
+    model = make_model(name)
+    # Micro-batches are compared with a loop over the same parts.
+    declared = {t.exactness for t in techniques if not isinstance(t, MicroBatching)}
+    if Exactness.APPROXIMATE in declared:
+        plain = reference(model, techniques, make_batch, steps=30)
+        saving = train(model, make_batch, techniques, steps=30)
+        assert saving.losses[-1] <= plain.losses[-1] * 1.05
+        return
+    if Exactness.ROUNDING in declared:
+        model = model.double()
+        truth = reference(model, techniques, lambda step: make_batch(step).double())
+        saving = train(model, lambda step: make_batch(step).double(), techniques)
+        for one, other in zip(truth.losses, saving.losses, strict=True):
+            assert abs(one - other) <= 1e-12 * abs(one)
+        for key, value in truth.state.items():
+            assert torch.allclose(saving.state[key], value, rtol=1e-7, atol=1e-9), key
+        return
+    assert_bitwise_equal(
+        reference(model, techniques, make_batch), train(model, make_batch, techniques)
+    )
+
+
+@pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
+def test_undone_together_the_module_is_as_it_was(techniques, name):
+    model = make_model(name).train()
+    chosen = [for_model(technique, model) for technique in techniques]
+    before, keys = snapshot(model), list(model.state_dict())
+    run_step, optimizer, undo = switch_all_on(chosen, model, adamw(model))
+    assert list(model.state_dict()) == keys
+    run_step(make_batch(0))
+    optimizer.step()
+    optimizer.zero_grad()
+    undo()
+    undo()
+    assert snapshot(model) == before
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+    # What is left trains as any module does.
+    plain = adamw(model)
+    loss = model(make_batch(1))
+    loss.backward()
+    plain.step()
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
+def test_resume_half_way(techniques, name):
+    """From a file, in a model and an optimizer that are made anew."""
+    model = make_model(name)
+    losses = {}
+    for key in ("straight", "resumed"):
+        net, run_step, optimizer, undo = _start(model, techniques)
+        torch.manual_seed(3)
+        for step in range(4):
+            if key == "resumed" and step == 2:
+                file = io.BytesIO()
+                torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+                undo()
+                net, run_step, optimizer, undo = _start(model, techniques)
+                file.seek(0)
+                saved = torch.load(file, weights_only=True)
+                net.load_state_dict(saved["model"])
+                optimizer.load_state_dict(saved["optimizer"])
+            optimizer.zero_grad()
+            losses[key] = run_step(make_batch(step))
+            optimizer.step()
+        undo()
+    assert torch.equal(losses["straight"], losses["resumed"])
+
+
+def _start(model: nn.Module, techniques: Sequence[Technique[Any]]) -> Any:
+    net = copy.deepcopy(model).train()
+    chosen = [for_model(technique, net) for technique in techniques]
+    return net, *switch_all_on(chosen, net, adamw(net))
