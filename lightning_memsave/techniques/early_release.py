@@ -52,9 +52,9 @@ class EarlyRelease(Technique[nn.Module]):
         directly, or a block that is called once at first and several times later; gradients are
         then rounded differently.
 
-        It saves something where blocks are checkpointed and autocast keeps copies, as `torch.autocast`
-        and Fabric do; Lightning's ``Trainer`` switches that off. It costs nothing elsewhere. In a
-        loop of your own give each forward pass an autocast context of its own.
+        It saves something where blocks are checkpointed and autocast keeps copies, as it does in
+        Fabric and by default; Lightning's ``Trainer`` switches that off. It costs nothing
+        elsewhere. In a loop of your own give each forward pass an autocast context of its own.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
