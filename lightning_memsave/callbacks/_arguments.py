@@ -50,8 +50,7 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
     attempt(_report)
     attempt(_prediction)
     if problems:
-        error = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
-        raise error
+        raise ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
     made = [setting for setting in settings if setting is not None]
     return Settings([Stack(given), *made]), monitor
 

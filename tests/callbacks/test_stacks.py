@@ -1,0 +1,344 @@
+"""Stacks and what is near the floor, in a Trainer."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave import MemSaveCallback, host
+from lightning_memsave.callbacks._stacks import STACKS
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer
+from tests.helpers import snapshot
+
+
+def only(**settings: Any) -> MemSaveCallback:
+    """These settings and nothing else."""
+    off = dict.fromkeys(
+        ("activation_checkpointing", "optimizer", "precision", "micro_batch_size", "early_release")
+    )
+    return MemSaveCallback(**(off | {"monitor": False} | settings))
+
+
+def rows_of(callback: MemSaveCallback) -> dict[str, Any]:
+    return {row.name: row for row in callback.rows}
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+class TestStacks:
+    def test_bitwise_is_bitwise(self, package):
+        lit = make_lit(package)
+        callback = MemSaveCallback(stack="bitwise", monitor=False)
+        assert_same(fit(lit, package=package), fit(lit, callback, package=package))
+        rows = rows_of(callback)
+        assert {row.exactness for row in rows.values()} == {"", "bitwise"}
+        assert rows["optimizer_in_backward"].status == "on"
+        assert rows["activation_checkpointing"].status == "on"
+
+    def test_single_gpu_learns_the_same(self, package):
+        lit = make_lit(package, "classifier")
+        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        plain, *_ = fit(lit, package=package, max_epochs=3)
+        losses, state, _ = fit(lit, callback, package=package, max_epochs=3)
+        assert losses[0] == pytest.approx(plain[0], rel=1e-2)
+        assert losses[-1] == pytest.approx(plain[-1], rel=5e-2)
+        rows = rows_of(callback)
+        assert rows["low_precision_weights"].value == "'stochastic'"
+        assert rows["precision"].value == "bf16-mixed"
+        assert "updated in backward" in rows["optimizer_in_backward"].details[0]
+        assert rows["attention"].status == "off"  # no model of Hugging Face, and no warning of it
+        assert all(tensor.dtype != torch.bfloat16 for tensor in state.values())
+
+    def test_says_what_it_stands_for(self, package):
+        lit, callback = make_lit(package), MemSaveCallback(stack="classic", optimizer=None)
+        fit(lit, callback, package=package)
+        row = rows_of(callback)["stack"]
+        assert row.value == "'classic'"
+        assert "activation_checkpointing='all'" in row.details[0]
+        assert "optimizer" not in row.details[0].replace("optimizer_in_backward", "")
+        assert row.details[1] == "set beside it: optimizer"
+        assert rows_of(callback)["optimizer"].status == "unchanged"
+        report = json.loads(Path("memsave_report.json").read_text())
+        assert report["settings"]["stack"] == "'classic'"
+
+    def test_bare_callback_says_what_it_leaves_off(self):
+        lit, callback = make_lit(), MemSaveCallback(monitor=False)
+        fit(lit, callback)
+        row = rows_of(callback)["stack"]
+        assert row.status == "unchanged"
+        assert row.details == (
+            "not used: chunked_cross_entropy, optimizer_in_backward, low_precision_weights, "
+            "attention",
+        )
+        assert rows_of(callback)["early_release"].status == "on"
+
+    @pytest.mark.parametrize("stack", STACKS)
+    def test_everything_is_undone(self, package, stack):
+        lit = make_lit(package, "classifier")
+        before = snapshot(lit)
+        callback = MemSaveCallback(stack=stack, monitor=False)
+        for _ in range(2):
+            make_trainer(package, callback).fit(lit)
+            after = snapshot(lit)
+            for name, module in before.items():
+                assert after[name][0] is module[0]
+                assert after[name][3] == module[3] or name == "", name
+            assert all(p.dtype == torch.float32 for p in lit.parameters())
+            hooks = [vars(p).get("_post_accumulate_grad_hooks") for p in lit.parameters()]
+            assert not any(hooks)
+
+    @pytest.mark.parametrize("stack", STACKS)
+    def test_resume_half_way(self, stack, tmp_path):
+        lit = make_lit(model="classifier")
+
+        def train(**settings: Any) -> dict[str, torch.Tensor]:
+            own = copy.deepcopy(lit)
+            callback = MemSaveCallback(stack=stack, monitor=False)
+            trainer = make_trainer(LIGHTNING, callback, SeededEpochs(tmp_path), max_epochs=2)
+            trainer.fit(own, **settings)
+            return {name: tensor.clone() for name, tensor in own.state_dict().items()}
+
+        straight = train()
+        resumed = train(ckpt_path=tmp_path / "epoch=0.ckpt")
+        assert [k for k in straight if not torch.equal(straight[k], resumed[k])] == []
+
+    @pytest.mark.parametrize("stack", ["single_gpu", "bitwise"])
+    def test_checkpoint_loads_anywhere(self, stack, tmp_path):
+        lit = make_lit(model="classifier")
+        callback = MemSaveCallback(stack=stack, monitor=False)
+        make_trainer(LIGHTNING, callback, SeededEpochs(tmp_path)).fit(copy.deepcopy(lit))
+        path = tmp_path / "epoch=0.ckpt"
+        lit.load_state_dict(torch.load(path, weights_only=True)["state_dict"])
+        assert all(p.dtype == torch.float32 for p in lit.parameters())
+        # Weights and optimizer state go on without the callback, and the other way round.
+        make_trainer(LIGHTNING, max_epochs=2).fit(lit, ckpt_path=path)
+
+
+LIGHTNING = PACKAGES["lightning"]
+
+
+class SeededEpochs(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
+    """The same random numbers in each epoch, whichever is the first, and a checkpoint of each."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        torch.manual_seed(trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"epoch={trainer.current_epoch}.ckpt")
+
+
+class TestOptimizerInBackward:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"gradient_clip_val": 1e-3},
+            {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
+            {"accumulate_grad_batches": 4},  # of six batches: the last window is short
+            {"max_epochs": 2, "precision": "bf16-mixed"},
+        ],
+        ids=lambda settings: "+".join(settings) or "plain",
+    )
+    def test_is_bitwise(self, package, settings):
+        lit, callback = make_lit(package), only(optimizer_in_backward=True)
+        assert_same(
+            fit(lit, package=package, **settings),
+            fit(lit, callback, package=package, **settings),
+        )
+        assert rows_of(callback)["optimizer_in_backward"].status == "on"
+
+    def test_with_a_gradient_scaler(self, package):
+        lit = make_lit(package)
+
+        def plugins() -> list[Any]:
+            return [host.half_precision_on_cpu(package)]
+
+        plain = fit(lit, package=package, plugins=plugins())
+        ours = fit(lit, only(optimizer_in_backward=True), package=package, plugins=plugins())
+        assert_same(plain, ours)
+
+    @pytest.mark.parametrize("checkpointing", [None, "all"])
+    def test_with_micro_batches(self, package, checkpointing):
+        lit = make_lit(package)
+        shared = {"micro_batch_size": 3, "activation_checkpointing": checkpointing}
+        plain = fit(lit, only(**shared), package=package)
+        assert_same(plain, fit(lit, only(**shared, optimizer_in_backward=True), package=package))
+
+    def test_no_gradient_is_left_after_backward(self):
+        seen: list[bool] = []
+
+        class Look(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
+            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+                seen.append(any(p.grad is not None for p in pl_module.parameters()))
+
+        fit(make_lit(), only(optimizer_in_backward=True, accumulate_grad_batches=2), Look())
+        assert seen == [True, False, True, False, True, False]
+
+    def test_a_batch_is_repeated_while_nothing_is_updated(self):
+        lit = make_lit()
+        plain = fit(lit, only(micro_batch_size=2))
+        failing = _fail_once(lit, in_backward=False)
+        callback = only(micro_batch_size="auto", optimizer_in_backward=True)
+        with pytest.warns(UserWarning, match="repeated with 2"):
+            losses, state, _ = fit(failing, callback)
+        assert losses == plain[0]
+        assert all(torch.equal(state[k], plain[1][k]) for k in state)
+
+    def test_a_batch_is_not_repeated_after_an_update(self):
+        callback = only(micro_batch_size="auto", optimizer_in_backward=True)
+        failing = _fail_once(make_lit(), in_backward=True)
+        with pytest.raises(RuntimeError, match=r"has updated parameters already.*micro_batch_size"):
+            fit(failing, callback)
+
+    def test_manual_optimization_is_refused(self):
+        lit = make_lit()
+        lit.automatic_optimization = False
+        with pytest.raises(IncompatibleError, match="which of its backward passes completes"):
+            fit(lit, only(optimizer_in_backward=True))
+
+    def test_clipping_of_the_module_itself_is_refused(self):
+        lit = make_lit()
+
+        class Clips(type(lit)):  # type: ignore[misc]
+            def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+                pass
+
+        lit.__class__ = Clips
+        with pytest.raises(IncompatibleError, match="configure_gradient_clipping"):
+            fit(lit, only(optimizer_in_backward=True))
+
+    def test_optimizer_that_couples_parameters_is_refused_before_a_step(self):
+        lit = make_lit()
+        lit.configure_optimizers = lambda: torch.optim.LBFGS(lit.parameters())
+        with pytest.raises(IncompatibleError, match="LBFGS"):
+            make_trainer(LIGHTNING, only(optimizer_in_backward=True)).fit(lit)
+        assert type(lit.configure_optimizers()) is torch.optim.LBFGS
+
+
+def _fail_once(lit: Any, *, in_backward: bool) -> Any:
+    """Run out of memory in the first batch, in the first layer: forward begins with it."""
+    lit = copy.deepcopy(lit)
+
+    class Exhausts(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, is_whole: bool) -> torch.Tensor:
+            ctx.is_whole = is_whole
+            if is_whole and not in_backward:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+            if ctx.is_whole:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
+            return grad, None
+
+    first = lit.model.blocks[0]
+
+    class Failing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = first.norm
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x.requires_grad_() if in_backward else x
+            return self.inner(Exhausts.apply(x, len(x) == 4))
+
+    first.norm = Failing()
+    return lit
+
+
+class TestLowPrecisionWeights:
+    def test_brings_autocast_and_leaves_float32(self, package):
+        lit, callback = make_lit(package), only(precision="auto", low_precision_weights="kahan")
+        plain, *_ = fit(lit, package=package)
+        losses, state, _ = fit(lit, callback, package=package)
+        assert losses[-1] == pytest.approx(plain[-1], rel=2e-2)
+        assert rows_of(callback)["precision"].value == "bf16-mixed"
+        assert "compensation" not in str(state.keys())
+        assert (
+            "with what rounding loses kept" in rows_of(callback)["low_precision_weights"].details[1]
+        )
+
+    def test_sums_of_parts_are_float32(self):
+        dtypes: list[Any] = []
+
+        class Look(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
+            def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+                dtypes.append(module.model.head.weight.grad.dtype)
+
+        settings = {"precision": "auto", "low_precision_weights": "stochastic"}
+        fit(make_lit(), only(**settings), Look())
+        assert set(dtypes) == {torch.bfloat16}
+        dtypes.clear()
+        fit(make_lit(), only(**settings, micro_batch_size=2), Look())
+        assert set(dtypes) == {torch.float32}
+
+    def test_other_precisions_are_refused(self):
+        with pytest.raises(ConfigurationError, match="precision='bf16-mixed'"):
+            MemSaveCallback(low_precision_weights="kahan", precision="16-mixed")
+        with pytest.raises(IncompatibleError, match=r"computes in 32-true.*bf16-mixed"):
+            fit(make_lit(), only(low_precision_weights="kahan"))
+        ours = fit(make_lit(), only(low_precision_weights="kahan"), precision="bf16-mixed")
+        assert len(ours[0]) == 6
+
+
+class TestBadInput:
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"stack": "huge"}, "'huge'` is no stack. Use 'classic', 'bitwise', 'single_gpu'"),
+            ({"chunked_cross_entropy": "yes"}, "chunked_cross_entropy='yes'` is not a choice"),
+            ({"chunked_cross_entropy": 0}, "chunk_size=0"),
+            ({"optimizer_in_backward": 3}, "optimizer_in_backward=3` is not a choice"),
+            ({"optimizer_in_backward": OptimizerInBackward}, "is not a choice"),
+            ({"low_precision_weights": "random"}, "there is no such rounding"),
+            ({"low_precision_weights": 16}, "low_precision_weights=16` is not a choice"),
+            ({"attention": "spda"}, "sdpa"),
+            ({"early_release": "soon"}, "early_release='soon'` is not a choice"),
+            (
+                {"stack": "single_gpu", "exactness": "bitwise"},
+                "`exactness='bitwise'` does not allow",
+            ),
+            (
+                {"low_precision_weights": LowPrecisionWeights(), "exactness": "rounding"},
+                "does not allow",
+            ),
+        ],
+    )
+    def test_is_refused_before_a_trainer_sees_it(self, settings, message):
+        with pytest.raises(ConfigurationError) as caught:
+            MemSaveCallback(**settings)
+        assert message in str(caught.value)
+
+    def test_all_problems_at_once(self):
+        with pytest.raises(ConfigurationError) as caught:
+            MemSaveCallback(stack="huge", attention=3, optimizer="12bit")
+        assert str(caught.value).count("\n") >= 2
+        assert all(word in str(caught.value) for word in ("huge", "attention=3", "12bit"))
+
+
+class TestPrediction:
+    @pytest.mark.predicts
+    @pytest.mark.parametrize("stack", STACKS)
+    @pytest.mark.parametrize("model", ["classifier", "eager_bert"])
+    def test_predicted_is_measured(self, stack, model):
+        callback = MemSaveCallback(stack=stack)
+        trainer = make_trainer(LIGHTNING, callback, max_epochs=1)
+        trainer.fit(make_lit(model=model), loader(48, batch_size=16))
+        report = json.loads(Path("memsave_report.json").read_text())
+        predicted, measured = (report[key]["peak_bytes"] for key in ("predicted", "measured"))
+        assert predicted == pytest.approx(measured, rel=0.01)
