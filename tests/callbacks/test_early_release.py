@@ -1,5 +1,7 @@
 """What is alive at the peaks of a step in a fit: old gradients, outputs, copies of weights."""
 
+from typing import Any
+
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -77,9 +79,9 @@ class Peaks(Callback):
 def peaks_of_a_step(module, **settings):
     peaks = Peaks()
     off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    quiet = dict.fromkeys(off, False)
+    quiet: dict[str, Any] = dict.fromkeys(off, False)
     trainer = Trainer(max_steps=3, accelerator="cpu", callbacks=[peaks], **quiet, **settings)
-    words = torch.randint(2, VOCAB_SIZE, (3 * BATCH_SIZE, NUM_TOKENS))
+    words: Any = torch.randint(2, VOCAB_SIZE, (3 * BATCH_SIZE, NUM_TOKENS))
     trainer.fit(module, DataLoader(words, batch_size=BATCH_SIZE))
     return peaks.found
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +35,9 @@ from lightning_memsave.techniques.activation_checkpointing import ActivationChec
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from tests.helpers import snapshot
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-BERT = SIZES | {
+EAGER: dict[str, Any] = {"attn_implementation": "eager"}
+SIZES: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT: dict[str, Any] = SIZES | {
     "intermediate_size": 48,
     "vocab_size": 50,
     "hidden_dropout_prob": 0.0,
@@ -44,31 +46,35 @@ BERT = SIZES | {
 }
 
 
-def bert() -> nn.Module:
-    return BertForMaskedLM(BertConfig(attn_implementation="eager", **BERT))
+def bert() -> Any:
+    return BertForMaskedLM(BertConfig(**EAGER, **BERT))
 
 
-def roberta() -> nn.Module:
-    return RobertaForMaskedLM(RobertaConfig(attn_implementation="eager", **BERT))
+def roberta() -> Any:
+    return RobertaForMaskedLM(RobertaConfig(**EAGER, **BERT))
 
 
-def gpt2() -> nn.Module:
-    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 80, "vocab_size": 50}
-    rates = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    config = GPT2Config(attn_implementation="eager", use_cache=False, **sizes, **rates)
+def gpt2() -> Any:
+    sizes: dict[str, Any] = {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 80,
+        "vocab_size": 50,
+    }
+    rates: dict[str, Any] = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    config = GPT2Config(**EAGER, use_cache=False, **sizes, **rates)
     return GPT2LMHeadModel(config)
 
 
-def llama() -> nn.Module:
+def llama() -> Any:
     sizes = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 50}
-    config = LlamaConfig(attn_implementation="eager", use_cache=False, **sizes)
+    config = LlamaConfig(**EAGER, use_cache=False, **sizes)
     return LlamaForCausalLM(config)
 
 
-def vit() -> nn.Module:
-    config = ViTConfig(
-        attn_implementation="eager", image_size=16, patch_size=4, intermediate_size=48, **SIZES
-    )
+def vit() -> Any:
+    config = ViTConfig(**EAGER, image_size=16, patch_size=4, intermediate_size=48, **SIZES)
     return ViTForImageClassification(config)
 
 
@@ -150,7 +156,7 @@ def test_scores_are_not_kept(name):
 
 def test_on_cuda_dropout_keeps_nothing_either():
     """On a CPU sdpa takes plain matrix products where there is dropout."""
-    config = BertConfig(attn_implementation="eager", **BERT)
+    config = BertConfig(**EAGER, **BERT)
     config.attention_probs_dropout_prob = 0.1
     model = BertForMaskedLM(config).train()
     with fake_tensors() as fake, cuda_kernels():
@@ -247,7 +253,7 @@ def test_works_under_peft():
     assert plain.base_model.model.config._attn_implementation == "eager"
 
 
-def clip() -> nn.Module:
+def clip() -> Any:
     text = SIZES | {"intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 20}
     vision = SIZES | {"intermediate_size": 48, "image_size": 16, "patch_size": 4}
     config = CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
@@ -271,13 +277,12 @@ def test_sub_models_have_kernels_of_their_own():
 
 
 def test_encoder_and_decoder_with_configurations_of_their_own():
-    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    sizes: dict[str, Any] = {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     config = T5Config(
-        attn_implementation="eager",
+        **EAGER,
         dropout_rate=0.0,
         vocab_size=50,
-        decoder_start_token_id=0,
-        **sizes,
+        **sizes | {"decoder_start_token_id": 0},
     )
     model = T5ForConditionalGeneration(config).double()
     batch = words()
@@ -307,12 +312,12 @@ def test_leaves_models_alone_that_return_attention_weights():
 
 def test_leaves_models_alone_that_do_not_support_it():
     sizes = SIZES | {"intermediate_size": 48, "vocab_size": 50, "num_key_value_heads": 2}
-    config = transformers.Gemma2Config(attn_implementation="eager", head_dim=8, **sizes)
+    config = transformers.Gemma2Config(**EAGER, head_dim=8, **sizes)
     no_effect(transformers.Gemma2ForCausalLM(config), "Gemma2ForCausalLM` does not support `sdpa`")
 
 
 def test_leaves_models_alone_whose_attention_is_chosen_when_they_are_built():
-    config = FalconConfig(attn_implementation="eager", vocab_size=50, **SIZES)
+    config = FalconConfig(**EAGER, vocab_size=50, **SIZES)
     no_effect(FalconForCausalLM(config), "attention of `FalconForCausalLM` cannot be changed")
 
 

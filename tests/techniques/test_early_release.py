@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -21,9 +22,13 @@ from tests.helpers import assert_bitwise_equal, snapshot, train
 NUM_LAYERS = 4
 
 
-def roberta(**changes) -> nn.Module:
+def roberta(**changes: Any) -> Any:
     torch.manual_seed(1)
-    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": NUM_LAYERS}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "intermediate_size": 256,
+        "num_hidden_layers": NUM_LAYERS,
+    }
     config = RobertaConfig(
         num_attention_heads=4, vocab_size=300, max_position_embeddings=40, **sizes | changes
     )
@@ -198,7 +203,7 @@ def test_no_weight_is_cast_more_often(name, checkpointed):
                 in_autocast(model)(make_batch(step))
         return counted.num_casts
 
-    model = make_model(name)
+    model: Any = make_model(name)
     technique = ActivationCheckpointing() if checkpointed else None
     with technique.apply(model) if technique else contextlib.nullcontext():
         before = casts(model)

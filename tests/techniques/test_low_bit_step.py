@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import bitsandbytes
 import pytest
@@ -24,6 +25,8 @@ class OnGPU(nn.Parameter):
 
 
 class Model(nn.Module):
+    layers: Any
+
     def __init__(self, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(0)
@@ -78,7 +81,7 @@ def on_gpu(model, optimizer):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("word", KIND_BY_WORD)
 def test_same_bits_as_bitsandbytes_own_step(word, dtype):
-    settings = (f"{word}_8bit",)
+    settings: tuple[Any, ...] = (f"{word}_8bit",)
     if word == "rmsprop":  # cannot be asked for by name
         settings = ("8bit", torch.optim.RMSprop)
     ours, theirs = Model(dtype), Model(dtype)
