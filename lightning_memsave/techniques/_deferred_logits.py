@@ -1,0 +1,277 @@
+"""Logits that are computed only when something other than cross-entropy asks for them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques._linear_cross_entropy import linear_cross_entropy
+from lightning_memsave.techniques._logit_operands import LossSettings
+from lightning_memsave.techniques._logit_product import Part, Product
+from lightning_memsave.techniques._logit_views import VIEWS, view_of
+
+# What is known without the numbers; all properties but these are known too.
+_KNOWN = frozenset(
+    (
+        *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "dim_order"),
+        *("storage_offset", "is_contiguous", "is_floating_point", "is_complex", "is_signed"),
+        *("get_device", "is_inference", "has_names", "is_conj", "is_neg", "is_same_size"),
+        *("__len__", "__hash__", "result_type", "requires_grad_", "_is_view", "is_tensor"),
+    )
+)
+_PROPERTIES_OF_DATA = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
+_HOOKS = frozenset(("register_hook", "retain_grad"))
+
+
+class DeferredLogits(Tensor):
+    """Stands for the output of a linear layer, or for a part of it.
+
+    It has shape, type, device and graph. Views and changes of type give another of its kind,
+    ``F.cross_entropy`` needs no more, and for anything else it becomes an ordinary tensor.
+    """
+
+    part: Part
+
+    @staticmethod
+    def __new__(cls, part: Part) -> "DeferredLogits":
+        make: Any = Tensor._make_wrapper_subclass
+        layout = part.layout
+        logits: DeferredLogits = make(
+            cls,
+            layout.size,
+            strides=layout.stride,
+            storage_offset=layout.offset,
+            dtype=part.dtype,
+            device=part.product.device,
+        )
+        logits.part = part
+        return logits
+
+    # So that counters of memory see what is there, and not what stands for nothing.
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["deferred_input"], None
+
+    @property
+    def deferred_input(self) -> Tensor:
+        """What the layer was given."""
+        return self.part.product.operands.inputs[0]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name, is_property = _name_of(func)
+        logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
+        if name in _KNOWN or (is_property and name not in _PROPERTIES_OF_DATA):
+            return _ask(func, args, kwargs)
+        result: Any = NotImplemented
+        if func is nn.functional.cross_entropy:
+            result = _cross_entropy(*args, **kwargs)
+        elif logits is not None and name in VIEWS:
+            result = _view(name, func, logits, args[1:], kwargs)
+        elif logits is not None and name in _HOOKS:
+            _pin_for_hook(logits.part.product)
+        elif logits is not None and name == "grad":
+            computed = logits.part.computed
+            result = _ask(func, args, kwargs) if computed is None else computed.grad
+        return _run_on_numbers(name, func, args, kwargs) if result is NotImplemented else result
+
+    # Reached only by code that passes torch's functions by.
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(DeferredLogits, _numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def defer(product: Product) -> Tensor:
+    """Make a tensor that stands for a product.
+
+    Args:
+        product: Its inputs and weights are held until the tensor is gone.
+
+    Returns:
+        The tensor.
+    """
+    has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in product.tensors())
+    return _made(product.whole(requires_grad=has_graph))
+
+
+class _Deferred(torch.autograd.Function):
+    """Gives deferred logits a place in the graph, for code that takes them from there."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Part, *tensors: Tensor) -> Tensor:
+        ctx.part = part
+        return DeferredLogits(part)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        product = ctx.part.product
+        wanted = [t for t in product.tensors() if t.requires_grad]
+        with torch.enable_grad():
+            numbers = ctx.part.compute_from(product.compute())
+            found = iter(torch.autograd.grad(numbers, wanted, gradients))
+        return None, *(next(found) if t.requires_grad else None for t in product.tensors())
+
+
+class _Linked(torch.autograd.Function):
+    """The numbers of deferred logits that have a graph of somebody else's making."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: DeferredLogits) -> Tensor:
+        return _numbers(logits)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients
+
+
+def _made(part: Part) -> Tensor:
+    if part.requires_grad:
+        apply: Any = _Deferred.apply  # untyped in torch
+        logits: Tensor = apply(part, *part.product.tensors())
+        return logits
+    return DeferredLogits(part)
+
+
+def _name_of(func: Any) -> tuple[str, bool]:
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        prop: str = func.__self__.__name__
+        return (prop, True) if name == "__get__" else (f"{prop}_", False)
+    return name.partition(".")[0], False
+
+
+def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+# Below autograd, where no graph can be made.
+def _numbers(logits: DeferredLogits) -> Tensor:
+    part = logits.part
+    if part.computed is None:
+        with torch.no_grad():
+            return part.compute_from(part.product.compute()).detach()
+    return part.computed.detach()
+
+
+# Not if it is the output of a function that somebody wrote, which has a backward of its own.
+def _has_own_graph(logits: DeferredLogits) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        node = logits.grad_fn
+        if not logits.part.requires_grad:
+            return not logits.requires_grad
+        return getattr(node, "part", None) is logits.part
+
+
+def _ordinary(logits: DeferredLogits) -> Tensor:
+    if _has_own_graph(logits):
+        return logits.part.compute()
+    apply: Any = _Linked.apply
+    with torch._C.DisableTorchFunctionSubclass():
+        linked: Tensor = apply(logits)
+    return linked
+
+
+def _run_on_numbers(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+    values = tree_leaves((args[:1], kwargs.get("out")))
+    if _changes_its_input(name, kwargs):
+        for logits in values:
+            if isinstance(logits, DeferredLogits):
+                _pin(logits.part.product)
+    args, kwargs = tree_map_only(DeferredLogits, _ordinary, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _changes_its_input(name: str, kwargs: Any) -> bool:
+    is_dunder = name.startswith("__") and name.endswith("__")
+    in_place = name[2:3] == "i" and name not in ("__iter__", "__invert__", "__index__", "__int__")
+    is_changing = in_place or name in ("__setitem__", "__delitem__")
+    is_changing = is_changing if is_dunder else name.endswith("_")
+    return is_changing or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
+
+
+# All that share memory must do so, and copies must be of what was there before.
+def _pin(product: Product) -> None:
+    for part in list(product.parts):
+        part.compute()
+    product.is_pinned = True
+
+
+def _pin_for_hook(product: Product) -> None:
+    if product.has_loss:
+        problem = Problem(
+            "a hook on logits after the loss",
+            "the loss was computed without them, so that they get no gradient",
+            "Call `register_hook` or `retain_grad` before the loss.",
+        )
+        raise IncompatibleError("chunked_cross_entropy", [problem])
+    product.is_pinned = True
+
+
+def _view(name: str, func: Any, logits: DeferredLogits, args: Any, kwargs: Any) -> Any:
+    if logits.part.product.is_pinned or not _has_own_graph(logits):
+        return NotImplemented
+    found = view_of(logits.part, name, func, args, kwargs)
+    if isinstance(found, list):
+        return tuple(_made(part) for part in found)
+    if found is NotImplemented or found is logits.part:
+        return logits if found is logits.part else found
+    return _made(found)
+
+
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *legacy: Any,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if legacy:
+        names = ("size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+        return _cross_entropy(input, target, weight, **dict(zip(names, legacy, strict=False)))
+    is_usual = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not is_usual or not 0.0 <= label_smoothing <= 1.0 or not _fits(input, target, weight):
+        return NotImplemented
+    part = input.part  # type: ignore[attr-defined]
+    product = part.product
+    settings = LossSettings(reduction, ignore_index, label_smoothing, product.chunk_size)
+    with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
+        loss = linear_cross_entropy(
+            product.flat_operands(),
+            target.reshape(-1),
+            rows=part.layout.rows(product.device),
+            class_weight=weight,
+            settings=settings,
+        )
+        product.has_loss = True
+        if reduction == "none":
+            loss = loss.view(target.shape)
+        is_autocast = torch.is_autocast_enabled(product.device.type)
+        is_wide = part.dtype is torch.float64 or not is_autocast
+        return loss.to(part.dtype if is_wide else torch.float32)
+
+
+def _fits(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
+    if not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
+        return False
+    part, product = input.part, input.part.product
+    if product.is_pinned or not _has_own_graph(input):
+        return False
+    layout = part.layout
+    lead = [n for i, n in enumerate(layout.size) if i != layout.class_dim]
+    is_in_place = layout.class_dim == (1 if len(layout.size) > 1 else 0)
+    is_index = target.dtype is torch.int64 and target.device == product.device
+    has_weights = weight is None or weight.shape == (layout.num_classes,)
+    is_wide = part.dtype is not torch.float64 or product.dtype is torch.float64
+    return is_in_place and is_index and list(target.shape) == lead and has_weights and is_wide

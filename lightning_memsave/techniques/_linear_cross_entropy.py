@@ -1,0 +1,171 @@
+"""Cross-entropy of a linear layer without its outputs, as one node of autograd's graph."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memsave.techniques._logit_chunks import Gradients, run
+from lightning_memsave.techniques._logit_operands import Call, LossSettings, Operands
+
+# Weights whose gradient lies ready for a backward pass that is to come, and where it lies.
+_READY: Any = WeakIdKeyDictionary()
+
+
+def linear_cross_entropy(
+    operands: Operands,
+    target: Tensor,
+    *,
+    rows: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    settings: LossSettings,
+) -> Tensor:
+    """Compute ``F.cross_entropy(logits[rows], target)`` without the logits.
+
+    Chunks of rows pass one after the other, in 32 bits. Where gradients are wanted they are
+    computed on the way, with three matrix products in all as in the ordinary computation, and
+    backward only scales them. Rows that do not count are left out.
+
+    Args:
+        operands: The linear layer.
+        target: (M,) classes.
+        rows: (M,) the row of the logits that each target is for; ``None`` if M = N, in order.
+        class_weight: (V,), or none.
+        settings: As for ``F.cross_entropy``.
+
+    Returns:
+        The loss, in 32 bits or more.
+    """
+    num_targets = len(target)
+    counted = (target != settings.ignore_index).nonzero().squeeze(1)
+    if len(counted) < num_targets:
+        target = target.index_select(0, counted)
+        rows = counted if rows is None else rows.index_select(0, counted)
+    if class_weight is not None:
+        class_weight = class_weight.detach().to(operands.wide_dtype)
+    tensors = (*operands.inputs, *operands.weights, operands.bias)
+    apply: Any = _LinearCrossEntropy.apply  # untyped in torch
+    loss: Tensor = apply(
+        settings,
+        operands.autocast_dtype,
+        torch.is_grad_enabled(),
+        *(target, rows, class_weight),
+        *tensors,
+    )
+    if settings.reduction == "none" and len(counted) < num_targets:
+        return loss.new_zeros(num_targets).index_copy(0, counted, loss)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss over rows that all count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: LossSettings,
+        autocast_dtype: torch.dtype | None,
+        is_grad_enabled: bool,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.settings, ctx.autocast_dtype, ctx.ready = settings, autocast_dtype, None
+        ctx.save_for_backward(*tensors)
+        call = _call_of(ctx, tensors)
+        needs = ctx.needs_input_grad[_NUM_OTHERS:]
+        if settings.reduction == "none":
+            losses, _ = run(call)
+            return losses
+        share, ctx.scale = _share_and_scale(call)
+        if is_grad_enabled and any(needs) and not _is_ready(call, needs):
+            losses, ctx.ready = run(call, share.expand(len(call.target)), needs)
+            _note(call, needs, ctx.ready)
+        else:
+            losses, _ = run(call)
+        return losses.sum() if settings.reduction == "sum" else losses.sum() / _denominator(call)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        needs = ctx.needs_input_grad[_NUM_OTHERS:]
+        nothing = (None,) * _NUM_OTHERS
+        if torch.is_grad_enabled():  # a graph of the gradients is wanted too
+            return *nothing, *_differentiable(ctx, gradient, needs)
+        ready, ctx.ready = ctx.ready, None
+        is_none = ctx.settings.reduction == "none"
+        if ready is None:
+            call = _call_of(ctx, ctx.saved_tensors)
+            share = gradient if is_none else _share_and_scale(call)[0].expand(len(call.target))
+            _, ready = run(call, share, needs)
+        scale = torch.ones_like(gradient[:1].sum()) if is_none else gradient * ctx.scale
+        return *nothing, *ready.finish(scale)
+
+
+# The probability of one class of many is below what half precision holds in full.
+_LARGER = 64
+
+# Settings, autocast_dtype, is_grad_enabled, target, rows, class_weight.
+_NUM_OTHERS = 6
+
+
+def _call_of(ctx: Any, tensors: tuple[Any, ...]) -> Call:
+    target, rows, class_weight, *rest, bias = tensors
+    inputs, weights = tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :])
+    operands = Operands(inputs, weights, bias, ctx.autocast_dtype)
+    return Call(operands, target, rows, class_weight, ctx.settings)
+
+
+def _denominator(call: Call) -> Tensor:
+    return call.weights_of_rows().sum()
+
+
+# What a row counts in the loss, in two factors: the second is a power of two. Gradients wait for
+# backward multiplied with the first, so that even half precision holds them, and the second and
+# what scales the loss, mostly another power of two, round nothing.
+def _share_and_scale(call: Call) -> tuple[Tensor, Tensor]:
+    one = torch.ones((), dtype=call.operands.wide_dtype, device=call.target.device)
+    share, scale = one, one
+    if call.settings.reduction == "mean" and len(call.target):
+        share, exponent = torch.frexp(1 / _denominator(call))
+        scale = torch.ldexp(one, exponent)
+    if call.class_weight is None and torch.float16 in call.operands.dtypes:
+        share, scale = share * _LARGER, scale / _LARGER
+    return share, scale
+
+
+def _trained_weights(call: Call, needs: tuple[bool, ...]) -> list[Tensor]:
+    weights = call.operands.weights
+    return [w for w, need in zip(weights, needs[len(weights) :], strict=False) if need]
+
+
+# A model that adds up many losses would hold a gradient of the weight for each of them.
+def _is_ready(call: Call, needs: tuple[bool, ...]) -> bool:
+    refs = [_READY.get(weight) for weight in _trained_weights(call, needs)]
+    return any(ref is not None and ref() is not None for ref in refs)
+
+
+def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
+    for weight in _trained_weights(call, needs):
+        _READY[weight] = weakref.ref(ready)
+
+
+def _differentiable(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
+    call = _call_of(ctx, ctx.saved_tensors)
+    operands, settings = call.operands, call.settings
+    logits = torch.zeros((), dtype=operands.wide_dtype, device=call.target.device)
+    for x, weight in zip(operands.inputs, operands.weights, strict=True):
+        product = nn.functional.linear(operands.cast(x, of=x), operands.cast(weight, of=x))
+        logits = logits + product.to(operands.wide_dtype)
+    logits = logits if operands.bias is None else logits + operands.bias
+    loss = nn.functional.cross_entropy(
+        logits if call.rows is None else logits.index_select(0, call.rows),
+        call.target,
+        call.class_weight,
+        reduction=settings.reduction,
+        label_smoothing=settings.label_smoothing,
+    )
+    tensors: tuple[Any, ...] = (*operands.inputs, *operands.weights, operands.bias)
+    wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    return [next(found) if need else None for need in needs]

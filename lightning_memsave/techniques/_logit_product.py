@@ -1,0 +1,189 @@
+"""A matrix product that waits to be asked for, and what is known of it meanwhile."""
+
+import sys
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques._logit_layout import Layout
+from lightning_memsave.techniques._logit_operands import Operands
+
+_NUM_PROBES = 64
+
+
+class Product:
+    """The output of a linear layer that has not been computed.
+
+    Args:
+        operands: The layer, and inputs of shape (..., D).
+        dtype: Type of the output.
+        chunk_size: Rows at once in the loss; ``None`` chooses.
+    """
+
+    def __init__(self, operands: Operands, dtype: torch.dtype, chunk_size: int | None) -> None:
+        self.operands = operands
+        self.dtype = dtype
+        self.chunk_size = chunk_size
+        self.device = operands.weights[0].device
+        self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
+        """All that stands for the output or a part of it."""
+        self.is_pinned = False
+        """Whether a loss must use computed logits: they were changed, or a hook is on them."""
+        self.has_loss = False
+        """Whether a loss was computed without logits."""
+        self._versions = self._read_versions()
+        is_probed = torch.is_grad_enabled() and not is_fake(operands.weights[-1])
+        self._probes = self._some_of_weight().clone() if is_probed else None
+
+    def whole(self, *, requires_grad: bool) -> "Part":
+        """Describe the whole output.
+
+        Args:
+            requires_grad: Whether it has a graph.
+
+        Returns:
+            The first part.
+        """
+        lead, num_classes = self.operands.inputs[0].shape[:-1], len(self.operands.weights[0])
+        layout = Layout.of_whole(lead, num_classes)
+        return Part(self, layout, self.dtype, requires_grad=requires_grad)
+
+    def flat_operands(self) -> Operands:
+        """Give what it is computed from as matrices.
+
+        Returns:
+            The layer, with inputs of shape (N, D).
+        """
+        operands = self.operands
+        inputs = tuple(x.reshape(-1, x.shape[-1]) for x in operands.inputs)
+        return Operands(inputs, operands.weights, operands.bias, operands.autocast_dtype)
+
+    def tensors(self) -> list[Tensor]:
+        """List what it is computed from.
+
+        Returns:
+            Inputs, weights and bias.
+        """
+        operands = self.operands
+        found = (*operands.inputs, *operands.weights, operands.bias)
+        return [tensor for tensor in found if tensor is not None]
+
+    def compute(self) -> Tensor:
+        """Compute the output as the layer does.
+
+        Returns:
+            The logits, with their graph where gradients are on.
+
+        Raises:
+            IncompatibleError: If inputs or weights have changed since.
+        """
+        if self._read_versions() != self._versions or self._has_other_weight():
+            raise IncompatibleError("chunked_cross_entropy", [_too_late()])
+        operands = self.operands
+        pairs = zip(operands.inputs, operands.weights, strict=True)
+        is_on = operands.autocast_dtype is not None
+        # The cache would keep a copy of the weight.
+        with torch.autocast(
+            self.device.type, operands.autocast_dtype, enabled=is_on, cache_enabled=False
+        ):
+            (x, weight), *others = pairs
+            logits = nn.functional.linear(x, weight, operands.bias)
+            for x, weight in others:
+                logits = logits + nn.functional.linear(x, weight)
+            return logits.to(self.dtype)
+
+    def _read_versions(self) -> list[int]:
+        return [0 if t.is_inference() else t._version for t in self.tensors()]
+
+    # Some optimizers have kernels of their own, which change weights unseen.
+    def _some_of_weight(self) -> Tensor:
+        weight = self.operands.weights[-1].detach()
+        return weight[:: max(1, len(weight) // _NUM_PROBES), 0]
+
+    def _has_other_weight(self) -> bool:
+        return self._probes is not None and not torch.equal(self._probes, self._some_of_weight())
+
+
+class Part:
+    """A tensor that shows a product or a part of it.
+
+    Args:
+        product: The product.
+        layout: Which part.
+        dtype: Type of the tensor.
+        requires_grad: Whether it has a graph.
+        parent: What it was made of; ``None`` for the whole product.
+        make: Makes its numbers from those of the parent.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool,
+        parent: "Part | None" = None,
+        make: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        self.product = product
+        self.layout = layout
+        self.dtype = dtype
+        self.requires_grad = requires_grad
+        self._parent = parent
+        self._make = make
+        self.computed: Tensor | None = None
+        """The ordinary tensor, once something has asked for it."""
+        product.parts.add(self)
+
+    def compute(self) -> Tensor:
+        """Make an ordinary tensor of it; the same one each time.
+
+        Returns:
+            The tensor, with the graph that it would have had.
+        """
+        if self.computed is None:
+            # Not as things are where it is asked for, but as they were where it was made.
+            is_inference = self.product.operands.inputs[0].is_inference()
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(self.requires_grad):
+                self.computed = self.compute_from(None)
+        return self.computed
+
+    def compute_from(self, output: Tensor | None) -> Tensor:
+        """Make an ordinary tensor from the whole product.
+
+        Args:
+            output: The product; ``None`` computes it.
+
+        Returns:
+            The tensor.
+        """
+        if self._parent is not None:
+            parent = self._parent
+            return self._make(parent.compute() if output is None else parent.compute_from(output))
+        return self.product.compute() if output is None else output
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Say whether a tensor has no data.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        True if it is one of torch's fake tensors.
+    """
+    # If nobody has imported it, nothing is one.
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def _too_late() -> Problem:
+    return Problem(
+        "logits that are first looked at after a step of the optimizer",
+        "they are computed when they are asked for, and the weights have changed",
+        "Use them, or call `.clone()` on them, before the step.",
+    )

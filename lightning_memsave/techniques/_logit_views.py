@@ -1,0 +1,118 @@
+"""Views and changes of type of logits that have not been computed."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from lightning_memsave.techniques._logit_layout import Layout
+from lightning_memsave.techniques._logit_product import Part
+
+_VIEWS = frozenset(
+    (
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze"),
+        *("unsqueeze", "narrow", "__getitem__", "select", "split", "chunk", "tensor_split"),
+        *("unbind", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),
+        *("mT", "expand", "expand_as", "detach", "data", "alias"),
+    )
+)
+_COPIES = frozenset(
+    (
+        *("reshape", "reshape_as", "flatten", "contiguous", "to", "type", "type_as"),
+        *("float", "half", "bfloat16", "double"),
+    )
+)
+VIEWS = _VIEWS | _COPIES
+"""Names of the functions for which `view_of` may have an answer."""
+
+_BY_SHAPE: dict[str, Any] = {
+    "view_as": Tensor.view,
+    "reshape_as": Tensor.reshape,
+    "expand_as": Tensor.expand,
+}
+_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
+
+
+def view_of(
+    part: Part, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Say what a function would give for logits that have not been computed.
+
+    Args:
+        part: The logits.
+        name: Name of the function, one of `VIEWS`.
+        func: The function.
+        args: Its arguments after the first.
+        kwargs: More of them.
+
+    Returns:
+        What parts the results show, one or a list; ``NotImplemented`` if they are not whole rows.
+    """
+    plain = _without_tensors(part, name, func, args, kwargs)
+    if plain is None:
+        return NotImplemented
+    func, args, kwargs = plain
+    with _disable_current_modes(), torch.no_grad():
+        twin = part.layout.twin(part.dtype)
+        try:
+            found = func(twin, *args, **kwargs)
+        except _ERRORS:
+            return NotImplemented  # the ordinary tensor raises it in its own words
+    if found is twin:
+        return part
+    has_graph = part.requires_grad and torch.is_grad_enabled() and func is not Tensor.detach
+    parts = []
+    for i, tensor in enumerate((found,) if isinstance(found, Tensor) else found):
+        layout = _layout_of(part.layout, twin, tensor, name)
+        if layout is None or layout.class_dim is None or not tensor.is_floating_point():
+            return NotImplemented
+        index = None if isinstance(found, Tensor) else i
+        make = functools.partial(_call, func, args, kwargs, index)
+        kind = part.product, layout, tensor.dtype
+        parts.append(Part(*kind, requires_grad=has_graph, parent=part, make=make))
+    return parts[0] if isinstance(found, Tensor) else parts
+
+
+def _layout_of(layout: Layout, twin: Tensor, tensor: Tensor, name: str) -> Layout | None:
+    if tensor.untyped_storage()._cdata == twin.untyped_storage()._cdata:
+        return layout.of_view(tensor)
+    return layout.of_copy(tensor) if name in _COPIES else None
+
+
+# The twin is on no device and cannot be combined with tensors that are on one.
+def _without_tensors(
+    part: Part, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    if name in ("detach", "data"):
+        return Tensor.detach, (), {}
+    if name in _BY_SHAPE and args:
+        return _BY_SHAPE[name], (args[0].shape,), {}
+    if name in ("to", "type_as"):
+        return _conversion(part, args, kwargs)
+    if name == "type" and not args and not kwargs:
+        return None
+    if any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs))):
+        return None
+    return func, args, kwargs
+
+
+def _conversion(
+    part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    if kwargs.get("copy"):
+        return None
+    parse: Any = torch._C._nn._parse_to
+    device, dtype, _, memory_format = parse(*args, **kwargs)
+    if (device is not None and device != part.product.device) or memory_format is not None:
+        return None
+    return Tensor.to, (dtype or part.dtype,), {}
+
+
+def _call(func: Any, args: Any, kwargs: Any, index: int | None, tensor: Tensor) -> Tensor:
+    found = func(tensor, *args, **kwargs)
+    result: Tensor = found if index is None else found[index]
+    return result
