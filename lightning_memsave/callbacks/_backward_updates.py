@@ -8,8 +8,8 @@ from typing import Any
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
-from lightning_memsave.callbacks._module_techniques import row_of
-from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting
+from lightning_memsave.callbacks._module_techniques import off_row, row_of
+from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.errors import Problem
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 
@@ -22,14 +22,20 @@ class BackwardUpdates(Setting):
     Args:
         technique: The settings, or ``None`` to update all parameters after backward.
         value: What the user wrote for it.
+        is_of_stack: The user did not ask for it by itself: no line for ``None``.
     """
 
     name = "optimizer_in_backward"
 
-    def __init__(self, technique: OptimizerInBackward | None, value: str) -> None:
+    def __init__(
+        self, technique: OptimizerInBackward | None, value: str, is_of_stack: bool = False
+    ) -> None:
         super().__init__()
+        self.is_of_stack = is_of_stack
         self.technique = technique
         self.value = value
+        self.in_force = technique
+        """The settings with what the Trainer clips."""
         self._state: Any = None
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
@@ -83,12 +89,14 @@ class BackwardUpdates(Setting):
             pl_module: Its LightningModule.
         """
         if self.technique is None:
-            self.rows = [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
+            self.rows = [] if self.is_of_stack else [off_row(self.name)]
             return
-        clipping = _clipping_of(trainer)
-        technique = dataclasses.replace(
-            self.technique, **clipping, scaler=host.gradient_scaler(trainer)
-        )
+        self.in_force = dataclasses.replace(self.technique, **_clipping_of(trainer))
+        if trainer.gradient_clip_val:
+            # Done where the gradients are; afterwards torch would not find one that it could clip.
+            clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
+            self._undo.append(lambda: setattr(trainer, "gradient_clip_val", clip_val))
+        technique = dataclasses.replace(self.in_force, scaler=host.gradient_scaler(trainer))
         self._state, undo = configure_optimizers.enable(pl_module, technique)
         self._undo += [undo, host.around_backward(trainer, self._around_backward)]
 
@@ -121,7 +129,6 @@ class BackwardUpdates(Setting):
             yield
 
 
-# Lightning goes on clipping after backward, and finds nothing that it could clip.
 def _clipping_of(trainer: Any) -> dict[str, Any]:
     if not trainer.gradient_clip_val:
         return {}

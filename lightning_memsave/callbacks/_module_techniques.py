@@ -19,7 +19,8 @@ class ModuleTechnique(Setting):
         technique: The technique, or ``None`` to leave the module as it is.
         value: What the user wrote for it.
         is_auto: The user did not ask for it by name: conflicts switch it off with a reason.
-        may_be_idle: No warning where it finds nothing to do.
+        is_of_stack: The user did not ask for it by itself: no line for ``None``, no warning where
+            it finds nothing to do.
     """
 
     def __init__(
@@ -28,14 +29,14 @@ class ModuleTechnique(Setting):
         technique: Technique[nn.Module] | None,
         value: str,
         is_auto: bool,
-        may_be_idle: bool = False,
+        is_of_stack: bool = False,
     ) -> None:
         super().__init__()
         self.name = name
         self.technique = technique
         self.value = value
         self.is_auto = is_auto
-        self.may_be_idle = may_be_idle
+        self.is_of_stack = is_of_stack
         self._handle: Handle[nn.Module] | None = None
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
@@ -61,7 +62,7 @@ class ModuleTechnique(Setting):
         """
         self.rows = []  # those of an earlier Trainer
         if self.technique is None:
-            self.rows = [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
+            self.rows = [] if self.is_of_stack else [off_row(self.name)]
         elif self._gives_way(trainer):
             reason = self._conflicts(trainer)[0].why
             self.rows = [Row(self.name, self.value, "unchanged", (reason,))]
@@ -79,7 +80,7 @@ class ModuleTechnique(Setting):
         if self.technique is None or is_done or self._gives_way(trainer):
             return
         handle = self._use(self.technique, pl_module)
-        if not handle.changes and not self.may_be_idle:
+        if not handle.changes and not self.is_of_stack:
             reasons = "; ".join(handle.skipped)
             warn(trainer, f"{self.name} changed nothing: {reasons}.", NoEffectWarning)
 
@@ -118,6 +119,18 @@ class Checkpointing(ModuleTechnique):
                 f"Remove that setting from `{strategy}`, or set `{self.name}=None` here.",
             )
         ]
+
+
+def off_row(name: str) -> Row:
+    """Write that the user wants nothing done.
+
+    Args:
+        name: Name of the argument.
+
+    Returns:
+        A line of the table.
+    """
+    return Row(name, "None", "unchanged", (AS_IT_IS,))
 
 
 def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:

@@ -107,7 +107,8 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
     name, wanted = "low_precision_weights", arguments["low_precision_weights"]
     technique = LowPrecisionWeights(wanted) if isinstance(wanted, str) else wanted
     if technique is None:
-        return WeightPrecision(None, "None", brings_precision=False)
+        is_of_stack = name in arguments["from_stack"]
+        return WeightPrecision(None, "None", brings_precision=False, is_of_stack=is_of_stack)
     _refuse_other(name, technique, LowPrecisionWeights, '"stochastic" or "kahan"')
     is_beyond(arguments, name, technique.exactness)
     precision = arguments["precision"]
@@ -126,7 +127,7 @@ def _optimizer_in_backward(arguments: Arguments) -> Setting:
     if technique is not None:
         _refuse_other(name, technique, OptimizerInBackward, "True")
         is_beyond(arguments, name, technique.exactness)
-    return BackwardUpdates(technique, _short(wanted))
+    return BackwardUpdates(technique, _short(wanted), is_of_stack=name in arguments["from_stack"])
 
 
 def _module_technique(
@@ -134,8 +135,8 @@ def _module_technique(
 ) -> ModuleTechnique:
     if technique is not None:
         is_beyond(arguments, name, technique.exactness)
-    may_be_idle = name in arguments["from_stack"]
-    return ModuleTechnique(name, technique, value, is_auto=False, may_be_idle=may_be_idle)
+    is_of_stack = name in arguments["from_stack"]
+    return ModuleTechnique(name, technique, value, is_auto=False, is_of_stack=is_of_stack)
 
 
 def _refuse_other(name: str, value: object, expected: type[Technique[Any]], choices: str) -> None:

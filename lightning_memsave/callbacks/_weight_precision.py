@@ -23,14 +23,20 @@ class WeightPrecision(ModuleTechnique):
         technique: The settings, or ``None`` to leave weights as they are.
         value: What the user wrote for it.
         brings_precision: The Trainer is given bf16 autocast at the same time.
+        is_of_stack: The user did not ask for it by itself: no line for ``None``.
     """
 
     technique: LowPrecisionWeights | None
 
     def __init__(
-        self, technique: LowPrecisionWeights | None, value: str, brings_precision: bool
+        self,
+        technique: LowPrecisionWeights | None,
+        value: str,
+        brings_precision: bool,
+        is_of_stack: bool = False,
     ) -> None:
-        super().__init__("low_precision_weights", technique, value, is_auto=False)
+        name = LowPrecisionWeights.name
+        super().__init__(name, technique, value, is_auto=False, is_of_stack=is_of_stack)
         self.brings_precision = brings_precision
         self._optimizers: Any = None
         self._sums_in_fp32 = False

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning_memsave import host
 from lightning_memsave.callbacks import _report
 from lightning_memsave.callbacks._arguments import make_settings, time_limit
+from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._monitored import MonitoredCallback
 from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
@@ -238,7 +239,8 @@ class MemSaveCallback(MonitoredCallback):
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
         if not self._is_disabled:
-            arguments = with_stack(self.arguments)
+            updates = self._settings.find(BackwardUpdates).in_force
+            arguments = {**with_stack(self.arguments), "optimizer_in_backward": updates}
             arguments = in_force(arguments, self.rows, self._micro_batches.size)
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
