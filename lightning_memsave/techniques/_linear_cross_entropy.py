@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.techniques._logit_chunks import Gradients, run
 from lightning_memsave.techniques._logit_operands import Call, LossSettings, Operands
+from lightning_memsave.techniques._tied_embedding import hand_over
 
 # Weights whose gradient lies ready for a backward pass that is to come, and where it lies.
 _READY: Any = WeakIdKeyDictionary()
@@ -73,6 +74,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.settings, ctx.autocast_dtype, ctx.ready = settings, autocast_dtype, None
         ctx.save_for_backward(*tensors)
         call = _call_of(ctx, tensors)
+        ctx.weights = [weakref.ref(weight) for weight in call.operands.weights]
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
         if settings.reduction == "none":
             losses, _ = run(call)
@@ -99,7 +101,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             share = gradient if is_none else _share_and_scale(call)[0].expand(len(call.target))
             _, ready = run(call, share, needs)
         scale = torch.ones_like(gradient[:1].sum()) if is_none else gradient * ctx.scale
-        return *nothing, *ready.finish(scale)
+        *found, bias = ready.finish(scale)
+        num = len(ctx.weights)
+        for i, ref in enumerate(ctx.weights, start=num):
+            weight = ref()
+            found[i] = found[i] if weight is None else hand_over(weight, found[i])
+        return *nothing, *found, bias
 
 
 # The probability of one class of many is below what half precision holds in full.

@@ -58,14 +58,14 @@ def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | 
     Returns:
         Its operands and the type of its output, or ``None`` if that is no plain matrix product.
     """
-    if _is_traced():
+    if is_traced():
         return None
     base: Any = head.base_layer if is_lora(head) else head
     inputs, weights = [input], [base.weight]
     if is_lora(head) and not _add_adapters(head, input, inputs, weights):
         return None
     tensors = [*inputs, *weights, *([] if base.bias is None else [base.bias])]
-    if not all(_is_plain(tensor) and tensor.device == input.device for tensor in tensors):
+    if not all(is_plain(tensor) and tensor.device == input.device for tensor in tensors):
         return None
     if input.ndim == 0 or input.shape[-1] != weights[0].shape[1]:
         return None
@@ -151,7 +151,7 @@ def _why_not(module: nn.Module) -> str | None:
     base: Any = module.base_layer if is_lora(module) else module
     if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
         return f"`{type(base).__name__}` is not a plain `nn.Linear`"
-    if not _is_plain(base.weight):
+    if not is_plain(base.weight):
         return f"its weight is a {type(base.weight).__name__}"
     return None
 
@@ -172,11 +172,25 @@ def _add_adapters(head: Any, input: Tensor, inputs: list[Tensor], weights: list[
     return True
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is an ordinary one, with memory of its own.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        False for subclasses that mean something else, such as DTensor.
+    """
     return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
+    """Say whether a compiler, a tracer or ``torch.func`` looks on.
+
+    Returns:
+        True where only ordinary tensors should be used.
+    """
     torch_c: Any = torch._C
     is_transformed = torch_c._functorch.peek_interpreter_stack() is not None
-    return is_transformed or torch_c._get_tracing_state() or torch.compiler.is_compiling()
+    is_tracing = torch_c._get_tracing_state() is not None
+    return is_transformed or is_tracing or torch.compiler.is_compiling()

@@ -35,8 +35,7 @@ class Product:
         self.has_loss = False
         """Whether a loss was computed without logits."""
         self._versions = self._read_versions()
-        is_probed = torch.is_grad_enabled() and not is_fake(operands.weights[-1])
-        self._probes = self._some_of_weight().clone() if is_probed else None
+        self._probes = self._some_of_weight().clone() if torch.is_grad_enabled() else None
 
     def whole(self, *, requires_grad: bool) -> "Part":
         """Describe the whole output.
@@ -104,7 +103,9 @@ class Product:
         return weight[:: max(1, len(weight) // _NUM_PROBES), 0]
 
     def _has_other_weight(self) -> bool:
-        return self._probes is not None and not torch.equal(self._probes, self._some_of_weight())
+        if self._probes is None or is_fake(self._probes):
+            return False
+        return not torch.equal(self._probes, self._some_of_weight())
 
 
 class Part:

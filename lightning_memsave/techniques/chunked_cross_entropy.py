@@ -16,6 +16,7 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques import _tied_embedding
 from lightning_memsave.techniques._deferred_logits import defer
 from lightning_memsave.techniques._logit_heads import find_heads, read_head
 from lightning_memsave.techniques._logit_product import Product
@@ -112,8 +113,13 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         for block in heads:
             undo.append(patch_method(block.module, forward))
             undo.append(_set_chunk_size(block.module, self.chunk_size))
+        tied = _tied_embeddings(target, heads)
+        undo += [patch_method(block.module, _tied_embedding.forward) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)
         summary = f"no logits of {names}" if heads else ""
+        if tied:
+            names = ", ".join(f"`{block.name}`" for block in tied)
+            summary += f", one gradient for it and {names}"
         return Handle(target, [block.name for block in heads], skipped, undo, summary)
 
     def _find(self, target: nn.Module) -> tuple[list[Block], list[str]]:
@@ -160,9 +166,20 @@ def forward(head: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     return defer(Product(operands, dtype, vars(head).get(_CHUNK_SIZE)))
 
 
-def _is_replaced(head: nn.Module) -> bool:
-    function = getattr(vars(head).get("forward"), "__func__", vars(head).get("forward"))
-    return function not in (None, forward, type(head).forward)
+def _tied_embeddings(model: nn.Module, heads: list[Block]) -> list[Block]:
+    weights: list[Any] = [getattr(block.module, "weight", None) for block in heads]
+    return [
+        Block(name, module)
+        for name, module in model.named_modules()
+        if any(_tied_embedding.can_share(module, w) for w in weights if w is not None)
+        and not _is_replaced(module)
+    ]
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    method = vars(module).get("forward")
+    own = (None, forward, _tied_embedding.forward, type(module).forward)
+    return getattr(method, "__func__", method) not in own
 
 
 def _set_chunk_size(head: nn.Module, chunk_size: int | str) -> Callable[[], None]:
