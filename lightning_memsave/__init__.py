@@ -44,21 +44,36 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.activation_checkpointing import (
         ActivationCheckpointing as ActivationCheckpointing,
     )
+    from lightning_memsave.techniques.attention_kernel import AttentionKernel as AttentionKernel
+    from lightning_memsave.techniques.chunked_cross_entropy import (
+        ChunkedCrossEntropy as ChunkedCrossEntropy,
+    )
+    from lightning_memsave.techniques.early_release import EarlyRelease as EarlyRelease
     from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
+    from lightning_memsave.techniques.low_precision_weights import (
+        LowPrecisionWeights as LowPrecisionWeights,
+    )
     from lightning_memsave.techniques.micro_batching import MicroBatching as MicroBatching
+    from lightning_memsave.techniques.optimizer_in_backward import (
+        OptimizerInBackward as OptimizerInBackward,
+    )
 
 _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing",
     "ActivationCheckpointingMixin": "modules.mixins",
+    "AttentionKernel": "techniques.attention_kernel",
     "CheckpointedTransformer": "modules",
     "CheckpointedTransformerMixin": "modules.checkpointed_transformer",
+    "ChunkedCrossEntropy": "techniques.chunked_cross_entropy",
     "ConfigurationError": "errors",
+    "EarlyRelease": "techniques.early_release",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
     "LowBitOptimizer": "techniques.low_bit_optimizer",
     "LowBitOptimizerMixin": "modules.mixins",
+    "LowPrecisionWeights": "techniques.low_precision_weights",
     "MemSaveCLI": "cli.lightning_pytorch",
     "MemSaveCLIMixin": "cli.mixin",
     "MemSaveCallback": "callbacks.memsave",
@@ -72,6 +87,7 @@ _MODULES = {
     "MissingDependencyError": "errors",
     "NoEffectWarning": "errors",
     "OOMObserver": "callbacks.oom_observer",
+    "OptimizerInBackward": "techniques.optimizer_in_backward",
     "PeakMemory": "measure.peak",
     "compare_memory": "analysis.compare",
     "explain_memory": "analysis.explain",

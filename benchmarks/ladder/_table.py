@@ -43,9 +43,9 @@ def check_claims(rows: Rows, *, is_timed: bool) -> dict[str, bool]:
         if not row or any("error" in found for found in row.values()):
             continue
         ours, theirs = row["lightning"], row["hugging_face"]
-        claims[f"{name}: the peak is at most {share} of that of Hugging Face's Trainer"] = (
-            peak_of(ours) <= share * peak_of(theirs)
-        )
+        claims[f"{name}: the peak is at most {share} of that of Hugging Face's Trainer"] = peak_of(
+            ours
+        ) <= share * peak_of(theirs)
         if is_timed:
             ratio = _time_ratios(rows, name)["lightning / hugging_face"]
             # The interval: a median of 1.001 may be chance, but not one that begins there.

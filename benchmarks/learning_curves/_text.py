@@ -33,18 +33,31 @@ def load_text(
         For training and for validation ``input_ids``, ``attention_mask`` and ``labels``, each
         (sequences, tokens).
     """
+    train, validation = load_tokens(num_train, num_validation, num_tokens, vocab_size)
+    return _mask(train, 0), _mask(validation, 1)
+
+
+def load_tokens(
+    num_train: int, num_validation: int, num_tokens: int, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    """Read text as it is; the same each time.
+
+    Args:
+        num_train: Sequences to train on; at most a few thousand.
+        num_validation: Sequences from other chapters.
+        num_tokens: In each sequence; at most 64.
+        vocab_size: Of the tokenizer.
+
+    Returns:
+        Token ids for training and for validation, each (sequences, tokens).
+    """
     passages = load_passages(
         -(-num_train // _SEQUENCES_PER_PASSAGE), -(-num_validation // _SEQUENCES_PER_PASSAGE)
     )
     texts = [[passage.text for passage in part] for part in passages]
     tokenizer = _train_tokenizer(texts[0], vocab_size)
-    train, validation = (
-        _mask(_encode(tokenizer, part, num_tokens)[:num_sequences], seed)
-        for seed, (part, num_sequences) in enumerate(
-            zip(texts, (num_train, num_validation), strict=True)
-        )
-    )
-    return train, validation
+    train, validation = (_encode(tokenizer, part, num_tokens) for part in texts)
+    return train[:num_train], validation[:num_validation]
 
 
 def _train_tokenizer(texts: list[str], vocab_size: int) -> Any:
