@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.techniques._logit_chunks import Gradients, run
 from lightning_memsave.techniques._logit_operands import Call, LossSettings, Operands
+from lightning_memsave.techniques._logit_tiles import tiled_gradients
 from lightning_memsave.techniques._tied_embedding import hand_over
 
 # Weights whose gradient lies ready for a backward pass that is to come, and where it lies.
@@ -71,20 +72,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_grad_enabled: bool,
         *tensors: Tensor | None,
     ) -> Tensor:
-        ctx.settings, ctx.autocast_dtype, ctx.ready = settings, autocast_dtype, None
+        ctx.settings, ctx.autocast_dtype = settings, autocast_dtype
+        ctx.ready = ctx.normalizers = None
         ctx.save_for_backward(*tensors)
         call = _call_of(ctx, tensors)
         ctx.weights = [weakref.ref(weight) for weight in call.operands.weights]
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
-        if settings.reduction == "none":
-            losses, _ = run(call)
-            return losses
         share, ctx.scale = _share_and_scale(call)
-        if is_grad_enabled and any(needs) and not _is_ready(call, needs):
-            losses, ctx.ready = run(call, share.expand(len(call.target)), needs)
+        is_simple = settings.reduction != "none" and not call.is_tiled
+        if is_grad_enabled and any(needs) and is_simple and not _is_ready(call, needs):
+            losses, _, ctx.ready = run(call, share.expand(len(call.target)), needs)
             _note(call, needs, ctx.ready)
         else:
-            losses, _ = run(call)
+            losses, ctx.normalizers, _ = run(call)
+        if settings.reduction == "none":
+            return losses
         return losses.sum() if settings.reduction == "sum" else losses.sum() / _denominator(call)
 
     @staticmethod
@@ -95,18 +97,25 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if torch.is_grad_enabled():  # a graph of the gradients is wanted too
             return *nothing, *_differentiable(ctx, gradient, needs)
         ready, ctx.ready = ctx.ready, None
-        is_none = ctx.settings.reduction == "none"
         if ready is None:
-            call = _call_of(ctx, ctx.saved_tensors)
-            share = gradient if is_none else _share_and_scale(call)[0].expand(len(call.target))
-            _, ready = run(call, share, needs)
-        scale = torch.ones_like(gradient[:1].sum()) if is_none else gradient * ctx.scale
-        *found, bias = ready.finish(scale)
-        num = len(ctx.weights)
-        for i, ref in enumerate(ctx.weights, start=num):
+            found = _computed_now(ctx, gradient, needs)
+        else:
+            found = ready.finish(gradient * ctx.scale)
+        for i, ref in enumerate(ctx.weights, start=len(ctx.weights)):
             weight = ref()
             found[i] = found[i] if weight is None else hand_over(weight, found[i])
-        return *nothing, *found, bias
+        return *nothing, *found
+
+
+def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
+    call = _call_of(ctx, ctx.saved_tensors)
+    if ctx.normalizers is None:  # the gradients that were ready have been used
+        _, ctx.normalizers, _ = run(call)
+    if call.settings.reduction == "none":
+        one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
+        return tiled_gradients(call, ctx.normalizers, gradient, one, needs=needs)
+    share = _share_and_scale(call)[0].expand(len(call.target))
+    return tiled_gradients(call, ctx.normalizers, share, gradient * ctx.scale, needs=needs)
 
 
 # The probability of one class of many is below what half precision holds in full.

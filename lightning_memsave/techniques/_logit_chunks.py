@@ -1,15 +1,15 @@
-"""Losses and gradients of a linear layer with cross-entropy, chunk by chunk of its outputs."""
+"""Losses and gradients of a linear layer with cross-entropy, some rows of logits at a time."""
 
-import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from lightning_memsave.techniques._logit_operands import Call
+from lightning_memsave.techniques._wide_products import add_product, compute_logits, scaled
 
 # Of N rows with D numbers, M count; the layer has V classes, and R rows make a chunk.
-
-_NUM_TILES = 16
 
 
 class Gradients:
@@ -61,7 +61,8 @@ class Gradients:
                 else:
                     total.index_add_(0, rows, torch.mm(narrow, weight))
             if (total := self.weights[i]) is not None:
-                _add_gradient(total, gradient, narrow, part, is_first=self._is_first)
+                factors = (gradient.t(), narrow.t())
+                add_product(total, factors, part, is_first=self._is_first)
         if self.bias is not None:
             self.bias += gradient.sum(0)
         self._is_first = False
@@ -79,15 +80,15 @@ class Gradients:
         for sums, dtypes in zip((self.inputs, self.weights), self._dtypes, strict=True):
             for i, dtype in enumerate(dtypes):
                 total, sums[i] = sums[i], None
-                result.append(None if total is None else _scaled(total, factor, dtype))
+                result.append(None if total is None else scaled(total, factor, dtype))
         bias, self.bias = self.bias, None
-        result.append(None if bias is None else _scaled(bias, factor, self._bias_dtype))
+        result.append(None if bias is None else scaled(bias, factor, self._bias_dtype))
         return result
 
 
 def run(
     call: Call, coefficients: Tensor | None = None, needs: tuple[bool, ...] = ()
-) -> tuple[Tensor, Gradients | None]:
+) -> tuple[Tensor, Tensor, Gradients | None]:
     """Compute the losses of rows and, with the same products, gradients of their weighted sum.
 
     Args:
@@ -96,13 +97,13 @@ def run(
         needs: For inputs, weights and bias in one row, which have a gradient.
 
     Returns:
-        (M,) losses, and the gradients.
+        (M,) losses, (M,) logarithms of the sum of exp(logits), and the gradients.
     """
-    operands, size = call.operands, call.chunk_size
+    operands = call.operands
+    size = call.chunk_size(has_gradients=coefficients is not None)
     losses = call.target.new_empty(len(call.target), dtype=operands.wide_dtype)
-    row_weights = call.weights_of_rows()
-    device_type = call.target.device.type
-    with torch.no_grad(), torch.autocast(device_type, enabled=False):
+    normalizers, row_weights = torch.empty_like(losses), call.weights_of_rows()
+    with plain_numbers(call):
         pairs = list(zip(operands.inputs, operands.weights, strict=True))
         weights = [operands.cast(w, of=x) for x, w in pairs]
         gradients = None if coefficients is None else Gradients(call, needs)
@@ -111,38 +112,75 @@ def run(
             place = slice(start, min(start + size, len(losses)))
             parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
             logits = buffer[: place.stop - start]
-            _compute_logits(logits, parts, weights, operands.bias)
+            compute_logits(logits, parts, weights, operands.bias)
             target, counts = call.target[place].unsqueeze(1), row_weights[place]
-            losses[place], total = _losses(logits, target, counts, call)
+            losses[place], normalizers[place], total = _losses(logits, target, counts, call)
             if coefficients is not None and gradients is not None:
-                _to_gradient(logits, total, target, counts, coefficients[place], call=call)
+                shares = Shares(call, coefficients[place], counts)
+                logits.mul_((shares.of_all / total).unsqueeze(1))
+                logits.scatter_add_(1, target, -shares.of_target.unsqueeze(1))
+                shares.subtract_from(logits, call.class_weight)
                 gradients.add(logits, parts, weights, place)
-    return losses, gradients
+    return losses, normalizers, gradients
+
+
+@contextmanager
+def plain_numbers(call: Call) -> Iterator[None]:
+    """Compute without graph and autocast.
+
+    Args:
+        call: Says on which device.
+
+    Yields:
+        Nothing.
+    """
+    with torch.no_grad(), torch.autocast(call.target.device.type, enabled=False):
+        yield
+
+
+class Shares:
+    """What probabilities, targets and smoothing count in the gradient of the logits.
+
+    Args:
+        call: The loss.
+        coefficients: (R,) what the losses of the rows are multiplied with.
+        counts: (R,) weights of their targets.
+    """
+
+    def __init__(self, call: Call, coefficients: Tensor, counts: Tensor) -> None:
+        smoothing = call.settings.label_smoothing
+        self.of_target = self.of_all = coefficients * counts * (1 - smoothing)
+        self._of_each = None
+        if smoothing:
+            self._of_each = coefficients * (smoothing / call.num_classes)
+            self.of_all = self.of_target + self._of_each * _sum_of_weights(call)
+
+    def subtract_from(self, gradient: Tensor, class_weight: Tensor | None) -> None:
+        """Take the part of label smoothing off.
+
+        Args:
+            gradient: (R, classes) of the logits.
+            class_weight: (classes,), or none.
+        """
+        if self._of_each is None:
+            return
+        if class_weight is None:
+            gradient -= self._of_each.unsqueeze(1)
+        else:
+            gradient.addr_(self._of_each, class_weight, alpha=-1)
 
 
 def _chosen(x: Tensor, rows: Tensor | None, place: slice) -> Tensor:
     return x[place] if rows is None else x.index_select(0, rows[place])
 
 
-def _compute_logits(
-    logits: Tensor, parts: list[Tensor], weights: list[Tensor], bias: Tensor | None
-) -> None:
-    for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-        if part.dtype != logits.dtype:
-            _add_wide_product(logits, part, weight.t(), is_first=i == 0)
-        elif i == 0 and bias is not None:
-            torch.addmm(bias.to(logits.dtype), part, weight.t(), out=logits)
-            bias = None
-        else:
-            logits.addmm_(part, weight.t(), beta=min(i, 1))
-    if bias is not None:
-        logits += bias
-
-
 # (R, V) becomes exp(logits - their maximum).
-def _losses(logits: Tensor, target: Tensor, counts: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _losses(
+    logits: Tensor, target: Tensor, counts: Tensor, call: Call
+) -> tuple[Tensor, Tensor, Tensor]:
     smoothing, class_weight = call.settings.label_smoothing, call.class_weight
-    logits -= logits.amax(1, keepdim=True)
+    maximum = logits.amax(1, keepdim=True)
+    logits -= maximum
     chosen = logits.gather(1, target).squeeze(1)
     of_all = chosen
     if smoothing:
@@ -153,58 +191,8 @@ def _losses(logits: Tensor, target: Tensor, counts: Tensor, call: Call) -> tuple
     if smoothing:
         losses *= 1 - smoothing
         losses += (log_total * _sum_of_weights(call) - of_all) * (smoothing / call.num_classes)
-    return losses, total
-
-
-# (R, V) becomes the gradient of the logits, for losses that are multiplied with (R,) shares.
-def _to_gradient(
-    logits: Tensor, total: Tensor, target: Tensor, counts: Tensor, shares: Tensor, *, call: Call
-) -> None:
-    smoothing, class_weight = call.settings.label_smoothing, call.class_weight
-    of_target = shares * counts * (1 - smoothing)
-    of_each = shares * (smoothing / call.num_classes)
-    of_all = of_target
-    if smoothing:
-        of_all = of_target + of_each * _sum_of_weights(call)
-    logits.mul_((of_all / total).unsqueeze(1))
-    logits.scatter_add_(1, target, -of_target.unsqueeze(1))
-    if smoothing and class_weight is None:
-        logits -= of_each.unsqueeze(1)
-    elif smoothing and class_weight is not None:
-        logits.addr_(of_each, class_weight, alpha=-1)
+    return losses, log_total + maximum.squeeze(1), total
 
 
 def _sum_of_weights(call: Call) -> Tensor | int:
     return call.num_classes if call.class_weight is None else call.class_weight.sum()
-
-
-# Adds a product of low precision without rounding it: GPUs multiply into 32 bits.
-def _add_wide_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    beta = 0 if is_first else 1
-    if total.device.type == "cuda":  # pragma: no cover (gpu)
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-        return
-    a = a.to(total.dtype)
-    size = math.ceil(b.shape[1] / _NUM_TILES)
-    for columns, part in zip(total.split(size, 1), b.split(size, 1), strict=True):
-        columns.addmm_(a, part.to(total.dtype), beta=beta)
-
-
-# The product is rounded once, to the type of the result.
-def _scaled(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    if value.dtype == dtype == factor.dtype:
-        return value.mul_(factor)
-    result = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
-    size = max(1, math.ceil(len(value) / _NUM_TILES))
-    for old, new in zip(value.split(size), result.split(size), strict=True):
-        new.copy_(old.mul_(factor) if old.dtype == factor.dtype else old.to(factor.dtype) * factor)
-    return result
-
-
-def _add_gradient(
-    total: Tensor, gradient: Tensor, narrow: Tensor, part: Tensor, *, is_first: bool
-) -> None:
-    if total.device.type == "cuda" and part.dtype != total.dtype:  # pragma: no cover (gpu)
-        _add_wide_product(total, narrow.t(), part, is_first=is_first)
-    else:  # no need to round the gradient of the logits
-        total.addmm_(gradient.t(), part.to(total.dtype), beta=0 if is_first else 1)

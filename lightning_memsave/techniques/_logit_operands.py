@@ -86,22 +86,46 @@ class Call:
     class_weight: Tensor | None
     settings: LossSettings
 
-    @property
-    def chunk_size(self) -> int:
-        """How many rows to take at once.
+    def chunk_size(self, *, has_gradients: bool) -> int:
+        """Choose how many rows to take at once.
 
-        A chunk is about as large as the inputs or a quarter of the weight in 32 bits. With fewer
-        rows, the time would go into reading and writing the gradient of the weight.
+        A chunk is about as large as the inputs, or a share of the weight in 32 bits. With fewer
+        rows, the time would go into reading the weight and writing its gradient.
+
+        Args:
+            has_gradients: Whether gradients are computed too.
+
+        Returns:
+            R.
         """
         num_rows = len(self.target)
         if self.settings.chunk_size is not None:
             return max(1, min(self.settings.chunk_size, num_rows))
-        (num_inputs, width), num_classes = self.operands.inputs[0].shape, self.num_classes
-        input_bytes = num_inputs * width * self.operands.inputs[0].element_size()
-        size = max(width // 4, max(input_bytes, _MIN_CHUNK_BYTES) // (4 * num_classes), 1)
+        x = self.operands.inputs[0]
+        input_bytes = x.numel() * x.element_size()
+        least = x.shape[1] // (4 if has_gradients else 8)
+        size = max(least, max(input_bytes, _MIN_CHUNK_BYTES) // (4 * self.num_classes), 1)
         num_chunks = max(1, round(num_rows / size))
         # Kernels for low precision like multiples of eight.
         return max(1, min(num_rows, 8 * math.ceil(num_rows / num_chunks / 8)))
+
+    @property
+    def tile_size(self) -> int:
+        """How many classes to take at once: at most as many logits as in a chunk of rows."""
+        width = self.operands.inputs[0].shape[1]
+        chunk = self.chunk_size(has_gradients=True) * self.num_classes
+        size = min(2 * width, chunk // max(1, len(self.target)))
+        return 8 * math.ceil(max(size, 1) / 8)
+
+    @property
+    def is_tiled(self) -> bool:
+        """Whether gradients wait for the backward pass, and are computed by tiles of classes.
+
+        With low precision that takes half the memory. Logits are computed twice then, which is no
+        slower than the ordinary computation if a quarter of the rows does not count.
+        """
+        has_low_precision = any(d.itemsize < 4 for d in self.operands.dtypes)
+        return has_low_precision and 4 * len(self.target) <= 3 * len(self.operands.inputs[0])
 
     @property
     def num_classes(self) -> int:
