@@ -298,6 +298,7 @@ CASES: dict[str, Case] = {
     ActivationCheckpointing.name: Case(
         variants=(
             ActivationCheckpointing(),
+            ActivationCheckpointing("nested"),
             ActivationCheckpointing("selective"),
             ActivationCheckpointing(2),
             ActivationCheckpointing(0.5),

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_memsave.analysis._explain_attention import attention_set, set_attention
 from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.callbacks._stacks import OFF_BY_NONE
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning.batch_sizes import (
     SequenceAxis,
@@ -21,9 +22,7 @@ from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.parameter_table import ParameterTable
 from lightning_memsave.planning.prediction import MemoryPrediction
 
-OFF = dict.fromkeys(
-    ("activation_checkpointing", "optimizer", "precision", "micro_batch_size"), None
-)
+OFF = dict.fromkeys(OFF_BY_NONE, None)
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.callbacks._prediction import Question, predict
+from lightning_memsave.callbacks._stacks import OFF_BY_NONE, with_stack
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nesting import items_of
 from lightning_memsave.errors import ConfigurationError, MemsaveError
@@ -91,7 +92,7 @@ def predict_memory(
         name: value for name, value in (trainer_arguments or {}).items() if name in _MATTER
     }
     card = parse_gpu(gpu) if isinstance(gpu, str) else gpu
-    if arguments["precision"] == "auto":
+    if with_stack(arguments)["precision"] == "auto":
         arguments["precision"] = _auto_precision(device, card, trainer_settings)
 
     def build(fakes: FakeTensors) -> tuple[Any, Any]:
@@ -161,7 +162,8 @@ def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str
             f"`{unknown[0]}` is no argument of `MemSaveCallback`. Use "
             f"{', '.join(f'`{name}`' for name in known)}."
         )
-    off = dict.fromkeys(("activation_checkpointing", "optimizer", "precision", "micro_batch_size"))
+    # A stack says itself what is on.
+    off = {} if settings.get("stack") else dict.fromkeys(OFF_BY_NONE)
     arguments = {name: parameter.default for name, parameter in known.items()} | off
     arguments |= settings
     MemSaveCallback(**arguments)  # says all that is wrong with them

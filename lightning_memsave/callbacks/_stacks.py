@@ -33,7 +33,7 @@ STACKS: Mapping[str, Mapping[str, Any]] = {
     },
     # The least memory that one GPU can do with, without that of the host.
     "single_gpu": {
-        "activation_checkpointing": "all",
+        "activation_checkpointing": "nested",
         "optimizer": "8bit",
         "force_8bit": ("*",),
         "precision": "bf16-mixed",
@@ -46,6 +46,15 @@ STACKS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Arguments of `MemSaveCallback` by the name of their stack."""
+
+OFF_BY_NONE = (
+    "activation_checkpointing",
+    "optimizer",
+    "precision",
+    "micro_batch_size",
+    "early_release",
+)
+"""Arguments of `MemSaveCallback` that do something unless they are ``None``."""
 
 # Of a bare `MemSaveCallback()`, which asks for none of what is new to a project.
 _WITHOUT_STACK = {

@@ -10,14 +10,13 @@ from weakref import WeakSet
 
 from lightning_memsave import host
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
+from lightning_memsave.callbacks._stacks import OFF_BY_NONE
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 
 _Callback = MemSaveCallback | GPUMemoryMonitor
-
-_OFF_BY_NONE = ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
 
 # A callback that a module brought stays in the Trainer. It has to give way to that of the next
 # module, while one that the user gave to the Trainer wins over a module's.
@@ -180,7 +179,7 @@ def everything_off() -> dict[str, Any]:
     Returns:
         A new dictionary, without those arguments that do nothing by default.
     """
-    return dict.fromkeys(_OFF_BY_NONE) | {"monitor": False}
+    return dict.fromkeys(OFF_BY_NONE) | {"monitor": False}
 
 
 def make_callback(arguments: dict[str, Any]) -> _Callback | None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memsave.techniques._chunked_attention import CHUNKED, register
+
 
 @dataclass
 class ModelPart:
@@ -107,7 +109,7 @@ def _can_change(model: Any) -> bool:
 
 
 def _supports(model: Any, kernel: str) -> bool:
-    if kernel == "sdpa":
+    if kernel in ("sdpa", CHUNKED):
         return bool(model._supports_sdpa)
     if kernel == "flex_attention":
         return bool(model._supports_flex_attn)
@@ -131,6 +133,9 @@ def resolve(part: ModelPart, kernel: str) -> str:
         ImportError: If a package is not installed.
     """
     if kernel == "sdpa":
+        return kernel
+    if kernel == CHUNKED:
+        register()
         return kernel
     if _has_fake_parameters(part.root):
         # Flash and flex attention need their packages and a GPU, and a prediction has neither; like

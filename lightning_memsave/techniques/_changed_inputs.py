@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
@@ -41,11 +42,14 @@ class Call:
         self._run, self._module = run, module
         self._first: tuple[Any, Any] | None = (tuple(args), dict(kwargs))
         leaves, self._structure = tree_flatten(self._first)
-        self._inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        # One that comes twice comes twice again: torch's attention asks whether query is key.
+        unique = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+        places = {key: _Place(index) for index, key in enumerate(unique)}
+        self._inputs = list(unique.values())
         self._versions = [_version(tensor) for tensor in self._inputs]
         # Tensors are not kept here: `checkpoint` keeps them, and hooks may move them elsewhere.
         self._others = [
-            _A_TENSOR if isinstance(leaf, Tensor) else _shallow_copy(leaf) for leaf in leaves
+            places[id(leaf)] if isinstance(leaf, Tensor) else _shallow_copy(leaf) for leaf in leaves
         ]
         self._is_copied = module not in _CONSTANT
         self.tensors = [t.clone() for t in self._inputs] if self._is_copied else self._inputs
@@ -61,8 +65,10 @@ class Call:
             return self._run(*args, **kwargs)
         # Objects are copied again because a graph can be gone through twice. Tensors are not: torch
         # refuses the second time if the first one changed them.
-        now = iter(tensors)
-        leaves = [next(now) if o is _A_TENSOR else _shallow_copy(o) for o in self._others]
+        leaves = [
+            tensors[other.index] if isinstance(other, _Place) else _shallow_copy(other)
+            for other in self._others
+        ]
         args, kwargs = tree_unflatten(leaves, self._structure)
         return self._run(*args, **kwargs)
 
@@ -83,7 +89,11 @@ class Call:
         self._inputs, self.tensors = [], []
 
 
-_A_TENSOR = object()
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a tensor among those that are passed to ``checkpoint``."""
+
+    index: int
 
 
 def _version(tensor: Tensor) -> int:

@@ -148,6 +148,11 @@ def _name_of(func: Any) -> tuple[str, bool]:
 
 
 def _ask(func: Any, args: Any, kwargs: Any) -> Any:
+    part: Part | None = getattr(args[0], "part", None) if args else None
+    if part is not None and part.product.is_pinned and part.computed is not None:
+        # What was changed may have another graph now.
+        is_hash = getattr(func, "__name__", "") == "__hash__"
+        args = args if is_hash else (part.computed, *args[1:])
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
@@ -248,7 +253,7 @@ def _cross_entropy(
     settings = LossSettings(reduction, ignore_index, label_smoothing, product.chunk_size)
     with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
         loss = linear_cross_entropy(
-            product.flat_operands(),
+            product.flat_operands(part.affine),
             target.reshape(-1),
             rows=part.layout.rows(product.device),
             class_weight=weight,

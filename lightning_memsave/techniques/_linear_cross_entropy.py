@@ -51,9 +51,9 @@ def linear_cross_entropy(
     apply: Any = _LinearCrossEntropy.apply  # untyped in torch
     loss: Tensor = apply(
         settings,
-        operands.autocast_dtype,
+        (operands.autocast_dtype, operands.scale),
         torch.is_grad_enabled(),
-        *(target, rows, class_weight),
+        *(target, rows, class_weight, operands.shift),
         *tensors,
     )
     if settings.reduction == "none" and len(counted) < num_targets:
@@ -68,11 +68,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         settings: LossSettings,
-        autocast_dtype: torch.dtype | None,
+        kind: tuple[torch.dtype | None, float],
         is_grad_enabled: bool,
         *tensors: Tensor | None,
     ) -> Tensor:
-        ctx.settings, ctx.autocast_dtype = settings, autocast_dtype
+        ctx.settings, ctx.kind = settings, kind
         ctx.ready = ctx.normalizers = None
         ctx.save_for_backward(*tensors)
         call = _call_of(ctx, tensors)
@@ -121,14 +121,15 @@ def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[T
 # The probability of one class of many is below what half precision holds in full.
 _LARGER = 64
 
-# Settings, autocast_dtype, is_grad_enabled, target, rows, class_weight.
-_NUM_OTHERS = 6
+# What stands before the inputs in the arguments of the function.
+_NUM_OTHERS = 7
 
 
 def _call_of(ctx: Any, tensors: tuple[Any, ...]) -> Call:
-    target, rows, class_weight, *rest, bias = tensors
+    target, rows, class_weight, shift, *rest, bias = tensors
     inputs, weights = tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :])
-    operands = Operands(inputs, weights, bias, ctx.autocast_dtype)
+    autocast_dtype, scale = ctx.kind
+    operands = Operands(inputs, weights, bias, autocast_dtype, scale, shift)
     return Call(operands, target, rows, class_weight, ctx.settings)
 
 
@@ -173,7 +174,8 @@ def _differentiable(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list
     for x, weight in zip(operands.inputs, operands.weights, strict=True):
         product = nn.functional.linear(operands.cast(x, of=x), operands.cast(weight, of=x))
         logits = logits + product.to(operands.wide_dtype)
-    logits = logits if operands.bias is None else logits + operands.bias
+    logits = (logits if operands.bias is None else logits + operands.bias) * operands.scale
+    logits = logits if operands.shift is None else logits + operands.shift
     loss = nn.functional.cross_entropy(
         logits if call.rows is None else logits.index_select(0, call.rows),
         call.target,

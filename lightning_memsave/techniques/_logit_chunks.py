@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.techniques._logit_operands import Call
-from lightning_memsave.techniques._wide_products import add_product, compute_logits, scaled
+from lightning_memsave.techniques._wide_products import (
+    add_product,
+    compute_logits,
+    scale_and_shift,
+    scaled,
+)
 
 # Of N rows with D numbers, M count; the layer has V classes, and R rows make a chunk.
 
@@ -113,6 +118,7 @@ def run(
             parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
             logits = buffer[: place.stop - start]
             compute_logits(logits, parts, weights, operands.bias)
+            scale_and_shift(logits, operands.scale, operands.shift)
             target, counts = call.target[place].unsqueeze(1), row_weights[place]
             losses[place], normalizers[place], total = _losses(logits, target, counts, call)
             if coefficients is not None and gradients is not None:
@@ -149,6 +155,7 @@ class Shares:
 
     def __init__(self, call: Call, coefficients: Tensor, counts: Tensor) -> None:
         smoothing = call.settings.label_smoothing
+        coefficients = coefficients * call.operands.scale
         self.of_target = self.of_all = coefficients * counts * (1 - smoothing)
         self._of_each = None
         if smoothing:

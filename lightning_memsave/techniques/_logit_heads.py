@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_predicate, find_blocks
 from lightning_memsave.techniques._logit_operands import Operands
-from lightning_memsave.techniques._logit_product import is_fake
+from lightning_memsave.techniques._logit_product import is_plain
 
 MIN_CLASSES = 1024
 """A layer with fewer outputs is not taken for a head by itself: its logits are small."""
@@ -145,7 +145,7 @@ def _linear_layers(head: nn.Module) -> list[nn.Module]:
     return [m for m in head.modules() if isinstance(m, nn.Linear)] or [head]
 
 
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: Any) -> str | None:
     if isinstance(module, torch.jit.ScriptModule):
         return "it is TorchScript"
     base: Any = module.base_layer if is_lora(module) else module
@@ -153,7 +153,13 @@ def _why_not(module: nn.Module) -> str | None:
         return f"`{type(base).__name__}` is not a plain `nn.Linear`"
     if not is_plain(base.weight):
         return f"its weight is a {type(base.weight).__name__}"
+    if is_lora(module) and not all(_is_plain_adapter(module, name) for name in module.lora_A):
+        return "its LoRA adapter is a variant such as DoRA, or has a bias"
     return None
+
+
+def _is_plain_adapter(head: Any, name: str) -> bool:
+    return name not in head.lora_variant and head.lora_B[name].bias is None
 
 
 def _add_adapters(head: Any, input: Tensor, inputs: list[Tensor], weights: list[Tensor]) -> bool:
@@ -163,25 +169,13 @@ def _add_adapters(head: Any, input: Tensor, inputs: list[Tensor], weights: list[
         if adapter not in head.lora_A:
             continue
         down, up = head.lora_A[adapter], head.lora_B[adapter]
-        if adapter in head.lora_variant or up.bias is not None:
+        if not _is_plain_adapter(head, adapter):
             return False
         input = head._cast_input_dtype(input, down.weight.dtype)
         low_rank = down(head.lora_dropout[adapter](input)) * head.scaling[adapter]
         inputs.append(low_rank)
         weights.append(up.weight)
     return True
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is an ordinary one, with memory of its own.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        False for subclasses that mean something else, such as DTensor.
-    """
-    return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
 def is_traced() -> bool:

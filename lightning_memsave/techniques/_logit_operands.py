@@ -33,17 +33,23 @@ class LossSettings:
 class Operands:
     """A linear layer and what goes in: ``logits = sum(inputs[i] @ weights[i].T) + bias``.
 
+    The logits are multiplied with a number and added to a vector then.
+
     Args:
         inputs: Each (N, D).
         weights: Each (V, D).
         bias: (V,), or none.
         autocast_dtype: What to compute products in; ``None`` takes the type of the inputs.
+        scale: The number.
+        shift: (V,), or none.
     """
 
     inputs: tuple[Tensor, ...]
     weights: tuple[Tensor, ...]
     bias: Tensor | None
     autocast_dtype: torch.dtype | None
+    scale: float = 1.0
+    shift: Tensor | None = None
 
     @property
     def wide_dtype(self) -> torch.dtype:

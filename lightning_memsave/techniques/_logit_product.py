@@ -3,6 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -50,15 +51,18 @@ class Product:
         layout = Layout.of_whole(lead, num_classes)
         return Part(self, layout, self.dtype, requires_grad=requires_grad)
 
-    def flat_operands(self) -> Operands:
+    def flat_operands(self, affine: tuple[float, Tensor | None]) -> Operands:
         """Give what it is computed from as matrices.
+
+        Args:
+            affine: As of a part.
 
         Returns:
             The layer, with inputs of shape (N, D).
         """
-        operands = self.operands
-        inputs = tuple(x.reshape(-1, x.shape[-1]) for x in operands.inputs)
-        return Operands(inputs, operands.weights, operands.bias, operands.autocast_dtype)
+        scale, shift = affine
+        inputs = tuple(x.reshape(-1, x.shape[-1]) for x in self.operands.inputs)
+        return replace(self.operands, inputs=inputs, scale=scale, shift=shift)
 
     def tensors(self) -> list[Tensor]:
         """List what it is computed from.
@@ -134,8 +138,11 @@ class Part:
         self.layout = layout
         self.dtype = dtype
         self.requires_grad = requires_grad
+        self._had_grad = torch.is_grad_enabled()
         self._parent = parent
         self._make = make
+        self.affine: tuple[float, Tensor | None] = (1.0, None)
+        """What the rows are multiplied with, and the vector that is added then."""
         self.computed: Tensor | None = None
         """The ordinary tensor, once something has asked for it."""
         product.parts.add(self)
@@ -149,7 +156,7 @@ class Part:
         if self.computed is None:
             # Not as things are where it is asked for, but as they were where it was made.
             is_inference = self.product.operands.inputs[0].is_inference()
-            with torch.inference_mode(is_inference), torch.set_grad_enabled(self.requires_grad):
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(self._had_grad):
                 self.computed = self.compute_from(None)
         return self.computed
 
@@ -180,6 +187,18 @@ def is_fake(tensor: Tensor) -> bool:
     # If nobody has imported it, nothing is one.
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is an ordinary one, with memory of its own.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        False for subclasses that mean something else, such as DTensor.
+    """
+    return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
 def _too_late() -> Problem:

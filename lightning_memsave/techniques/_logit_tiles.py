@@ -9,7 +9,12 @@ from torch import Tensor
 
 from lightning_memsave.techniques._logit_chunks import Shares, plain_numbers
 from lightning_memsave.techniques._logit_operands import Call
-from lightning_memsave.techniques._wide_products import add_product, compute_logits, scaled
+from lightning_memsave.techniques._wide_products import (
+    add_product,
+    compute_logits,
+    scale_and_shift,
+    scaled,
+)
 
 # Of N rows with D numbers, M count; the layer has V classes, of which T make a tile.
 
@@ -62,6 +67,8 @@ class TiledGradients:
             ]
             bias = None if call.operands.bias is None else call.operands.bias[tile]
             compute_logits(logits, self._parts, weights, bias)
+            shift = None if call.operands.shift is None else call.operands.shift[tile]
+            scale_and_shift(logits, call.operands.scale, shift)
             logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(shares.of_all.unsqueeze(1))
             _subtract_targets(logits, call.target - start, shares.of_target)
             class_weight = None if call.class_weight is None else call.class_weight[tile]

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from lightning_memsave.techniques._logit_layout import Layout
-from lightning_memsave.techniques._logit_product import Part
+from lightning_memsave.techniques._logit_product import Part, is_plain
 
 _VIEWS = frozenset(
     (
@@ -26,7 +26,8 @@ _COPIES = frozenset(
         *("float", "half", "bfloat16", "double"),
     )
 )
-VIEWS = _VIEWS | _COPIES
+_AFFINE = frozenset(("mul", "multiply", "div", "divide", "true_divide", "add"))
+VIEWS = _VIEWS | _COPIES | _AFFINE
 """Names of the functions for which `view_of` may have an answer."""
 
 _BY_SHAPE: dict[str, Any] = {
@@ -52,6 +53,9 @@ def view_of(
     Returns:
         What parts the results show, one or a list; ``NotImplemented`` if they are not whole rows.
     """
+    affine = _affine(part, name, args, kwargs)
+    if affine is None:
+        return NotImplemented
     plain = _without_tensors(part, name, func, args, kwargs)
     if plain is None:
         return NotImplemented
@@ -59,7 +63,8 @@ def view_of(
     with _disable_current_modes(), torch.no_grad():
         twin = part.layout.twin(part.dtype)
         try:
-            found = func(twin, *args, **kwargs)
+            # A vector to be added changes nothing that is of interest here.
+            found = func(twin, *((1,) if name == "add" else args), **kwargs)
         except _ERRORS:
             return NotImplemented  # the ordinary tensor raises it in its own words
     if found is twin:
@@ -74,13 +79,50 @@ def view_of(
         make = functools.partial(_call, func, args, kwargs, index)
         kind = part.product, layout, tensor.dtype
         parts.append(Part(*kind, requires_grad=has_graph, parent=part, make=make))
+        parts[-1].affine = affine
     return parts[0] if isinstance(found, Tensor) else parts
+
+
+# Some heads end with logits times a number, or plus a vector over the classes.
+def _affine(
+    part: Part, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, Tensor | None] | None:
+    scale, shift = part.affine
+    if name not in _AFFINE:
+        return scale, shift
+    if kwargs or len(args) != 1:
+        return None
+    (other,) = args
+    if name == "add":
+        if not _is_vector(part, other):
+            return None
+        vector = other.detach().reshape(-1)
+        return scale, vector if shift is None else shift + vector
+    if not isinstance(other, int | float) or not other:
+        return None
+    factor = 1.0 / other if "div" in name else float(other)
+    return scale * factor, None if shift is None else shift * factor
+
+
+def _is_vector(part: Part, other: object) -> bool:
+    layout = part.layout
+    return (
+        isinstance(other, Tensor)
+        and is_plain(other)
+        and not other.requires_grad
+        and other.device == part.product.device
+        and torch.promote_types(other.dtype, part.dtype) == part.dtype
+        and other.shape[-1:] == (layout.num_classes,)
+        and other.numel() == layout.num_classes
+        and other.ndim <= len(layout.size)
+        and layout.class_dim == len(layout.size) - 1
+    )
 
 
 def _layout_of(layout: Layout, twin: Tensor, tensor: Tensor, name: str) -> Layout | None:
     if tensor.untyped_storage()._cdata == twin.untyped_storage()._cdata:
         return layout.of_view(tensor)
-    return layout.of_copy(tensor) if name in _COPIES else None
+    return layout.of_copy(tensor) if name in _COPIES | _AFFINE else None
 
 
 # The twin is on no device and cannot be combined with tensors that are on one.
@@ -95,7 +137,7 @@ def _without_tensors(
         return _conversion(part, args, kwargs)
     if name == "type" and not args and not kwargs:
         return None
-    if any(isinstance(value, Tensor) for value in tree_leaves((args, kwargs))):
+    if name != "add" and any(isinstance(v, Tensor) for v in tree_leaves((args, kwargs))):
         return None
     return func, args, kwargs
 

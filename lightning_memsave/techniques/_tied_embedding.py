@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.core.patching import is_undone, previous_method
-from lightning_memsave.techniques._logit_heads import is_plain, is_traced
+from lightning_memsave.techniques._logit_heads import is_traced
+from lightning_memsave.techniques._logit_product import is_plain
 
 aten = torch.ops.aten
 # The nodes in graphs that stand for a use of a weight as embedding.

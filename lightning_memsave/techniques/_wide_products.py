@@ -33,6 +33,20 @@ def compute_logits(
         logits += bias
 
 
+def scale_and_shift(logits: Tensor, scale: float, shift: Tensor | None) -> None:
+    """Multiply logits and add to them.
+
+    Args:
+        logits: (R, V), overwritten.
+        scale: A number.
+        shift: (V,), or none.
+    """
+    if scale != 1.0:
+        logits *= scale
+    if shift is not None:
+        logits += shift
+
+
 def add_product(
     total: Tensor, factors: tuple[Tensor, Tensor], other: Tensor, *, is_first: bool
 ) -> None:

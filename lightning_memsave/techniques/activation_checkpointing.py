@@ -26,10 +26,17 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques._block_parts import (
+    inplace_problems,
+    is_chain,
+    no_chain,
+    parts_of,
+)
 from lightning_memsave.techniques._recompute import holds_cache_in_use, recompute, without_caches
 
 _VALUES = (
-    '"all", "selective", "sqrt", "every:2", a number of blocks such as 6, or a share such as 0.5'
+    '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, or a share '
+    "such as 0.5"
 )
 
 
@@ -44,7 +51,9 @@ class ActivationCheckpointing(Technique[nn.Module]):
     Args:
         which: ``"all"`` blocks; a whole number m for the first m blocks, which is the best simple
             choice when not all are needed; a share between 0.0 and 1.0 for that part of the blocks,
-            first ones first, rounded up; ``"every:k"`` for each k-th block; ``"selective"`` for all
+            first ones first, rounded up; ``"every:k"`` for each k-th block; ``"nested"`` for all
+            blocks, and for their parts (attention, feed-forward) once more while a block is
+            recomputed, so that the inside of one part is there at a time; ``"selective"`` for all
             blocks, but the outputs of matrix products, convolutions and attention are kept and only
             the rest is recomputed; ``"sqrt"`` to cut each long ``nn.Sequential`` into about sqrt(n)
             segments (Chen et al.). For transformer blocks ``"all"`` needs less memory than
@@ -108,7 +117,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
             All problems, empty if there are none.
         """
         if self.which == "sqrt":
-            return [] if self._chains(target) or not self._blocks(target) else [_no_chain(target)]
+            return [] if self._chains(target) or not self._blocks(target) else [no_chain(target)]
         blocks = self._blocks(target)
         problems = []
         if isinstance(self.which, int) and 0 < len(blocks) < self.which:
@@ -120,7 +129,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
                 )
             )
         if self.which == "selective":
-            problems += _inplace_problems(blocks)
+            problems += inplace_problems(blocks)
         return problems
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
@@ -142,6 +151,9 @@ class ActivationCheckpointing(Technique[nn.Module]):
         if self.which == "selective":
             return _patched(target, free, _Selective.forward, "recomputed selectively", skipped)
         words = f"of {len(blocks)} blocks recomputed"
+        if self.which == "nested":
+            parts = [p for p in parts_of(free) if not isinstance(p.module, torch.jit.ScriptModule)]
+            return _patched(target, free, _Full.forward, words, skipped, parts=parts)
         return _patched(target, free, _Full.forward, words, skipped)
 
     def _blocks(self, model: nn.Module) -> list[Block]:
@@ -149,9 +161,9 @@ class ActivationCheckpointing(Technique[nn.Module]):
 
     def _chains(self, model: nn.Module) -> list[Block]:
         if self.blocks is not None:
-            return [b for b in self._blocks(model) if _is_chain(b.module)]
-        return find_blocks(model, lambda _, module: _is_chain(module)) or (
-            [Block("", model)] if _is_chain(model) else []
+            return [b for b in self._blocks(model) if is_chain(b.module)]
+        return find_blocks(model, lambda _, module: is_chain(module)) or (
+            [Block("", model)] if is_chain(model) else []
         )
 
     def _choose(self, blocks: list[Block]) -> list[Block]:
@@ -227,17 +239,20 @@ def _patched(
     forward: Callable[..., Any],
     words: str,
     skipped: Sequence[str] = (),
+    *,
+    parts: Sequence[Block] = (),
 ) -> Handle[nn.Module]:
-    undo = [patch_method(block.module, forward) for block in blocks]
+    undo = [patch_method(block.module, forward) for block in (*blocks, *parts)]
+    summary = f"{len(blocks)} {words}: {_counted(blocks)}"
+    if parts:
+        summary += f"; of them once more: {_counted(parts)}"
+    names = [block.name for block in (*blocks, *parts)]
+    return Handle(model, names, skipped, undo, summary=summary)
+
+
+def _counted(blocks: Sequence[Block]) -> str:
     classes = Counter(type(block.module).__name__ for block in blocks)
-    counts = ", ".join(f"{count} x {name}" for name, count in classes.items())
-    return Handle(
-        model,
-        [block.name for block in blocks],
-        skipped,
-        undo,
-        summary=f"{len(blocks)} {words}: {counts}",
-    )
+    return ", ".join(f"{count} x {name}" for name, count in classes.items())
 
 
 def _is_valid(which: object) -> bool:
@@ -252,33 +267,7 @@ def _is_valid(which: object) -> bool:
     kind, colon, every = which.partition(":")
     if colon:
         return kind == "every" and every.isdecimal() and int(every) >= 1
-    return kind in ("all", "selective", "sqrt")
-
-
-def _is_chain(module: nn.Module) -> bool:
-    has_own_forward = type(module).forward is not nn.Sequential.forward
-    return isinstance(module, nn.Sequential) and len(module) >= 4 and not has_own_forward
-
-
-def _no_chain(model: nn.Module) -> Problem:
-    return Problem(
-        '`activation_checkpointing="sqrt"`',
-        f"`{type(model).__name__}` has no `nn.Sequential` of four or more layers to cut up",
-        'Use "all", which needs less memory for transformer blocks at the same recomputation.',
-    )
-
-
-def _inplace_problems(blocks: list[Block]) -> list[Problem]:
-    return [
-        Problem(
-            f"`{block.name}.{name}` has `inplace=True`",
-            'it would overwrite an output that "selective" keeps',
-            'Set `inplace=False` there, or use `activation_checkpointing="all"`.',
-        )
-        for block in blocks
-        for name, module in block.module.named_modules()
-        if getattr(module, "inplace", False) is True
-    ]
+    return kind in ("all", "nested", "selective", "sqrt")
 
 
 # Hugging Face sets the flag on blocks or, in older models, on the module that calls them.

@@ -17,9 +17,11 @@ from lightning_memsave.techniques._attention_models import (
     resolve,
     why_left_alone,
 )
+from lightning_memsave.techniques._chunked_attention import CHUNKED
 
 _KERNELS = (
     "sdpa",
+    CHUNKED,
     "flash_attention_2",
     "flash_attention_3",
     "flash_attention_4",
@@ -38,8 +40,10 @@ class AttentionKernel(Technique[nn.Module]):
     row of them, and takes less time.
 
     Args:
-        kernel: ``"sdpa"``, torch's own, takes the place of eager attention. What else transformers
-            knows takes the place of any other: ``"flash_attention_2"``, ``"flash_attention_3"``,
+        kernel: ``"sdpa"``, torch's own, takes the place of eager attention. What else there is
+            takes the place of any other: ``"chunked_sdpa"``, the same for a few samples at a time,
+            which are computed again in backward, for where torch has no kernel without scores, as
+            on a CPU with dropout; ``"flash_attention_2"``, ``"flash_attention_3"``,
             ``"flash_attention_4"``, ``"flex_attention"``, a kernel of the hub such as
             ``"kernels-community/flash-attn2"``, or what you registered with
             ``AttentionInterface.register``.

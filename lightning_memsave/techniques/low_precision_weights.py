@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques._gradient_sums import sum_in_float32
+from lightning_memsave.techniques._half_layers import keep_in_bfloat16
 from lightning_memsave.techniques._low_bit_settings import problems_of_patterns
 from lightning_memsave.techniques._rounded_updates import RoundedStep, install
 from lightning_memsave.techniques._state_precision import matches
@@ -50,12 +51,14 @@ class LowPrecisionWeights(Technique[nn.Module]):
     Note:
         Exactness is *approximate*: follow the loss. The forward pass must run under
         ``torch.autocast(device, torch.bfloat16)``, as with Lightning's ``"bf16-mixed"``: outside of
-        it layers refuse weights of two types. The output of an embedding is bfloat16, and so are
-        the sums of residual connections that nothing else makes float32; ``keep_fp32`` changes
-        that. Parameters of recurrent and bilinear layers, of parametrizations, and such as share
-        memory without being one parameter stay float32. Not for DTensor. After ``undo`` weights are
-        float32 and have the values that they had in bfloat16. A checkpoint has bfloat16 weights
-        and loads everywhere; ``load_state_dict(..., assign=True)`` would replace the weights.
+        it layers refuse weights of two types. The output of an embedding is bfloat16, and so is
+        that of normalization layers and activations for an input in bfloat16, on CUDA too, where
+        autocast alone would widen it: sums of residual connections are bfloat16, unless
+        ``keep_fp32`` makes the embeddings float32. Parameters of recurrent and bilinear layers, of
+        parametrizations, and such as share memory without being one parameter stay float32. Not for
+        DTensor. After ``undo`` weights are float32 and have the values that they had in bfloat16. A
+        checkpoint has bfloat16 weights and loads everywhere; ``load_state_dict(..., assign=True)``
+        would replace the weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
@@ -205,7 +208,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
                 if param.dtype is torch.bfloat16:
                     _cast(param, torch.float32)
 
-        return Handle(target, (change + remark,), undo=(undo,))
+        return Handle(target, (change + remark,), undo=(undo, *keep_in_bfloat16(target)))
 
 
 def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:

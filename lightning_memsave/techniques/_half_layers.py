@@ -1,0 +1,84 @@
+"""Layers that give bfloat16 for bfloat16, where autocast would have them give float32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_memsave.core.patching import is_undone, patch_method, previous_method
+
+_RMSNorm = getattr(nn, "RMSNorm", None)
+_NORMS = tuple(kind for kind in (nn.LayerNorm, nn.GroupNorm, _RMSNorm) if kind is not None)
+# Hugging Face's, which are the tanh form of GELU in several operators.
+_WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
+
+
+def keep_in_bfloat16(module: nn.Module) -> list[Callable[[], None]]:
+    """Let layers give what they are given, also where autocast would widen it.
+
+    On CUDA autocast runs normalization in float32, and so a power of its input, with which GPT-2's
+    activation begins: outputs are float32 then and kept so. Here normalization takes its float32
+    weights cast, and that activation is torch's own kernel. Inside, both compute in float32.
+
+    Args:
+        module: Its layers of torch's own classes and of Hugging Face's are meant.
+
+    Returns:
+        Functions that take it back.
+    """
+    undo = []
+    for child in module.modules():
+        if "forward" in vars(child):  # somebody has replaced it
+            continue
+        if type(child) in _NORMS:
+            undo.append(patch_method(child, _Norm.forward))
+        elif type(child).__name__ in _WRITTEN_OUT and _is_of_hugging_face(child):
+            undo.append(patch_method(child, _GELU.forward))
+    return undo
+
+
+# `patch_method` needs functions of the name "forward".
+class _Norm:
+    @staticmethod
+    def forward(layer: Any, /, input: Tensor) -> Tensor:
+        if not _is_meant(layer, input):
+            return _as_before(layer, input)
+        weight = None if layer.weight is None else layer.weight.to(input.dtype)
+        bias = getattr(layer, "bias", None)
+        bias = None if bias is None else bias.to(input.dtype)
+        with torch.autocast(input.device.type, enabled=False):
+            if isinstance(layer, nn.GroupNorm):
+                return functional.group_norm(input, layer.num_groups, weight, bias, layer.eps)
+            if isinstance(layer, nn.LayerNorm):
+                shape = layer.normalized_shape
+                return functional.layer_norm(input, shape, weight, bias, layer.eps)
+            return functional.rms_norm(input, layer.normalized_shape, weight, layer.eps)
+
+
+class _GELU:
+    @staticmethod
+    def forward(layer: Any, /, input: Tensor) -> Tensor:
+        if not _is_meant(layer, input):
+            return _as_before(layer, input)
+        return functional.gelu(input, approximate="tanh")
+
+
+def _is_meant(layer: nn.Module, input: Tensor) -> bool:
+    device = input.device.type
+    return (
+        input.dtype is torch.bfloat16
+        and torch.is_autocast_enabled(device)
+        and torch.get_autocast_dtype(device) is torch.bfloat16
+        and not is_undone(layer, "forward")
+    )
+
+
+def _as_before(layer: nn.Module, input: Tensor) -> Tensor:
+    output: Tensor = previous_method(layer, "forward")(input)
+    return output
+
+
+def _is_of_hugging_face(layer: nn.Module) -> bool:
+    return type(layer).__module__.startswith("transformers.")

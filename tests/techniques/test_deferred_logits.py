@@ -1,0 +1,433 @@
+"""What stands for logits behaves as they do, and is computed once and only if it must be."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.techniques._deferred_logits import DeferredLogits
+from lightning_memsave.techniques._logit_product import Product
+from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+
+WIDTH, CLASSES = 8, 40
+TOKENS = torch.randint(0, CLASSES, (4, 9), generator=torch.Generator().manual_seed(0))
+VECTOR = torch.randn(CLASSES, generator=torch.Generator().manual_seed(1))
+ce = functional.cross_entropy
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(CLASSES, WIDTH)
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: Tensor = TOKENS) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+@pytest.fixture
+def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often logits were computed."""
+    count, compute = [0], Product.compute
+
+    def counting(product: Product) -> Tensor:
+        count[0] += 1
+        return compute(product)
+
+    monkeypatch.setattr(Product, "compute", counting)
+    return count
+
+
+@pytest.fixture
+def model() -> Model:
+    return Model()
+
+
+@pytest.fixture
+def deferring(model: Model) -> Model:
+    return ChunkedCrossEntropy("head").apply(copy.deepcopy(model)).target  # type: ignore[return-value]
+
+
+def train(model: Model, loss_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    model.zero_grad()
+    loss = loss_of(model())
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+class Doubled(torch.autograd.Function):
+    """Its backward does what its forward does not say."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * 2
+
+
+def flat(logits: Tensor) -> Tensor:
+    return logits.reshape(-1, CLASSES)
+
+
+DEFERRED: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda z: ce(z.view(-1, CLASSES), TOKENS.view(-1)),
+    "flatten": lambda z: ce(z.flatten(0, 1), TOKENS.flatten()),
+    "float": lambda z: ce(z.float().view(-1, z.size(-1)), TOKENS.view(-1)),
+    "double and back": lambda z: ce(flat(z.double().float()), TOKENS.view(-1)),
+    "to like": lambda z: ce(flat(z.to(TOKENS.device).to(z.dtype)), TOKENS.view(-1)),
+    "shift": lambda z: ce(flat(z[..., :-1, :].contiguous()), TOKENS[:, 1:].reshape(-1)),
+    "shift without copy": lambda z: ce(flat(z[:, :-1].float()), TOKENS[:, 1:].reshape(-1)),
+    "shift of labels": lambda z: ce(
+        z.float().view(-1, CLASSES), functional.pad(TOKENS, (0, 1), value=-100)[:, 1:].reshape(-1)
+    ),
+    "narrow": lambda z: ce(flat(z.narrow(1, 2, 3)), TOKENS[:, 2:5].reshape(-1)),
+    "step": lambda z: ce(flat(z[::2, 1::3]), TOKENS[::2, 1::3].reshape(-1)),
+    "one row": lambda z: ce(z[1, 2], TOKENS[1, 2]),
+    "unsqueeze": lambda z: ce(z[None].squeeze(0)[2], TOKENS[2]),
+    "transpose": lambda z: ce(z.transpose(1, 2), TOKENS),
+    "mT": lambda z: ce(z.mT, TOKENS),
+    "permute": lambda z: ce(z.float()[:, :-1].permute(0, 2, 1), TOKENS[:, 1:], reduction="sum"),
+    "copy of a slice of a copy": lambda z: ce(
+        flat(z[:, 1:].contiguous()[:, :-1].float()), TOKENS[:, 2:].reshape(-1)
+    ),
+    "none": lambda z: ce(z.mT, TOKENS, reduction="none").square().mean(),
+    "split": lambda z: torch.stack(
+        [ce(flat(a), b.flatten()) for a, b in zip(z.split(3, 1), TOKENS.split(3, 1), strict=True)]
+    ).sum(),
+    "unbind": lambda z: torch.stack(
+        [ce(a, b) for a, b in zip(z.unbind(), TOKENS, strict=True)]
+    ).sum(),
+    "expand": lambda z: ce(flat(z[:, :1].expand(4, 9, CLASSES)), TOKENS.view(-1)),
+    "detach": lambda z: ce(flat(z), TOKENS.view(-1)) + ce(flat(z.detach()), TOKENS.view(-1)),
+    "data": lambda z: ce(flat(z), TOKENS.view(-1)) + ce(flat(z.data), TOKENS.view(-1)),
+    "twice": lambda z: ce(flat(z), TOKENS.view(-1)) + 2 * ce(flat(z), TOKENS.flip(0).reshape(-1)),
+    "module": lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(flat(z), TOKENS.view(-1)),
+    "all arguments": lambda z: ce(
+        flat(z), TOKENS.view(-1), VECTOR.exp(), None, 3, None, "sum", 0.2
+    ),
+    "temperature": lambda z: ce(flat(z / 0.7), TOKENS.view(-1)),
+    "scale": lambda z: ce(flat(z[:, 1:] * 3).float(), TOKENS[:, 1:].reshape(-1)),
+    "bias": lambda z: ce(flat(0.5 * (z + VECTOR) + VECTOR[None]), TOKENS.view(-1)),
+    "backward of a view in a sum": lambda z: ce(flat(z), TOKENS.view(-1)) + 0 * z.numel(),
+}
+
+COMPUTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": lambda z: z.sum(),
+    "square of a view": lambda z: z.view(-1).square().sum(),
+    "softmax": lambda z: z.softmax(-1)[..., 3].log().sum(),
+    "log_softmax": lambda z: functional.nll_loss(flat(z).log_softmax(-1), TOKENS.view(-1)),
+    "mask": lambda z: ce(z[TOKENS > 9], TOKENS[TOKENS > 9]),
+    "list of indices": lambda z: ce(flat(z[:, [0, 2]]), TOKENS[:, [0, 2]].reshape(-1)),
+    "some classes": lambda z: ce(flat(z)[:, :30], TOKENS.view(-1) % 30),
+    "gather": lambda z: z.gather(2, TOKENS[..., None]).sum(),
+    "diagonal": lambda z: z.diagonal(0, 1, 2).sum(),
+    "probabilities": lambda z: ce(z[0], torch.full((9, CLASSES), 1 / CLASSES)),
+    "tensor scale": lambda z: ce(flat(z * torch.tensor(2.0)), TOKENS.view(-1)),
+    "trained bias": lambda z: ce(flat(z + nn.Parameter(VECTOR)), TOKENS.view(-1)),
+    "softcap": lambda z: ce(flat((z / 3).tanh() * 3), TOKENS.view(-1)),
+    "cat": lambda z: ce(flat(torch.cat([z, z])), TOKENS.repeat(2, 1).view(-1)),
+    "as other argument": lambda z: (torch.ones(4, 9, CLASSES) * z).square().sum(),
+    "out": lambda z: torch.add(z.detach(), 1, out=torch.empty(4, 9, CLASSES)).sum() + z.sum(),
+    "several uses": lambda z: ce(flat(z), TOKENS.view(-1)) + z.square().mean() + z.argmax(),
+    "without torch function": lambda z: torch.ops.aten.cross_entropy_loss(flat(z), TOKENS.view(-1)),
+    "old transposition": lambda z: ce(
+        z.contiguous().movedim(2, 0).reshape(CLASSES, -1).T, TOKENS.view(-1)
+    ),
+    "transposed copy": lambda z: ce(z.mT.contiguous(), TOKENS),
+    "clone": lambda z: ce(flat(z.clone()), TOKENS.view(-1)),
+    "iteration": lambda z: torch.stack([row.sum() for row in z]).prod(),
+}
+
+
+def changed_through_a_view(z: Tensor) -> Tensor:
+    view = flat(z)
+    z[:, :, 3] = -5.0
+    z *= 2
+    return ce(view, TOKENS.view(-1))
+
+
+def changed_after_a_copy(z: Tensor) -> Tensor:
+    copied, view = z[:, :-1].contiguous(), z[:, 1:]
+    z.mul_(2)
+    view.add_(1)
+    target = TOKENS[:, 1:].reshape(-1)
+    return ce(flat(copied), target) + ce(flat(view), target) + ce(z[0], TOKENS[0])
+
+
+def changed_without_graph(z: Tensor) -> Tensor:
+    view = flat(z)
+    with torch.no_grad():
+        z[..., :3] -= 4
+    return ce(view, TOKENS.view(-1)) + functional.relu(z, inplace=True).sum()
+
+
+COMPUTED |= {
+    "changed through a view": changed_through_a_view,
+    "changed after a copy": changed_after_a_copy,
+    "changed without graph": changed_without_graph,
+}
+
+
+@pytest.mark.parametrize("name", DEFERRED)
+def test_loss_needs_no_logits(model, deferring, num_computed, name):
+    mine, theirs = train(deferring, DEFERRED[name]), train(model, DEFERRED[name])
+    assert num_computed == [0]
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_anything_else_is_as_with_ordinary_logits(model, deferring, num_computed, name):
+    mine, theirs = train(deferring, COMPUTED[name]), train(model, COMPUTED[name])
+    assert num_computed == [1]
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss_of", [
+    lambda z: ce(flat(Doubled.apply(z)), TOKENS.view(-1)),
+    lambda z: ce(Doubled.apply(flat(z)), TOKENS.view(-1)),
+    lambda z: Doubled.apply(z[:, 1:].float()).square().sum(),
+])  # fmt: skip
+def test_functions_with_a_backward_of_their_own(model, deferring, loss_of):
+    for a, b in zip(train(deferring, loss_of), train(model, loss_of), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_metadata_needs_no_logits(model, deferring, num_computed):
+    mine, theirs = deferring(), model()
+    assert isinstance(mine, DeferredLogits)
+    assert isinstance(mine, Tensor)
+    for a, b in (
+        (mine, theirs),
+        (mine[:, 1:].double(), theirs[:, 1:].double()),
+        (mine.mT, theirs.mT),
+    ):
+        assert (a.shape, a.stride(), a.storage_offset()) == (
+            b.shape,
+            b.stride(),
+            b.storage_offset(),
+        )
+        assert (a.dtype, a.device, a.layout, a.ndim) == (b.dtype, b.device, b.layout, b.ndim)
+        assert (a.requires_grad, a.is_leaf, a.grad_fn is None) == (True, False, False)
+        assert (len(a), a.numel(), a.size(-1), a.nbytes) == (
+            len(b),
+            b.numel(),
+            b.size(-1),
+            b.nbytes,
+        )
+        assert a.is_contiguous() == b.is_contiguous()
+        assert a.is_floating_point()
+        assert a in {a}
+        assert not a.is_cuda
+    assert not mine.detach().requires_grad
+    assert mine.float() is mine
+    with torch.no_grad():
+        assert not deferring().requires_grad
+        assert not mine[0].requires_grad
+    deferring.requires_grad_(False)
+    assert not deferring().requires_grad
+    assert num_computed == [0]
+
+
+def test_metadata_of_changed_logits(deferring):
+    deferring.requires_grad_(False)
+    logits = deferring()
+    logits[0] = torch.ones(CLASSES, requires_grad=True)
+    assert logits.requires_grad
+    assert ce(flat(logits), TOKENS.view(-1)).requires_grad
+
+
+@pytest.mark.parametrize("use", [
+    lambda z: z.numpy(),
+    lambda z: z.tolist(),
+    repr,
+    lambda z: z[0, 0, 0].item(),
+    lambda z: z.cpu().sum().item(),
+    lambda z: pickle.loads(pickle.dumps(z)).tolist(),
+    lambda z: copy.deepcopy(z).tolist(),
+    lambda z: copy.copy(z).tolist(),
+    lambda z: z.untyped_storage().tolist(),
+    lambda z: bool((z == z.clone()).all()),
+    lambda z: torch.equal(z, z.clone()),
+    lambda z: z.to(torch.int64).tolist(),
+    lambda z: torch.from_dlpack(z).tolist(),
+    lambda z: list(z)[1].tolist(),
+    lambda z: z.argmax(-1).tolist(),
+])  # fmt: skip
+def test_data_is_that_of_ordinary_logits(model, deferring, num_computed, use):
+    mine, theirs = use(deferring().detach()), use(model().detach())
+    assert (mine == theirs).all() if hasattr(mine, "all") else mine == theirs
+    assert num_computed == [1]
+
+
+def test_saves_as_an_ordinary_tensor(model, deferring):
+    file = io.BytesIO()
+    torch.save({"logits": deferring()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["logits"]
+    assert type(loaded) is Tensor
+    assert torch.equal(loaded, model())
+
+
+def test_uses_share_what_was_computed(deferring, num_computed):
+    logits = deferring()
+    with torch.no_grad():
+        accuracy = (logits.argmax(-1) == TOKENS).float().mean()
+    (logits.square().mean() + flat(logits)[:, 3].sum()).backward()
+    assert num_computed == [1]
+    assert accuracy.grad_fn is None
+    assert deferring.head.weight.grad is not None
+
+
+def test_hooks_and_gradients_of_logits(model, deferring):
+    found = []
+    for m in (deferring, model):
+        logits = m()
+        logits.retain_grad()
+        seen: list[Tensor] = []
+        logits.register_hook(seen.append)
+        ce(flat(logits), TOKENS.view(-1)).backward()
+        assert logits.grad is not None
+        found.append([logits.grad, *seen, m.head.weight.grad])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_hooks_after_the_loss_are_an_error(deferring):
+    logits = deferring()
+    ce(flat(logits), TOKENS.view(-1))
+    with pytest.raises(IncompatibleError, match=r"`retain_grad` before the loss"):
+        logits.retain_grad()
+
+
+def test_a_leaf_of_its_own(model, deferring):
+    """As in loops that compute the gradient of the logits first."""
+    for m in (deferring, model):
+        logits = m().detach().requires_grad_()
+        ce(flat(logits), TOKENS.view(-1)).backward()
+        m.gradient = logits.grad
+    torch.testing.assert_close(deferring.gradient, model.gradient)
+
+
+@pytest.mark.parametrize("change", [
+    lambda weight: weight.add_(1.0),
+    lambda weight: weight.data.mul_(2.0),  # unseen by autograd, as are 8-bit optimizers
+])  # fmt: skip
+def test_late_use_is_an_error_and_no_wrong_result(deferring, change):
+    logits, kept = deferring(), deferring()
+    values = kept.clone()
+    with torch.no_grad():
+        change(deferring.head.weight)
+    assert torch.equal(kept, values)
+    with pytest.raises(IncompatibleError, match=r"`\.clone\(\)` on them, before the step"):
+        logits.argmax(-1)
+
+
+def test_use_in_another_mode_than_the_head(model, deferring):
+    with torch.autocast("cpu", torch.bfloat16):
+        mine, theirs = deferring(), model()
+    assert mine.dtype is torch.bfloat16
+    with torch.inference_mode():
+        assert torch.equal(mine.sum(-1), theirs.sum(-1))
+    mine.float().square().sum().backward()
+    theirs.float().square().sum().backward()
+    torch.testing.assert_close(deferring.head.weight.grad, model.head.weight.grad)
+
+
+def test_inference(model, deferring, num_computed):
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            torch.testing.assert_close(
+                ce(flat(deferring()), TOKENS.view(-1)), ce(flat(model()), TOKENS.view(-1))
+            )
+    assert num_computed == [0]
+    with torch.inference_mode():
+        assert torch.equal(deferring().argmax(-1), model().argmax(-1))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("cast", [Tensor.contiguous, Tensor.float])
+def test_type_of_the_loss(model, deferring, autocast, dtype, cast):
+    found = []
+    for m in (deferring, model):
+        m.to(dtype)
+        with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+            logits = m()
+            loss = ce(flat(cast(logits)), TOKENS.view(-1))
+        loss.backward()
+        found.append((logits.dtype, loss.dtype, m.head.weight.grad.dtype))
+        m.loss = loss.detach()
+    assert found[0] == found[1]
+    torch.testing.assert_close(deferring.loss, model.loss, rtol=1e-2, atol=1e-2)
+
+
+def head_and_loss(head: nn.Module, x: Tensor) -> Tensor:
+    return ce(flat(head(x)), TOKENS.view(-1))
+
+
+@pytest.mark.parametrize("run", [
+    lambda head, x: checkpoint(head_and_loss, head, x, use_reentrant=False),
+    lambda head, x: checkpoint(head_and_loss, head, x, use_reentrant=True),
+    lambda head, x: ce(flat(checkpoint(head, x, use_reentrant=False)), TOKENS.view(-1)),
+    lambda head, x: ce(flat(checkpoint(head, x, use_reentrant=True)), TOKENS.view(-1)),
+    lambda head, x: checkpoint(head, x, use_reentrant=False).square().sum(),
+])  # fmt: skip
+def test_inside_activation_checkpointing(model, deferring, run):
+    found = []
+    for m in (deferring, model):
+        x = m.embedding(TOKENS)
+        loss = run(m.head, x)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in m.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_old_arguments(model, deferring):
+    for m in (deferring, model):
+        with pytest.warns(UserWarning, match="deprecated"):
+            m.loss = ce(flat(m()), TOKENS.view(-1), reduce=True, size_average=False)
+    assert torch.equal(deferring.loss, model.loss)
+
+
+def test_several_backward_passes(model, deferring):
+    for m in (deferring, model):
+        loss = ce(flat(m()), TOKENS.view(-1))
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    torch.testing.assert_close(deferring.head.weight.grad, model.head.weight.grad)
+
+
+def test_wrong_arguments_are_the_errors_of_torch(model, deferring):
+    wrong: list[Callable[[Tensor], object]] = [
+        lambda z: z.view(7, 7),
+        lambda z: z[:, :-1].view(-1, CLASSES),
+        lambda z: z[9],
+        lambda z: ce(flat(z), TOKENS),
+        lambda z: ce(flat(z), TOKENS.view(-1).float()),
+        lambda z: ce(flat(z), TOKENS.view(-1), reduction="median"),
+        lambda z: ce(flat(z), TOKENS.view(-1), VECTOR[:3]),
+        lambda z: ce(flat(z), TOKENS.view(-1), label_smoothing=2.0),
+        lambda z: z.numpy(),
+        copy.deepcopy,
+    ]
+    for use in wrong:
+        with pytest.raises(Exception) as theirs:  # noqa: PT011
+            use(model())
+        with pytest.raises(theirs.type) as mine:
+            use(deferring())
+        assert str(mine.value) == str(theirs.value)
