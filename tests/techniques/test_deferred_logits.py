@@ -261,7 +261,7 @@ def test_metadata_of_changed_logits(deferring):
     lambda z: bool((z == z.clone()).all()),
     lambda z: torch.equal(z, z.clone()),
     lambda z: z.to(torch.int64).tolist(),
-    lambda z: torch.from_dlpack(z).tolist(),
+    lambda z: torch.utils.dlpack.from_dlpack(z).tolist(),
     lambda z: list(z)[1].tolist(),
     lambda z: z.argmax(-1).tolist(),
 ])  # fmt: skip
