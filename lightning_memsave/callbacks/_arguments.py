@@ -50,7 +50,8 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
     attempt(_report)
     attempt(_prediction)
     if problems:
-        raise ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
+        failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
+        raise failure
     made = [setting for setting in settings if setting is not None]
     return Settings([Stack(given), *made]), monitor
 

@@ -9,6 +9,7 @@ from lightning_memsave.callbacks._argument_values import (
     refuse_technique,
 )
 from lightning_memsave.callbacks._backward_updates import BackwardUpdates
+from lightning_memsave.callbacks._early_release import EarlyReleases
 from lightning_memsave.callbacks._module_techniques import Checkpointing, ModuleTechnique
 from lightning_memsave.callbacks._optimizer_techniques import OptimizerTechnique
 from lightning_memsave.callbacks._precision import full_name
@@ -71,10 +72,10 @@ def _activation_checkpointing(arguments: Arguments) -> Setting:
 
 def _early_release(arguments: Arguments) -> Setting:
     name, wanted = "early_release", arguments["early_release"]
-    technique = EarlyRelease(blocks=arguments["blocks"]) if wanted is True else wanted or None
-    if technique is not None:
-        _refuse_other(name, technique, EarlyRelease, "True")
-    return _module_technique(name, arguments, technique, _short(wanted))
+    is_on = wanted is True or isinstance(wanted, EarlyRelease)
+    if not is_on and wanted not in (False, None):
+        _refuse_other(name, wanted, EarlyRelease, "True")
+    return EarlyReleases(is_on, is_of_stack=name in arguments["from_stack"])
 
 
 def _optimizer(arguments: Arguments) -> Setting:

@@ -5,6 +5,7 @@ Everything is resolved from the Trainer at run time, so that one callback class 
 names are missing in another release before anything is changed.
 """
 
+from lightning_memsave.host.batch_parts import BatchParts
 from lightning_memsave.host.evaluation import split_evaluation_batches
 from lightning_memsave.host.logged_values import LoggedValues
 from lightning_memsave.host.parallel import (
@@ -38,10 +39,10 @@ from lightning_memsave.host.trainer import (
     put_first,
 )
 from lightning_memsave.host.training_loop import (
-    BatchParts,
     adjust_losses,
     around_backward,
     pass_batches,
+    release_early,
     will_step,
 )
 
@@ -70,6 +71,7 @@ __all__ = [
     "precision_state",
     "put_first",
     "quiet",
+    "release_early",
     "set_precision",
     "share_buffers",
     "shares_gradients_its_own_way",

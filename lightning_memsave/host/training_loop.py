@@ -9,16 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.batches import merge_outputs
-from lightning_memsave.core.nesting import map_tensors
 from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.host.batch_parts import BatchParts, scaled, without_outputs
 from lightning_memsave.host.logged_values import LoggedValues
 
 Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
 """Gives the factor of a loss, from Trainer, batch index, whether it is the last, and parameters."""
 
 
-PassBatch = Callable[[Any, "BatchParts", bool], None]
+PassBatch = Callable[[Any, BatchParts, bool], None]
 """Passes a batch by calling ``BatchParts`` for each part of it, and says by the third argument
 whether there are no gradients of earlier batches to be kept."""
 
@@ -90,6 +89,19 @@ def around_backward(
     return take_back
 
 
+def release_early(trainer: Any, *, outputs: bool) -> Callable[[], None]:
+    """Zero gradients before the forward pass, and let go of what nobody will look at.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        outputs: Let go of what ``training_step`` returns beside the loss, before backward.
+
+    Returns:
+        A function that takes it back.
+    """
+    return _set(trainer, zeroes_first=True, drops_outputs=outputs)
+
+
 def will_step(trainer: Any) -> bool:
     """Say whether the optimizer steps after the current batch.
 
@@ -103,6 +115,7 @@ def will_step(trainer: Any) -> bool:
 
 
 _HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory", "around_backward")
+_FLAGS = ("zeroes_first", "drops_outputs")
 
 
 def _set(trainer: Any, **hooks: Any) -> Callable[[], None]:
@@ -120,7 +133,7 @@ def _set(trainer: Any, **hooks: Any) -> Callable[[], None]:
     def undo() -> None:
         for name in hooks:
             vars(loop).pop(name, None)
-        is_unused = not any(name in vars(loop) for name in _HOOKS)
+        is_unused = not any(name in vars(loop) for name in (*_HOOKS, *_FLAGS))
         if is_unused and epoch_loop.automatic_optimization is loop:
             own = {name: value for name, value in vars(loop).items() if name != "replaced"}
             vars(loop.replaced).update(own)
@@ -140,6 +153,8 @@ class _Loop:
     before_step: Callable[[Any], None] | None = None
     on_out_of_memory: Callable[[Any, BaseException], BaseException] | None = None
     around_backward: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = ()
+    zeroes_first = False
+    drops_outputs = False
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)  # type: ignore[misc]
@@ -162,9 +177,26 @@ class _Loop:
             return closure
         if factor != 1.0:
             closure._step_fn = functools.partial(_scaled_step, closure._step_fn, factor)
+        if self.drops_outputs:
+            closure._step_fn = functools.partial(_step_for_loss, closure._step_fn)
+        if self.zeroes_first and closure._zero_grad_fn is not None:
+            zero_grad, closure._zero_grad_fn = closure._zero_grad_fn, None
+            closure._step_fn = functools.partial(_step_after, zero_grad, closure._step_fn)
         if self.around_backward and closure._backward_fn is not None:
             closure._backward_fn = functools.partial(self.run_backward, closure._backward_fn)
         return closure
+
+    def run_step(self, kwargs: dict[str, Any]) -> Any:
+        """Run the training step.
+
+        Args:
+            kwargs: Its arguments.
+
+        Returns:
+            What Lightning makes of what it returns.
+        """
+        result = self._training_step(kwargs)  # type: ignore[attr-defined]
+        return without_outputs(result) if self.drops_outputs else result
 
     def run_backward(
         self, backward: Callable[[Tensor], Any], loss: Tensor, is_last: bool = True
@@ -178,7 +210,7 @@ class _Loop:
     @torch.enable_grad()
     def _pass_batch(
         self,
-        parts: "BatchParts",
+        parts: BatchParts,
         zero_grad: Callable[[], None] | None,
         optimizer: Any,
         *_: Any,
@@ -214,85 +246,14 @@ def _loop_class(base: Any) -> type[Any]:
     return type("MemsaveAutomaticOptimization", (_Loop, base), {})
 
 
-class BatchParts:
-    """Passes the parts of one batch through training step and backward.
-
-    Args:
-        loop: Our loop.
-        closure: Lightning's closure for the batch.
-        kwargs: Arguments of the training step.
-        factor: Of every loss.
-    """
-
-    def __init__(self, loop: Any, closure: Any, kwargs: Any, factor: float) -> None:
-        self.batch = kwargs["batch"]
-        self.logged: LoggedValues | None = None
-        self._loop, self._kwargs, self._factor = loop, kwargs, factor
-        self._backward, self._warn = closure._backward_fn, closure.warning_cache.warn
-        self._passed: list[tuple[Any, float, int | None]] = []
-
-    def __call__(
-        self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
-    ) -> None:
-        """Pass one part.
-
-        Args:
-            part: A batch.
-            weight: Its share in the loss of the whole batch.
-            num_samples: Its samples, if they can be counted.
-            is_last: No other part of the batch comes after it.
-        """
-        assert self.logged is not None, "parts pass while values are held back"
-        self.logged.start_part(weight, num_samples)
-        result = self._loop._training_step({**self._kwargs, "batch": part})
-        result = _scaled(result, weight * self._factor)
-        if result.closure_loss is not None and self._backward is not None:
-            self._loop.run_backward(self._backward, result.closure_loss, is_last)
-        if weight != 1.0:
-            result = _detached(result)
-        self._passed.append((result, weight, num_samples))
-
-    def forget(self) -> None:
-        """Take back what was noted, as the batch will be repeated."""
-        self._passed = []
-        if self.logged is not None:
-            self.logged.clear()
-
-    def result(self) -> Any:
-        """Give what Lightning's closure would for the whole batch.
-
-        Returns:
-            The result of the only part; or a loss that is the sum over the parts, and what else
-            the training step returned, put together or, where that cannot be, of the last part.
-        """
-        results = [result for result, _, _ in self._passed]
-        losses = [result.closure_loss for result in results if result.closure_loss is not None]
-        if not losses:
-            self._warn("`training_step` returned `None`, so nothing was learned from this batch.")
-        if len(results) == 1 or not losses:
-            return results[-1]
-        sizes = [-1 if size is None else size for _, _, size in self._passed]
-        weights = [weight for _, weight, _ in self._passed]
-        extra = {}
-        for name, last in results[-1].extra.items():
-            try:
-                values = [result.extra[name] for result in results]
-                extra[name] = merge_outputs(values, sizes, weights)
-            except (KeyError, ValueError):
-                extra[name] = last
-        return type(results[-1])(torch.stack(losses).sum(), extra=extra)
-
-
-def _detached(result: Any) -> Any:
-    loss = None if result.closure_loss is None else result.closure_loss.detach()
-    return type(result)(loss, extra=map_tensors(result.extra, Tensor.detach))
-
-
 def _scaled_step(step: Callable[[], Any], factor: float) -> Any:
-    return _scaled(step(), factor)
+    return scaled(step(), factor)
 
 
-def _scaled(result: Any, factor: float) -> Any:
-    if result.closure_loss is None or factor == 1.0:
-        return result
-    return type(result)(result.closure_loss * factor, extra=result.extra)
+def _step_for_loss(step: Callable[[], Any]) -> Any:
+    return without_outputs(step())
+
+
+def _step_after(first: Callable[[], None], step: Callable[[], Any]) -> Any:
+    first()
+    return step()

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memsave.techniques._logit_layout import Layout
 from lightning_memsave.techniques._logit_product import Part, is_plain
@@ -63,8 +63,7 @@ def view_of(
     with _disable_current_modes(), torch.no_grad():
         twin = part.layout.twin(part.dtype)
         try:
-            # A vector to be added changes nothing that is of interest here.
-            found = func(twin, *((1,) if name == "add" else args), **kwargs)
+            found = func(twin, *tree_map_only(Tensor, _without_data, args), **kwargs)
         except _ERRORS:
             return NotImplemented  # the ordinary tensor raises it in its own words
     if found is twin:
@@ -111,12 +110,15 @@ def _is_vector(part: Part, other: object) -> bool:
         and is_plain(other)
         and not other.requires_grad
         and other.device == part.product.device
-        and torch.promote_types(other.dtype, part.dtype) == part.dtype
         and other.shape[-1:] == (layout.num_classes,)
         and other.numel() == layout.num_classes
         and other.ndim <= len(layout.size)
         and layout.class_dim == len(layout.size) - 1
     )
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 def _layout_of(layout: Layout, twin: Tensor, tensor: Tensor, name: str) -> Layout | None:

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.utils.data import DataLoader
 from transformers import RobertaConfig, RobertaForMaskedLM
 
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
@@ -152,3 +153,79 @@ def test_fabrics_mixed_precision_keeps_copies_that_are_released():
     saved = kept.total_bytes - released.total_bytes
     assert saved == kept.weight_copy_bytes - released.weight_copy_bytes
     assert 0.95 * copies_in_blocks(model) <= saved <= copies_in_blocks(model)
+
+
+class BackwardPeak(Callback):
+    """The peak of the last backward pass; it does not look at outputs."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.live = LiveTensors(pl_module, trainer.optimizers)
+        self.live.__enter__()
+
+    def on_before_backward(self, *_):
+        self.forward_bytes = self.live.peak.gradient_bytes
+        self.live.reset_peak()
+
+    def on_after_backward(self, *_):
+        self.backward_bytes = self.live.peak.total_bytes
+        self.live.reset_peak()
+
+    def on_train_end(self, *_):
+        self.live.__exit__(None, None, None)
+
+
+def fit_with(module, early_release, *others):
+    peak = BackwardPeak()
+    off = ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
+    settings: Any = dict.fromkeys(off) | {"early_release": early_release, "monitor": False}
+    callback = MemSaveCallback(**settings, report=False)
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = dict.fromkeys(off, False)
+    torch.manual_seed(1)
+    trainer = Trainer(max_steps=3, accelerator="cpu", callbacks=[callback, peak, *others], **quiet)
+    words: Any = torch.randint(2, VOCAB_SIZE, (3 * BATCH_SIZE, NUM_TOKENS))
+    trainer.fit(module, DataLoader(words, batch_size=BATCH_SIZE))
+    (row,) = [row for row in callback.rows if row.name == "early_release"]
+    return peak, row
+
+
+@pytest.mark.parametrize("returned", ["outputs", "detached"])
+def test_callback_frees_old_gradients_and_outputs(returned):
+    module, plain = Module(returned), Module(returned)
+    found, row = fit_with(module, True)
+    before, _ = fit_with(plain, None)
+    assert row.status == "on"
+    assert before.forward_bytes == gradient_bytes(module)
+    assert found.forward_bytes == 0
+    assert before.backward_bytes - found.backward_bytes == pytest.approx(LOGITS_BYTES, abs=64)
+    for one, other in zip(module.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_outputs_are_kept_for_who_may_look_at_them():
+    seen = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            seen.append(sorted(outputs))
+
+    _, row = fit_with(Module("detached"), True, Looks())
+    assert seen[0] == ["logits", "loss"]
+    assert "outputs are kept, as `Looks.on_train_batch_end` may look at them" in row.details
+
+
+def test_manual_optimization_is_left_alone():
+    class Manual(Module):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    _, row = fit_with(Manual(), True)
+    assert row.status == "off"
+    assert "runs its own steps" in row.details[0]

@@ -1,0 +1,75 @@
+"""Tensors that a fit keeps longer than it needs them, as a setting."""
+
+from typing import Any
+
+from lightning_memsave import host
+from lightning_memsave.callbacks._module_techniques import off_row
+from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.errors import Problem
+
+_OURS = ("lightning_memsave.", *host.PACKAGES)
+
+
+class EarlyReleases(Setting):
+    """Old gradients are freed before forward, and outputs that nobody sees before backward.
+
+    Lightning's mixed precision keeps no copies of weights, so that there is nothing to release in
+    the module itself, as `EarlyRelease` does in other loops.
+
+    Args:
+        is_on: Whether to do it.
+        is_of_stack: The user did not ask for it by itself: no line for ``None``.
+    """
+
+    name = "early_release"
+
+    def __init__(self, is_on: bool, is_of_stack: bool) -> None:
+        super().__init__()
+        self.is_on, self.is_of_stack = is_on, is_of_stack
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find nothing: where it is not possible it is left out.
+
+        Args:
+            trainer: Not used.
+            pl_module: Not used.
+
+        Returns:
+            An empty list.
+        """
+        return []
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Change the training loop.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        self.rows = []
+        if not self.is_on:
+            self.rows = [] if self.is_of_stack else [off_row(self.name)]
+        elif not pl_module.automatic_optimization:
+            name = type(pl_module).__name__
+            reason = f"`{name}.automatic_optimization=False`: the module runs its own steps"
+            self.rows = [Row(self.name, "True", "off", (reason,))]
+        else:
+            viewer = _viewer(trainer, pl_module)
+            outputs = (
+                f"outputs are kept, as `{viewer}.on_train_batch_end` may look at them"
+                if viewer
+                else "what `training_step` returns beside the loss is freed before backward"
+            )
+            details = ("gradients of the last step are freed before the forward pass", outputs)
+            self.rows = [Row(self.name, "True", "on", details, "bitwise")]
+            self._undo.append(host.release_early(trainer, outputs=not viewer))
+
+
+# Callbacks of Lightning and of this package do not look at outputs.
+def _viewer(trainer: Any, pl_module: Any) -> str:
+    for one in (pl_module, *trainer.callbacks):
+        hook = getattr(type(one), "on_train_batch_end", None)
+        is_own = "on_train_batch_end" in vars(one)
+        if is_own or not getattr(hook, "__module__", "").startswith(_OURS):
+            return type(one).__name__
+    return ""

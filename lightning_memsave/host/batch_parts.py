@@ -1,0 +1,111 @@
+"""The parts of a training batch, passed one by one as if the batch had passed at once."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.batches import merge_outputs
+from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.host.logged_values import LoggedValues
+
+
+class BatchParts:
+    """Passes the parts of one batch through training step and backward.
+
+    Args:
+        loop: Our loop.
+        closure: Lightning's closure for the batch.
+        kwargs: Arguments of the training step.
+        factor: Of every loss.
+    """
+
+    def __init__(self, loop: Any, closure: Any, kwargs: Any, factor: float) -> None:
+        self.batch = kwargs["batch"]
+        self.logged: LoggedValues | None = None
+        self._loop, self._kwargs, self._factor = loop, kwargs, factor
+        self._backward, self._warn = closure._backward_fn, closure.warning_cache.warn
+        self._passed: list[tuple[Any, float, int | None]] = []
+
+    def __call__(
+        self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
+    ) -> None:
+        """Pass one part.
+
+        Args:
+            part: A batch.
+            weight: Its share in the loss of the whole batch.
+            num_samples: Its samples, if they can be counted.
+            is_last: No other part of the batch comes after it.
+        """
+        assert self.logged is not None, "parts pass while values are held back"
+        self.logged.start_part(weight, num_samples)
+        result = self._loop.run_step({**self._kwargs, "batch": part})
+        result = scaled(result, weight * self._factor)
+        if result.closure_loss is not None and self._backward is not None:
+            self._loop.run_backward(self._backward, result.closure_loss, is_last)
+        if weight != 1.0:
+            result = _detached(result)
+        self._passed.append((result, weight, num_samples))
+
+    def forget(self) -> None:
+        """Take back what was noted, as the batch will be repeated."""
+        self._passed = []
+        if self.logged is not None:
+            self.logged.clear()
+
+    def result(self) -> Any:
+        """Give what Lightning's closure would for the whole batch.
+
+        Returns:
+            The result of the only part; or a loss that is the sum over the parts, and what else
+            the training step returned, put together or, where that cannot be, of the last part.
+        """
+        results = [result for result, _, _ in self._passed]
+        losses = [result.closure_loss for result in results if result.closure_loss is not None]
+        if not losses:
+            self._warn("`training_step` returned `None`, so nothing was learned from this batch.")
+        if len(results) == 1 or not losses:
+            return results[-1]
+        sizes = [-1 if size is None else size for _, _, size in self._passed]
+        weights = [weight for _, weight, _ in self._passed]
+        extra = {}
+        for name, last in results[-1].extra.items():
+            try:
+                values = [result.extra[name] for result in results]
+                extra[name] = merge_outputs(values, sizes, weights)
+            except (KeyError, ValueError):
+                extra[name] = last
+        return type(results[-1])(torch.stack(losses).sum(), extra=extra)
+
+
+def _detached(result: Any) -> Any:
+    loss = None if result.closure_loss is None else result.closure_loss.detach()
+    return type(result)(loss, extra=map_tensors(result.extra, Tensor.detach))
+
+
+def scaled(result: Any, factor: float) -> Any:
+    """Multiply the loss of a training step.
+
+    Args:
+        result: What Lightning makes of it, a ``ClosureResult``.
+        factor: Of the loss; 1.0 leaves it as it is.
+
+    Returns:
+        Another result, or the same.
+    """
+    if result.closure_loss is None or factor == 1.0:
+        return result
+    return type(result)(result.closure_loss * factor, extra=result.extra)
+
+
+def without_outputs(result: Any) -> Any:
+    """Let go of what a training step has returned beside its loss.
+
+    Args:
+        result: What Lightning makes of it, a ``ClosureResult``.
+
+    Returns:
+        The loss alone.
+    """
+    return type(result)(result.closure_loss)
