@@ -106,17 +106,24 @@ class _Deferred(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, part: Part, *tensors: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
         ctx.part = part
         return DeferredLogits(part)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        product = ctx.part.product
-        wanted = [t for t in product.tensors() if t.requires_grad]
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        tensors = ctx.part.product.tensors()
+        if gradients[0] is None:  # it is an output that nobody has used
+            return None, *(None for _ in tensors)
+        is_more_wanted = torch.is_grad_enabled()
         with torch.enable_grad():
-            numbers = ctx.part.compute_from(product.compute())
-            found = iter(torch.autograd.grad(numbers, wanted, gradients))
-        return None, *(next(found) if t.requires_grad else None for t in product.tensors())
+            # Of their own: what goes in may depend on the weight too.
+            tensors = [tensor.view_as(tensor) for tensor in tensors]
+            numbers = ctx.part.compute_from(ctx.part.product.compute(tensors))
+            wanted = [tensor for tensor in tensors if tensor.requires_grad]
+            found = torch.autograd.grad(numbers, wanted, gradients, create_graph=is_more_wanted)
+        each = iter(found)
+        return None, *(next(each) if tensor.requires_grad else None for tensor in tensors)
 
 
 class _Linked(torch.autograd.Function):
@@ -124,6 +131,7 @@ class _Linked(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits) -> Tensor:
+        ctx.set_materialize_grads(False)
         return _numbers(logits)
 
     @staticmethod

@@ -75,6 +75,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.settings, ctx.kind = settings, kind
         ctx.ready = ctx.normalizers = None
         ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
         call = _call_of(ctx, tensors)
         ctx.weights = [weakref.ref(weight) for weight in call.operands.weights]
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
@@ -90,10 +91,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return losses.sum() if settings.reduction == "sum" else losses.sum() / _denominator(call)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (gradient,) = gradients
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
         nothing = (None,) * _NUM_OTHERS
+        if gradient is None:
+            return *nothing, *(None for _ in needs)
         if torch.is_grad_enabled():  # a graph of the gradients is wanted too
             return *nothing, *_differentiable(ctx, gradient, needs)
         ready, ctx.ready = ctx.ready, None
@@ -168,7 +171,9 @@ def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
 
 
 def _differentiable(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
-    call = _call_of(ctx, ctx.saved_tensors)
+    # Of their own: what goes in may depend on the weight too.
+    tensors = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+    call = _call_of(ctx, tuple(tensors))
     operands, settings = call.operands, call.settings
     logits = torch.zeros((), dtype=operands.wide_dtype, device=call.target.device)
     for x, weight in zip(operands.inputs, operands.weights, strict=True):
@@ -183,7 +188,7 @@ def _differentiable(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list
         reduction=settings.reduction,
         label_smoothing=settings.label_smoothing,
     )
-    tensors: tuple[Any, ...] = (*operands.inputs, *operands.weights, operands.bias)
-    wanted = [tensor for tensor, need in zip(tensors, needs, strict=True) if need]
+    leaves: tuple[Any, ...] = (*operands.inputs, *operands.weights, operands.bias)
+    wanted = [tensor for tensor, need in zip(leaves, needs, strict=True) if need]
     found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
     return [next(found) if need else None for need in needs]

@@ -74,8 +74,11 @@ class Product:
         found = (*operands.inputs, *operands.weights, operands.bias)
         return [tensor for tensor in found if tensor is not None]
 
-    def compute(self) -> Tensor:
+    def compute(self, tensors: list[Tensor] | None = None) -> Tensor:
         """Compute the output as the layer does.
+
+        Args:
+            tensors: What to take in place of `tensors`.
 
         Returns:
             The logits, with their graph where gradients are on.
@@ -85,15 +88,15 @@ class Product:
         """
         if self._read_versions() != self._versions or self._has_other_weight():
             raise IncompatibleError("chunked_cross_entropy", [_too_late()])
-        operands = self.operands
-        pairs = zip(operands.inputs, operands.weights, strict=True)
-        is_on = operands.autocast_dtype is not None
+        dtype, num = self.operands.autocast_dtype, len(self.operands.inputs)
+        tensors = self.tensors() if tensors is None else tensors
+        bias = None if self.operands.bias is None else tensors[-1]
         # The cache would keep a copy of the weight.
         with torch.autocast(
-            self.device.type, operands.autocast_dtype, enabled=is_on, cache_enabled=False
+            self.device.type, dtype, enabled=dtype is not None, cache_enabled=False
         ):
-            (x, weight), *others = pairs
-            logits = nn.functional.linear(x, weight, operands.bias)
+            (x, weight), *others = zip(tensors[:num], tensors[num:], strict=False)
+            logits = nn.functional.linear(x, weight, bias)
             for x, weight in others:
                 logits = logits + nn.functional.linear(x, weight)
             return logits.to(self.dtype)

@@ -103,21 +103,25 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, input: Tensor, padding: int) -> Any:
         ctx.save_for_backward(input)
+        ctx.set_materialize_grads(False)
         ctx.padding, ctx.num_words = padding, len(weight)
         ctx.held, ctx.last_task = None, None
         _NODES.setdefault(weight, WeakSet()).add(ctx)
         return aten.embedding(weight, input, padding)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         (gradient,) = gradients
         (input,) = ctx.saved_tensors
         held, ctx.held = ctx.held, None
         ctx.last_task = torch._C._current_graph_task_id()
         if held is None or held.task != ctx.last_task:
+            if gradient is None:
+                return None, None, None
             whole = aten.embedding_dense_backward
             return whole(gradient, input, ctx.num_words, ctx.padding, False), None, None
-        _add_rows(held.gradient, gradient.flatten(0, -2), input.flatten(), ctx.padding)
+        if gradient is not None:
+            _add_rows(held.gradient, gradient.flatten(0, -2), input.flatten(), ctx.padding)
         held.num_waiting -= 1
         return None if held.num_waiting else held.gradient, None, None
 

@@ -152,9 +152,9 @@ def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often logits were computed."""
     count, compute = [0], Product.compute
 
-    def counting(product: Product) -> Tensor:
+    def counting(product: Product, *args: Any) -> Tensor:
         count[0] += 1
-        return compute(product)
+        return compute(product, *args)
 
     monkeypatch.setattr(Product, "compute", counting)
     return count

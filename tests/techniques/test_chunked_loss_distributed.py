@@ -4,6 +4,7 @@ Run as a script, under torchrun, this file trains every scenario on its rank; se
 """
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -62,11 +63,11 @@ def compare(*, finds_unused: bool = False, has_loss_outside: bool = False) -> No
     theirs = train(chunked=False, **settings)
     count, compute = [0], Product.compute
 
-    def counting(self: Product) -> Tensor:
+    def counting(product: Product, *args: Any) -> Tensor:
         count[0] += 1
-        return compute(self)
+        return compute(product, *args)
 
-    Product.compute = counting  # type: ignore[method-assign]
+    Product.compute = counting  # type: ignore[method-assign,assignment]
     ours = train(chunked=True, **settings)
     Product.compute = compute  # type: ignore[method-assign]
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):

@@ -38,9 +38,9 @@ def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How often logits were computed."""
     count, compute = [0], Product.compute
 
-    def counting(product: Product) -> Tensor:
+    def counting(product: Product, *args: Any) -> Tensor:
         count[0] += 1
-        return compute(product)
+        return compute(product, *args)
 
     monkeypatch.setattr(Product, "compute", counting)
     return count
@@ -393,6 +393,52 @@ def test_inside_activation_checkpointing(model, deferring, run):
         found.append([loss.detach(), *(p.grad for p in m.parameters())])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("loss_of", [
+    lambda z: torch.ops.aten.cross_entropy_loss(z.flatten(0, 1), TOKENS.view(-1)),
+    lambda z: ce(flat(Doubled.apply(z)), TOKENS.view(-1)),
+    lambda z: Doubled.apply(z.float()[:, 1:] / 2).square().sum(),
+])  # fmt: skip
+def test_functions_of_logits_whose_weight_is_the_embedding_too(model, loss_of):
+    model.head.weight = model.embedding.weight
+    other = copy.deepcopy(model)
+    ChunkedCrossEntropy("head").apply(model)
+    for a, b in zip(train(model, loss_of), train(other, loss_of), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradient_of_the_gradient_of_a_tied_weight(model):
+    model.head.weight = model.embedding.weight
+    other = copy.deepcopy(model)
+    ChunkedCrossEntropy("head").apply(model)
+    for m in (model, other):
+        loss = ce(flat(m()), TOKENS.view(-1))
+        first = torch.autograd.grad(loss, list(m.parameters()), create_graph=True)
+        torch.stack([g.square().sum() for g in first]).sum().backward()
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_an_output_that_nobody_uses_costs_nothing(model, num_computed):
+    """As those of models under DistributedDataParallel that looks for unused parameters."""
+
+    class Sink(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, loss: Tensor, logits: Tensor) -> Any:
+            ctx.set_materialize_grads(False)
+            return loss.clone(), logits.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            return gradients
+
+    ChunkedCrossEntropy("head").apply(model)
+    logits = model()
+    loss, _ = Sink.apply(ce(flat(logits), TOKENS.view(-1)), logits)
+    assert num_computed == [1]
+    loss.backward()
+    assert num_computed == [1]
 
 
 def test_old_arguments(model, deferring):
