@@ -79,7 +79,7 @@ class Validation(Callback):
         losses = [
             model(input_ids=tokens, labels=tokens).loss.item() for tokens in self.tokens.split(64)
         ]
-        return sum(losses) / len(losses)
+        return float(sum(losses) / len(losses))
 
 
 def train(name: str, seed: int, *, is_dry: bool) -> dict[int, float]:
