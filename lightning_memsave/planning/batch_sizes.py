@@ -104,30 +104,30 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
 
 
 def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
-    """Give the batch with shorter sequences.
+    """Give the batch with shorter or longer sequences; longer ones repeat.
 
     Args:
         batch: One in which `find_sequence` found something.
         sequence: What it found.
-        length: Less than before.
+        length: At least 1.
 
     Returns:
         The same nesting. Of tensors with the axis, each axis from there on that has the old length
-        is cut: a mask of (samples, 1, tokens, tokens) has two.
+        changes: a mask of (samples, 1, tokens, tokens) has two.
 
     Example:
-        >>> ids = torch.zeros(2, 8, dtype=torch.long)
-        >>> with_length(ids, find_sequence(ids), 3).shape
-        torch.Size([2, 3])
+        >>> ids = torch.arange(4).view(1, 4)
+        >>> with_length(ids, find_sequence(ids), 3), with_length(ids, find_sequence(ids), 5)
+        (tensor([[0, 1, 2]]), tensor([[0, 1, 2, 3, 0]]))
     """
 
     def change(tensor: Tensor) -> Tensor:
         axes = [a for a in range(sequence.axis, tensor.ndim) if tensor.shape[a] == sequence.length]
-        shorter = tensor.detach()
+        chosen = torch.arange(length, device=tensor.device) % sequence.length
+        changed = tensor.detach()
         for axis in axes:
-            shorter = shorter.narrow(axis, 0, length)
-        # With a storage of its own, which has no more than this.
-        return shorter.clone() if axes else tensor
+            changed = changed.index_select(axis, chosen)
+        return changed if axes else tensor
 
     return _mapped(batch, _once(change), lambda of_list: of_list)
 
