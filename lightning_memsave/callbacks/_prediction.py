@@ -28,6 +28,10 @@ _CONTEXT = (
     f"A CUDA context takes {format_bytes(CONTEXT_BYTES)}: not measured; 300 MiB to 1 GiB, by GPU "
     "and driver."
 )
+_NO_LOSS = (
+    "`training_step` returned no loss, so that nothing was differentiated and no parameter "
+    "updated: a step with a loss takes more."
+)
 _PAGED = "paged_"
 
 
@@ -74,19 +78,37 @@ def predict(question: Question) -> MemoryPrediction:
         The prediction; deep models are predicted from copies with fewer blocks.
 
     Raises:
+        KeyboardInterrupt: If somebody interrupts it.
+        SystemExit: If the module's code ends the process.
         TimeoutError: If it takes longer than ``time_limit_s``.
     """
     start_s = time.monotonic()
     with host.quiet(), fake_tensors() as fakes:
-        predictor = _Predictor(question, fakes, *question.build(fakes), start_s)
-        prediction, how = None, ""
-        stack = predictor.find_stack() if question.may_extrapolate else None
-        if stack is not None:
-            prediction, how = extrapolate(stack, functools.partial(predictor.predict, stack))
-        prediction = prediction or predictor.predict()
+        try:
+            predictor = _Predictor(question, fakes, *question.build(fakes), start_s)
+            prediction, how = None, ""
+            stack = predictor.find_stack() if question.may_extrapolate else None
+            if stack is not None:
+                prediction, how = extrapolate(stack, functools.partial(predictor.predict, stack))
+            prediction = prediction or predictor.predict()
+        except SystemExit as error:
+            # A Trainer makes the one of the other.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            raise
+        except TimeoutError as error:
+            limit_s = question.time_limit_s
+            if limit_s is None or time.monotonic() < start_s + limit_s:
+                raise
+            raise TimeoutError(_out_of_time(limit_s, fakes.values.most_asked)) from error
     assumptions = (*prediction.assumptions, how) if how else prediction.assumptions
     seconds = time.monotonic() - start_s
     return dataclasses.replace(prediction, assumptions=assumptions, seconds=seconds)
+
+
+def _out_of_time(limit_s: float, most_asked: str) -> str:
+    why = f"; asked for most often is {most_asked}" if most_asked else ""
+    return f"following the step takes more than {limit_s:g} seconds{why}"
 
 
 @dataclass(frozen=True)
@@ -144,7 +166,11 @@ class _Predictor:
             ),
             settings={"precision": str(precision or "32-true")}
             | {row.name: row.value for row in callback.rows if row.status == "on"},
-            assumptions=[*assumptions, *(ASSUMPTIONS if on_cuda else ())],
+            assumptions=[
+                *assumptions,
+                *(ASSUMPTIONS if on_cuda else ()),
+                *(() if recording.has_loss else (_NO_LOSS,)),
+            ],
             guesses=self.fakes.guesses,
             context_bytes=CONTEXT_BYTES if on_cuda else 0,
         )

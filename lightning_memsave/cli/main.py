@@ -49,6 +49,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 )
 # Of these 1 is an answer, such as "does not fit", and must not be taken for a failure.
 _ANSWERING = ("predict", "explain", "compare")
+_ANSWERS = (
+    "0; 1 if the step does not fit a card that was named; 2 if what was given cannot be used; "
+    "3 if the\n  training step fails or does not end"
+)
+_INTERRUPTED = 130
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -59,15 +64,18 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status. Of ``predict``, ``explain`` and ``compare``: 0; 1 if a step does not fit
-        a card that was named; 2 if what was given cannot be used; 3 if the training step fails.
+        a card that was named; 2 if what was given cannot be used; 3 if the training step fails or
+        does not end.
         Of ``convert`` and ``env``: 0, or 1 if it could not be done. Wrong arguments exit with 2 at
-        once.
+        once, Ctrl-C with 130.
     """
     arguments = _parser().parse_args(args)
     try:
         return COMMANDS[arguments.command].run(arguments) or 0
     except StepError as error:
         return _failed(arguments.command, error, 3)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
     except (MemsaveError, OSError) as error:
         status = 2 if arguments.command in _ANSWERING else 1
         return _failed(arguments.command, error, status)
@@ -89,11 +97,12 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         examples = "".join(f"\n  {line}" for line in command.EXAMPLES.splitlines())
+        statuses = _ANSWERS if name in _ANSWERING else "0; 1 if it could not be done"
         subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,
             description=command.SUMMARY,
-            epilog=f"examples:{examples}",
+            epilog=f"examples:{examples}\n\nexit status:\n  {statuses}",
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )

@@ -2,6 +2,7 @@
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -24,6 +25,8 @@ from lightning_memsave.planning import _fake_kernels
 from lightning_memsave.planning._unknown_shapes import largest_result
 
 MAX_KNOWN_NUMEL = 2**20
+MAX_ASKED = 10_000
+"""A line that has guessed more often than that waits for an answer that does not come."""
 _VALUE = "_memsave_value"
 # On a storage of such numbers: they were replaced by unknown ones, through some view of it.
 _STALE = "_memsave_stale"
@@ -53,7 +56,17 @@ class KnownValues(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
-        self.guesses: list[str] = []
+        self._num_asked: Counter[str] = Counter()
+
+    @property
+    def guesses(self) -> list[str]:
+        """What was guessed so far and where, each once."""
+        return list(self._num_asked)
+
+    @property
+    def most_asked(self) -> str:
+        """Of the guesses the one that was asked for most often, and how often; else empty."""
+        return next((f"{guess} ({n:,} times)" for guess, n in self._num_asked.most_common(1)), "")
 
     def make(self, tensor: Tensor) -> Tensor:
         """Make a tensor without data, and remember its numbers if they are integers and few.
@@ -170,8 +183,15 @@ class KnownValues(TorchDispatchMode):
 
     def _guess(self, what: str) -> None:
         where = _place()
-        if where is not None and (guess := f"{where}: {what}") not in self.guesses:
-            self.guesses.append(guess)
+        if where is None:
+            return
+        guess = f"{where}: {what}"
+        self._num_asked[guess] += 1
+        if self._num_asked[guess] > MAX_ASKED:
+            raise TimeoutError(
+                f"{guess}, {MAX_ASKED:,} times: a loop that waits for other data never ends on "
+                "tensors without data. Give the loop a largest number of rounds"
+            )
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:
@@ -217,6 +237,8 @@ def _is_computable(func: Any, result: Any) -> bool:
     # What is empty has no numbers yet.
     if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
         return False
+    if result is None and func._schema.is_mutable:
+        return True  # it changed lists of tensors, such as the numbers of steps of an optimizer
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(
         isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL for t in tensors
@@ -250,7 +272,11 @@ def _place() -> str | None:
     # The innermost line outside of torch and its helpers: the model's own.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        # What an optimizer does next may depend on it, such as whether it asks for more gradients.
+        if package == "torch" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return f"{name}, line {frame.f_lineno}"
         if package not in ("torch", "lightning_memsave", "contextlib"):
             if package in _NOT_REPORTED:
                 return None

@@ -201,6 +201,110 @@ def test_names_the_batch_where_the_module_does_not_take_it(batch: Any, error: ty
     assert "check that the batch is one that the module takes" in raised.value.__notes__[0]
 
 
+class _Asks(Lit):
+    """Asks for what tensors without data do not have."""
+
+    def __init__(self, ask: Any) -> None:
+        super().__init__(nn.Linear(2, 2))
+        self.ask = ask
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model(batch).sum() * float(self.ask(self.model(batch).sum()))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda x: x.detach().numpy(), "Compute with torch instead of numpy"),
+        (lambda x: x.cuda(), "guard it with `torch.cuda.is_available"),
+    ],
+    ids=["numpy", "gpu"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_says_what_is_not_there(ask: Any, message: str) -> None:
+    with pytest.raises((RuntimeError, AssertionError)) as raised:
+        predict_memory(_Asks(ask), torch.ones(1, 2))
+    (note,) = raised.value.__notes__
+    assert message in note
+    assert "check that the batch" not in note
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (None, r"`batch=None` is no batch.*next\(iter"),
+        (lambda: None, "`batch=None` is no batch"),
+        ((torch.ones(0, 2), torch.ones(0)), "has no samples.* Pass one of the size"),
+    ],
+    ids=["none", "gives_none", "empty"],
+)
+def test_refuses_what_is_no_batch(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        predict_memory(nn.Linear(2, 2), batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "mps"}, '`device=\'mps\'` is not known here. Use `"cuda"` or `"cpu"`'),
+        ({"time_limit_s": 0}, "`time_limit_s=0` is no time .* `time_limit_s=60`"),
+        ({"time_limit_s": -1.0}, "`time_limit_s=-1.0` is no time"),
+    ],
+    ids=str,
+)
+def test_refuses_arguments(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        predict_memory(nn.Linear(2, 2), torch.ones(1, 2), **arguments)
+
+
+class _Lit(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, _Lit])
+def test_refuses_a_module_that_trains_nothing(wrap: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"no parameter to train.*`requires_grad=False`"):
+        predict_memory(wrap(nn.Linear(2, 2).requires_grad_(False)), torch.ones(1, 2))
+
+
+class _Lbfgs(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), history_size=7)
+
+
+def test_refuses_an_optimizer_whose_memory_depends_on_the_loss() -> None:
+    with pytest.raises(ConfigurationError, match=r"LBFGS.*`history_size=7`.*another optimizer"):
+        predict_memory(_Lbfgs(nn.Linear(2, 2)), torch.ones(1, 2))
+
+
+class _NoLoss(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.model(batch)
+
+
+def test_says_that_a_step_has_no_loss() -> None:
+    def remarks(module: nn.Module) -> list[str]:
+        prediction = predict_memory(module, torch.ones(1, 2), device="cpu")
+        return [line for line in prediction.assumptions if "returned no loss" in line]
+
+    assert len(remarks(_NoLoss(nn.Linear(2, 2)))) == 1
+    assert remarks(nn.Linear(2, 2)) == []
+
+
+class _Endless(Lit):
+    def loss(self, batch: Tensor) -> Tensor:
+        hidden = self.model(batch)
+        while hidden.abs().max() > 1e-3:
+            hidden = hidden / 2
+        return hidden.sum()
+
+
+def test_ends_where_the_step_does_not() -> None:
+    with pytest.raises(TimeoutError, match=r"more than 0.5 seconds.*test_predict.py, line \d+"):
+        predict_memory(_Endless(nn.Linear(2, 2)), torch.ones(1, 2), time_limit_s=0.5)
+
+
 class _Words(nn.Linear):
     """Gives no numbers."""
 

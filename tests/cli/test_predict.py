@@ -292,6 +292,12 @@ class TestBadInput:
         assert "net.py, line " in said
         assert "Does this batch go with the model?" in said
 
+    def test_a_step_that_never_ends_is_3(self, capsys):
+        args = ("predict", "net:Endless", "--batch", BATCH, "--time-limit", "1")
+        said = message_of(capsys, *args, status=3)
+        assert "does not end: following the step takes more than 1 seconds" in said
+        assert "net.py, line " in said
+
     def test_a_step_that_ends_the_process_is_3(self, capsys):
         said = message_of(capsys, "predict", "net.py:Leaves", "--batch", BATCH, status=3)
         assert "SystemExit: 5" in said

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.planning import known_values
 from lightning_memsave.planning.fake_models import FakeTensors, fake_tensors
 from lightning_memsave.planning.known_values import MAX_KNOWN_NUMEL
 
@@ -161,6 +162,37 @@ class TestUnknown:
         ids[0].copy_(torch.randn(3))
         assert ids.sum().item() == 1
         assert len(fakes.guesses) == 1
+
+
+class TestOptimizers:
+    def test_what_they_do_next_is_a_guess(self, fakes):
+        model = nn.Linear(2, 1)
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        optimizer.step(lambda: model(torch.ones(3, 2)).sum())
+        assert fakes.guesses
+        assert all(guess.startswith("torch.optim.lbfgs, line ") for guess in fakes.guesses)
+
+    @pytest.mark.parametrize("foreach", [False, True])
+    def test_the_number_of_their_step_is_none(self, foreach, fakes):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        for _ in range(2):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+        assert optimizer.state[model.weight]["step"].item() == 2
+        assert fakes.guesses == ()
+
+
+def test_a_loop_that_waits_for_other_data_ends(fakes, monkeypatch):
+    monkeypatch.setattr(known_values, "MAX_ASKED", 5)
+
+    def wait(x: Tensor) -> None:
+        while x.abs().max() > 1e-3:
+            x = x / 2
+
+    with pytest.raises(TimeoutError, match=r"test_known_values.py, line \d+: .* 5 times: a loop"):
+        wait(torch.randn(3))
 
 
 def test_no_gradient_overflows_so_that_the_optimizer_steps(fakes):
