@@ -6,6 +6,7 @@ from fractions import Fraction
 
 from lightning_memsave.analysis._explain_suspect import Figure, Suspect, answered, unknown
 from lightning_memsave.analysis._explain_trials import Trials
+from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning.parameter_table import ParameterTable
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
@@ -36,12 +37,7 @@ def sequence_length(trials: Trials) -> Suspect:
     """
     name, sequence, base = "sequence length", trials.sequence, trials.base()
     if sequence is None:
-        return Suspect(
-            name,
-            "does not matter",
-            0,
-            "No token ids are in the batch. Pass `sequence_axis=` if another axis is a sequence.",
-        )
+        return _without_axis(trials)
     length, limit = sequence.length, max_positions(trials.table)
     longest = 2 * length if limit is None else max(min(2 * length, limit), length)
     found = trials.attempt(length=longest) if 2 * longest >= 3 * length else ""
@@ -109,6 +105,22 @@ def max_positions(table: ParameterTable) -> int | None:
         and table.class_names.get(entry.module, "").lower().endswith("embedding")
     ]
     return min(rows, default=None)
+
+
+def _without_axis(trials: Trials) -> Suspect:
+    name, fix = "sequence length", "Pass `sequence_axis=` if an axis of the batch is a sequence."
+    tensors = list(tensors_in_batch(trials.batch))
+    if trials.lengths:
+        return unknown(
+            name,
+            f"The model attends to {trials.lengths[0]:,} tokens, which is no size in the batch: "
+            f"they follow from others, such as those of images. {fix}",
+        )
+    if not tensors or any(tensor.ndim == 3 for tensor in tensors):
+        return unknown(name, f"It is not known which axis is a sequence. {fix}")
+    return Suspect(
+        name, "does not matter", 0, f"There are no token ids, and nothing is attended to. {fix}"
+    )
 
 
 # A parabola through three lengths, as far apart as the peak stays at the same moment of the step:

@@ -1,15 +1,20 @@
 """Make batches with fewer or more samples, or shorter ones, out of one batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.nesting import items_of, with_items
+from lightning_memsave.core.nesting import (
+    attributes_of,
+    items_of,
+    with_attributes,
+    with_items,
+)
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
 
 _IDS = 2  # axes of token ids: samples and tokens
 
@@ -40,7 +45,7 @@ def sample_count(batch: Any) -> int | None:
         >>> sample_count({"x": torch.zeros(4, 2), "columns": ("a", "b")})
         4
     """
-    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
+    sizes = {tensor.shape[0] for tensor in tensors_in_batch(batch) if tensor.ndim}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -89,7 +94,7 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
         SequenceAxis(axis=1, length=128)
         >>> find_sequence([torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)])
     """
-    tensors = list(tensors_in(batch))
+    tensors = list(tensors_in_batch(batch))
     if axis is not None:
         if axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
             raise ConfigurationError(
@@ -101,6 +106,28 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
     ids = [t for t in tensors if t.ndim == _IDS and not t.is_floating_point()]
     lengths = {tensor.shape[1] for tensor in ids}
     return SequenceAxis(1, lengths.pop()) if len(lengths) == 1 else None
+
+
+def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
+    """Find the axis that has one of the lengths that a model attends to.
+
+    Args:
+        batch: Tensors in any nesting.
+        lengths: The first one that is found counts.
+
+    Returns:
+        The axis; ``None`` if no tensor has one.
+
+    Example:
+        >>> find_axis([torch.zeros(8, 256, 64), torch.zeros(8)], [256])
+        SequenceAxis(axis=1, length=256)
+    """
+    tensors = list(tensors_in_batch(batch))
+    for length in lengths:
+        for tensor in tensors:
+            if length in tensor.shape[1:]:
+                return SequenceAxis(tensor.shape[1:].index(length) + 1, length)
+    return None
 
 
 def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
@@ -152,7 +179,10 @@ def _mapped(
     if isinstance(value, list) and value and next(tensors_in(value), None) is None:
         return of_list(value)
     items = {name: _mapped(item, of_tensor, of_list) for name, item in items_of(value)}
-    return with_items(value, items) if items else value
+    if items:
+        return with_items(value, items)
+    held = {name: _mapped(item, of_tensor, of_list) for name, item in attributes_of(value)}
+    return with_attributes(value, held)
 
 
 def _resized(values: list[Any], now: int, num_samples: int) -> list[Any]:

@@ -162,6 +162,97 @@ def test_long_sequences_with_eager_attention_grow_with_the_square():
     assert with_sdpa.figures["order"] == "linear"
 
 
+class Rows:
+    """A batch that is no container."""
+
+    def __init__(self, samples=4):
+        self.cells = torch.arange(samples * 16 * 8).view(samples, 16, 8) % VOCABULARY
+        self.columns = ["a", "b"]
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, batch):
+        if isinstance(batch, Rows):
+            batch = self.table(batch.cells).mean(2)
+        return self.encoder(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "longer"), [(Rows(), None), (torch.ones(4, 64, 32), torch.ones(4, 128, 32))]
+)
+def test_the_sequence_is_what_is_attended_to(batch, longer):
+    trials = make_trials(Attending(), batch, device="cpu")
+    samples, length, data, kernel = find_suspects(
+        trials, ["batch size", "sequence length", "data on the device", "attention kernel"]
+    )
+    if longer is None:
+        longer = Rows()
+        longer.cells = longer.cells.repeat(1, 2, 1)
+    expected = predict_memory(Attending(), longer, device="cpu").peak_bytes
+    assert length.figures["other_peak_bytes"] == pytest.approx(expected, rel=0.01)
+    assert length.num_bytes > 0
+    given = batch.cells if isinstance(batch, Rows) else batch
+    assert data.num_bytes == given.nbytes
+    assert samples.figures["num_samples"] == 4
+    assert f"{given.shape[1]} tokens" in kernel.sentence or kernel.num_bytes
+
+
+def test_attention_by_hand_is_found_in_batches_without_ids():
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+    trials = make_trials(ByHand(), torch.ones(4, 96, 8), device="cpu")
+    length, kernel = find_suspects(trials, ["sequence length", "attention kernel"])
+    assert (length.figures["length"], length.figures["order"]) == (96, "quadratic")
+    assert kernel.num_bytes == kernel.figures["num_matrices"] * 4 * 96 * 96 * 4 > 0
+
+
+def test_what_may_be_a_sequence_is_not_cleared():
+    found = ask("sequence length", nn.Linear(8, 8), torch.ones(4, 96, 8), device="cpu")
+    assert (found.verdict, found.num_bytes) == ("unknown", None)
+    assert "sequence_axis=" in found.sentence
+
+
+def test_a_batch_without_tensors_is_unknown():
+    class OfText(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, texts):
+            return self.layer(torch.ones(len(texts), 8))
+
+    class Texts(str):
+        __slots__ = ()
+
+    trials = make_trials(OfText(), lambda: Texts("words"), device="cpu")
+    for found in find_suspects(trials, ["data on the device", "sequence length", "batch size"]):
+        assert (found.verdict, found.num_bytes) == ("unknown", None)
+
+
+def test_looking_leaves_torch_as_it_was():
+    before = nn.functional.scaled_dot_product_attention
+    trials = make_trials(Attending(), torch.ones(4, 64, 32), device="cpu")
+    base = trials.base()
+    assert nn.functional.scaled_dot_product_attention is before
+    assert trials.observed.attended == {64}
+    assert trials.observed.optimizers == ["AdamW"]
+    plain = predict_memory(Attending(), torch.ones(4, 64, 32), device="cpu")
+    assert base.by_phase == plain.by_phase
+
+
 def test_a_conv_net_has_no_sequence():
     found = ask("sequence length", conv_net(), IMAGES)
     assert (found.verdict, found.num_bytes) == ("does not matter", 0)
