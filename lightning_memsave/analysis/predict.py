@@ -268,6 +268,10 @@ def _without_wrapper(prediction: MemoryPrediction) -> MemoryPrediction:
             replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
         ),
         peak_module=own(prediction.peak_module),
+        ineffective={
+            name: why.replace("`Wrapped`", f"`{prediction.model}`")
+            for name, why in prediction.ineffective.items()
+        },
     )
 
 

@@ -5,16 +5,17 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_memsave import host
+from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.callbacks._trial import TrialSettings, run_trial
 from lightning_memsave.core.batches import count_samples, split_samples
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.storages import storages_of, tensors_in
-from lightning_memsave.planning.cuda_kernels import ASSUMPTIONS, cuda_kernels, workspace_bytes
+from lightning_memsave.planning.cuda_kernels import assumptions_for, cuda_kernels, workspace_bytes
 from lightning_memsave.planning.depth import Stack, extrapolate, find_stack
 from lightning_memsave.planning.fake_models import FakeTensors, fake_tensors
 from lightning_memsave.planning.prediction import MemoryPrediction
@@ -165,15 +166,30 @@ class _Predictor:
                 + (workspace_bytes(question.capability) if on_cuda else 0),
             ),
             settings={"precision": str(precision or "32-true")}
-            | {row.name: row.value for row in callback.rows if row.status == "on"},
+            | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
+            | {row.name: row.value for row in callback.rows if row.status == "on"}
+            | _whole_window(question.arguments),
+            ineffective=_ineffective(callback.rows),
             assumptions=[
                 *assumptions,
-                *(ASSUMPTIONS if on_cuda else ()),
+                *(assumptions_for(question.capability) if on_cuda else ()),
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
             guesses=self.fakes.guesses,
             context_bytes=CONTEXT_BYTES if on_cuda else 0,
         )
+
+
+# The trial needs no more batches than two.
+def _whole_window(arguments: Mapping[str, Any]) -> dict[str, str]:
+    num_batches = arguments["accumulate_grad_batches"]
+    return {} if num_batches is None else {"accumulate_grad_batches": str(num_batches)}
+
+
+def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
+    return {
+        row.name: f"{row.value}: {'; '.join(row.details)}" for row in rows if row.status == "off"
+    }
 
 
 def _trial_arguments(question: Question) -> tuple[dict[str, Any], list[str]]:

@@ -195,14 +195,33 @@ class TestText:
     def test_variants_side_by_side(self, capsys, project):
         variant = "precision=bf16-mixed activation_checkpointing=all"
         arguments = ["predict", "gpt2", "--batch", "4x32", "--variant", variant]
-        assert main([*arguments, "--gpu", "T4", "--html", "out/page.html"]) == 0
+        assert main([*arguments, "--gpu", "T4", "--html", "page.html"]) == 0
         out = capsys.readouterr().out
         rows = [line for line in out.splitlines() if line.startswith(("as given", variant))]
         assert len(rows) == 2
         assert rows[0].rstrip().endswith("yes")
-        page = (project / "out" / "page.html").read_text()
+        page = (project / "page.html").read_text()
         assert variant in page
         assert "page: out/page.html" in out
+
+    def test_says_what_has_no_effect_and_why(self, capsys):
+        options = ("--set", "optimizer=8bit", "--set", "activation_checkpointing=selective")
+        small = ("net:Lit", "--arg", "width=4", "--arg", "depth=1")
+        arguments = ("predict", *small, "--batch", "float32[8,4],int64[8]<4", *options)
+        assert main([*arguments]) == 0
+        said = capsys.readouterr().out
+        assert "without activation_checkpointing 'selective': no repeated block" in said
+        assert "without optimizer '8bit': `Adam` stays 32-bit" in said
+        found = json_of(capsys, *arguments)
+        assert set(found["ineffective"]) == {"activation_checkpointing", "optimizer"}
+        assert set(found["settings"]) == {"precision"}
+
+    def test_accumulation_of_the_file_is_named(self, capsys, project):
+        (project / "accumulating.yaml").write_text(
+            "trainer: {accumulate_grad_batches: 4}\nmodel: {class_path: net.Lit}\n"
+        )
+        found = json_of(capsys, "predict", "accumulating.yaml", "--batch", BATCH)
+        assert found["settings"]["accumulate_grad_batches"] == "4"
 
     def test_memsave_switches_everything_on(self, capsys):
         batch = "float32[8,256],int64[8]"
