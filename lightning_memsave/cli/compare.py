@@ -217,5 +217,6 @@ def _write_page(path: str, cases: list[_Case], comparison: "MemoryComparison") -
         [(first.name, first.prediction), (name, second.prediction)],
         title=f"{first.name} and {name}",
         device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
+        device_name=fits[0].gpu.known_name if fits else "",
         notes=[*comparison.sentences(), *(f"{name} {fit}." for fit in fits)],
     )

@@ -171,6 +171,10 @@ def test_all_of_it_is_shown_and_given_as_json():
     assert "GTX-1660-Ti has 5.80 GiB: it fits" in text_of(found)
     assert "It fits GTX-1660-Ti as it is." in text
     assert all(len(line) <= 110 for line in text.splitlines())
+    typed = text.partition("What to type\n")[2].splitlines()
+    assert any(line.startswith("    ") for line in typed)
+    marks = re.compile(r"( *\d+\. MemSave| *\d+\. model|    \S|It fits|$)")
+    assert all(marks.match(line) for line in typed)
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["suspects"][0]["figures"] == dict(found.suspects[0].figures)
     assert plain["remedies"][0]["how"] == found.remedies[0].how
