@@ -63,6 +63,11 @@ CODE = """
                 hidden = hidden / 2
             return hidden.sum()
 
+    class Choosing(Lit):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return self.net(x[y > 3]).sum()
+
     class Manual(Lit):
         def __init__(self):
             super().__init__()

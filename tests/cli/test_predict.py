@@ -202,7 +202,7 @@ class TestText:
         assert rows[0].rstrip().endswith("yes")
         page = (project / "page.html").read_text()
         assert variant in page
-        assert "page: out/page.html" in out
+        assert "page: page.html" in out
 
     def test_says_what_has_no_effect_and_why(self, capsys):
         options = ("--set", "optimizer=8bit", "--set", "activation_checkpointing=selective")
@@ -222,6 +222,12 @@ class TestText:
         )
         found = json_of(capsys, "predict", "accumulating.yaml", "--batch", BATCH)
         assert found["settings"]["accumulate_grad_batches"] == "4"
+
+    def test_says_that_made_up_numbers_decide(self, capsys):
+        found = json_of(capsys, "predict", "net:Choosing", "--batch", BATCH)
+        (guess,) = found["guesses"]
+        assert guess.startswith("net.py, line ")
+        assert "random" in guess
 
     def test_memsave_switches_everything_on(self, capsys):
         batch = "float32[8,256],int64[8]"
