@@ -179,7 +179,7 @@ def test_the_page_shows_real_output(capsys):
     pairs = re.findall(
         r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     )
-    assert len(pairs) == 3
+    assert len(pairs) == 2
     for code, shown in pairs:
         exec(code, names)
         assert capsys.readouterr().out == shown
