@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.analysis._predict_checks import check_arguments, check_batch
 from lightning_memsave.analysis._targets_building import remedy_for
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nesting import items_of
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.host import PACKAGES
-from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.planning.fake_models import FakeTensors, real_tensors
 from lightning_memsave.planning.gpus import Gpu, parse_gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
@@ -88,7 +88,9 @@ def predict_memory(
 
     Note:
         Whatever the module's step raises on this batch comes through, with a note. For CUDA the
-        prediction rests on ``assumptions``, which the result lists.
+        prediction rests on ``assumptions``, which the result lists. Hooks of the module run too, up
+        to ``on_train_start`` and in each step: what they write to files or send away is written and
+        sent. Those of the end of a fit do not run.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
@@ -96,7 +98,7 @@ def predict_memory(
         >>> prediction.peak.parameter_bytes, prediction.peak.optimizer_state_bytes
         (88840, 177696)
     """
-    _check(device, time_limit_s)
+    check_arguments(device, time_limit_s)
     arguments = _arguments(settings)
     trainer_settings = {
         name: value for name, value in (trainer_arguments or {}).items() if name in _MATTER
@@ -111,7 +113,7 @@ def predict_memory(
         if inspect.isroutine(batch):
             with real_tensors():
                 data = batch()
-        _check_batch(data)
+        check_batch(data)
         twin = fakes.copy_module(made, without=_trainers(made)) if made is module else made
         if not _is_lightning(twin):
             twin = _wrap(twin, optimizer, loss)
@@ -144,33 +146,6 @@ def predict_memory(
             f"tensors without data: {remedy_for(error) or _CHECK_BATCH}"
         )
         raise
-
-
-def _check(device: str, time_limit_s: float | None) -> None:
-    if device not in ("cuda", "cpu"):
-        raise ConfigurationError(
-            f'`device={device!r}` is not known here. Use `"cuda"` or `"cpu"`; for one GPU in '
-            'particular: `device="cuda", gpu="T4"`.'
-        )
-    if time_limit_s is not None and not time_limit_s > 0:
-        raise ConfigurationError(
-            f"`time_limit_s={time_limit_s!r}` is no time to predict in. Use seconds, such as "
-            "`time_limit_s=60`, or `None` for no limit."
-        )
-
-
-def _check_batch(batch: Any) -> None:
-    if batch is None:
-        raise ConfigurationError(
-            "`batch=None` is no batch. Pass one that `training_step` takes, on any device: for "
-            "example `next(iter(train_dataloader))`."
-        )
-    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
-    if sizes == {0}:
-        raise ConfigurationError(
-            "The batch has no samples: the first size of its tensors is 0. Pass one of the size "
-            "that is trained with."
-        )
 
 
 def _made(make: Any) -> nn.Module:

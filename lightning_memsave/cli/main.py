@@ -1,6 +1,7 @@
 """The command `memsave`: picks the subcommand and turns errors into one message."""
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -54,6 +55,7 @@ _ANSWERS = (
     "3 if the\n  training step fails or does not end"
 )
 _INTERRUPTED = 130
+_TAKE_SIZES = ("--batch", "--gpu", "--time-limit")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -69,7 +71,7 @@ def main(args: Sequence[str] | None = None) -> int:
         Of ``convert`` and ``env``: 0, or 1 if it could not be done. Wrong arguments exit with 2 at
         once, Ctrl-C with 130.
     """
-    arguments = _parser().parse_args(args)
+    arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
     try:
         return COMMANDS[arguments.command].run(arguments) or 0
     except StepError as error:
@@ -79,6 +81,17 @@ def main(args: Sequence[str] | None = None) -> int:
     except (MemsaveError, OSError) as error:
         status = 2 if arguments.command in _ANSWERING else 1
         return _failed(arguments.command, error, status)
+
+
+# argparse takes `-1x8` for an option, and says nothing of sizes.
+def _joined(args: Sequence[str]) -> list[str]:
+    joined: list[str] = []
+    for arg in args:
+        if joined and joined[-1] in _TAKE_SIZES and re.match(r"-[\d.]", arg):
+            joined[-1] += f"={arg}"
+        else:
+            joined.append(arg)
+    return joined
 
 
 def _failed(command: str, error: Exception, status: int) -> int:

@@ -253,6 +253,7 @@ class TestBadInput:
             (("net.py:Lit", "--gpu", "T5"), "GPU 'T5' is not known"),
             (("net.py:Lit", "--gpu", "0GiB"), "must be between"),
             (("net.py:Lit", "--gpu=-3GiB"), "must be between"),
+            (("net.py:Lit", "--gpu", "-3GiB"), "must be between"),
             (("net.py:Lit", "--gpu", "T4", "--device", "cpu"), "Remove one of the two"),
             (("net.py:Lit", "--set", "batch=3"), "`batch` is no argument of `MemSaveCallback`"),
             (("net.py:Lit", "--set", "optimizer"), "Write `name=value`"),
@@ -289,6 +290,14 @@ class TestBadInput:
     )
     def test_batches(self, target, batch, said, capsys):
         assert said in message_of(capsys, "predict", target, f"--batch={batch}")
+
+    def test_a_negative_size_is_no_option(self, capsys):
+        said = message_of(capsys, "predict", "gpt2", "--batch", "-1x8")
+        assert "must be a whole number of at least 1" in said
+
+    def test_nested_batches_are_json(self, capsys):
+        said = message_of(capsys, "predict", "net:Lit", "--batch", "in={x=float32[8,64]}")
+        assert '{"in": {"x": "float32[8,10]"}' in said
 
     @pytest.mark.parametrize(
         ("text", "said"),
@@ -327,7 +336,9 @@ class TestBadInput:
         said = message_of(capsys, "predict", "net.py:Leaves", "--batch", BATCH, status=3)
         assert "SystemExit: 5" in said
 
-    @pytest.mark.parametrize("option", ["--depth=-1", "--tensors=two", "--attention=fast"])
+    @pytest.mark.parametrize(
+        "option", ["--depth=-1", "--tensors=two", "--attention=fast", "--time-limit=0"]
+    )
     def test_wrong_options_exit_with_2(self, option, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(["predict", "net.py:Lit", "--batch", BATCH, option])
