@@ -183,8 +183,10 @@ class MemoryComparison:
 
     def _table(self, title: str, changes: Sequence[Change], *, is_detailed: bool = False) -> Table:
         table = Table(box=None, pad_edge=False)
-        longest = max((len(change.name) for change in changes), default=0)
-        table.add_column(title, overflow="fold", min_width=min(longest, _MAX_NAME_WIDTH))
+        longest = max((len(change.name) or 7 for change in changes), default=0)
+        # Not `min_width`, with which rich makes lines that are too long and cuts them off.
+        width = max(min(longest, _MAX_NAME_WIDTH), len(title))
+        table.add_column(title, overflow="fold", width=width)
         for column in ("before", "after", "difference"):
             table.add_column(column, justify="right", no_wrap=True)
         if is_detailed:

@@ -237,6 +237,21 @@ class TestPredictions:
         found = {c.name: (c.before, c.after) for c in compare_predictions(prediction(), b).phases}
         assert found == {"forward": (510, None), "backward": (500, None), "optimizer": (None, 5)}
 
+    def test_nothing_is_cut_off_behind_long_names(self):
+        def side(n):
+            own = MemoryBreakdown(temporary_bytes=n * 10**8, activation_bytes=n * 10**7)
+            long = "transformer.h.7.attention.resid_dropout.layer"
+            return dataclasses.replace(
+                prediction(),
+                peak=own,
+                modules=(ModuleMemory("", "S", 0, own), ModuleMemory(long, "D", 0, own)),
+            )
+
+        found = compare_predictions(side(1), side(9))
+        words = " ".join(str(found).split())
+        assert all(word in words for word in found.modules[0].detail.split())
+        assert all(len(line) <= 110 for line in str(found).splitlines())
+
     def test_renders(self):
         text = io.StringIO()
         Console(file=text, width=100).print(compare_predictions(prediction(), prediction(batch=8)))
