@@ -29,6 +29,10 @@ _CONTEXT = (
     f"A CUDA context takes {format_bytes(CONTEXT_BYTES)}: not measured; 300 MiB to 1 GiB, by GPU "
     "and driver."
 )
+_SCRATCH = (
+    "Not counted: what kernels need for themselves for a moment, such as those of convolutions, "
+    "recurrent layers and bfloat16."
+)
 _NO_LOSS = (
     "`training_step` returned no loss, so that nothing was differentiated and no parameter "
     "updated: a step with a loss takes more."
@@ -172,7 +176,7 @@ class _Predictor:
             ineffective=_ineffective(callback.rows),
             assumptions=[
                 *assumptions,
-                *(assumptions_for(question.capability) if on_cuda else ()),
+                *(assumptions_for(question.capability) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
             guesses=self.fakes.guesses,

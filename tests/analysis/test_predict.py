@@ -1,5 +1,6 @@
 """What is predicted for a CPU is what real training takes there, to the byte."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
 from tests.analysis.counting import count, count_by_category, predict, settings_for
@@ -42,26 +45,66 @@ def _is_alike(first: dict[str, int], second: dict[str, int]) -> bool:
     return all(abs(num_bytes - second[name]) <= 64 for name, num_bytes in first.items())
 
 
-# The allocator is asked for what kernels need for themselves too: in these steps less than a
-# hundredth. Convolutions are not among them: oneDNN reorders their weights in scratch memory.
+_IN_A_LOOP: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "checkpointing": {"activation_checkpointing": "all"},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "bf16_mixed": {"precision": "bf16-mixed"},
+    "bf16_true": {"precision": "bf16-true"},
+}
+# The allocator is asked for what kernels need for themselves too, which is not predicted: of most
+# steps a hundredth, more where bfloat16 is converted inside of kernels. oneDNN reorders what
+# convolutions and recurrent layers are given: a fifth of these small models.
+_HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
+
+
+# These two have no `loss` for a loop of our own.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["roberta", "gpt2", "llama", "transformer_encoder", "table"])
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - {"gan", "checkpointed_transformer"}))
 def test_agrees_with_the_allocator(name: str) -> None:
-    architecture = ARCHITECTURES[name]
+    missed = {}
+    for technique, settings in _IN_A_LOOP.items():
+        if (name, technique) == ("diffusion", "bf16_true"):
+            continue  # the batch of a plain loop stays in 32 bits
+        error = (
+            predict(ARCHITECTURES[name], settings).peak_bytes
+            / _allocated_bytes(ARCHITECTURES[name], technique)
+            - 1
+        )
+        most = 0.22 if name in _HAS_SCRATCH else 0.02 if "bf16" in technique else 0.01
+        if not -most < error < 0.001:
+            missed[technique] = error
+    assert missed == {}
+
+
+def _allocated_bytes(architecture: Architecture, technique: str) -> int:
+    """The peak of a loop without Lightning and without this package's callback."""
     torch.manual_seed(0)
-    module, batch = architecture.make(), architecture.batch()
-    optimizer = module.make_optimizer(module.parameters())
+    module: Any = architecture.make()
+    batch: Any = architecture.batch()
+    if technique == "checkpointing":
+        with contextlib.suppress(NoEffectWarning):
+            ActivationCheckpointing().apply(module)
+    if technique == "bf16_true":
+        module = module.bfloat16()
+        batch = map_tensors(batch, lambda t: t.bfloat16() if t.is_floating_point() else t)
+    optimizer = module.make_optimizer([p for p in module.parameters() if p.requires_grad])
+    limit = dict(architecture.trainer_arguments).get("gradient_clip_val")
 
     def step() -> None:  # in the order of Lightning
-        loss = module.loss(batch)
-        optimizer.zero_grad()
-        loss.backward()
+        for index in range(2 if technique == "accumulation" else 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=technique == "bf16_mixed"):
+                loss = module.loss(batch)
+            if index == 0:
+                optimizer.zero_grad()
+            loss.backward()
+        if limit is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), limit)
         optimizer.step()
 
     alive = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
-    allocated = profiler_peak_bytes(step, alive)
-    assert predict(architecture, {}).peak_bytes == pytest.approx(allocated, rel=0.01)
+    return profiler_peak_bytes(step, alive)
 
 
 class _Guessing(Lit):
