@@ -221,7 +221,7 @@ class MemoryPrediction:
             reserved_bytes=found["reserved_bytes"],
             context_bytes=found["context_bytes"],
             settings=found["settings"],
-            ineffective=found["ineffective"],
+            ineffective=found.get("ineffective", {}),
             assumptions=tuple(found["assumptions"]),
             guesses=tuple(found["guesses"]),
             is_extrapolated=found["is_extrapolated"],
