@@ -41,7 +41,11 @@ demo: $(READY) $(READY_DEMO)  ## Train a real BERT with and without MemSaveCallb
 
 .PHONY: test
 test: $(READY) $(READY_DEMO)  ## Run the tests, with coverage
-	$(PYTEST) -n $(WORKERS) --dist worksteal --cov --cov-report=term $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --cov --cov-report=term -m "not exhaustive" $(PYTEST_ARGS)
+
+.PHONY: test-all
+test-all: $(READY) $(READY_DEMO)  ## Run the tests that take long as well
+	$(PYTEST) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(READY) lint test  ## What CI runs: format, lint, types, spelling, tests

@@ -94,6 +94,24 @@ def test_a_rung_that_breaks_bitwise_equality_fails_the_ladder(tmp_path, monkeypa
     assert run_ladder(arguments) == 0
 
 
+def test_each_prediction_stands_beside_what_was_measured():
+    found = {
+        "peak_allocated_bytes": 100 * 2**20,
+        "peak_reserved_bytes": 200 * 2**20,
+        "nvml_process_bytes": 800 * 2**20,
+        "predicted": {
+            "peak_allocated_bytes": 101 * 2**20,
+            "peak_reserved_bytes": 190 * 2**20,
+            "device_bytes": 880 * 2**20,
+        },
+        "median_step_s": 0.1,
+        "losses": [1.0],
+    }
+    row = make_table({"nothing": found}).splitlines()[2]
+    cells = [cell.strip() for cell in row.strip("|").split("|")]
+    assert cells[1:8] == ["100", "1.000", "+1.0 %", "200", "-5.0 %", "800", "+10.0 %"]
+
+
 def test_losses_are_compared_with_those_without_the_callback():
     rungs: dict[str, dict[str, Any]] = {
         "nothing": {"losses": [3.0, 2.0]},
@@ -128,7 +146,7 @@ def test_table_of_the_ladder_has_ratios_to_nothing():
 
     cells = [cell.strip() for cell in table.splitlines()[3].split("|")]
     assert cells[1:4] == ["all", "1", "0.250"]
-    assert cells[7:9] == ["150.0", "1.500"]
+    assert cells[9:11] == ["150.0", "1.500"]
 
 
 @pytest.mark.slow

@@ -97,26 +97,30 @@ def make_table(rungs: dict[str, dict[str, Any]]) -> str:
     rows = []
     for name, found in rungs.items():
         if "error" in found:
-            rows.append([name, "failed", *[""] * 8])
+            rows.append([name, "failed", *[""] * 10])
             continue
         ratio = _ratio(found, reference, "peak_allocated_bytes")
         used = found.get("nvml_process_bytes") or found.get("nvml_used_bytes")
+        used = used or found.get("driver_used_bytes")
         rows.append(
             [
                 name,
                 _mib(found["peak_allocated_bytes"]),
                 ratio,
-                _predicted(found),
+                _predicted(found, "peak_allocated_bytes", found["peak_allocated_bytes"]),
                 _mib(found["peak_reserved_bytes"]),
-                _mib(used or found.get("driver_used_bytes")),
+                _predicted(found, "peak_reserved_bytes", found["peak_reserved_bytes"]),
+                _mib(used),
+                _predicted(found, "device_bytes", used),
                 f"{1000 * found['median_step_s']:.1f}",
                 _ratio(found, reference, "median_step_s"),
                 f"{found['losses'][-1]:.4f}",
                 f"{found.get('max_loss_difference', float('nan')):.1e}",
             ]
         )
-    header = ["rung", "allocated", "ratio", "predicted", "reserved", "NVML", "step (ms)", "ratio"]
-    table = markdown_table([*header, "last loss", "off nothing"], rows)
+    header = ["rung", "allocated", "ratio", "predicted", "reserved", "predicted"]
+    header += ["NVML", "predicted", "step (ms)", "ratio", "last loss", "off nothing"]
+    table = markdown_table(header, rows)
     errors = [f"`{name}`: {found['error']}" for name, found in rungs.items() if "error" in found]
     return "\n\n".join([table, *errors])
 
@@ -125,11 +129,11 @@ def _mib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**20:,.0f}"
 
 
-def _predicted(found: dict[str, Any]) -> str:
-    predicted = found.get("predicted")
-    if not predicted:
+def _predicted(found: dict[str, Any], name: str, measured_bytes: int | None) -> str:
+    predicted_bytes = (found.get("predicted") or {}).get(name)
+    if not predicted_bytes or not measured_bytes:
         return "-"
-    return f"{100 * (predicted['peak_allocated_bytes'] / found['peak_allocated_bytes'] - 1):+.1f} %"
+    return f"{100 * (predicted_bytes / measured_bytes - 1):+.1f} %"
 
 
 def _ratio(found: dict[str, Any], reference: dict[str, Any], key: str) -> str:
@@ -170,8 +174,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.results or (Path(tempfile.mkdtemp()) if is_dry else RESULTS)
     slug = re.sub(r"[^a-z0-9]+", "_", device_name().lower()).strip("_")
     note = (
-        "Sizes in MiB, peaks over the steps that count; what was predicted against what was "
-        "allocated; NVML after the last step."
+        "Sizes in MiB, peaks over the steps that count; NVML after the last step; beside each what "
+        "was predicted, against it."
     )
     path = write_results(
         "gpu_dry_run" if is_dry else f"gpu_{slug}",

@@ -13,7 +13,7 @@ from lightning_memsave.analysis._targets_building import explained
 from lightning_memsave.analysis.targets import BatchSpec, Target, load_target, make_batch_spec
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning.batch_sizes import find_sequence
 from lightning_memsave.planning.fake_models import fake_tensors
 from lightning_memsave.planning.gpus import Gpu, parse_gpu
@@ -89,7 +89,7 @@ def make_trials(
 
 
 def _has_tensors(batch: Any) -> bool:
-    return next(tensors_in(batch), None) is not None
+    return next(tensors_in_batch(batch), None) is not None
 
 
 def _made_without_data(make: Any) -> nn.Module:
@@ -109,4 +109,4 @@ def _made_without_data(make: Any) -> nn.Module:
 def _name_of(optimizer: Any, source: Any) -> str:
     if optimizer is not None:
         return str(getattr(optimizer, "__name__", type(optimizer).__name__))
-    return "the optimizer" if hasattr(source, "configure_optimizers") else "AdamW"
+    return "" if hasattr(source, "configure_optimizers") else "AdamW"

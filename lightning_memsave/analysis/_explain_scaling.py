@@ -1,4 +1,4 @@
-"""How memory grows with the batch and with the sequence."""
+"""How memory grows with the batch."""
 
 from dataclasses import dataclass
 from fractions import Fraction
@@ -16,7 +16,6 @@ from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 _MAX_STEPS = 4
-_NO_QUADRATIC = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,65 +126,3 @@ def _guess(lines: dict[str, _Line], limit_bytes: int) -> int:
         if line.bytes_per_sample > 0
     ]
     return min(sizes, default=1)
-
-
-def sequence_length(trials: Trials) -> Suspect:
-    """Find how memory grows with the length of the sequence, from three lengths.
-
-    Args:
-        trials: What predicts.
-
-    Returns:
-        The answer: what grows with the length and what with its square.
-    """
-    name, sequence, base = "sequence length", trials.sequence, trials.base()
-    if sequence is None:
-        return Suspect(
-            name,
-            "does not matter",
-            0,
-            "No token ids are in the batch. Pass `sequence_axis=` if another axis is a sequence.",
-        )
-    lengths = (sequence.length, sequence.length // 2, sequence.length // 4)
-    if lengths[2] < 1:
-        return unknown(name, f"Sequences of {sequence.length} are too short to be shortened.")
-    bytes_at = [base.by_phase[base.peak_phase].total_bytes]
-    for length in lengths[1:]:
-        found = trials.attempt(length=length)
-        if isinstance(found, str):
-            return unknown(name, f"The model does not take a length of {length}: {found}.")
-        bytes_at.append(found.by_phase[base.peak_phase].total_bytes)
-    constant, linear, quadratic = _parabola(lengths, bytes_at)
-    length = sequence.length
-    with_length, with_square = round(linear * length), round(quadratic * length**2)
-    both = with_length + with_square
-    is_quadratic = with_square >= _NO_QUADRATIC * max(both, 1)
-    twice = round(constant + 2 * linear * length + 4 * quadratic * length**2)
-    growth = f"{format_bytes(both)} grow with the length"
-    if is_quadratic:
-        growth = (
-            f"{format_bytes(with_length)} grow with the length and {format_bytes(with_square)} "
-            "with its square"
-        )
-    return answered(
-        name,
-        both,
-        f"At {length} tokens {growth}: with {2 * length} the step would take about "
-        f"{format_bytes(twice)}.",
-        base,
-        length=length,
-        fixed_bytes=round(constant),
-        linear_bytes=with_length,
-        quadratic_bytes=with_square,
-        order="quadratic" if is_quadratic and with_square > with_length else "linear",
-    )
-
-
-def _parabola(
-    lengths: tuple[int, int, int], values: list[int]
-) -> tuple[Fraction, Fraction, Fraction]:
-    (x, y, z), (at_x, at_y, at_z) = lengths, values
-    first, second = Fraction(at_x - at_y, x - y), Fraction(at_y - at_z, y - z)
-    quadratic = (first - second) / (x - z)
-    linear = first - quadratic * (x + y)
-    return at_x - linear * x - quadratic * x**2, linear, quadratic

@@ -127,10 +127,10 @@ def _kinds_of_tensors(trials: Trials, base: MemoryPrediction) -> list[str]:
         logits = logits_of(base, outputs)
         what = f"of {outputs.num_outputs:,} outputs (the logits and what follows from them)"
         found += _several(base, logits, what)
-    if trials.sequence is not None:
-        length = trials.sequence.length
-        what = f"for all pairs of the {length:,} tokens (scores of attention)"
-        found += _several(base, scores_of(base, length), what)
+    if trials.lengths:
+        of = " or ".join(f"{length:,}" for length in trials.lengths[:2])
+        what = f"for all pairs of the {of} tokens (scores of attention)"
+        found += _several(base, scores_of(base, trials.lengths), what)
     return found
 
 

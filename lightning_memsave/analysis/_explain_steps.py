@@ -1,6 +1,6 @@
 """What another kind of attention, or gradients that are freed in time, would change."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lightning_memsave.analysis._explain_suspect import Figure, Suspect, answered, unknown
 from lightning_memsave.analysis._explain_trials import Trials
@@ -52,12 +52,13 @@ def attention_kernel(trials: Trials) -> Suspect:
 
 def _of_scores(trials: Trials) -> Suspect:
     base = trials.base()
-    if trials.sequence is None:
-        return Suspect(_NAME, "does not matter", 0, "There is no sequence to attend to.")
-    scores = scores_of(base, trials.sequence.length)
+    if not trials.lengths:
+        return Suspect(_NAME, "does not matter", 0, "Nothing is attended to in this step.")
+    scores = scores_of(base, trials.lengths)
     num_bytes = sum(tensor.num_bytes for tensor in scores)
     if not scores:
-        return answered(_NAME, 0, "No matrix of all pairs of tokens is alive at the peak.", base)
+        pairs = f"No matrix of all pairs of {trials.lengths[0]:,} tokens is alive at the peak."
+        return answered(_NAME, 0, pairs, base)
     at_least = "At least " if are_maybe_more(base, scores) else ""
     return answered(
         _NAME,
@@ -69,12 +70,12 @@ def _of_scores(trials: Trials) -> Suspect:
     )
 
 
-def scores_of(base: MemoryPrediction, length: int) -> list[TensorMemory]:
+def scores_of(base: MemoryPrediction, lengths: Collection[int]) -> list[TensorMemory]:
     """Find the scores of attention that are alive at the peak.
 
     Args:
         base: The prediction.
-        length: Of the sequence.
+        lengths: How many tokens are attended to.
 
     Returns:
         Those among its largest tensors that have an entry for each pair of tokens.
@@ -84,7 +85,8 @@ def scores_of(base: MemoryPrediction, length: int) -> list[TensorMemory]:
         for tensor in base.largest_tensors
         if tensor.category in {"activation", "temporary"}
         and len(tensor.shape) > 2
-        and tensor.shape[-2:] == (length, length)
+        and tensor.shape[-1] in lengths
+        and tensor.shape[-1] == tensor.shape[-2]
     ]
 
 

@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from lightning_memsave.analysis._explain_suspect import Suspect, Verdict, answered
+from lightning_memsave.analysis._explain_suspect import Suspect, Verdict, answered, unknown
 from lightning_memsave.analysis._explain_trials import Trials
+from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning._dominant_parts import embedding_tables
 from lightning_memsave.planning._tensor_entries import TensorEntry
 from lightning_memsave.planning.fixed_costs import FixedCosts, fixed_costs
@@ -115,6 +116,9 @@ def data_on_device(trials: Trials) -> Suspect:
         The answer.
     """
     name, base = "data on the device", trials.base()
+    if next(tensors_in_batch(trials.batch), None) is None:
+        kind = type(trials.batch).__name__
+        return unknown(name, f"No tensors were found in the batch, which is of class `{kind}`.")
     buffers = base.peak.buffer_bytes
     beside = f", and buffers of the module {format_bytes(buffers)}" if buffers else ""
     return answered(
@@ -167,16 +171,17 @@ def cardinality(trials: Trials) -> Suspect:
         logits = logits_of(trials.base(), outputs)
     of_logits = sum(tensor.num_bytes for tensor in logits)
     num_bytes = of_tables + of_logits
-    sentence = (
-        f"{_named(list(chosen.values()))}: with gradients and state of {costs.optimizer} "
-        f"{format_bytes(of_tables)}"
-    )
+    sentence = f"{_named(list(chosen.values()))}: {_with_name(costs)} {format_bytes(of_tables)}"
     if logits:
         sentence += f", and {format_bytes(of_logits)} of logits"
     whole = trials.base().peak_bytes if trials.can_predict else costs.total_bytes
     verdict: Verdict = "matters" if num_bytes >= 0.05 * whole else "does not matter"
     figures = {"table_bytes": of_tables, "logits_bytes": of_logits}
     return Suspect(name, verdict, num_bytes, f"{sentence}.", figures)
+
+
+def _with_name(costs: FixedCosts) -> str:
+    return costs.summary.replace("optimizer state", f"state of {costs.optimizer}")
 
 
 def _named(entries: list[TensorEntry]) -> str:
@@ -199,7 +204,9 @@ def structure(trials: Trials) -> Suspect:
     costs = costs_of(trials)
     total = costs.total_bytes
     largest = explain_parameters(trials.table)[0]
-    sentence = f"Parameters, gradients and state of {costs.optimizer}: {format_bytes(total)}."
+    what = _with_name(costs)
+    remark = f" at the peak; {costs.remark}" if costs.remark else ""
+    sentence = f"{what[0].upper()}{what[1:]}: {format_bytes(total)}{remark}."
     whole = trials.base().peak_bytes if trials.can_predict else total
     verdict: Verdict = "matters" if total >= 0.05 * whole and total else "does not matter"
     figures = {"num_parameters": trials.table.num_parameters}

@@ -9,11 +9,13 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave.analysis._explain_attention import attention_set, set_attention
+from lightning_memsave.analysis._explain_observed import Observed
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.callbacks._stacks import OFF_BY_NONE
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning.batch_sizes import (
     SequenceAxis,
+    find_axis,
     sample_count,
     with_length,
     with_samples,
@@ -34,11 +36,12 @@ class Trials:
         batch: The batch; ``None`` without one.
         arguments: Of `MemSaveCallback`, those that are not its own defaults.
         table: The parameters.
-        optimizer_name: For sentences.
+        configured: Name of the optimizer that was given; empty where the module makes its own.
         attention: Kind of attention of the Hugging Face model in it, such as ``"eager"``.
-        sequence: Where the sequence runs in the batch.
+        known_sequence: Where the sequence runs in the batch, if that is known.
         gpu: The card that is meant.
         device: Whose kernels are assumed.
+        observed: What was seen of the step as it is, once it has been predicted.
         options: More arguments of `predict_memory`.
     """
 
@@ -46,12 +49,13 @@ class Trials:
     batch: Any
     arguments: dict[str, Any]
     table: ParameterTable
-    optimizer_name: str = "the optimizer"
+    configured: str = ""
     attention: str | None = None
-    sequence: SequenceAxis | None = None
+    known_sequence: SequenceAxis | None = None
     gpu: Gpu | None = None
     device: str = "cuda"
     options: Mapping[str, Any] = field(default_factory=dict)
+    observed: Observed = field(default_factory=Observed)
     _known: dict[str, MemoryPrediction | str] = field(default_factory=dict)
 
     @property
@@ -63,6 +67,26 @@ class Trials:
     def num_samples(self) -> int | None:
         """Samples of the batch; ``None`` if they cannot be counted."""
         return sample_count(self.batch)
+
+    @property
+    def sequence(self) -> SequenceAxis | None:
+        """Where the sequence runs in the batch: token ids, or else what is attended to."""
+        if self.known_sequence is not None or not self.can_predict:
+            return self.known_sequence
+        return find_axis(self.batch, self.lengths)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """How many tokens the step as it is attends to, the largest number first."""
+        softmaxes = (t.shape for t in self.base().largest_tensors if "softmax" in t.op)
+        by_hand = {s[-1] for s in softmaxes if len(s) > 2 and s[-1] == s[-2] > 1}
+        known = () if self.known_sequence is None else (self.known_sequence.length,)
+        return tuple(sorted({*self.observed.attended, *by_hand, *known}, reverse=True))
+
+    @property
+    def optimizer_name(self) -> str:
+        """Who updates the parameters, for sentences."""
+        return " and ".join(self.observed.optimizers) or self.configured or "the optimizer"
 
     @property
     def precision(self) -> str:
@@ -84,7 +108,8 @@ class Trials:
         """
         key = self._key({}, None, None, None)
         if not isinstance(self._known.get(key), MemoryPrediction):
-            self._known[key] = self._predict({}, self.batch, None)
+            with self.observed.looking():
+                self._known[key] = self._predict({}, self.batch, None)
         found = self._known[key]
         assert isinstance(found, MemoryPrediction), "it was made above"
         return found

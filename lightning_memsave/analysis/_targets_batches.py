@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.known_values import mark_random
 
 MAX_NUMEL = 2**40
 """No tensor of a batch is larger; what is, is a slip of the keyboard."""
@@ -21,8 +22,9 @@ _SHORT = {
     "fp16": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32",
 }  # fmt: skip
 _HOW = (
-    'Write "8x512" for samples x tokens of a Hugging Face model, or name each tensor: '
-    '"x=float32[8,3,224,224],y=int64[8]".'
+    'Write "8x512" for samples x tokens of a Hugging Face model, name each tensor: '
+    '"x=float32[8,3,224,224],y=int64[8]", or write JSON where they are nested: '
+    '\'{"in": {"x": "float32[8,10]"}, "y": "int64[8]"}\'.'
 )
 
 
@@ -59,9 +61,11 @@ class TensorSpec:
         if self.upper_bound == self.lower_bound + 1:
             # Known without data too, where random ones are not: a mask of ones stays one.
             return torch.full(self.shape, self.lower_bound, dtype=self.dtype)
-        if self.dtype is torch.bool:
-            return torch.randint(*bounds, self.shape, generator=generator).bool()
-        return torch.randint(*bounds, self.shape, dtype=self.dtype, generator=generator)
+        dtype = torch.int64 if self.dtype is torch.bool else self.dtype
+        tensor = torch.randint(*bounds, self.shape, dtype=dtype, generator=generator)
+        tensor = tensor.to(self.dtype)
+        mark_random(tensor)
+        return tensor
 
     def __str__(self) -> str:
         sizes = ",".join(map(str, self.shape))

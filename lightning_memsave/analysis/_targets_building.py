@@ -12,6 +12,30 @@ from lightning_memsave.errors import ConfigurationError, MemsaveError
 _ABOUT_GPU = re.compile(
     r"\bcuda\b|\bnvidia\b|\bhip\b|\bcudnn\b|no gpus? |accelerator device", re.IGNORECASE
 )
+_ABOUT_DATA = re.compile(r"\.numpy\(\)|data pointer|data_ptr")
+_MAX_LENGTH = 300
+
+
+def remedy_for(error: BaseException) -> str:
+    """Say what to do about an error that comes from where the code runs, not from what it does.
+
+    Args:
+        error: Whatever code of the user raised on tensors without data.
+
+    Returns:
+        Two sentences; empty for any other error.
+    """
+    if _ABOUT_GPU.search(str(error)):
+        return (
+            "It asks for a GPU, and none is used here. Make the device an argument, guard it with "
+            "`torch.cuda.is_available()`, or leave it to the Trainer."
+        )
+    if _ABOUT_DATA.search(str(error)):
+        return (
+            "It asks for the data of a tensor, and tensors have none here. Compute with torch "
+            "instead of numpy or a kernel of its own."
+        )
+    return ""
 
 
 @contextlib.contextmanager
@@ -34,13 +58,8 @@ def explained(what: str, fix: str) -> Iterator[None]:
     except MemsaveError:
         raise
     except (Exception, SystemExit) as error:
-        said = " ".join(f"{type(error).__name__}: {error}".split()).rstrip(".")
-        if _ABOUT_GPU.search(str(error)):
-            raise ConfigurationError(
-                f"{what} asks for a GPU{_place(error)}, and none is used here ({said}). Make the "
-                "device an argument, guard it with `torch.cuda.is_available()`, or leave it to the "
-                "Trainer."
-            ) from error
+        said = _in_brief(f"{type(error).__name__}: {error}")
+        fix = remedy_for(error) or fix
         raise ConfigurationError(f"{what} failed{_place(error)} ({said}). {fix}") from error
 
 
@@ -61,6 +80,15 @@ def importable(folder: str | None = None) -> Iterator[None]:
     finally:
         with contextlib.suppress(ValueError):
             sys.path.remove(path)
+
+
+# Torch lists all its backends where it has no kernel for one of them.
+def _in_brief(text: str) -> str:
+    text = " ".join(text.split()).rstrip(".")
+    if len(text) <= _MAX_LENGTH:
+        return text
+    first = re.split(r"(?<=[.!?])\s+(?=[A-Z'`\"])", text, maxsplit=1)[0].rstrip(".")
+    return first if len(first) <= _MAX_LENGTH else f"{first[:_MAX_LENGTH]} ..."
 
 
 _PACKAGE = str(Path(__file__).parents[1])

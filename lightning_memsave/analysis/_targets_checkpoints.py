@@ -86,14 +86,15 @@ def _refusal(path: Path, error: Exception) -> str:
         return _unreadable(path, error)
     return (
         f"`{path}` holds an object of `{found[1]}`, and loading that could run code: it was not "
-        "loaded. Give the weights alone: `torch.save(model.state_dict(), path)`, or name the code: "
-        "`module:Class`."
+        "loaded. Give the weights alone: `torch.save(model.state_dict(), path)`; or give the code "
+        "in place of the checkpoint: `module:Class`."
     )
 
 
 def _unreadable(path: Path, error: Exception) -> str:
     reason = str(error).strip().splitlines()
-    why = f" ({reason[0]})" if reason else ""
+    # What pickle raises on any other file may be no more than a byte.
+    why = f" ({reason[0]})" if reason and " " in reason[0] else ": it is no file of torch"
     return (
         f"`{path}` cannot be read by torch{why}. Give a checkpoint of Lightning, or what "
         "`torch.save(model.state_dict(), path)` has written."

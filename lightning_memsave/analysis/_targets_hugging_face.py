@@ -29,6 +29,8 @@ TASK_NAMES = {
 TASKS = tuple(TASK_NAMES)
 """Tasks of Hugging Face models whose batches are known."""
 
+# What configs may have and need not.
+_NEVER_ABSENT = ("attn_implementation", "decoder_start_token_id", "pad_token_id")
 _NAME_PREFIX = "hf:"
 
 
@@ -164,7 +166,7 @@ def _check_model_type(source: str, found: Any) -> None:
 
 def _check_names(source: str, config: Any, arguments: Mapping[str, Any]) -> None:
     for name in arguments:
-        if name == "attn_implementation" or hasattr(config, name):
+        if name in _NEVER_ABSENT or hasattr(config, name):
             continue
         near = difflib.get_close_matches(name, config.to_dict(), n=3)
         options = f"Use {' or '.join(f'`{other}`' for other in near)}." if near else "Remove it."

@@ -69,6 +69,7 @@ def _token_batch(sizes: tuple[int, ...], model: Any, task: str) -> dict[str, Ten
     label_tokens = tokens
     if task == "seq2seq_lm":
         shape, tokens = sizes[:2], sizes[1]
+        _check_start_token(model.config)
     _check_positions(model, max(tokens, label_tokens))
     batch = {
         "input_ids": _integers(shape, vocabulary),
@@ -85,6 +86,15 @@ def _token_batch(sizes: tuple[int, ...], model: Any, task: str) -> dict[str, Ten
     if task == "token_classification":
         return batch | {"labels": _integers(shape, model.config.num_labels)}
     return batch | {"labels": _integers((samples, label_tokens), vocabulary)}
+
+
+# The labels, moved by one behind this token, are what the decoder reads.
+def _check_start_token(config: Any) -> None:
+    if config.model_type == "t5" and getattr(config, "decoder_start_token_id", None) is None:
+        raise ConfigurationError(
+            f"`{type(config).__name__}` has no `decoder_start_token_id`, with which labels begin "
+            "for the decoder. Add it to the config, or write `--arg decoder_start_token_id=0`."
+        )
 
 
 def _image_batch(sizes: tuple[int, ...], model: Any, task: str) -> dict[str, TensorSpec]:

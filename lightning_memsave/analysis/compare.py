@@ -15,13 +15,13 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.comparison import (
     compare_parameters,
     compare_predictions,
-    compare_reports,
 )
 from lightning_memsave.planning.fake_building import buildable
 from lightning_memsave.planning.fake_models import fake_tensors
 from lightning_memsave.planning.memory_comparison import MemoryComparison
 from lightning_memsave.planning.parameter_table import ParameterTable, parameter_table
 from lightning_memsave.planning.prediction import MemoryPrediction
+from lightning_memsave.planning.report_comparison import compare_reports
 
 Comparable: TypeAlias = (
     nn.Module

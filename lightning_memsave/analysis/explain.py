@@ -1,6 +1,6 @@
 """Say where the memory goes, why, and what would lower it."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -95,7 +95,7 @@ class MemoryExplanation:
         }
 
     def _parts(self) -> list[RenderableType]:
-        shown: list[RenderableType] = [Text(f"- {sentence}") for sentence in self.sentences]
+        shown: list[RenderableType] = [_items(("-", s) for s in self.sentences)]
         shown += [Text(), parameter_tree(self.table, max_depth=_SHOWN_DEPTH)]
         if self.largest_tensors:
             shown += [Text(), Text("Largest tensors at the peak"), self._tensors()]
@@ -142,7 +142,7 @@ class MemoryExplanation:
                 remedy.cost,
             )
         shown: list[RenderableType] = [table, Text(), Text("What to type")]
-        shown += [Text(f"{number:>2}. {remedy.how}") for number, remedy in enumerate(remedies, 1)]
+        shown.append(_items((f"{number:>2}.", r.how) for number, r in enumerate(remedies, 1)))
         return [*shown, *self._verdict(self.gpu)]
 
     def _verdict(self, gpu: Gpu | None) -> list[RenderableType]:
@@ -248,6 +248,16 @@ def explain_memory(
         trials.gpu,
         trials.num_predictions,
     )
+
+
+# Lines that are too long go on below the text, not below the mark.
+def _items(marked: Iterable[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 1), pad_edge=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for mark, text in marked:
+        grid.add_row(mark, Text(text))
+    return grid
 
 
 def _table(*columns: str, right: int) -> Table:

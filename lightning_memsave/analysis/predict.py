@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.analysis._predict_checks import check_arguments, check_batch
+from lightning_memsave.analysis._targets_building import remedy_for
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks._stacks import OFF_BY_NONE, with_stack
 from lightning_memsave.callbacks.memsave import MemSaveCallback
@@ -20,8 +22,12 @@ from lightning_memsave.planning.fake_models import FakeTensors, real_tensors
 from lightning_memsave.planning.gpus import Gpu, parse_gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
 
+TIME_LIMIT_S = 300.0
+
 _WRAPPER = "wrapped"
 # One device holds everything: what a Trainer is told of devices and strategies is not used.
+_CHECK_BATCH = "check that the batch is one that the module takes."
+_NOTHING_TO_TRAIN = "optimizer got an empty parameter list"
 _MATTER = (
     *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     *("max_epochs", "max_steps"),
@@ -41,6 +47,7 @@ def predict_memory(
     attention: str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
     may_extrapolate: bool = True,
+    time_limit_s: float | None = TIME_LIMIT_S,
 ) -> MemoryPrediction:
     """Predict the peak memory of a training step, by category, by phase and by module.
 
@@ -69,6 +76,8 @@ def predict_memory(
             clipping matter for memory, others are not used.
         may_extrapolate: Whether models of 30 blocks and more may be predicted from copies with
             fewer, which takes seconds instead of minutes.
+        time_limit_s: Give up after this time; ``None`` for never. A step that repeats itself until
+            some number is small enough would never end on tensors without data.
 
     Returns:
         The prediction.
@@ -76,10 +85,13 @@ def predict_memory(
     Raises:
         ConfigurationError: If arguments are wrong, or the module cannot be made or copied.
         MemsaveError: If settings do not go with the module.
+        TimeoutError: If the step does not end, or takes longer than ``time_limit_s``.
 
     Note:
         Whatever the module's step raises on this batch comes through, with a note. For CUDA the
-        prediction rests on ``assumptions``, which the result lists.
+        prediction rests on ``assumptions``, which the result lists. Hooks of the module run too, up
+        to ``on_train_start`` and in each step: what they write to files or send away is written and
+        sent. Those of the end of a fit do not run.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(100, 200), nn.ReLU(), nn.Linear(200, 10))
@@ -87,6 +99,7 @@ def predict_memory(
         >>> prediction.peak.parameter_bytes, prediction.peak.optimizer_state_bytes
         (88840, 177696)
     """
+    check_arguments(device, time_limit_s)
     arguments = _arguments(settings)
     trainer_settings = {
         name: value for name, value in (trainer_arguments or {}).items() if name in _MATTER
@@ -101,6 +114,7 @@ def predict_memory(
         if inspect.isroutine(batch):
             with real_tensors():
                 data = batch()
+        check_batch(data)
         twin = fakes.copy_module(made, without=_trainers(made)) if made is module else made
         if not _is_lightning(twin):
             twin = _wrap(twin, optimizer, loss)
@@ -114,16 +128,23 @@ def predict_memory(
         attention=attention,
         capability=(card and card.compute_capability) or (8, 0),
         trainer_arguments=trainer_settings,
+        time_limit_s=time_limit_s,
         may_extrapolate=may_extrapolate,
     )
     try:
         return _without_wrapper(predict(question))
-    except MemsaveError:
+    except (MemsaveError, TimeoutError):
         raise
     except Exception as error:
+        if _NOTHING_TO_TRAIN in str(error):
+            raise ConfigurationError(
+                "The optimizer has no parameter to train: those of the module have "
+                "`requires_grad=False`, or there are none. Let some of them be trained, or pass a "
+                "module whose optimizer takes them."
+            ) from error
         error.add_note(
             "This comes from the training step of the module, which `predict_memory` ran on "
-            "tensors without data: check that the batch is one that the module takes."
+            f"tensors without data: {remedy_for(error) or _CHECK_BATCH}"
         )
         raise
 
@@ -224,6 +245,10 @@ def _without_wrapper(prediction: MemoryPrediction) -> MemoryPrediction:
             replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
         ),
         peak_module=own(prediction.peak_module),
+        ineffective={
+            name: why.replace("`Wrapped`", f"`{prediction.model}`")
+            for name, why in prediction.ineffective.items()
+        },
     )
 
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 
 from lightning_memsave.analysis._explain_device import cuda_context, fragmentation, other_process
-from lightning_memsave.analysis._explain_scaling import batch_size, sequence_length
+from lightning_memsave.analysis._explain_scaling import batch_size
+from lightning_memsave.analysis._explain_sequence import sequence_length
 from lightning_memsave.analysis._explain_steps import attention_kernel, old_gradients
 from lightning_memsave.analysis._explain_suspect import MATTERS, Suspect, Verdict, unknown
 from lightning_memsave.analysis._explain_tensors import (

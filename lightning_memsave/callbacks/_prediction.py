@@ -5,16 +5,17 @@ import copy
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_memsave import host
+from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.callbacks._trial import TrialSettings, run_trial
 from lightning_memsave.core.batches import count_samples, split_samples
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.storages import storages_of, tensors_in
-from lightning_memsave.planning.cuda_kernels import ASSUMPTIONS, cuda_kernels, workspace_bytes
+from lightning_memsave.planning.cuda_kernels import assumptions_for, cuda_kernels, workspace_bytes
 from lightning_memsave.planning.depth import Stack, extrapolate, find_stack
 from lightning_memsave.planning.fake_models import FakeTensors, fake_tensors
 from lightning_memsave.planning.prediction import MemoryPrediction
@@ -27,6 +28,14 @@ CONTEXT_BYTES = 500 * MIB
 _CONTEXT = (
     f"A CUDA context takes {format_bytes(CONTEXT_BYTES)}: not measured; 300 MiB to 1 GiB, by GPU "
     "and driver."
+)
+_SCRATCH = (
+    "Not counted: what kernels need for themselves for a moment, such as those of convolutions, "
+    "recurrent layers and bfloat16."
+)
+_NO_LOSS = (
+    "`training_step` returned no loss, so that nothing was differentiated and no parameter "
+    "updated: a step with a loss takes more."
 )
 _PAGED = "paged_"
 
@@ -74,19 +83,37 @@ def predict(question: Question) -> MemoryPrediction:
         The prediction; deep models are predicted from copies with fewer blocks.
 
     Raises:
+        KeyboardInterrupt: If somebody interrupts it.
+        SystemExit: If the module's code ends the process.
         TimeoutError: If it takes longer than ``time_limit_s``.
     """
     start_s = time.monotonic()
     with host.quiet(), fake_tensors() as fakes:
-        predictor = _Predictor(question, fakes, *question.build(fakes), start_s)
-        prediction, how = None, ""
-        stack = predictor.find_stack() if question.may_extrapolate else None
-        if stack is not None:
-            prediction, how = extrapolate(stack, functools.partial(predictor.predict, stack))
-        prediction = prediction or predictor.predict()
+        try:
+            predictor = _Predictor(question, fakes, *question.build(fakes), start_s)
+            prediction, how = None, ""
+            stack = predictor.find_stack() if question.may_extrapolate else None
+            if stack is not None:
+                prediction, how = extrapolate(stack, functools.partial(predictor.predict, stack))
+            prediction = prediction or predictor.predict()
+        except SystemExit as error:
+            # A Trainer makes the one of the other.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            raise
+        except TimeoutError as error:
+            limit_s = question.time_limit_s
+            if limit_s is None or time.monotonic() < start_s + limit_s:
+                raise
+            raise TimeoutError(_out_of_time(limit_s, fakes.values.most_asked)) from error
     assumptions = (*prediction.assumptions, how) if how else prediction.assumptions
     seconds = time.monotonic() - start_s
     return dataclasses.replace(prediction, assumptions=assumptions, seconds=seconds)
+
+
+def _out_of_time(limit_s: float, most_asked: str) -> str:
+    why = f"; asked for most often is {most_asked}" if most_asked else ""
+    return f"following the step takes more than {limit_s:g} seconds{why}"
 
 
 @dataclass(frozen=True)
@@ -143,11 +170,30 @@ class _Predictor:
                 + (workspace_bytes(question.capability) if on_cuda else 0),
             ),
             settings={"precision": str(precision or "32-true")}
-            | {row.name: row.value for row in callback.rows if row.status == "on"},
-            assumptions=[*assumptions, *(ASSUMPTIONS if on_cuda else ())],
+            | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
+            | {row.name: row.value for row in callback.rows if row.status == "on"}
+            | _whole_window(question.arguments),
+            ineffective=_ineffective(callback.rows),
+            assumptions=[
+                *assumptions,
+                *(assumptions_for(question.capability) if on_cuda else (_SCRATCH,)),
+                *(() if recording.has_loss else (_NO_LOSS,)),
+            ],
             guesses=self.fakes.guesses,
             context_bytes=CONTEXT_BYTES if on_cuda else 0,
         )
+
+
+# The trial needs no more batches than two.
+def _whole_window(arguments: Mapping[str, Any]) -> dict[str, str]:
+    num_batches = arguments["accumulate_grad_batches"]
+    return {} if num_batches is None else {"accumulate_grad_batches": str(num_batches)}
+
+
+def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
+    return {
+        row.name: f"{row.value}: {'; '.join(row.details)}" for row in rows if row.status == "off"
+    }
 
 
 def _trial_arguments(question: Question) -> tuple[dict[str, Any], list[str]]:

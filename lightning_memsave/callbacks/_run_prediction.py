@@ -121,8 +121,8 @@ class RunPrediction:
             measured_bytes: The measured peak; ``None`` if it is not known.
 
         Returns:
-            ``peak_bytes``, ``by_category`` and ``error``, the predicted peak over the measured one
-            less 1; or why there is no prediction.
+            ``peak_bytes``, ``by_category``, ``modules`` (of each, what it has) and ``error``, the
+            predicted peak over the measured one less 1; or why there is no prediction.
         """
         if self.prediction is None:
             return {"note": self.note} if self.note else None
@@ -131,6 +131,15 @@ class RunPrediction:
             "peak_bytes": predicted.peak_bytes,
             "by_category": predicted.peak.by_category(),
             "reserved_bytes": predicted.reserved_bytes,
+            "modules": [
+                {
+                    "name": module.name,
+                    "class_name": module.class_name,
+                    "num_parameters": module.num_parameters,
+                    "by_category": {n: v for n, v in module.memory.by_category().items() if v},
+                }
+                for module in predicted.modules
+            ],
             "error": predicted.peak_bytes / measured_bytes - 1 if measured_bytes else None,
             "seconds": self.seconds,
             "is_extrapolated": predicted.is_extrapolated,

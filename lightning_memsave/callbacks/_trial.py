@@ -67,6 +67,7 @@ def run_trial(
         What was recorded.
 
     Raises:
+        ConfigurationError: If no batch is trained on, or what the optimizer keeps depends on data.
         TimeoutError: If it goes on after the deadline.
 
     Note:
@@ -93,6 +94,7 @@ def run_trial(
         }
         | dict(settings.trainer_arguments)
     )
+    host.leave_signals(trainer)
     try:
         with settings.emulation():
             trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
@@ -132,6 +134,7 @@ class _Observer(CallbackBase):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._profile is None:
+            _check_optimizers(trainer.optimizers)
             device = torch.device("cpu")
             profile = StepProfile(pl_module, trainer.optimizers, device, deadline_s=self.deadline_s)
             profile.__enter__()
@@ -143,6 +146,9 @@ class _Observer(CallbackBase):
     ) -> None:
         assert self._profile is not None, "the first batch has begun"
         self._profile.end_batch()
+        # Lightning makes an empty mapping of None.
+        if not outputs and pl_module.automatic_optimization:
+            self._profile.recording.has_loss = False
         if batch_idx + 1 == self.num_batches:
             self.close()
             trainer.should_stop = True
@@ -163,6 +169,18 @@ class _Observer(CallbackBase):
                 "that it takes."
             )
         return self._profile.recording
+
+
+def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.optim.LBFGS):
+            size = optimizer.param_groups[0]["history_size"]
+            raise ConfigurationError(
+                "The memory of `torch.optim.LBFGS` cannot be predicted: how often it asks for "
+                f"gradients, and how many of `history_size={size}` pairs it keeps, depends on the "
+                "loss. Predict with another optimizer, and add those pairs of the size of the "
+                "gradients."
+            )
 
 
 def _skip(pl_module: Any, hooks: Sequence[str]) -> None:

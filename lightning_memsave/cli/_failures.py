@@ -31,6 +31,8 @@ def running_code_of(name: str) -> Iterator[None]:
             yield
         except MemsaveError:
             raise
+        except TimeoutError as error:
+            raise StepError(f"The training step of `{name}` does not end: {error}.") from error
         except (Exception, SystemExit) as error:
             raise StepError(_in_one_line(name, error)) from error
 

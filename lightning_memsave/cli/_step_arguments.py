@@ -1,12 +1,15 @@
 """Arguments that `predict`, `explain` and `compare` share."""
 
 import argparse
+import math
 from collections.abc import Sequence
 
 from lightning_memsave.errors import ConfigurationError
 
 DOES_NOT_FIT = 1
 """Exit status of a step that does not fit a card."""
+
+_TIME_LIMIT_S = 300.0
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,6 +94,13 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, needs_batch: bool) ->
     group.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels; default: cuda"
     )
+    group.add_argument(
+        "--time-limit",
+        type=_seconds,
+        default=_TIME_LIMIT_S,
+        metavar="SECONDS",
+        help=f"of a prediction, after which it is given up; default: {_TIME_LIMIT_S:g}",
+    )
 
 
 def refuse_step_arguments(arguments: argparse.Namespace, fix: str) -> None:
@@ -125,6 +135,16 @@ def whole_number(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return seconds
 
 
 def show_notes(notes: Sequence[str], page: str | None) -> None:

@@ -39,6 +39,7 @@ class Subject:
         device: ``"cuda"`` or ``"cpu"``.
         attention: CUDA's attention kernel.
         gpus: The cards that were named.
+        time_limit_s: Of a prediction.
         notes: What was found and is not used, one line each.
     """
 
@@ -50,6 +51,7 @@ class Subject:
     device: str = "cuda"
     attention: str | None = None
     gpus: tuple["Gpu", ...] = ()
+    time_limit_s: float | None = None
     notes: tuple[str, ...] = ()
 
     def predict(
@@ -79,6 +81,7 @@ class Subject:
                 gpu=gpu,
                 attention=self.attention,
                 trainer_arguments=self.trainer_arguments_with(settings),
+                time_limit_s=self.time_limit_s,
             )
 
     def trainer_arguments_with(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -189,6 +192,7 @@ def read_subject(name: str, arguments: argparse.Namespace) -> Subject:
         arguments.device,
         arguments.attention,
         gpus,
+        arguments.time_limit,
         (*target.notes, *notes),
     )
 

@@ -91,12 +91,52 @@ class _Case:
 
 def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case] | None:
     saved = [_saved_prediction(name) for name in names]
-    if arguments.batch is None and None in saved:
+    reports = [found is None and _is_report(name) for name, found in zip(names, saved, strict=True)]
+    models = [
+        n for n, p, is_report in zip(names, saved, reports, strict=True) if not (p or is_report)
+    ]
+    if models and arguments.batch is None and len(models) == 1:
+        other = next(name for name in names if name != models[0])
+        raise ConfigurationError(
+            f"`{other}` has the bytes of a training step, and of the model `{models[0]}` only "
+            f"parameters are known: {_how_to_predict(models[0], is_report=any(reports))}"
+        )
+    if any(reports) and models:
+        raise ConfigurationError(
+            f"--batch predicts models, and `{names[reports.index(True)]}` reports a run: "
+            f"{_how_to_predict(models[0], is_report=True)}"
+        )
+    if None in saved and (arguments.batch is None or any(reports)):
         return None
     return [
         _predicted(name, arguments) if found is None else _of_saved(name, found, arguments)
         for name, found in zip(names, saved, strict=True)
     ]
+
+
+def _how_to_predict(model: str, *, is_report: bool) -> str:
+    if not is_report:
+        return "add --batch with its sizes, such as --batch 8x512, so that its step is predicted."
+    return (
+        f"write `memsave predict {model} --batch 8x512 --json > predicted.json` with the sizes of "
+        "the batch, and compare with that file."
+    )
+
+
+def _is_report(name: str) -> bool:
+    found = _json_of(name)
+    return found is not None and {"changes", "settings"} <= found.keys()
+
+
+def _json_of(name: str) -> dict[str, Any] | None:
+    path = Path(name)
+    if path.suffix != ".json" or not path.is_file():
+        return None
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:  # said by `compare_memory`, or by `load_target`
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _predicted(name: str, arguments: argparse.Namespace) -> _Case:
@@ -119,14 +159,8 @@ def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Nam
 
 
 def _saved_prediction(name: str) -> "MemoryPrediction | None":
-    path = Path(name)
-    if path.suffix != ".json" or not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:  # said by `compare_memory`, or by `load_target`
-        return None
-    if not isinstance(found, dict) or not {"by_phase", "modules"} <= found.keys():
+    found = _json_of(name)
+    if found is None or not {"by_phase", "modules"} <= found.keys():
         return None
     from lightning_memsave.planning.prediction import MemoryPrediction
 
@@ -183,5 +217,6 @@ def _write_page(path: str, cases: list[_Case], comparison: "MemoryComparison") -
         [(first.name, first.prediction), (name, second.prediction)],
         title=f"{first.name} and {name}",
         device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
+        device_name=fits[0].gpu.known_name if fits else "",
         notes=[*comparison.sentences(), *(f"{name} {fit}." for fit in fits)],
     )

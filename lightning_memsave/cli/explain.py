@@ -16,11 +16,12 @@ from lightning_memsave.cli._step_arguments import (
 )
 from lightning_memsave.cli._subject import Subject, read_subject
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.units import format_bytes
+from lightning_memsave.units import MIB, format_bytes
 
 if TYPE_CHECKING:
     from lightning_memsave.analysis.explain import MemoryExplanation
     from lightning_memsave.planning.gpu_fit import GpuFit
+    from lightning_memsave.planning.oom_diagnosis import Diagnosis
 
 SUMMARY = "Say what takes the memory of a model and its training, and what would lower it."
 EXAMPLES = """\
@@ -28,6 +29,7 @@ memsave explain config.json
 memsave explain package.module:LitModel --batch 'x=float32[8,10],y=int64[8]' --gpu T4
 memsave explain config.yaml --batch 8x512 --no-remedies --json
 memsave explain --oom slurm-1234.out
+memsave explain --oom slurm-1234.out config.json --batch 8x512
 memsave explain --oom -"""
 
 
@@ -46,8 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--oom",
         metavar="FILE",
-        help="in place of a model: a text with an out-of-memory error, such as a log; - reads "
-        "what is pasted",
+        help="a text with an out-of-memory error, such as a log; - reads what is pasted; with a "
+        "model and --batch what would help is predicted, too",
     )
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=False)
@@ -74,31 +76,40 @@ def run(arguments: argparse.Namespace) -> int:
         The exit status: 0, or 1 if the step does not fit one of the cards.
 
     Raises:
-        ConfigurationError: If there is neither a model nor a message, or both.
+        ConfigurationError: If there is neither a model nor a message.
     """
-    if (arguments.target is None) == (arguments.oom is None):
+    if arguments.target is None and arguments.oom is None:
         raise ConfigurationError(
-            "explain takes either a model or --oom with a message. Write for example "
+            "explain takes a model, or --oom with a message. Write for example "
             "`memsave explain config.json` or `memsave explain --oom FILE`."
         )
-    if arguments.oom is not None:
-        _explain_message(arguments)
-        return 0
-    return _explain_model(arguments)
+    diagnosis = None if arguments.oom is None else _diagnosis(arguments)
+    if arguments.target is not None:
+        return _explain_model(arguments, diagnosis)
+    assert diagnosis is not None, "there is a message"
+    print(json.dumps(diagnosis.to_dict(), indent=2) if arguments.json else diagnosis)
+    return 0
 
 
-def _explain_message(arguments: argparse.Namespace) -> None:
+def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
     from lightning_memsave.planning.oom_diagnosis import diagnose
     from lightning_memsave.planning.out_of_memory import read_out_of_memory
 
-    if arguments.html is not None or arguments.batch is not None:
+    if arguments.target is not None and arguments.batch is None:
+        raise ConfigurationError(
+            f"What would help `{arguments.target}` is predicted for one step: add --batch with the "
+            "sizes that ran out of memory, or leave the model out."
+        )
+    if arguments.target is None and (arguments.html is not None or arguments.batch is not None):
         option = "--batch" if arguments.html is None else "--html"
         raise ConfigurationError(
-            f"{option} is about a model, and --oom about a message. Remove one of the two."
+            f"{option} is about a model, and --oom about a message. Remove one of the two, or add "
+            "the model."
         )
     oom = read_out_of_memory(_read(arguments.oom))
-    diagnosis = diagnose(oom, has_memsave=bool(arguments.memsave))
-    print(json.dumps(diagnosis.to_dict(), indent=2) if arguments.json else diagnosis)
+    if oom.capacity_bytes and not arguments.gpu and arguments.device == "cuda":
+        arguments.gpu = [f"{oom.capacity_bytes // MIB}MiB"]
+    return diagnose(oom, has_memsave=bool(arguments.memsave))
 
 
 def _read(name: str) -> str:
@@ -114,7 +125,7 @@ def _read(name: str) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _explain_model(arguments: argparse.Namespace) -> int:
+def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None") -> int:
     from lightning_memsave.analysis.explain import explain_memory
     from lightning_memsave.cli._failures import running_code_of
     from lightning_memsave.planning.gpu_fit import GpuFit
@@ -150,9 +161,10 @@ def _explain_model(arguments: argparse.Namespace) -> int:
     prediction = explanation.prediction
     fits = [] if gpu is None or prediction is None else [GpuFit.of(gpu, prediction)]
     if arguments.html is not None:
-        _write_page(arguments.html, subject, explanation, fits)
+        _write_page(arguments.html, subject, explanation, fits, diagnosis)
     if arguments.json:
         found = {
+            **({} if diagnosis is None else {"out_of_memory": diagnosis.to_dict()}),
             "target": subject.target.name,
             "batch": None if subject.batch is None else str(subject.batch),
             "notes": list(subject.notes),
@@ -161,6 +173,8 @@ def _explain_model(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(found, indent=2))
     else:
+        if diagnosis is not None:
+            print(diagnosis, end="\n\n")
         show(explanation)
         lines = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in subject.notes]
         show_notes(lines, arguments.html)
@@ -181,7 +195,11 @@ def _cardinalities(pairs: list[str]) -> dict[str, int]:
 
 
 def _write_page(
-    path: str, subject: Subject, explanation: "MemoryExplanation", fits: "list[GpuFit]"
+    path: str,
+    subject: Subject,
+    explanation: "MemoryExplanation",
+    fits: "list[GpuFit]",
+    diagnosis: "Diagnosis | None",
 ) -> None:
     from lightning_memsave.planning.page import write_page
 
@@ -193,7 +211,9 @@ def _write_page(
         [("as given", explanation.prediction)],
         title=f"{explanation.prediction.model}: what takes the memory",
         device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
+        device_name=fits[0].gpu.known_name if fits else "",
         notes=(
+            *(() if diagnosis is None else (diagnosis.summary, *diagnosis.findings)),
             f"Batch: {subject.batch}",
             *(f"It {fit}." for fit in fits),
             *subject.notes,

@@ -157,6 +157,7 @@ def _write_page(path: str, cases: list[_Case], subject: Subject) -> None:
         [(case.name, case.prediction) for case in cases],
         title=f"{prediction.model}: memory of a training step",
         device_capacity_bytes=None if gpu is None else gpu.total_bytes,
+        device_name="" if gpu is None else gpu.known_name,
         notes=(
             f"Batch: {subject.batch}",
             *subject.notes,

@@ -3,9 +3,10 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, MutableMapping
+from types import ModuleType
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
@@ -60,20 +61,60 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     return type(value)(items if isinstance(value, Mapping) else items.values())
 
 
-def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """List what an object of a user's class holds, such as a batch that is no container.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        Pairs of name and attribute; nothing for containers, modules, functions and classes.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> attributes_of(SimpleNamespace(x=1)), attributes_of([1])
+        ([('x', 1)], [])
+    """
+    if isinstance(value, Tensor | nn.Module | type | ModuleType) or callable(value):
+        return []
+    return [] if items_of(value) else list(getattr(value, "__dict__", {}).items())
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any], *, in_objects: bool = False) -> Any:
     """Apply a function to all tensors in any nesting.
 
     Args:
         value: Anything; it is not changed.
         function: Of a tensor.
+        in_objects: Whether to look into the attributes of objects that are no containers, too;
+            not into objects that these have.
 
     Returns:
         The same form with what the function gave.
     """
     if isinstance(value, Tensor):
         return function(value)
-    items = {name: map_tensors(item, function) for name, item in items_of(value)}
-    return with_items(value, items) if items else value
+    items = {
+        name: map_tensors(item, function, in_objects=in_objects) for name, item in items_of(value)
+    }
+    if items or not in_objects:
+        return with_items(value, items) if items else value
+    held = {name: map_tensors(item, function) for name, item in attributes_of(value)}
+    return with_attributes(value, held)
+
+
+def with_attributes(value: Any, attributes: Mapping[str, Any]) -> Any:
+    """Make an object like another one with other attributes.
+
+    Args:
+        value: It is not changed.
+        attributes: By name.
+
+    Returns:
+        The object itself if nothing is different, else a copy.
+    """
+    different = {n: v for n, v in attributes.items() if v is not value.__dict__[n]}
+    return _with_fields(value, different) if different else value
 
 
 # Not `replace`, which would call `__post_init__` and leaves out fields that are no arguments.

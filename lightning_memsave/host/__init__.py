@@ -26,6 +26,7 @@ from lightning_memsave.host.precision import (
     set_precision,
 )
 from lightning_memsave.host.quiet import quiet, silent_logger
+from lightning_memsave.host.signals import leave_signals
 from lightning_memsave.host.trainer import (
     PACKAGES,
     builds_model_late,
@@ -64,6 +65,7 @@ __all__ = [
     "half_precision_on_cpu",
     "has_static_graph",
     "is_strategy",
+    "leave_signals",
     "logged_step",
     "meets_in_forward",
     "package_of",

@@ -3,7 +3,6 @@
 import contextlib
 import importlib
 import logging
-import signal
 import sys
 import threading
 import warnings
@@ -13,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from lightning_memsave.host.signals import signals_kept
 
 _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 # `warning_once` is what transformers adds: it remembers its messages for good.
@@ -26,8 +27,8 @@ def quiet() -> Iterator[None]:
     What this thread writes to standard output and error, and to any logger, is dropped; other
     threads write on. What Lightning and torch remember of the warnings that they have given is what
     they remembered before, so that the next fit says what it has to say. Handlers of signals are
-    as before. ``torch.distributed`` seems not to be initialised, so that code which asks for it
-    does not wait for processes that do not take part.
+    as before, and Ctrl-C ends it. ``torch.distributed`` seems not to be initialised, so that code
+    which asks for it does not wait for processes that do not take part.
     """
     thread = threading.get_ident()
     caches = [(cache, set(cache)) for cache in _warning_caches()]
@@ -39,7 +40,7 @@ def quiet() -> Iterator[None]:
             contextlib.redirect_stdout(_Muted(sys.stdout, thread)),
             contextlib.redirect_stderr(_Muted(sys.stderr, thread)),
             _loggers_muted(thread),
-            _signal_handlers_kept(),
+            signals_kept(),
             _alone_in_the_world(),
             warnings.catch_warnings(),
         ):
@@ -107,19 +108,6 @@ def _loggers_muted(thread: int) -> Iterator[None]:
     finally:
         for name, method in methods.items():
             setattr(logging.Logger, name, method)
-
-
-@contextlib.contextmanager
-def _signal_handlers_kept() -> Iterator[None]:
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in handlers.items():
-                # None stands for a handler that Python did not set and cannot set.
-                if handler is not None and signal.getsignal(number) is not handler:
-                    signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
-from lightning_memsave.measure.storages import storages_of, tensors_in
+from lightning_memsave.measure.storages import storages_of, tensors_in, tensors_in_batch
 
 _CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
@@ -82,7 +82,7 @@ def find_alive_tensors(
         finder.claim_module(module)
     for optimizer in optimizers:
         finder.claim_state(optimizer)
-    for tensor in tensors_in(batch):
+    for tensor in tensors_in_batch(batch):
         finder.claim(tensor, "input", "batch")
     variables = [] if error is None else list(_variables(error))
     objects = gc.get_objects()

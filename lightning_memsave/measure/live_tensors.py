@@ -21,6 +21,7 @@ from lightning_memsave.measure.storages import (
     operands,
     storages_of,
     tensors_in,
+    tensors_in_batch,
     with_index,
 )
 
@@ -116,9 +117,9 @@ class LiveTensors(TorchDispatchMode):
         """Count the tensors of a batch as input; for storages that the context has not seen made.
 
         Args:
-            batch: Tensors in any nesting of sequences, mappings and dataclasses.
+            batch: Tensors in any nesting of containers, or an object that holds them.
         """
-        for tensor in tensors_in(batch):
+        for tensor in tensors_in_batch(batch):
             self._claim(tensor, "input")
 
     def track_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
@@ -264,7 +265,8 @@ class LiveTensors(TorchDispatchMode):
         if change:
             entry.num_bytes += change
             self._change(entry, change)
-            if self._live_bytes > self._peak_bytes:
+            # Of two equal peaks the later one: the first step is not like the others.
+            if self._live_bytes >= self._peak_bytes:
                 self.reset_peak()
 
     def _watch(

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.nesting import attributes_of, items_of
+
 if TYPE_CHECKING:
     import weakref
 
@@ -30,6 +32,30 @@ class LiveStorage:
         """Which node of the graph ran when it was made; see ``current_node``."""
         self.origin: Any = None
         """What a subclass notes of where it comes from."""
+
+
+def tensors_in_batch(batch: object) -> Iterator[Tensor]:
+    """Find the tensors of a batch, which may be an object of a user's class.
+
+    Args:
+        batch: As for `tensors_in`; of objects also the attributes.
+
+    Yields:
+        Each tensor, in order.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> [tensor.item() for tensor in tensors_in_batch(SimpleNamespace(x=torch.tensor(1)))]
+        [1]
+    """
+    if isinstance(batch, Tensor):
+        yield batch
+        return
+    items = items_of(batch)
+    for _, item in items:
+        yield from tensors_in_batch(item)
+    for _, item in attributes_of(batch) if not items else ():
+        yield from tensors_in(item)
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

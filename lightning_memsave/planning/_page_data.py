@@ -30,6 +30,7 @@ def page_data(
     device_capacity_bytes: int | None,
     notes: Sequence[str],
     *,
+    device_name: str = "",
     max_points: int,
     max_modules: int,
 ) -> dict[str, Any]:
@@ -40,6 +41,7 @@ def page_data(
         title: Headline.
         device_capacity_bytes: Memory of the device, if known.
         notes: Lines to print on the page.
+        device_name: What to call the device; empty for its size.
         max_points: About as many points of each timeline are kept.
         max_modules: Of larger trees, the deepest modules are summed into those above.
 
@@ -55,6 +57,7 @@ def page_data(
     return {
         "title": title,
         "device_capacity_bytes": device_capacity_bytes,
+        "device_name": device_name,
         "notes": list(notes),
         "categories": list(CATEGORIES.items()),
         "module_names": list(names),

@@ -1,15 +1,20 @@
 """Make batches with fewer or more samples, or shorter ones, out of one batch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.nesting import items_of, with_items
+from lightning_memsave.core.nesting import (
+    attributes_of,
+    items_of,
+    with_attributes,
+    with_items,
+)
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
 
 _IDS = 2  # axes of token ids: samples and tokens
 
@@ -40,7 +45,7 @@ def sample_count(batch: Any) -> int | None:
         >>> sample_count({"x": torch.zeros(4, 2), "columns": ("a", "b")})
         4
     """
-    sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
+    sizes = {tensor.shape[0] for tensor in tensors_in_batch(batch) if tensor.ndim}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -89,7 +94,7 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
         SequenceAxis(axis=1, length=128)
         >>> find_sequence([torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)])
     """
-    tensors = list(tensors_in(batch))
+    tensors = list(tensors_in_batch(batch))
     if axis is not None:
         if axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
             raise ConfigurationError(
@@ -103,31 +108,53 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
     return SequenceAxis(1, lengths.pop()) if len(lengths) == 1 else None
 
 
+def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
+    """Find the axis that has one of the lengths that a model attends to.
+
+    Args:
+        batch: Tensors in any nesting.
+        lengths: The first one that is found counts.
+
+    Returns:
+        The axis; ``None`` if no tensor has one.
+
+    Example:
+        >>> find_axis([torch.zeros(8, 256, 64), torch.zeros(8)], [256])
+        SequenceAxis(axis=1, length=256)
+    """
+    tensors = list(tensors_in_batch(batch))
+    for length in lengths:
+        for tensor in tensors:
+            if length in tensor.shape[1:]:
+                return SequenceAxis(tensor.shape[1:].index(length) + 1, length)
+    return None
+
+
 def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
-    """Give the batch with shorter sequences.
+    """Give the batch with shorter or longer sequences; longer ones repeat.
 
     Args:
         batch: One in which `find_sequence` found something.
         sequence: What it found.
-        length: Less than before.
+        length: At least 1.
 
     Returns:
         The same nesting. Of tensors with the axis, each axis from there on that has the old length
-        is cut: a mask of (samples, 1, tokens, tokens) has two.
+        changes: a mask of (samples, 1, tokens, tokens) has two.
 
     Example:
-        >>> ids = torch.zeros(2, 8, dtype=torch.long)
-        >>> with_length(ids, find_sequence(ids), 3).shape
-        torch.Size([2, 3])
+        >>> ids = torch.arange(4).view(1, 4)
+        >>> with_length(ids, find_sequence(ids), 3), with_length(ids, find_sequence(ids), 5)
+        (tensor([[0, 1, 2]]), tensor([[0, 1, 2, 3, 0]]))
     """
 
     def change(tensor: Tensor) -> Tensor:
         axes = [a for a in range(sequence.axis, tensor.ndim) if tensor.shape[a] == sequence.length]
-        shorter = tensor.detach()
+        chosen = torch.arange(length, device=tensor.device) % sequence.length
+        changed = tensor.detach()
         for axis in axes:
-            shorter = shorter.narrow(axis, 0, length)
-        # With a storage of its own, which has no more than this.
-        return shorter.clone() if axes else tensor
+            changed = changed.index_select(axis, chosen)
+        return changed if axes else tensor
 
     return _mapped(batch, _once(change), lambda of_list: of_list)
 
@@ -152,7 +179,10 @@ def _mapped(
     if isinstance(value, list) and value and next(tensors_in(value), None) is None:
         return of_list(value)
     items = {name: _mapped(item, of_tensor, of_list) for name, item in items_of(value)}
-    return with_items(value, items) if items else value
+    if items:
+        return with_items(value, items)
+    held = {name: _mapped(item, of_tensor, of_list) for name, item in attributes_of(value)}
+    return with_attributes(value, held)
 
 
 def _resized(values: list[Any], now: int, num_samples: int) -> list[Any]:

@@ -1,11 +1,11 @@
-"""Compare parameter tables, predictions, and what runs reported."""
+"""Compare parameter tables and predictions."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.planning._dominant_parts import shape_of
 from lightning_memsave.planning._name_alignment import align_names
 from lightning_memsave.planning._tensor_entries import TensorEntry
@@ -15,7 +15,8 @@ from lightning_memsave.planning.parameter_table import (
     ancestors,
     parameter_table,
 )
-from lightning_memsave.planning.prediction import PHASES, MemoryPrediction
+from lightning_memsave.planning.prediction import PHASES, MemoryPrediction, ModuleMemory
+from lightning_memsave.units import format_bytes
 
 _Pair = tuple[TensorEntry | None, TensorEntry | None]
 
@@ -74,67 +75,75 @@ def compare_predictions(
     Returns:
         The comparison, in bytes: at the peak by category and by module, and the peak of each phase.
     """
-    mine = {module.name: module.memory.total_bytes for module in a.modules}
-    theirs = {module.name: module.memory.total_bytes for module in b.modules}
-    names, roots = align_names(mine, theirs)
-    old_of = {new: old for old, new in names.items()}
-    modules = [
-        Change(name, mine[old_of[name]] if name in old_of else None, n)
-        for name, n in theirs.items()
-    ]
-    modules += [Change(name, n, None) for name, n in mine.items() if name not in names]
-    devices = () if a.device == b.device else (f"one is for {a.device}, one for {b.device}",)
+    modules, roots = predicted_changes(a.modules, b.modules)
+    devices = () if a.device == b.device else (other_devices(a.device, b.device),)
     return MemoryComparison(
         kind="predictions",
         a=labels[0] if labels else a.model,
         b=labels[1] if labels else b.model,
         total=Change("peak_bytes", a.peak_bytes, b.peak_bytes),
-        modules=_sorted(modules),
-        categories=_categories(a.peak.by_category(), b.peak.by_category()),
+        modules=modules,
+        categories=category_changes(a.peak.by_category(), b.peak.by_category()),
         phases=tuple(
             Change(phase, _phase_bytes(a, phase), _phase_bytes(b, phase))
             for phase in PHASES
             if phase in a.by_phase or phase in b.by_phase
         ),
         settings=differing(a.settings, b.settings),
-        notes=(*(f"`{x}` is taken for `{y}`" for x, y in roots if x and y), *devices),
+        notes=(*devices, *roots),
     )
 
 
-def compare_reports(
-    a: Mapping[str, Any] | MemoryPrediction,
-    b: Mapping[str, Any] | MemoryPrediction,
-    labels: tuple[str, str] = ("first", "second"),
-) -> MemoryComparison:
-    """Find what is different between two runs, or between a run and a prediction.
+def predicted_changes(
+    a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]
+) -> tuple[tuple[Change, ...], list[str]]:
+    """Find which modules have more or fewer bytes at the peak.
 
     Args:
-        a: What ``memsave_report.json`` has, or a prediction.
-        b: The other one.
-        labels: What to call them.
+        a: Those of the first prediction.
+        b: Those of the second one.
 
     Returns:
-        The comparison, in bytes at the peak: measured ones where there are any.
-
-    Raises:
-        ConfigurationError: If a report has neither measured nor predicted bytes.
+        The changes, the largest first, and a note for each root that is taken for another.
     """
-    (peak_a, how_a), (peak_b, how_b) = (_peak(s, n) for s, n in zip((a, b), labels, strict=True))
-    notes = [] if how_a == how_b else [f"{labels[0]} was {how_a}, {labels[1]} {how_b}"]
-    if not peak_a.get("by_category") or not peak_b.get("by_category"):
-        notes.append("categories are not known on both sides: on CUDA only the sum is measured")
-        categories: tuple[Change, ...] = ()
-    else:
-        categories = _categories(peak_a["by_category"], peak_b["by_category"])
-    return MemoryComparison(
-        kind="reports",
-        a=labels[0],
-        b=labels[1],
-        total=Change("peak_bytes", peak_a["peak_bytes"], peak_b["peak_bytes"]),
-        categories=categories,
-        settings=differing(_settings(a), _settings(b)) + _other_places(a, b),
-        notes=tuple(notes),
-    )
+    mine = {module.name: module.memory for module in a}
+    theirs = {module.name: module.memory for module in b}
+    names, roots = align_names(mine, theirs)
+    old_of = {new: old for old, new in names.items()}
+    changes = []
+    for name, memory in theirs.items():
+        before = mine[old_of[name]] if name in old_of else None
+        # A module shows in its name what it is; the whole has code of many kinds.
+        detail = "" if name or before is None else _moved(before, memory)
+        total = None if before is None else before.total_bytes
+        changes.append(Change(name, total, memory.total_bytes, detail))
+    changes += [Change(n, memory.total_bytes, None) for n, memory in mine.items() if n not in names]
+    different = [change for change in changes if change.difference]
+    return _sorted(different), [f"`{x}` is taken for `{y}`" for x, y in roots if x and y]
+
+
+def other_devices(a: str, b: str) -> str:
+    """Say that two sides are about different devices.
+
+    Args:
+        a: Device of the first side.
+        b: Device of the second one.
+
+    Returns:
+        A clause.
+    """
+    return f"one is for {a}, one for {b}: kernels and their temporaries differ there anyway"
+
+
+def _moved(before: MemoryBreakdown, after: MemoryBreakdown) -> str:
+    old, new = before.by_category(), after.by_category()
+    sizes = sorted(((name, new[name] - old[name]) for name in new), key=lambda item: -abs(item[1]))
+    shown = [
+        f"{name.replace('_', ' ')} {'+' if n > 0 else ''}{format_bytes(n)}"
+        for name, n in sizes[:2]
+        if n
+    ]
+    return f"outside of the modules: {', '.join(shown)}" if shown else ""
 
 
 def _phase_bytes(prediction: MemoryPrediction, phase: str) -> int | None:
@@ -142,39 +151,16 @@ def _phase_bytes(prediction: MemoryPrediction, phase: str) -> int | None:
     return None if memory is None else memory.total_bytes
 
 
-def _peak(side: Mapping[str, Any] | MemoryPrediction, label: str) -> tuple[Mapping[str, Any], str]:
-    if isinstance(side, MemoryPrediction):
-        return {"peak_bytes": side.peak_bytes, "by_category": side.peak.by_category()}, "predicted"
-    for how in ("measured", "predicted"):
-        found = side.get(how)
-        if isinstance(found, Mapping) and found.get("peak_bytes") is not None:
-            return found, how
-    raise ConfigurationError(
-        f"The report {label} has no bytes to compare: nothing was measured or predicted in that "
-        "run. Run it again with `MemSaveCallback(monitor=True)`."
-    )
+def category_changes(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:
+    """Compare bytes by category.
 
+    Args:
+        a: Of the first side.
+        b: Of the second one.
 
-def _settings(side: Mapping[str, Any] | MemoryPrediction) -> Mapping[str, Any]:
-    return side.settings if isinstance(side, MemoryPrediction) else side.get("settings", {})
-
-
-# A prediction does not say which versions it is about.
-def _other_places(
-    a: Mapping[str, Any] | MemoryPrediction, b: Mapping[str, Any] | MemoryPrediction
-) -> tuple[tuple[str, str, str], ...]:
-    first, second = _place(a), _place(b)
-    return tuple(row for row in differing(first, second) if row[0] in first.keys() & second.keys())
-
-
-def _place(side: Mapping[str, Any] | MemoryPrediction) -> Mapping[str, Any]:
-    if isinstance(side, MemoryPrediction):
-        return {"device": side.device}
-    versions = {f"version of {name}": v for name, v in side.get("versions", {}).items()}
-    return {"device": side.get("device", "-")} | versions
-
-
-def _categories(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:
+    Returns:
+        A change for each category that one of them has.
+    """
     changes = (Change(name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys((*a, *b)))
     return tuple(change for change in changes if change.before or change.after)
 

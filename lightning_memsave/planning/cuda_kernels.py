@@ -16,7 +16,7 @@ from lightning_memsave.planning._cuda_operators import (
     add_scratch,
 )
 from lightning_memsave.planning._cuda_optimizers import foreach_optimizers
-from lightning_memsave.units import KIB, MIB
+from lightning_memsave.units import KIB, MIB, format_bytes
 
 ASSUMPTIONS: tuple[str, ...] = (
     "Dropout keeps a mask of one byte for each element.",
@@ -108,6 +108,22 @@ _ATTENTION: list[Attention] = []
 
 def _attend(*args: Any, **kwargs: Any) -> Tensor:
     return _ATTENTION[-1](*args, **kwargs)
+
+
+def assumptions_for(capability: tuple[int, int] = (8, 0)) -> tuple[str, ...]:
+    """Say what is taken for granted, one line each.
+
+    Args:
+        capability: Compute capability of the device.
+
+    Returns:
+        `ASSUMPTIONS` and what cuBLAS takes on that device.
+    """
+    workspace = (
+        f"cuBLAS keeps {format_bytes(workspace_bytes(capability))} for matrix products, which are "
+        "counted under `other`; the variable `CUBLAS_WORKSPACE_CONFIG` changes that."
+    )
+    return (*ASSUMPTIONS, workspace)
 
 
 def workspace_bytes(capability: tuple[int, int] = (8, 0)) -> int:

@@ -74,12 +74,16 @@ class FakeTensors:
         """Copy a batch without its data; small integers stay known.
 
         Args:
-            batch: Tensors in any nesting.
+            batch: Tensors in any nesting, or an object that holds them.
 
         Returns:
-            The same nesting.
+            The same form.
         """
-        return map_tensors(batch, lambda t: t if isinstance(t, FakeTensor) else self._make(t))
+
+        def make(tensor: Tensor) -> Tensor:
+            return tensor if isinstance(tensor, FakeTensor) else self._make(tensor)
+
+        return map_tensors(batch, make, in_objects=True)
 
     def _make(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cpu":
@@ -115,7 +119,7 @@ def again(batch: Any) -> Any:
         The same numbers, as far as they are known, in other memory. What shares memory does so.
     """
     storages: dict[Any, Tensor] = {}
-    return map_tensors(batch, lambda tensor: _elsewhere(tensor, storages))
+    return map_tensors(batch, lambda tensor: _elsewhere(tensor, storages), in_objects=True)
 
 
 def _elsewhere(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.planning.parameter_table import ParameterTable
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques._optimizer_memory import allocate_state
+from lightning_memsave.units import format_bytes
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 """A class of optimizers, or a function that makes one for a list of parameters."""
@@ -30,10 +32,19 @@ class FixedCosts:
     Args:
         optimizer: Its name.
         by_module: Bytes of what each module owns itself.
+        parts: What they are costs of.
+        remark: What is left out of them, as a clause; empty if nothing is.
     """
 
     optimizer: str
     by_module: Mapping[str, int]
+    parts: tuple[str, ...] = ("parameters", "gradients", "optimizer state")
+    remark: str = ""
+
+    @property
+    def summary(self) -> str:
+        """The parts in words, such as ``"parameters, gradients and optimizer state"``."""
+        return " and ".join(filter(None, (", ".join(self.parts[:-1]), self.parts[-1])))
 
     @property
     def total_bytes(self) -> int:
@@ -60,18 +71,30 @@ class FixedCosts:
             optimizer: Its name; by default what the prediction's settings say.
 
         Returns:
-            The costs at the peak: a gradient that is not there yet does not count.
+            The costs at the peak, with a remark on gradients that are not alive then.
         """
         found: dict[str, int] = {}
         for module in prediction.modules:
-            memory = module.memory
-            found[module.name] = (
-                memory.parameter_bytes
-                + memory.weight_copy_bytes
-                + memory.gradient_bytes
-                + memory.optimizer_state_bytes
-            )
-        return cls(optimizer or prediction.settings.get("optimizer", "the optimizer"), found)
+            found[module.name] = sum(_sizes(module.memory).values())
+        parts = tuple(part for part, size in _sizes(prediction.peak).items() if size)
+        alive = prediction.peak.gradient_bytes
+        whole = max([m.gradient_bytes for m in prediction.by_phase.values()], default=0)
+        remark = ""
+        if not alive and whole:
+            remark = f"the gradients, {format_bytes(whole)}, are not alive then"
+        elif alive < whole:
+            remark = f"of the gradients {format_bytes(alive)} of {format_bytes(whole)} are alive"
+        name = optimizer or prediction.settings.get("optimizer", "the optimizer")
+        return cls(name, found, parts or ("parameters",), remark)
+
+
+def _sizes(memory: MemoryBreakdown) -> dict[str, int]:
+    return {
+        "parameters": memory.parameter_bytes,
+        "copies of weights": memory.weight_copy_bytes,
+        "gradients": memory.gradient_bytes,
+        "optimizer state": memory.optimizer_state_bytes,
+    }
 
 
 def fixed_costs(

@@ -30,6 +30,11 @@ class Gpu:
     marketed_bytes: int = 0
     compute_capability: tuple[int, int] | None = None
 
+    @property
+    def known_name(self) -> str:
+        """Its name; empty for a mere size."""
+        return "" if self.compute_capability is None else self.name
+
 
 # Name, GiB on the box, MiB that torch sees, compute capability. The third is `total_memory` as
 # `torch.cuda.get_device_properties` shows it in public logs and issues on GitHub (many of them the

@@ -1,10 +1,9 @@
 """Give training code on tensors without data the numbers that it asks for."""
 
 import functools
-import sys
+import math
+from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,17 +20,16 @@ from typing_extensions import override
 
 from lightning_memsave.measure.storages import operands
 from lightning_memsave.planning import _fake_kernels
+from lightning_memsave.planning._asking_lines import asking_line, is_asked_by_scaler
 from lightning_memsave.planning._unknown_shapes import largest_result
 
 MAX_KNOWN_NUMEL = 2**20
+MAX_ASKED = 10_000
+"""A line that has guessed more often than that waits for an answer that does not come."""
 _VALUE = "_memsave_value"
 # On a storage of such numbers: they were replaced by unknown ones, through some view of it.
 _STALE = "_memsave_stale"
-# Code whose branches do not change what is allocated: it logs, counts and updates.
-_NOT_REPORTED = (
-    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
-    *("lightning_utilities", "lightning_memsave"),
-)
+_RANDOM = "_memsave_random"
 
 aten = torch.ops.aten
 
@@ -42,7 +40,7 @@ class KnownValues(TorchDispatchMode):
     A mask of padding, the number of labels that count, positions: what a model computes from token
     ids and asks for in Python, or what decides about the shape of a tensor, is what it would be in
     the real step. What depends on weights or random numbers is guessed - a condition holds, all
-    elements are chosen - and noted in ``guesses``.
+    elements are chosen - and noted in ``guesses``; so is what depends on `mark_random` numbers.
 
     Args:
         mode: The mode under which the tensors without data are made; entered already.
@@ -53,7 +51,17 @@ class KnownValues(TorchDispatchMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
-        self.guesses: list[str] = []
+        self._num_asked: Counter[str] = Counter()
+
+    @property
+    def guesses(self) -> list[str]:
+        """What was guessed so far and where, each once."""
+        return list(self._num_asked)
+
+    @property
+    def most_asked(self) -> str:
+        """Of the guesses the one that was asked for most often, and how often; else empty."""
+        return next((f"{guess} ({n:,} times)" for guess, n in self._num_asked.most_common(1)), "")
 
     def make(self, tensor: Tensor) -> Tensor:
         """Make a tensor without data, and remember its numbers if they are integers and few.
@@ -64,11 +72,12 @@ class KnownValues(TorchDispatchMode):
         Returns:
             One of the same shape, strides, type and device.
         """
+        original = tensor
         with _disable_current_modes():
             tensor = tensor.detach()
             is_kept = not tensor.is_floating_point() and tensor.numel() <= MAX_KNOWN_NUMEL
             # A copy: steps may change their batch in place.
-            value = tensor.clone() if is_kept else None
+            value = _copy(original) if is_kept else None
         fake = self.mode.from_tensor(tensor, static_shapes=True)
         if value is not None:
             setattr(fake, _VALUE, value)
@@ -118,13 +127,14 @@ class KnownValues(TorchDispatchMode):
     def _scalar(self, tensor: Tensor) -> bool | int | float:
         value = _value_of(tensor)
         if value is not None:
+            self._note_random(tensor)
             with _disable_current_modes():
                 known: bool | int | float = value.item()
                 return known
         if tensor.dtype is torch.bool:
             self._guess("a condition on data was taken as true")
             return True
-        if _is_asked_by_scaler():
+        if is_asked_by_scaler():
             return 0.0  # no gradient overflows, so that the optimizer steps
         self._guess("a number that depends on data was taken as 1")
         return 1.0 if tensor.is_floating_point() else 1
@@ -145,10 +155,12 @@ class KnownValues(TorchDispatchMode):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
     ) -> Any:
         if is_known:
+            self._note_random(args, kwargs)
             with _disable_current_modes():
                 real = func(*_values(args), **_values(kwargs))
             return tree_map_only(Tensor, self.make, real)
         if func is aten.masked_select.default and (mask := _value_of(args[1])) is not None:
+            self._note_random(args[1])
             with _disable_current_modes():
                 shape = torch.broadcast_shapes(args[0].shape, mask.shape)
                 num_chosen = int(mask.expand(shape).sum())
@@ -163,15 +175,29 @@ class KnownValues(TorchDispatchMode):
         with _disable_current_modes():
             real = func(*_values(args), **_values(kwargs))
         fakes, reals = tree_leaves(result), tree_leaves(real)
+        if _is_random(args, kwargs):
+            for value in reals:
+                mark_random(value)
         for fake, value in zip(fakes, reals, strict=True):
             # What was changed in place has its numbers, which were changed in place too.
             if isinstance(fake, FakeTensor) and not hasattr(fake, _VALUE):
                 setattr(fake, _VALUE, value)
 
-    def _guess(self, what: str) -> None:
-        where = _place()
-        if where is not None and (guess := f"{where}: {what}") not in self.guesses:
-            self.guesses.append(guess)
+    def _note_random(self, *arguments: Any) -> None:
+        if _is_random(*arguments):
+            self._guess("depends on integers of the batch, which are random ones", math.inf)
+
+    def _guess(self, what: str, limit: float | None = None) -> None:
+        where = asking_line()
+        if where is None:
+            return
+        guess = f"{where}: {what}"
+        self._num_asked[guess] += 1
+        if self._num_asked[guess] > (limit or MAX_ASKED):
+            raise TimeoutError(
+                f"{guess}, {MAX_ASKED:,} times: a loop that waits for other data never ends on "
+                "tensors without data. Give the loop a largest number of rounds"
+            )
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:
@@ -191,6 +217,27 @@ def _forget(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                     setattr(value.untyped_storage(), _STALE, True)
 
 
+def mark_random(value: Any) -> None:
+    """Let it be known that nobody has these numbers: they stand for those of a real batch.
+
+    Args:
+        value: A tensor with data; anything else has no numbers.
+    """
+    if isinstance(value, Tensor):
+        setattr(value, _RANDOM, True)
+
+
+def _is_random(*arguments: Any) -> bool:
+    return any(hasattr(leaf, _RANDOM) for leaf in tree_leaves(_values(arguments)))
+
+
+def _copy(value: Tensor) -> Tensor:
+    copy = value.detach().clone()
+    if hasattr(value, _RANDOM):
+        mark_random(copy)
+    return copy
+
+
 def know_as(tensor: Tensor, other: Tensor) -> Tensor:
     """Let a tensor without data have the numbers of another one.
 
@@ -204,7 +251,7 @@ def know_as(tensor: Tensor, other: Tensor) -> Tensor:
     value = _value_of(other)
     if value is not None:
         with _disable_current_modes():
-            setattr(tensor, _VALUE, value.clone())
+            setattr(tensor, _VALUE, _copy(value))
     return tensor
 
 
@@ -217,6 +264,8 @@ def _is_computable(func: Any, result: Any) -> bool:
     # What is empty has no numbers yet.
     if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
         return False
+    if result is None and func._schema.is_mutable:
+        return True  # it changed lists of tensors, such as the numbers of steps of an optimizer
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(
         isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL for t in tensors
@@ -233,27 +282,3 @@ def _is_composite(func: Any) -> bool:
 
 def _values(arguments: Any) -> Any:
     return tree_map_only(Tensor, lambda tensor: getattr(tensor, _VALUE, tensor), arguments)
-
-
-# The optimizer, which the scaler calls, asks too: for the number of its step.
-def _is_asked_by_scaler() -> bool:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name == "torch.amp.grad_scaler" or name.startswith("torch.optim."):
-            return bool(name == "torch.amp.grad_scaler")
-        frame = frame.f_back
-    return False
-
-
-def _place() -> str | None:
-    # The innermost line outside of torch and its helpers: the model's own.
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in ("torch", "lightning_memsave", "contextlib"):
-            if package in _NOT_REPORTED:
-                return None
-            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return None

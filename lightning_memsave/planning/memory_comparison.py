@@ -14,6 +14,8 @@ from lightning_memsave.units import format_bytes
 
 # Together these must make most of the difference to be named in a sentence.
 _MOST = 0.95
+# Above it a share would be a riddle.
+_WHOLE = 1.0005
 _MAX_NAMED = 3
 _MAX_ROWS = 20
 _MAX_NAME_WIDTH = 40
@@ -134,12 +136,19 @@ class MemoryComparison:
         found = [f"{before} -> {after} {what} ({self._signed(self.total.difference)}{times})."]
         decisive = _decisive(grouped(self.modules), self.total.difference)
         if decisive:
-            share = sum(change.difference for change in decisive) / self.total.difference
-            names = " and ".join(
-                f"`{change.name}` {self._signed(change.difference)}" for change in decisive
-            )
-            found.append(f"{names}: {100 * share:.1f} % of the difference.")
+            found.append(self._share(decisive))
         return found
+
+    def _share(self, decisive: Sequence[Change]) -> str:
+        together = sum(change.difference for change in decisive)
+        names = " and ".join(
+            f"`{change.name or '(whole)'}` {self._signed(change.difference)}" for change in decisive
+        )
+        share = together / self.total.difference
+        if share < _WHOLE:
+            return f"{names}: {100 * share:.1f} % of the difference."
+        rest = self._signed(self.total.difference - together)
+        return f"{names}: more than the difference, as all others together change by {rest}."
 
     def _times(self) -> str:
         if not self.total.before or not self.total.after:
@@ -154,7 +163,8 @@ class MemoryComparison:
 
     def _tables(self, max_rows: int | None = _MAX_ROWS) -> list[Table | Text]:
         head = f"{self.a} -> {self.b}"
-        shown: list[Table | Text] = [Text(head), *(Text(s) for s in self.sentences())]
+        shown: list[Table | Text] = [Text(head), *(Text(f"note: {note}") for note in self.notes)]
+        shown += [Text(sentence) for sentence in self.sentences()]
         if self.parameter_bytes is not None and self.parameter_bytes.difference:
             before, after = (
                 format_bytes(n or 0)
@@ -169,13 +179,14 @@ class MemoryComparison:
         for title, changes in (("category", self.categories), ("phase", self.phases)):
             if changes:
                 shown.append(self._table(title, changes))
-        shown += [Text(f"{name}: {x} -> {y}") for name, x, y in self.settings]
-        return [*shown, *(Text(f"note: {note}") for note in self.notes)]
+        return [*shown, *(Text(f"{name}: {x} -> {y}") for name, x, y in self.settings)]
 
     def _table(self, title: str, changes: Sequence[Change], *, is_detailed: bool = False) -> Table:
         table = Table(box=None, pad_edge=False)
-        longest = max((len(change.name) for change in changes), default=0)
-        table.add_column(title, overflow="fold", min_width=min(longest, _MAX_NAME_WIDTH))
+        longest = max((len(change.name) or 7 for change in changes), default=0)
+        # Not `min_width`, with which rich makes lines that are too long and cuts them off.
+        width = max(min(longest, _MAX_NAME_WIDTH), len(title))
+        table.add_column(title, overflow="fold", width=width)
         for column in ("before", "after", "difference"):
             table.add_column(column, justify="right", no_wrap=True)
         if is_detailed:
@@ -212,23 +223,46 @@ def grouped(changes: Sequence[Change]) -> list[Change]:
         >>> [c.name for c in grouped([Change("layer.0.fc", 4, 8), Change("layer.1.fc", 4, 8)])]
         ['layer.*.fc (2 x)']
     """
-    found: dict[tuple[object, ...], list[Change]] = {}
+    found: dict[tuple[str, object], list[Change]] = {}
     for change in changes:
         template = re.sub(r"(?<![^.])\d+(?![^.])", "*", change.name)
-        key = (template, change.before, change.after, change.detail)
+        key = (template, (change.before, change.after, change.detail))
         found.setdefault(key, []).append(change)
     merged = [
-        members[0]
-        if len(members) == 1
-        else Change(
-            f"{template} ({len(members)} x)",
-            None if members[0].before is None else sum(m.before or 0 for m in members),
-            None if members[0].after is None else sum(m.after or 0 for m in members),
-            members[0].detail,
-        )
-        for (template, *_), members in found.items()
+        _merged(template, members) for (template, _), members in _with_fewer_or_more(found).items()
     ]
     return sorted(merged, key=lambda change: -abs(change.difference))
+
+
+# Blocks that are new or gone belong to those that have changed, if all of these did so alike.
+def _with_fewer_or_more(
+    found: Mapping[tuple[str, object], list[Change]],
+) -> dict[tuple[str, object], list[Change]]:
+    result = dict(found)
+    for template in {template for template, _ in found}:
+        keys = [key for key in found if key[0] == template]
+        changed = [key for key in keys if found[key][0].status not in {"new", "gone"}]
+        if len(changed) == 1 and "*" in template:
+            result[changed[0]] = [change for key in keys for change in found[key]]
+            for key in keys:
+                if key != changed[0]:
+                    del result[key]
+    return result
+
+
+def _merged(template: str, members: Sequence[Change]) -> Change:
+    if len(members) == 1:
+        return members[0]
+    before = [member.before for member in members if member.before is not None]
+    after = [member.after for member in members if member.after is not None]
+    is_same = len(before) == len(after) or not before or not after
+    number = f"{len(members)}" if is_same else f"{len(before)} -> {len(after)}"
+    return Change(
+        f"{template} ({number} x)",
+        sum(before) if before else None,
+        sum(after) if after else None,
+        next((member.detail for member in members if member.detail), ""),
+    )
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, str, str], ...]:
@@ -252,7 +286,9 @@ def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[tuple[str, st
 def _decisive(changes: Sequence[Change], difference: int) -> list[Change]:
     found: list[Change] = []
     for change in changes[:_MAX_NAMED]:
-        if not change.name or change.difference * difference <= 0:
+        # The whole says something only beside its parts.
+        is_all = not change.name and (len(changes) == 1 or change.status in {"new", "gone"})
+        if is_all or change.difference * difference <= 0:
             break
         found.append(change)
         if sum(c.difference for c in found) / difference >= _MOST:

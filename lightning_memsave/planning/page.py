@@ -26,6 +26,7 @@ def write_page(
     *,
     title: str = "Memory of a training step",
     device_capacity_bytes: int | None = None,
+    device_name: str = "",
     notes: Sequence[str] = (),
 ) -> Path:
     """Write predictions as a page to look at and to pass on.
@@ -35,11 +36,12 @@ def write_page(
     and the settings side by side.
 
     Args:
-        path: Where to write; folders on the way are made.
+        path: Where to write, in a folder that exists.
         predictions: Name and prediction of each setting; the others are compared with the first.
         title: Headline of the page.
         device_capacity_bytes: Memory of the device, to say whether the step fits. ``None`` only
             says what it needs.
+        device_name: What to call the device, such as ``"RTX-3060-12GB"``; by default its size.
         notes: Lines to print on the page, for example what went wrong.
 
     Returns:
@@ -63,11 +65,19 @@ def write_page(
         ('memory.html', True)
     """
     page = make_page(
-        predictions, title=title, device_capacity_bytes=device_capacity_bytes, notes=notes
+        predictions,
+        title=title,
+        device_capacity_bytes=device_capacity_bytes,
+        device_name=device_name,
+        notes=notes,
     )
     path = Path(path)
+    if not path.parent.is_dir():
+        raise ConfigurationError(
+            f"The page cannot be written to {str(path)!r}: the folder {str(path.parent)!r} does "
+            f"not exist. Make it, or name a file in one that does, for example {path.name!r}."
+        )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(page)
     except OSError as error:
         raise ConfigurationError(
@@ -82,6 +92,7 @@ def make_page(
     *,
     title: str = "Memory of a training step",
     device_capacity_bytes: int | None = None,
+    device_name: str = "",
     notes: Sequence[str] = (),
 ) -> bytes:
     """Make the page that `write_page` writes.
@@ -90,6 +101,7 @@ def make_page(
         predictions: As for `write_page`.
         title: As for `write_page`.
         device_capacity_bytes: As for `write_page`.
+        device_name: As for `write_page`.
         notes: As for `write_page`.
 
     Returns:
@@ -110,6 +122,7 @@ def make_page(
                 title,
                 device_capacity_bytes,
                 notes,
+                device_name=device_name,
                 max_points=points,
                 max_modules=5 * points,
             )

@@ -78,9 +78,10 @@ def _cost(part: Part, costs: FixedCosts, *, is_first: bool) -> str:
     own = format_bytes(_cost_of(part.entries, costs))
     if not is_first:
         return f"With {costs.optimizer} {verb} {own}."
+    remark = f" at the peak; {costs.remark}" if costs.remark else ""
     return (
         f"With {costs.optimizer} {verb} {own} of the {format_bytes(costs.total_bytes)} that "
-        "parameters, gradients and optimizer state take together."
+        f"{costs.summary} take together{remark}."
     )
 
 

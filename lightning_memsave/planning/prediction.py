@@ -84,6 +84,8 @@ class MemoryPrediction:
         reserved_bytes: What CUDA's caching allocator takes from the driver; ``None`` on a CPU.
         context_bytes: What CUDA needs for itself; 0 on a CPU.
         settings: What was switched on, name and value as in the table at the start of fit.
+        ineffective: What was asked for and is off or changes nothing, name and value with the
+            reason.
         assumptions: What the prediction takes for granted, one line each.
         guesses: Where the model depends on data and something had to be guessed, one line each.
         is_extrapolated: Whether it comes from copies of the model with fewer blocks.
@@ -109,6 +111,7 @@ class MemoryPrediction:
     reserved_bytes: int | None = None
     context_bytes: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
+    ineffective: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
     is_extrapolated: bool = False
@@ -172,6 +175,7 @@ class MemoryPrediction:
                 "peak_index": self.timeline.peak_index,
             },
             "settings": dict(self.settings),
+            "ineffective": dict(self.ineffective),
             "assumptions": list(self.assumptions),
             "guesses": list(self.guesses),
             "is_extrapolated": self.is_extrapolated,
@@ -217,6 +221,7 @@ class MemoryPrediction:
             reserved_bytes=found["reserved_bytes"],
             context_bytes=found["context_bytes"],
             settings=found["settings"],
+            ineffective=found.get("ineffective", {}),
             assumptions=tuple(found["assumptions"]),
             guesses=tuple(found["guesses"]),
             is_extrapolated=found["is_extrapolated"],

@@ -10,6 +10,7 @@ from rich.text import Text
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.gpu_fit import GpuFit
 from lightning_memsave.planning.module_tree import module_tree
+from lightning_memsave.planning.operator_words import in_words
 from lightning_memsave.planning.parameter_tree import as_plain_text
 from lightning_memsave.planning.prediction import PHASES, MemoryPrediction, TensorMemory
 from lightning_memsave.units import format_bytes
@@ -185,12 +186,16 @@ def _head(prediction: MemoryPrediction) -> list[RenderableType]:
     if prediction.settings:
         values = (f"{name} {value}" for name, value in prediction.settings.items())
         lines.append(Text(f"with {', '.join(values)}"))
+    lines += [Text(f"without {name} {why}") for name, why in prediction.ineffective.items()]
     if prediction.peak_phase:
-        running = f", in {prediction.peak_op}" if prediction.peak_op else ""
+        running = f", in {in_words(prediction.peak_op)}" if prediction.peak_op else ""
         where = f" of `{prediction.peak_module}`" if running and prediction.peak_module else ""
         lines.append(Text(f"most is alive in {prediction.peak_phase}{running}{where}"))
     if prediction.peak.host_bytes:
-        lines.append(Text(f"and {format_bytes(prediction.peak.host_bytes)} on the host"))
+        host = format_bytes(prediction.peak.host_bytes)
+        lines.append(
+            Text(f"and {host} on the host: gradients, to repeat a batch when memory runs out")
+        )
     return list(lines)
 
 
@@ -218,10 +223,15 @@ def _categories(prediction: MemoryPrediction) -> Table:
             continue
         share = f"{num_bytes / total:.1%}" if total else ""
         cells = [_size(num_bytes), share, *map(_size, figures)]
-        table.add_row(name.replace("_", " "), *cells)
+        table.add_row(_label(name, prediction), *cells)
     sums = [_size(sum(phase.values())) for phase in by_phase]
     table.add_row("together", _size(total), "", *sums)
     return table
+
+
+def _label(category: str, prediction: MemoryPrediction) -> str:
+    is_workspace = category == "other" and prediction.device == "cuda"
+    return "other: cuBLAS" if is_workspace else category.replace("_", " ")
 
 
 def _tensors(tensors: Sequence[TensorMemory], limit: int) -> Table:

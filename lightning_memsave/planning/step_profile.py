@@ -86,12 +86,14 @@ class Recording:
         events: In order; the first ones are what was there already.
         batch_ends: After how many events each batch ended.
         host_bytes: Most bytes that techniques kept on the host at once.
+        has_loss: Whether each batch had one, or the module steps its optimizers itself.
     """
 
     modules: tuple[ModuleInfo, ...] = ()
     events: list[Event] = field(default_factory=list)
     batch_ends: list[int] = field(default_factory=list)
     host_bytes: int = 0
+    has_loss: bool = True
 
 
 class StepProfile(LiveTensors):

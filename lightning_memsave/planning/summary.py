@@ -17,6 +17,7 @@ def summarise(
     model: str,
     extra: MemoryBreakdown | None = None,
     settings: Mapping[str, str] | None = None,
+    ineffective: Mapping[str, str] | None = None,
     assumptions: Sequence[str] = (),
     guesses: Sequence[str] = (),
     context_bytes: int = 0,
@@ -29,6 +30,7 @@ def summarise(
         model: Class name of the module.
         extra: Bytes that are there all the time and that the recording does not have.
         settings: Name and value of each setting.
+        ineffective: The same of those without effect, with the reason.
         assumptions: What is taken for granted.
         guesses: What had to be guessed.
         context_bytes: What CUDA needs for itself.
@@ -65,6 +67,7 @@ def summarise(
         reserved_bytes=reserved_bytes,
         context_bytes=context_bytes,
         settings=dict(settings or {}),
+        ineffective=dict(ineffective or {}),
         assumptions=tuple(assumptions),
         guesses=tuple(guesses),
     )

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memsave import MemSaveCallback, host
 from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
 from tests.analysis.architectures import SETTINGS, Architecture
@@ -52,6 +53,11 @@ def settings_for(architecture: Architecture, name: str) -> dict[str, Any] | None
 
 def count(architecture: Architecture, settings: Mapping[str, Any]) -> int:
     """Bytes at the peak of two real optimizer steps."""
+    return count_by_category(architecture, settings).total_bytes
+
+
+def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -> MemoryBreakdown:
+    """What there is at that peak."""
     counter = _Counter()
     num_batches = 2 * settings.get("accumulate_grad_batches", 1)
     with host.quiet():
@@ -71,7 +77,7 @@ def count(architecture: Architecture, settings: Mapping[str, Any]) -> int:
         torch.manual_seed(0)
         batches = _Batches(architecture.batch, num_batches)
         trainer.fit(architecture.make(), DataLoader(batches, batch_size=None))
-    return counter.live.peak.total_bytes
+    return counter.live.peak
 
 
 def predict(architecture: Architecture, settings: Mapping[str, Any]) -> MemoryPrediction:

@@ -11,6 +11,8 @@ from torch import nn
 
 import lightning_memsave
 from lightning_memsave.analysis.compare import compare_memory
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.callbacks._run_prediction import RunPrediction
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
@@ -177,7 +179,20 @@ def test_the_page_shows_real_output(capsys):
     pairs = re.findall(
         r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL
     )
-    assert len(pairs) == 3
+    assert len(pairs) == 2
     for code, shown in pairs:
         exec(code, names)
         assert capsys.readouterr().out == shown
+
+
+def test_reports_say_which_modules_grew():
+    def report(features):
+        run = RunPrediction(1.0)
+        module = nn.Sequential(nn.Linear(8, features), nn.ReLU(), nn.Linear(features, 8))
+        run.prediction = predict_memory(module, torch.ones(4, 8), device="cpu")
+        predicted = json.loads(json.dumps(run.to_dict(None)))
+        return {"settings": {}, "changes": [], "device": "cpu", "predicted": predicted}
+
+    found = compare_memory(report(16), report(64))
+    assert {"0", "2"} <= {change.name for change in found.modules}
+    assert sum(change.difference for change in found.modules) == found.total.difference

@@ -125,6 +125,26 @@ def test_lightning_modules_train_in_their_own_way():
     assert found.suspect("model structure").num_bytes == 2 * 4 * 10_100
 
 
+def test_the_optimizer_of_a_lightning_module_is_named():
+    found = explain(Lit(), torch.ones(4, 100))
+    assert "With SGD it costs" in text_of(found)
+    assert found.suspect("model structure").sentence.startswith("Parameters and gradients:")
+
+
+def test_gradients_that_are_not_alive_are_not_said_to_be_counted():
+    names = ["model structure", "vocabulary and labels"]
+    found = explain(lambda: bert("sdpa"), ids(8, 64), suspects=names)
+    peak, number = found.prediction.peak, found.table.num_parameters
+    assert peak.gradient_bytes == 0
+    fixed = peak.parameter_bytes + peak.optimizer_state_bytes
+    assert f"of the {format_bytes(fixed)} that parameters and optimizer state" in text_of(found)
+    assert f"the gradients, {format_bytes(4 * number)}, are not alive then" in text_of(found)
+    structure = found.suspect("model structure")
+    assert structure.num_bytes == fixed
+    assert structure.sentence.startswith("Parameters and state of AdamW:")
+    assert "gradients and" not in found.suspect("vocabulary and labels").sentence
+
+
 def test_targets_and_sizes_are_taken(tmp_path):
     bert().config.save_pretrained(tmp_path)
     # Written by hand in real configs: which class it is for.
@@ -151,6 +171,10 @@ def test_all_of_it_is_shown_and_given_as_json():
     assert "GTX-1660-Ti has 5.80 GiB: it fits" in text_of(found)
     assert "It fits GTX-1660-Ti as it is." in text
     assert all(len(line) <= 110 for line in text.splitlines())
+    typed = text.partition("What to type\n")[2].splitlines()
+    assert any(line.startswith("    ") for line in typed)
+    marks = re.compile(r"( *\d+\. MemSave| *\d+\. model|    \S|It fits|$)")
+    assert all(marks.match(line) for line in typed)
     plain = json.loads(json.dumps(found.to_dict()))
     assert plain["suspects"][0]["figures"] == dict(found.suspects[0].figures)
     assert plain["remedies"][0]["how"] == found.remedies[0].how

@@ -1,5 +1,6 @@
 """What is predicted for a CPU is what real training takes there, to the byte."""
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
-from tests.analysis.counting import count, predict, settings_for
+from tests.analysis.counting import count, count_by_category, predict, settings_for
 from tests.measure.profiler_peak import profiler_peak_bytes
 
 
@@ -26,34 +29,82 @@ def test_predicts_to_the_byte(name: str) -> None:
     for setting in SETTINGS:
         settings = settings_for(architecture, setting)
         if settings is not None:
-            counted = count(architecture, settings)
+            counted = count_by_category(architecture, settings)
             prediction = predict(architecture, settings)
             assert not prediction.guesses, setting
-            if prediction.peak_bytes != counted:
-                missed[setting] = prediction.peak_bytes, counted
+            if prediction.peak_bytes != counted.total_bytes or not _is_alike(
+                prediction.peak.by_category(), counted.by_category()
+            ):
+                missed[setting] = prediction.peak, counted
     assert missed == {}
 
 
-# The allocator is asked for what kernels need for themselves too: in these steps less than a
-# hundredth. Convolutions are not among them: oneDNN reorders their weights in scratch memory.
+# What values that are logged start from, a few numbers, has data in a real step only, and counts
+# from its first use on.
+def _is_alike(first: dict[str, int], second: dict[str, int]) -> bool:
+    return all(abs(num_bytes - second[name]) <= 64 for name, num_bytes in first.items())
+
+
+_IN_A_LOOP: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "checkpointing": {"activation_checkpointing": "all"},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "bf16_mixed": {"precision": "bf16-mixed"},
+    "bf16_true": {"precision": "bf16-true"},
+}
+# The allocator is asked for what kernels need for themselves too, which is not predicted: of most
+# steps a hundredth, more where bfloat16 is converted inside of kernels. oneDNN reorders what
+# convolutions and recurrent layers are given: a fifth of these small models.
+_HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
+
+
+# These two have no `loss` for a loop of our own.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", ["roberta", "gpt2", "llama", "transformer_encoder", "table"])
+@pytest.mark.parametrize("name", sorted({*ARCHITECTURES} - {"gan", "checkpointed_transformer"}))
 def test_agrees_with_the_allocator(name: str) -> None:
-    architecture = ARCHITECTURES[name]
+    missed = {}
+    for technique, settings in _IN_A_LOOP.items():
+        if (name, technique) == ("diffusion", "bf16_true"):
+            continue  # the batch of a plain loop stays in 32 bits
+        error = (
+            predict(ARCHITECTURES[name], settings).peak_bytes
+            / _allocated_bytes(ARCHITECTURES[name], technique)
+            - 1
+        )
+        most = 0.22 if name in _HAS_SCRATCH else 0.02 if "bf16" in technique else 0.01
+        if not -most < error < 0.001:
+            missed[technique] = error
+    assert missed == {}
+
+
+def _allocated_bytes(architecture: Architecture, technique: str) -> int:
+    """The peak of a loop without Lightning and without this package's callback."""
     torch.manual_seed(0)
-    module, batch = architecture.make(), architecture.batch()
-    optimizer = module.make_optimizer(module.parameters())
+    module: Any = architecture.make()
+    batch: Any = architecture.batch()
+    if technique == "checkpointing":
+        with contextlib.suppress(NoEffectWarning):
+            ActivationCheckpointing().apply(module)
+    if technique == "bf16_true":
+        module = module.bfloat16()
+        batch = map_tensors(batch, lambda t: t.bfloat16() if t.is_floating_point() else t)
+    optimizer = module.make_optimizer([p for p in module.parameters() if p.requires_grad])
+    limit = dict(architecture.trainer_arguments).get("gradient_clip_val")
 
     def step() -> None:  # in the order of Lightning
-        loss = module.loss(batch)
-        optimizer.zero_grad()
-        loss.backward()
+        for index in range(2 if technique == "accumulation" else 1):
+            with torch.autocast("cpu", torch.bfloat16, enabled=technique == "bf16_mixed"):
+                loss = module.loss(batch)
+            if index == 0:
+                optimizer.zero_grad()
+            loss.backward()
+        if limit is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), limit)
         optimizer.step()
 
     alive = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
-    allocated = profiler_peak_bytes(step, alive)
-    assert predict(architecture, {}).peak_bytes == pytest.approx(allocated, rel=0.01)
+    return profiler_peak_bytes(step, alive)
 
 
 class _Guessing(Lit):
@@ -199,6 +250,110 @@ def test_names_the_batch_where_the_module_does_not_take_it(batch: Any, error: ty
     with pytest.raises(error) as raised:
         predict_memory(nn.Linear(2, 2), batch)
     assert "check that the batch is one that the module takes" in raised.value.__notes__[0]
+
+
+class _Asks(Lit):
+    """Asks for what tensors without data do not have."""
+
+    def __init__(self, ask: Any) -> None:
+        super().__init__(nn.Linear(2, 2))
+        self.ask = ask
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return self.model(batch).sum() * float(self.ask(self.model(batch).sum()))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda x: x.detach().numpy(), "Compute with torch instead of numpy"),
+        (lambda x: x.cuda(), "guard it with `torch.cuda.is_available"),
+    ],
+    ids=["numpy", "gpu"],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_says_what_is_not_there(ask: Any, message: str) -> None:
+    with pytest.raises((RuntimeError, AssertionError)) as raised:
+        predict_memory(_Asks(ask), torch.ones(1, 2))
+    (note,) = raised.value.__notes__
+    assert message in note
+    assert "check that the batch" not in note
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (None, r"`batch=None` is no batch.*next\(iter"),
+        (lambda: None, "`batch=None` is no batch"),
+        ((torch.ones(0, 2), torch.ones(0)), "has no samples.* Pass one of the size"),
+    ],
+    ids=["none", "gives_none", "empty"],
+)
+def test_refuses_what_is_no_batch(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        predict_memory(nn.Linear(2, 2), batch)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"device": "mps"}, '`device=\'mps\'` is not known here. Use `"cuda"` or `"cpu"`'),
+        ({"time_limit_s": 0}, "`time_limit_s=0` is no time .* `time_limit_s=60`"),
+        ({"time_limit_s": -1.0}, "`time_limit_s=-1.0` is no time"),
+    ],
+    ids=str,
+)
+def test_refuses_arguments(arguments: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        predict_memory(nn.Linear(2, 2), torch.ones(1, 2), **arguments)
+
+
+class _Lit(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(p for p in self.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("wrap", [nn.Sequential, _Lit])
+def test_refuses_a_module_that_trains_nothing(wrap: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"no parameter to train.*`requires_grad=False`"):
+        predict_memory(wrap(nn.Linear(2, 2).requires_grad_(False)), torch.ones(1, 2))
+
+
+class _Lbfgs(Lit):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), history_size=7)
+
+
+def test_refuses_an_optimizer_whose_memory_depends_on_the_loss() -> None:
+    with pytest.raises(ConfigurationError, match=r"LBFGS.*`history_size=7`.*another optimizer"):
+        predict_memory(_Lbfgs(nn.Linear(2, 2)), torch.ones(1, 2))
+
+
+class _NoLoss(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.model(batch)
+
+
+def test_says_that_a_step_has_no_loss() -> None:
+    def remarks(module: nn.Module) -> list[str]:
+        prediction = predict_memory(module, torch.ones(1, 2), device="cpu")
+        return [line for line in prediction.assumptions if "returned no loss" in line]
+
+    assert len(remarks(_NoLoss(nn.Linear(2, 2)))) == 1
+    assert remarks(nn.Linear(2, 2)) == []
+
+
+class _Endless(Lit):
+    def loss(self, batch: Tensor) -> Tensor:
+        hidden = self.model(batch)
+        while hidden.abs().max() > 1e-3:
+            hidden = hidden / 2
+        return hidden.sum()
+
+
+def test_ends_where_the_step_does_not() -> None:
+    with pytest.raises(TimeoutError, match=r"more than 0.5 seconds.*test_predict.py, line \d+"):
+        predict_memory(_Endless(nn.Linear(2, 2)), torch.ones(1, 2), time_limit_s=0.5)
 
 
 class _Words(nn.Linear):

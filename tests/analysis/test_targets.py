@@ -466,6 +466,9 @@ class TestCheckpoint:
         message = refused("evil.ckpt")
         assert "could run code: it was not loaded" in message
         assert "torch.save(model.state_dict(), path)" in message
+        assert "in place of the checkpoint: `module:Class`" in message
+        Path("note.ckpt").write_text("hello")
+        assert "cannot be read by torch: it is no file of torch. Give" in refused("note.ckpt")
         torch.save(nn.Linear(2, 2), "whole.pt")
         assert "`torch.nn.modules.linear.Linear`" in refused("whole.pt")
         assert not marker.exists()
@@ -533,6 +536,14 @@ class TestBatchOfHuggingFace:
         batch = target.example_batch(sizes)
         assert batch["labels"].shape == ((2, 6) if sizes == "2x6" else (2, 4))
         target.build()(**batch).loss.backward()
+
+    def test_translation_without_a_first_token(self, tmp_path):
+        sizes: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32}
+        path = write_config(tmp_path, T5Config(**sizes, num_layers=1, num_heads=2))
+        with pytest.raises(ConfigurationError, match=r"--arg decoder_start_token_id=0"):
+            load_target(path, task="seq2seq_lm").example_batch("2x6")
+        target = load_target(path, task="seq2seq_lm", arguments={"decoder_start_token_id": 0})
+        target.build()(**target.example_batch("2x6")).loss.backward()
 
     def test_multiple_choice(self, tmp_path):
         target = load_target(write_config(tmp_path, BertConfig(**TINY)), task="multiple_choice")

@@ -484,7 +484,8 @@ class TestOutOfMemory:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(6))
-    def test_at_300_random_places(self, part):
+    @pytest.mark.parametrize("num_places", [8, pytest.param(50, marks=pytest.mark.exhaustive)])
+    def test_at_random_places(self, part, num_places):
         random.seed(part)
         matrix = [
             (model, (*accumulation, ("memsave", (("activation_checkpointing", checkpointing),))))
@@ -494,7 +495,7 @@ class TestOutOfMemory:
             if not (model == "unrepeated" and checkpointing)
         ]
         own = matrix[part::6]
-        for number in range(50):
+        for number in range(num_places):
             model, settings = own[number % len(own)]
             check_place(random.randrange(ops_of_batches(model, settings)[-1]), model, settings)
 

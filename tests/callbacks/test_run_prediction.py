@@ -90,6 +90,25 @@ def roberta() -> nn.Module:
     return Net()
 
 
+def gpt2() -> nn.Module:
+    """Of equal sizes wherever possible: its backward has several moments with the same peak."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=1000, n_embd=128, n_layer=3, n_head=4)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = GPT2LMHeadModel(config)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            loss: Tensor = self.model(ids, labels=ids).loss
+            return loss
+
+    torch.manual_seed(1)
+    return Net()
+
+
 def tokens(self: Any = None) -> DataLoader[Tensor]:
     ids = torch.randint(2, 300, (16, 32), generator=torch.Generator().manual_seed(4))
     ids[:, 24:] = 1  # padding
@@ -115,11 +134,11 @@ def lit_with(package: Any = lightning.pytorch, **methods: Any) -> Any:
 
 
 class TestPredictedEqualsMeasured:
-    @pytest.mark.parametrize("make", [conv_net, roberta], ids=["conv", "roberta"])
+    @pytest.mark.parametrize("make", [conv_net, roberta, gpt2], ids=["conv", "roberta", "gpt2"])
     def test_bare_callback(self, package, make):
         callback = MemSaveCallback()
         lit = make_lit(package, make())
-        if make is roberta:
+        if make is not conv_net:
             lit.train_dataloader = lit.val_dataloader = tokens
         fit(lit, callback, package)
         assert callback.prediction.guesses == ()

@@ -56,6 +56,18 @@ CODE = """
         def training_step(self, batch, batch_idx):
             raise SystemExit(5)
 
+    class Endless(Lit):
+        def training_step(self, batch, batch_idx):
+            hidden = self.net(batch[0])
+            while hidden.abs().max().item() > 1e-3:
+                hidden = hidden / 2
+            return hidden.sum()
+
+    class Choosing(Lit):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return self.net(x[y > 3]).sum()
+
     class Manual(Lit):
         def __init__(self):
             super().__init__()

@@ -118,7 +118,9 @@ class TestBadInput:
         [
             (("gpt2", "nowhere"), "`nowhere` does not exist"),
             (("gpt2", "broken.json"), "is not JSON"),
-            (("gpt2", "before.json"), "they have no figure in common"),
+            (("gpt2", "before.json"), "add --batch with its sizes"),
+            (("gpt2", "run.json"), "`memsave predict gpt2 --batch 8x512 --json > predicted.json`"),
+            (("run.json", "gpt2", "--batch", "2x8"), "compare with that file"),
             (("gpt2", "larger", "--gpu", "T4"), "--gpu is about a training step"),
             (("gpt2", "larger", "--set", "optimizer=8bit"), "--set is about a training step"),
             (("gpt2", "larger", "--html", "page.html"), "Add --batch"),
@@ -132,6 +134,7 @@ class TestBadInput:
     def test_one_line_says_what_to_do(self, args, said, capsys, project):
         (project / "broken.json").write_text("{")
         (project / "cut.json").write_text('{"by_phase": {}, "modules": []}')
+        (project / "run.json").write_text('{"changes": [], "settings": {}}')
         if "before.json" in args:
             prediction = json_of(capsys, "predict", "gpt2", "--batch", "2x8")
             (project / "before.json").write_text(json.dumps(prediction))

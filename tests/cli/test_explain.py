@@ -93,6 +93,28 @@ class TestMessages:
         monkeypatch.setattr(sys, "stdin", pasted)
         assert json_of(capsys, "explain", "--oom", "-")["cause"] == "fragmentation"
 
+    @pytest.mark.slow
+    def test_with_a_model_what_helps_is_predicted(self, capsys, project):
+        (project / "run.log").write_text(FRAGMENTED)
+        arguments = ("explain", "--oom", "run.log", "net.py:Lit", "--batch", BATCH)
+        found = json_of(capsys, *arguments)
+        diagnosis = diagnose(read_out_of_memory(FRAGMENTED))
+        assert found["out_of_memory"] == json.loads(json.dumps(diagnosis.to_dict()))
+        assert all(remedy["device_bytes"] > 0 for remedy in found["remedies"])
+        capacity = diagnosis.oom.capacity_bytes
+        assert found["gpu"]["total_bytes"] == pytest.approx(capacity, abs=2**20)
+
+    def test_with_a_model_both_are_shown(self, capsys, project):
+        (project / "run.log").write_text(FRAGMENTED)
+        arguments = ["explain", "--oom", "run.log", "net.py:Lit", "--batch", BATCH]
+        assert main([*arguments, "--no-remedies", "--gpu", "T4", "--html", "page.html"]) == 0
+        out = capsys.readouterr().out
+        assert out.startswith(f"{diagnose(read_out_of_memory(FRAGMENTED))}\n\n")
+        assert "The usual suspects" in out
+        page = (project / "page.html").read_text()
+        assert '"device_name":"T4"' in page
+        assert diagnose(read_out_of_memory(FRAGMENTED)).summary in page
+
     def test_process(self):
         done = run_process("explain", "--oom", "-", "--json", text=FRAGMENTED)
         assert (done.returncode, json.loads(done.stdout)["cause"]) == (0, "fragmentation")
@@ -102,8 +124,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("args", "said"),
         [
-            ((), "takes either a model or --oom"),
-            (("gpt2", "--oom", "run.log"), "takes either a model or --oom"),
+            ((), "takes a model, or --oom"),
+            (("gpt2", "--oom", "run.log"), "add --batch with the sizes that ran out"),
             (("--oom", "nowhere.log"), "`nowhere.log` does not exist"),
             (("--oom", "gpt2"), "`gpt2` is a folder"),
             (("--oom", "net.py"), "There is no out-of-memory error in this text"),

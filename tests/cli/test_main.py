@@ -68,5 +68,23 @@ def test_each_command_has_examples_that_parse(name, capsys):
         assert _parser().parse_args(words[1:]).command == name
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_names_the_exit_statuses(name, capsys):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    statuses = capsys.readouterr().out.split("exit status:")[1]
+    assert "0; 1 if" in statuses
+    assert ("3 if the" in statuses) == (name in ("predict", "explain", "compare"))
+
+
+def test_an_interruption_is_130(monkeypatch, capsys):
+    def interrupt(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lightning_memsave.cli.env.run", interrupt)
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err == ""
+
+
 def test_each_command_is_one_file():
     assert all((FOLDER / f"{name}.py").exists() for name in COMMANDS)

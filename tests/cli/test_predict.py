@@ -195,14 +195,39 @@ class TestText:
     def test_variants_side_by_side(self, capsys, project):
         variant = "precision=bf16-mixed activation_checkpointing=all"
         arguments = ["predict", "gpt2", "--batch", "4x32", "--variant", variant]
-        assert main([*arguments, "--gpu", "T4", "--html", "out/page.html"]) == 0
+        assert main([*arguments, "--gpu", "T4", "--html", "page.html"]) == 0
         out = capsys.readouterr().out
         rows = [line for line in out.splitlines() if line.startswith(("as given", variant))]
         assert len(rows) == 2
         assert rows[0].rstrip().endswith("yes")
-        page = (project / "out" / "page.html").read_text()
+        page = (project / "page.html").read_text()
         assert variant in page
-        assert "page: out/page.html" in out
+        assert "page: page.html" in out
+
+    def test_says_what_has_no_effect_and_why(self, capsys):
+        options = ("--set", "optimizer=8bit", "--set", "activation_checkpointing=selective")
+        small = ("net:Lit", "--arg", "width=4", "--arg", "depth=1")
+        arguments = ("predict", *small, "--batch", "float32[8,4],int64[8]<4", *options)
+        assert main([*arguments]) == 0
+        said = capsys.readouterr().out
+        assert "without activation_checkpointing 'selective': no repeated block" in said
+        assert "without optimizer '8bit': `Adam` stays 32-bit" in said
+        found = json_of(capsys, *arguments)
+        assert set(found["ineffective"]) == {"activation_checkpointing", "optimizer"}
+        assert set(found["settings"]) == {"precision"}
+
+    def test_accumulation_of_the_file_is_named(self, capsys, project):
+        (project / "accumulating.yaml").write_text(
+            "trainer: {accumulate_grad_batches: 4}\nmodel: {class_path: net.Lit}\n"
+        )
+        found = json_of(capsys, "predict", "accumulating.yaml", "--batch", BATCH)
+        assert found["settings"]["accumulate_grad_batches"] == "4"
+
+    def test_says_that_made_up_numbers_decide(self, capsys):
+        found = json_of(capsys, "predict", "net:Choosing", "--batch", BATCH)
+        (guess,) = found["guesses"]
+        assert guess.startswith("net.py, line ")
+        assert "random" in guess
 
     def test_memsave_switches_everything_on(self, capsys):
         batch = "float32[8,256],int64[8]"
@@ -228,6 +253,7 @@ class TestBadInput:
             (("net.py:Lit", "--gpu", "T5"), "GPU 'T5' is not known"),
             (("net.py:Lit", "--gpu", "0GiB"), "must be between"),
             (("net.py:Lit", "--gpu=-3GiB"), "must be between"),
+            (("net.py:Lit", "--gpu", "-3GiB"), "must be between"),
             (("net.py:Lit", "--gpu", "T4", "--device", "cpu"), "Remove one of the two"),
             (("net.py:Lit", "--set", "batch=3"), "`batch` is no argument of `MemSaveCallback`"),
             (("net.py:Lit", "--set", "optimizer"), "Write `name=value`"),
@@ -265,6 +291,14 @@ class TestBadInput:
     def test_batches(self, target, batch, said, capsys):
         assert said in message_of(capsys, "predict", target, f"--batch={batch}")
 
+    def test_a_negative_size_is_no_option(self, capsys):
+        said = message_of(capsys, "predict", "gpt2", "--batch", "-1x8")
+        assert "must be a whole number of at least 1" in said
+
+    def test_nested_batches_are_json(self, capsys):
+        said = message_of(capsys, "predict", "net:Lit", "--batch", "in={x=float32[8,64]}")
+        assert '{"in": {"x": "float32[8,10]"}' in said
+
     @pytest.mark.parametrize(
         ("text", "said"),
         [("{", "cannot be read as JSON"), ('{"model_type": "gpt22"}', "Did you mean `gpt2`")],
@@ -292,11 +326,19 @@ class TestBadInput:
         assert "net.py, line " in said
         assert "Does this batch go with the model?" in said
 
+    def test_a_step_that_never_ends_is_3(self, capsys):
+        args = ("predict", "net:Endless", "--batch", BATCH, "--time-limit", "1")
+        said = message_of(capsys, *args, status=3)
+        assert "does not end: following the step takes more than 1 seconds" in said
+        assert "net.py, line " in said
+
     def test_a_step_that_ends_the_process_is_3(self, capsys):
         said = message_of(capsys, "predict", "net.py:Leaves", "--batch", BATCH, status=3)
         assert "SystemExit: 5" in said
 
-    @pytest.mark.parametrize("option", ["--depth=-1", "--tensors=two", "--attention=fast"])
+    @pytest.mark.parametrize(
+        "option", ["--depth=-1", "--tensors=two", "--attention=fast", "--time-limit=0"]
+    )
     def test_wrong_options_exit_with_2(self, option, capsys):
         with pytest.raises(SystemExit, match="2"):
             main(["predict", "net.py:Lit", "--batch", BATCH, option])

@@ -13,9 +13,10 @@ from lightning_memsave.planning._name_alignment import align_names
 from lightning_memsave.planning.comparison import (
     compare_parameters,
     compare_predictions,
-    compare_reports,
 )
+from lightning_memsave.planning.memory_comparison import Change, grouped
 from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory
+from lightning_memsave.planning.report_comparison import compare_reports
 from tests.tabular_bert import LARGE_VOCABULARY, SMALL_VOCABULARY, meta_tabular_bert
 
 
@@ -193,7 +194,37 @@ class TestPredictions:
         b = prediction(settings={"optimizer": "null", "x": "1"}, device="cuda")
         found = compare_predictions(a, b)
         assert found.settings == (("optimizer", "8bit", "null"),)
-        assert found.notes == ("one is for cpu, one for cuda",)
+        assert found.notes[0].startswith("one is for cpu, one for cuda")
+        assert str(found).splitlines()[1].startswith("note: one is for cpu")
+
+    def test_a_share_is_never_more_than_the_whole(self):
+        a, b = (
+            {"up.weight": (10 * n,), "down.weight": (40 - 9 * n,), "same.weight": (3,)}
+            for n in (1, 4)
+        )
+        found = compare_parameters(a, b)
+        assert found.total.difference == 3
+        (said,) = (s for s in found.sentences() if "`up`" in s)
+        assert said == ("`up` +30: more than the difference, as all others together change by -27.")
+        assert "%" not in "".join(found.sentences())
+
+    def test_what_the_whole_does_itself_is_named(self):
+        a, b = prediction(), prediction(batch=2)
+        own = [MemoryBreakdown(temporary_bytes=n, activation_bytes=n // 10) for n in (100, 9100)]
+        a, b = (
+            dataclasses.replace(
+                p,
+                peak=p.peak + more,
+                modules=(ModuleMemory("", "Small", 0, more), *p.modules),
+            )
+            for p, more in zip((a, b), own, strict=True)
+        )
+        found = compare_predictions(a, b)
+        assert found.modules[0].name == ""
+        assert found.modules[0].detail == (
+            "outside of the modules: temporary +8.79 KiB, activation +900 B"
+        )
+        assert "`(whole)` +9.67 KiB: 99.0 % of the difference." in found.sentences()
 
     def test_prefixes_do_not_matter(self):
         found = compare_predictions(prediction(), prediction(prefix="model.", batch=2))
@@ -206,11 +237,40 @@ class TestPredictions:
         found = {c.name: (c.before, c.after) for c in compare_predictions(prediction(), b).phases}
         assert found == {"forward": (510, None), "backward": (500, None), "optimizer": (None, 5)}
 
+    def test_nothing_is_cut_off_behind_long_names(self):
+        def side(n):
+            own = MemoryBreakdown(temporary_bytes=n * 10**8, activation_bytes=n * 10**7)
+            long = "transformer.h.7.attention.resid_dropout.layer"
+            return dataclasses.replace(
+                prediction(),
+                peak=own,
+                modules=(ModuleMemory("", "S", 0, own), ModuleMemory(long, "D", 0, own)),
+            )
+
+        found = compare_predictions(side(1), side(9))
+        words = " ".join(str(found).split())
+        assert all(word in words for word in found.modules[0].detail.split())
+        assert all(len(line) <= 110 for line in str(found).splitlines())
+
     def test_renders(self):
         text = io.StringIO()
         Console(file=text, width=100).print(compare_predictions(prediction(), prediction(batch=8)))
         assert "activation" in text.getvalue()
         assert "+700 B" in text.getvalue()
+
+
+def test_blocks_that_are_new_stand_with_those_that_grew():
+    def changes(*sizes):
+        return [Change(f"h.{i}.fc", before, after) for i, (before, after) in enumerate(sizes)]
+
+    (one,) = grouped(changes((4, 8), (4, 8), (None, 8)))
+    assert (one.name, one.before, one.after) == ("h.*.fc (2 -> 3 x)", 8, 24)
+    (gone,) = grouped(changes((4, 8), (4, 8), (4, None)))
+    assert (gone.name, gone.before, gone.after) == ("h.*.fc (3 -> 2 x)", 12, 16)
+    (new,) = grouped(changes((None, 8), (None, 8)))
+    assert (new.name, new.before, new.status) == ("h.*.fc (2 x)", None, "new")
+    # Where they have not all changed alike, none can speak for the others.
+    assert len(grouped(changes((4, 8), (4, 9), (None, 8)))) == 3
 
 
 def report(peak=1000, categories=None, **more):
@@ -253,6 +313,29 @@ class TestReports:
         found = compare_reports(prediction(), report(520, {"parameter": 400, "activation": 120}))
         assert found.total.difference == 10
         assert found.notes == ("first was predicted, second measured",)
+
+    def test_only_what_was_on_is_set_beside_a_prediction(self):
+        rows = [
+            {"name": "optimizer", "value": "'8bit'", "status": "on"},
+            {"name": "activation_checkpointing", "value": "'all'", "status": "no effect"},
+        ]
+        asked = {"optimizer": "'auto'", "keep_32bit": "()", "blocks": "None", "monitor": "True"}
+        b = report(9, settings=asked, changes=rows, versions={"torch": "2.13"})
+        a = prediction(settings={"precision": "32-true"}, device="cuda")
+        found = compare_reports(a, b, ("x", "y"))
+        assert found.settings == (("optimizer", "-", "'8bit'"),)
+        assert found.notes[0].startswith("one is for cuda, one for cpu")
+        assert str(found).splitlines()[1].startswith("note: one is for cuda, one for cpu")
+
+    def test_modules_are_those_of_the_predictions(self):
+        def with_modules(batch):
+            found = json.loads(json.dumps(prediction(batch=batch).to_dict()))
+            return report(100 * batch) | {"predicted": found}
+
+        for a in (with_modules(1), prediction()):
+            found = compare_reports(a, with_modules(8))
+            assert named(found) == {"fc.proj": (500, 1200)}
+            assert any("those of the predictions" in note for note in found.notes)
 
     def test_refuses_a_report_without_bytes(self):
         with pytest.raises(ConfigurationError, match="monitor=True"):

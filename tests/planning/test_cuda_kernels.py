@@ -18,7 +18,12 @@ from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.errors import ConfigurationError, MissingDependencyError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning import _cuda_autocast
-from lightning_memsave.planning.cuda_kernels import ASSUMPTIONS, cuda_kernels, workspace_bytes
+from lightning_memsave.planning.cuda_kernels import (
+    ASSUMPTIONS,
+    assumptions_for,
+    cuda_kernels,
+    workspace_bytes,
+)
 from lightning_memsave.planning.fake_models import fake_tensors
 
 
@@ -647,3 +652,9 @@ def test_a_gpu_keeps_the_same(dtype, is_mixed):  # pragma: no cover (gpu)
     with fake_cuda(capability=torch.cuda.get_device_capability()):
         predicted = kept("cpu")
     assert predicted == pytest.approx(kept("cuda"), abs=64)
+
+
+@pytest.mark.parametrize(("capability", "size"), [((8, 0), "16.25 MiB"), ((9, 0), "64.00 MiB")])
+def test_says_what_cublas_keeps(capability, size):
+    (line,) = set(assumptions_for(capability)) - set(ASSUMPTIONS)
+    assert line.startswith(f"cuBLAS keeps {size} ")

@@ -30,7 +30,14 @@ def _make(name: str, num_blocks: int) -> Callable[[], nn.Module]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("checkpointing", [None, "all"], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize(("name", "num_blocks"), [("roberta", 30), ("llama", 36), ("gpt2", 48)])
+@pytest.mark.parametrize(
+    ("name", "num_blocks"),
+    [
+        ("roberta", 30),
+        pytest.param("llama", 36, marks=pytest.mark.exhaustive),
+        pytest.param("gpt2", 48, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_line_hits_what_is_predicted_directly(
     name: str, num_blocks: int, checkpointing: str | None, device: Any
 ) -> None:

@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.planning.fake_models import FakeTensors, fake_tensors
-from lightning_memsave.planning.known_values import MAX_KNOWN_NUMEL
+from lightning_memsave.planning import known_values
+from lightning_memsave.planning.fake_models import FakeTensors, again, fake_tensors
+from lightning_memsave.planning.known_values import MAX_KNOWN_NUMEL, mark_random
 
 IDS = torch.tensor([[5, 3, 0], [7, 0, 0]])
+FLAT = IDS.flatten()
+MADE_UP = FLAT.clone()
+mark_random(MADE_UP)
 FLOATS = torch.tensor([1.0, 2.0])
 FEW = torch.zeros(MAX_KNOWN_NUMEL, dtype=torch.uint8)
 MANY = torch.zeros(MAX_KNOWN_NUMEL + 1, dtype=torch.uint8)
@@ -161,6 +165,66 @@ class TestUnknown:
         ids[0].copy_(torch.randn(3))
         assert ids.sum().item() == 1
         assert len(fakes.guesses) == 1
+
+
+class TestRandomBatches:
+    """Numbers that a tool has made up decide nothing silently."""
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda y: (y > 3).sum().item(),
+            lambda y: torch.nonzero(y > 3),
+            lambda y: torch.ones(6)[y > 3],
+            lambda y: torch.randn(6).masked_select(y > 3),
+            lambda y: y.clone().add_(1).max().item(),
+            lambda y: y.unique(),
+        ],
+        ids=["count", "nonzero", "mask", "masked_select", "in_place", "unique"],
+    )
+    def test_what_they_decide_is_noted(self, use, fakes):
+        use(again(fakes.copy_batch(FLAT)))
+        assert fakes.guesses == ()
+        use(again(fakes.copy_batch(MADE_UP)))
+        (guess,) = fakes.guesses
+        assert guess.startswith("test_known_values.py, line ")
+        assert guess.endswith("depends on integers of the batch, which are random ones")
+
+    def test_asking_often_is_no_endless_loop(self, fakes, monkeypatch):
+        monkeypatch.setattr(known_values, "MAX_ASKED", 2)
+        assert fakes.copy_batch(MADE_UP).tolist() == [5, 3, 0, 7, 0, 0]
+        assert len(fakes.guesses) == 1
+
+
+class TestOptimizers:
+    def test_what_they_do_next_is_a_guess(self, fakes):
+        model = nn.Linear(2, 1)
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        optimizer.step(lambda: model(torch.ones(3, 2)).sum())
+        assert fakes.guesses
+        assert all(guess.startswith("torch.optim.lbfgs, line ") for guess in fakes.guesses)
+
+    @pytest.mark.parametrize("foreach", [False, True])
+    def test_the_number_of_their_step_is_none(self, foreach, fakes):
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+        for _ in range(2):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+        assert optimizer.state[model.weight]["step"].item() == 2
+        assert fakes.guesses == ()
+
+
+def test_a_loop_that_waits_for_other_data_ends(fakes, monkeypatch):
+    monkeypatch.setattr(known_values, "MAX_ASKED", 5)
+
+    def wait(x: Tensor) -> None:
+        while x.abs().max() > 1e-3:
+            x = x / 2
+
+    with pytest.raises(TimeoutError, match=r"test_known_values.py, line \d+: .* 5 times: a loop"):
+        wait(torch.randn(3))
 
 
 def test_no_gradient_overflows_so_that_the_optimizer_steps(fakes):

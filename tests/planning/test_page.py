@@ -131,10 +131,15 @@ class TestFile:
         a, b = (write_page(tmp_path / name, ladder(2)) for name in ("a.html", "b.html"))
         assert a.read_bytes() == b.read_bytes()
 
-    def test_makes_the_folder_and_gives_the_path(self, tmp_path):
-        path = tmp_path / "new" / "page.html"
+    def test_gives_the_path(self, tmp_path):
+        path = tmp_path / "page.html"
         assert write_page(str(path), [("plain", tiny())]) == path
         assert path.exists()
+
+    def test_makes_no_folder_that_was_not_there(self, tmp_path):
+        with pytest.raises(ConfigurationError, match=r"'page\.html'"):
+            write_page(tmp_path / "typo" / "page.html", [("plain", tiny())])
+        assert list(tmp_path.iterdir()) == []
 
     def test_can_be_read_without_javascript(self, tmp_path):
         page = write_page(tmp_path / "page.html", [("a<b", tiny())]).read_text()
@@ -614,6 +619,15 @@ class TestOddOnes:
         assert browser.errors == []
         shown = browser.run("document.querySelector('main').innerText")
         assert not re.search(r"NaN|undefined|Infinity|\[object|null", shown)
+
+    def test_a_card_is_called_by_its_name(self, browser, tmp_path):
+        path = tmp_path / "page.html"
+        name = "RTX-3060-12GB"
+        write_page(path, [("a", tiny())], device_capacity_bytes=2**30, device_name=name)
+        browser.open(path)
+        assert browser.errors == []
+        assert texts_in(browser, ".limit-label") == [name]
+        assert f"Fits the {name} (1.00 GiB)" in texts_in(browser, ".verdict")[0]
 
     def test_modules_without_those_above_have_their_place(self, browser, tmp_path):
         modules = (ModuleMemory("a.b.c", "Linear", 3, MemoryBreakdown(12)),)

@@ -246,7 +246,16 @@ class TestFixedCosts:
         prediction = MemoryPrediction(
             "cpu", "M", memory, {}, (ModuleMemory("head", "Linear", 1, memory),)
         )
-        assert FixedCosts.from_prediction(prediction).by_module == {"head": 10}
+        costs = FixedCosts.from_prediction(prediction)
+        assert costs.by_module == {"head": 10}
+        assert (costs.summary, costs.remark) == ("parameters, gradients and optimizer state", "")
+
+    def test_says_which_gradients_are_not_alive_at_the_peak(self):
+        early, late = (MemoryBreakdown(parameter_bytes=4, gradient_bytes=n) for n in (1, 4))
+        prediction = MemoryPrediction("cpu", "M", early, {"forward": early, "backward": late})
+        costs = FixedCosts.from_prediction(prediction)
+        assert costs.summary == "parameters and gradients"
+        assert costs.remark == "of the gradients 1 B of 4 B are alive"
 
 
 class TestSentences:

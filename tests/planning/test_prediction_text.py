@@ -105,12 +105,14 @@ class TestPrediction:
                 settings={"precision": "16-mixed", "optimizer": "'8bit'"},
                 assumptions=("one",),
                 guesses=("two",),
+                ineffective={"blocks": "7: there are none"},
             )
         )
         for line in (
             "with precision 16-mixed, optimizer '8bit'",
-            "most is alive in backward, in aten.mm of `head`",
-            "and 1.00 MiB on the host",
+            "most is alive in backward, in a matrix product of `head`",
+            "and 1.00 MiB on the host: gradients, to repeat a batch when memory runs out",
+            "without blocks 7: there are none",
             "assumed: one",
             "guessed: two",
         ):

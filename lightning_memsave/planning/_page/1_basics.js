@@ -5,6 +5,8 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const CATEGORIES = DATA.categories.map(([name, label]) => ({ name, label }));
 const CAPACITY = DATA.device_capacity_bytes;
+// What the card is called, with its size where that is not the name.
+const cardName = () => DATA.device_name || `${formatBytes(CAPACITY)} card`;
 const BEYOND_TENSORS = ["cuda_context", "allocator_slack"];
 const UNITS = [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]];
 
@@ -69,7 +71,7 @@ function bar(parts, whole, { label, capacity } = {}) {
     track.append(part);
   }
   if (capacity) {
-    const limit = el("span", { class: "limit", title: `Card: ${formatBytes(capacity)}` });
+    const limit = el("span", { class: "limit", title: `Card: ${DATA.device_name ? `${DATA.device_name}, ` : ""}${formatBytes(capacity)}` });
     limit.style.left = `${(100 * capacity) / whole}%`;
     track.append(limit);
   }

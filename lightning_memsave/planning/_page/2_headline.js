@@ -18,7 +18,7 @@ function renderHeadline(prediction) {
 }
 
 function limitLabel(share) {
-  const label = el("span", { class: "limit-label" }, `${formatBytes(CAPACITY)} card`);
+  const label = el("span", { class: "limit-label" }, cardName());
   label.style.left = `${100 * share}%`;
   // Stays inside at both ends.
   label.style.transform = `translateX(${share > 0.85 ? -100 : share < 0.15 ? 0 : -50}%)`;
@@ -29,7 +29,7 @@ function verdict(needed) {
   const figure = bytesOf(needed, { class: "bytes big" });
   if (!CAPACITY) return [figure, el("span", { class: "says" }, "is what this step needs")];
   const spare = CAPACITY - needed;
-  const card = `${formatBytes(CAPACITY)} card`;
+  const card = DATA.device_name ? `${cardName()} (${formatBytes(CAPACITY)})` : cardName();
   return spare >= 0
     ? [figure, el("span", { class: "says fits" }, el("b", {}, `✓ Fits the ${card}`),
         `, ${formatBytes(spare)} to spare`)]

@@ -56,6 +56,8 @@ function renderRemarks(prediction) {
     ...list("Notes", DATA.notes),
     ...(settings.length ? [el("h3", {}, "Settings"), el("dl", { class: "settings" },
       settings.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))))] : []),
+    ...list("Asked for, and without effect",
+      Object.entries(prediction.ineffective).map(([name, why]) => `${name} ${why}`)),
     ...list("Taken for granted", prediction.assumptions),
     ...list("Guessed, because the model depends on its data", prediction.guesses),
     el("p", { class: "hint" }, `Predicted in ${prediction.seconds.toFixed(1)} s`,
