@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from torch import Tensor, nn
 
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
 from lightning_memsave import host
-from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks._stacks import OFF_BY_NONE
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
