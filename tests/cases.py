@@ -184,7 +184,7 @@ class EagerBertModel(Model):
         from transformers import BertConfig, BertModel
 
         nn.Module.__init__(self)
-        config = BertConfig(
+        config: Any = BertConfig(
             hidden_size=WIDTH,
             num_hidden_layers=3,
             num_attention_heads=4,
@@ -194,8 +194,8 @@ class EagerBertModel(Model):
             hidden_dropout_prob=0.5,
             # Kernels draw the masks of scores each in its own way.
             attention_probs_dropout_prob=0.0,
-            attn_implementation="eager",
         )
+        config._attn_implementation = "eager"
         self.bert, self.head = BertModel(config, add_pooling_layer=False), nn.Linear(WIDTH, WIDTH)
 
     def run_blocks(self, x: Tensor) -> Tensor:

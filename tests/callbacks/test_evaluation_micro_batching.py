@@ -210,5 +210,5 @@ def test_steps_are_restored(package):
     trainer.validate(evaluating_lit(package), verbose=False)
     assert "validation_step" not in vars(trainer.strategy)
     assert not [name for name in vars(trainer.strategy) if "memsave" in name]
-    runners = [vars(setting).get("_runner") for setting in callback._settings]
+    runners = [vars(setting).get("_runner") for setting in callback._settings._settings]
     assert runners == [None] * len(runners)

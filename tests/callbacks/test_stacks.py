@@ -20,7 +20,7 @@ from tests.helpers import snapshot
 
 def only(**settings: Any) -> MemSaveCallback:
     """These settings and nothing else."""
-    off = dict.fromkeys(
+    off: dict[str, Any] = dict.fromkeys(
         ("activation_checkpointing", "optimizer", "precision", "micro_batch_size", "early_release")
     )
     return MemSaveCallback(**(off | {"monitor": False} | settings))
@@ -245,7 +245,7 @@ def _fail_once(lit: Any, *, in_backward: bool) -> Any:
             return x.clone()
 
         @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
             if ctx.is_whole:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
             return grad, None
@@ -330,7 +330,8 @@ class TestBadInput:
 
     def test_all_problems_at_once(self):
         with pytest.raises(ConfigurationError) as caught:
-            MemSaveCallback(stack="huge", attention=3, optimizer="12bit")
+            wrong: dict[str, Any] = {"stack": "huge", "attention": 3, "optimizer": "12bit"}
+            MemSaveCallback(**wrong)
         assert str(caught.value).count("\n") >= 2
         assert all(word in str(caught.value) for word in ("huge", "attention=3", "12bit"))
 
