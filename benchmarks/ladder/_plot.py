@@ -9,7 +9,19 @@ from matplotlib.figure import Figure
 from benchmarks.ladder._table import CATEGORIES
 
 TITLES = {"lightning": "lightning-memsave", "hugging_face": "Hugging Face Trainer"}
-COLORS = ("#4c72b0", "#999999", "#c44e52", "#8172b3", "#dd8452", "#55a868", "#ccb974", "#64b5cd")
+COLORS = (
+    *(
+        "#4c72b0",
+        "#937860",
+        "#999999",
+        "#c44e52",
+        "#8172b3",
+        "#dd8452",
+        "#55a868",
+        "#ccb974",
+        "#64b5cd",
+    ),
+)
 
 
 def plot(rows: dict[str, dict[str, Any]], path: Path) -> None:
