@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave import host
 from lightning_memsave.callbacks._oom_report import OutOfMemoryReport
 from lightning_memsave.callbacks._prediction import predict
-from lightning_memsave.callbacks._run_prediction import in_force, obstacle, question_of
+from lightning_memsave.callbacks._run_prediction import obstacle, question_of
+from lightning_memsave.callbacks._stacks import OFF_BY_NONE
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.batches import count_samples
 from lightning_memsave.errors import MemsaveError
@@ -20,9 +21,7 @@ from lightning_memsave.units import format_bytes
 
 AS_IT_IS = "as it is"
 PAGE_NAME = "memsave_oom.html"
-_NO_TECHNIQUE: dict[str, Any] = dict.fromkeys(
-    ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
-)
+_NO_TECHNIQUE: dict[str, Any] = dict.fromkeys(OFF_BY_NONE)
 
 
 def predict_remedies(
@@ -45,9 +44,8 @@ def predict_remedies(
     end_s = time.monotonic() + limit_s
     callback = host.first_of(trainer, MemSaveCallback)
     given = MemSaveCallback(**_NO_TECHNIQUE) if callback is None else callback
-    arguments = dict(given.arguments)
-    if callback is not None and callback.rows:
-        arguments = in_force(arguments, callback.rows, callback._micro_batches.size)
+    has_begun = callback is not None and bool(callback.rows)
+    arguments = given.arguments_in_force() if has_begun else dict(given.arguments)
     question = question_of(trainer, pl_module, batch, MemSaveCallback)
     question = replace(question, arguments=arguments)
     found: dict[str, MemoryPrediction] = {}

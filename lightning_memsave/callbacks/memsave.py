@@ -131,32 +131,10 @@ class MemSaveCallback(MonitoredCallback):
         predict: bool | float = True,
         report: bool = True,
     ) -> None:
+        given = dict(locals())
         super().__init__()
-        self.arguments = {
-            "activation_checkpointing": activation_checkpointing,
-            "optimizer": optimizer,
-            "precision": precision,
-            "micro_batch_size": micro_batch_size,
-            "accumulate_grad_batches": accumulate_grad_batches,
-            "chunked_cross_entropy": chunked_cross_entropy,
-            "optimizer_in_backward": optimizer_in_backward,
-            "low_precision_weights": low_precision_weights,
-            "attention": attention,
-            "early_release": early_release,
-            "stack": stack,
-            "blocks": blocks,
-            "optimizer_kwargs": optimizer_kwargs,
-            "keep_32bit": keep_32bit,
-            "force_8bit": force_8bit,
-            "loss_weight": loss_weight,
-            "split_batch": split_batch,
-            "eval_micro_batch_size": eval_micro_batch_size,
-            "tf32": tf32,
-            "exactness": exactness,
-            "monitor": monitor,
-            "predict": predict,
-            "report": report,
-        }
+        # Each parameter by its name, whichever come in later versions.
+        self.arguments = {name: given[name] for name in _PARAMETERS}
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
@@ -183,6 +161,16 @@ class MemSaveCallback(MonitoredCallback):
     def prediction(self) -> MemoryPrediction | None:
         """What the latest fit was predicted to take; ``None`` without a prediction."""
         return self._prediction.prediction
+
+    def arguments_in_force(self) -> dict[str, Any]:
+        """Say with which arguments another callback would do what this fit does.
+
+        Returns:
+            All arguments by name; what a stack stands for is set, and what gave way is off.
+        """
+        updates = self._settings.find(BackwardUpdates).in_force
+        arguments = {**with_stack(self.arguments), "optimizer_in_backward": updates}
+        return in_force(arguments, self.rows, self._micro_batches.size)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check everything, then change what can be changed before the model is set up.
@@ -239,9 +227,7 @@ class MemSaveCallback(MonitoredCallback):
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
         if not self._is_disabled:
-            updates = self._settings.find(BackwardUpdates).in_force
-            arguments = {**with_stack(self.arguments), "optimizer_in_backward": updates}
-            arguments = in_force(arguments, self.rows, self._micro_batches.size)
+            arguments = self.arguments_in_force()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
