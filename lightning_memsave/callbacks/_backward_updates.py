@@ -13,7 +13,8 @@ from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.errors import Problem
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+"""Strategies that cut parameters into shares."""
 
 
 class BackwardUpdates(Setting):
@@ -71,7 +72,7 @@ class BackwardUpdates(Setting):
                 )
             )
         strategy = type(trainer.strategy).__name__
-        if trainer.world_size > 1 or host.is_strategy(trainer, *_SHARDED):
+        if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
             problems.append(
                 Problem(
                     what,

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
+from lightning_memsave.callbacks._backward_updates import SHARDED
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import Problem
@@ -83,17 +84,27 @@ class WeightPrecision(ModuleTechnique):
         return contextlib.nullcontext()
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
+        what, problems = f"`{self.name}={self.value}`", []
         # Ours comes with it; another one has been chosen by the user.
-        if self.brings_precision or str(trainer.precision) == "bf16-mixed":
-            return []
-        return [
-            Problem(
-                f"`{self.name}={self.value}`",
-                f"the Trainer computes in {trainer.precision}, which does not take weights of "
-                "several types",
-                'Use `precision="bf16-mixed"`.',
+        if not self.brings_precision and str(trainer.precision) != "bf16-mixed":
+            problems.append(
+                Problem(
+                    what,
+                    f"the Trainer computes in {trainer.precision}, which does not take weights of "
+                    "several types",
+                    'Use `precision="bf16-mixed"`.',
+                )
             )
-        ]
+        if host.is_strategy(trainer, *SHARDED):
+            problems.append(
+                Problem(
+                    what,
+                    f"`{type(trainer.strategy).__name__}` decides itself in which type it keeps "
+                    "and gathers weights",
+                    f"Set `{self.name}=None`, and use the strategy's own mixed precision.",
+                )
+            )
+        return problems
 
 
 @dataclass(frozen=True)

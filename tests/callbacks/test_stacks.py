@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from lightning_memsave import MemSaveCallback, host
+from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._stacks import STACKS
+from lightning_memsave.callbacks._weight_precision import WeightPrecision
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
@@ -300,6 +302,34 @@ class TestLowPrecisionWeights:
         assert len(ours[0]) == 6
 
 
+class TestSeveralProcesses:
+    @pytest.mark.parametrize(
+        ("strategy", "settings", "message"),
+        [
+            ("ddp", {"optimizer_in_backward": True}, "`DDPStrategy` shares gradients"),
+            ("fsdp", {"optimizer_in_backward": True}, "`FSDPStrategy` shares gradients"),
+            (
+                "fsdp",
+                {"low_precision_weights": "kahan", "precision": "auto"},
+                "`FSDPStrategy` decides itself",
+            ),
+        ],
+    )
+    def test_are_refused(self, strategy, settings, message):
+        """Each process asks itself this before it trains; none has to be started for it."""
+        package = PACKAGES["lightning"]
+        if strategy == "fsdp":
+            # The Trainer itself refuses FSDP without a GPU.
+            trainer = make_trainer(package)
+            trainer.strategy.__class__ = package.strategies.FSDPStrategy
+        else:
+            trainer = make_trainer(package, strategy="ddp", devices=2)
+        callback = only(**settings)
+        kind = BackwardUpdates if "optimizer_in_backward" in settings else WeightPrecision
+        problems = callback._settings.find(kind).check(trainer, make_lit())
+        assert any(message in problem.why for problem in problems)
+
+
 class TestBadInput:
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -329,8 +359,8 @@ class TestBadInput:
         assert message in str(caught.value)
 
     def test_all_problems_at_once(self):
+        wrong: dict[str, Any] = {"stack": "huge", "attention": 3, "optimizer": "12bit"}
         with pytest.raises(ConfigurationError) as caught:
-            wrong: dict[str, Any] = {"stack": "huge", "attention": 3, "optimizer": "12bit"}
             MemSaveCallback(**wrong)
         assert str(caught.value).count("\n") >= 2
         assert all(word in str(caught.value) for word in ("huge", "attention=3", "12bit"))
