@@ -61,6 +61,10 @@ class EarlyRelease(Technique[nn.Module]):
         >>> with EarlyRelease(blocks=nn.Linear).apply(model) as handle:
         ...     handle.summary
         "autocast's copies of weights released after each of 4 blocks: 4 x Linear"
+
+    References:
+        Automatic Mixed Precision package - torch.amp, of the documentation of PyTorch, on
+        ``cache_enabled``.
     """
 
     name: ClassVar[str] = "early_release"
