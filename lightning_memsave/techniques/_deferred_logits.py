@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques._linear_cross_entropy import linear_cross_entropy
-from lightning_memsave.techniques._logit_operands import LossSettings
+from lightning_memsave.techniques._logit_consumers import argmax_of, cross_entropy_of
 from lightning_memsave.techniques._logit_product import Part, Product
 from lightning_memsave.techniques._logit_views import VIEWS, view_of
 
@@ -62,14 +61,20 @@ class DeferredLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
         name, is_property = _name_of(func)
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         if name in _KNOWN or (is_property and name not in _PROPERTIES_OF_DATA):
             return _ask(func, args, kwargs)
         result: Any = NotImplemented
         if func is nn.functional.cross_entropy:
-            result = _cross_entropy(*args, **kwargs)
+            # The names are those of torch; the first may be given by name.
+            first = args[:1] or (kwargs.pop("input"),)
+            if isinstance(first[0], DeferredLogits):
+                result = _consume(cross_entropy_of, first[0], args[1:], kwargs)
+            args = (*first, *args[1:])
+        elif logits is not None and name == "argmax":
+            result = _consume(argmax_of, logits, args[1:], kwargs)
         elif logits is not None and name in VIEWS:
             result = _view(name, func, logits, args[1:], kwargs)
         elif logits is not None and name in _HOOKS:
@@ -239,52 +244,9 @@ def _view(name: str, func: Any, logits: DeferredLogits, args: Any, kwargs: Any) 
     return _made(found)
 
 
-def _cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    *legacy: Any,
-    size_average: bool | None = None,
-    ignore_index: int = -100,
-    reduce: bool | None = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    if legacy:
-        names = ("size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        return _cross_entropy(input, target, weight, **dict(zip(names, legacy, strict=False)))
-    is_usual = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
-    if not is_usual or not 0.0 <= label_smoothing <= 1.0 or not _fits(input, target, weight):
+def _consume(func: Any, logits: DeferredLogits, args: Any, kwargs: Any) -> Any:
+    if logits.part.product.is_pinned or not _has_own_graph(logits):
         return NotImplemented
-    part = input.part  # type: ignore[attr-defined]
-    product = part.product
-    settings = LossSettings(reduction, ignore_index, label_smoothing, product.chunk_size)
-    with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
-        loss = linear_cross_entropy(
-            product.flat_operands(part.affine),
-            target.reshape(-1),
-            rows=part.layout.rows(product.device),
-            class_weight=weight,
-            settings=settings,
-        )
-        product.has_loss = True
-        if reduction == "none":
-            loss = loss.view(target.shape)
-        is_autocast = torch.is_autocast_enabled(product.device.type)
-        is_wide = part.dtype is torch.float64 or not is_autocast
-        return loss.to(part.dtype if is_wide else torch.float32)
-
-
-def _fits(input: Tensor, target: Tensor, weight: Tensor | None) -> bool:
-    if not isinstance(input, DeferredLogits) or isinstance(target, DeferredLogits):
-        return False
-    part, product = input.part, input.part.product
-    if product.is_pinned or not _has_own_graph(input):
-        return False
-    layout = part.layout
-    lead = [n for i, n in enumerate(layout.size) if i != layout.class_dim]
-    is_in_place = layout.class_dim == (1 if len(layout.size) > 1 else 0)
-    is_index = target.dtype is torch.int64 and target.device == product.device
-    has_weights = weight is None or weight.shape == (layout.num_classes,)
-    is_wide = part.dtype is not torch.float64 or product.dtype is torch.float64
-    return is_in_place and is_index and list(target.shape) == lead and has_weights and is_wide
+    if any(isinstance(value, DeferredLogits) for value in tree_leaves((args, kwargs))):
+        return NotImplemented
+    return func(logits.part, *args, **kwargs)

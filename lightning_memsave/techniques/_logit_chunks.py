@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -105,20 +106,12 @@ def run(
         (M,) losses, (M,) logarithms of the sum of exp(logits), and the gradients.
     """
     operands = call.operands
-    size = call.chunk_size(has_gradients=coefficients is not None)
     losses = call.target.new_empty(len(call.target), dtype=operands.wide_dtype)
     normalizers, row_weights = torch.empty_like(losses), call.weights_of_rows()
     with plain_numbers(call):
-        pairs = list(zip(operands.inputs, operands.weights, strict=True))
-        weights = [operands.cast(w, of=x) for x, w in pairs]
         gradients = None if coefficients is None else Gradients(call, needs)
-        buffer = losses.new_empty(min(size, len(losses)), call.num_classes)
-        for start in range(0, len(losses), size):
-            place = slice(start, min(start + size, len(losses)))
-            parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
-            logits = buffer[: place.stop - start]
-            compute_logits(logits, parts, weights, operands.bias)
-            scale_and_shift(logits, operands.scale, operands.shift)
+        for chunk in chunks_of_logits(call, has_gradients=gradients is not None):
+            logits, place = chunk.logits, chunk.place
             target, counts = call.target[place].unsqueeze(1), row_weights[place]
             losses[place], normalizers[place], total = _losses(logits, target, counts, call)
             if coefficients is not None and gradients is not None:
@@ -126,8 +119,46 @@ def run(
                 logits.mul_((shares.of_all / total).unsqueeze(1))
                 logits.scatter_add_(1, target, -shares.of_target.unsqueeze(1))
                 shares.subtract_from(logits, call.class_weight)
-                gradients.add(logits, parts, weights, place)
+                gradients.add(logits, chunk.parts, chunk.weights, place)
     return losses, normalizers, gradients
+
+
+class Chunk(NamedTuple):
+    """Some rows of logits."""
+
+    place: slice
+    """Which of the rows that count."""
+    logits: Tensor
+    """(R, V), in the wide type; overwritten by the next chunk."""
+    parts: list[Tensor]
+    """Of each input, (R, D)."""
+    weights: list[Tensor]
+    """Each (V, D), in the type of its part."""
+
+
+def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chunk]:
+    """Compute logits chunk by chunk; to be run within `plain_numbers`.
+
+    Args:
+        call: Says which.
+        has_gradients: Whether gradients of them will be computed.
+
+    Yields:
+        The chunks, in order.
+    """
+    operands, num_rows = call.operands, len(call.target)
+    size = call.chunk_size(has_gradients=has_gradients)
+    pairs = list(zip(operands.inputs, operands.weights, strict=True))
+    weights = [operands.cast(w, of=x) for x, w in pairs]
+    shape = min(size, num_rows), call.num_classes
+    buffer = torch.empty(shape, dtype=operands.wide_dtype, device=call.target.device)
+    for start in range(0, num_rows, size):
+        place = slice(start, min(start + size, num_rows))
+        parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
+        logits = buffer[: place.stop - start]
+        compute_logits(logits, parts, weights, operands.bias)
+        scale_and_shift(logits, operands.scale, operands.shift)
+        yield Chunk(place, logits, parts, weights)
 
 
 @contextmanager

@@ -86,8 +86,7 @@ class Product:
         Raises:
             IncompatibleError: If inputs or weights have changed since.
         """
-        if self._read_versions() != self._versions or self._has_other_weight():
-            raise IncompatibleError("chunked_cross_entropy", [_too_late()])
+        self.check_unchanged()
         dtype, num = self.operands.autocast_dtype, len(self.operands.inputs)
         tensors = self.tensors() if tensors is None else tensors
         bias = None if self.operands.bias is None else tensors[-1]
@@ -101,6 +100,27 @@ class Product:
                 logits = logits + nn.functional.linear(x, weight)
             return logits.to(self.dtype)
 
+    def check_versions(self) -> None:
+        """Make sure that logits computed now are those that were meant, as far as torch knows.
+
+        Raises:
+            IncompatibleError: If inputs or weights have changed since.
+        """
+        if self._read_versions() != self._versions:
+            raise IncompatibleError("chunked_cross_entropy", [_too_late()])
+
+    def check_unchanged(self) -> None:
+        """Make sure of it; looks at numbers, for which a GPU must be waited for.
+
+        Raises:
+            IncompatibleError: If inputs or weights have changed since.
+        """
+        self.check_versions()
+        if self._probes is None or is_fake(self._probes):
+            return
+        if not torch.equal(self._probes, self._some_of_weight()):
+            raise IncompatibleError("chunked_cross_entropy", [_too_late()])
+
     def _read_versions(self) -> list[int]:
         return [0 if t.is_inference() else t._version for t in self.tensors()]
 
@@ -108,11 +128,6 @@ class Product:
     def _some_of_weight(self) -> Tensor:
         weight = self.operands.weights[-1].detach()
         return weight[:: max(1, len(weight) // _NUM_PROBES), 0]
-
-    def _has_other_weight(self) -> bool:
-        if self._probes is None or is_fake(self._probes):
-            return False
-        return not torch.equal(self._probes, self._some_of_weight())
 
 
 class Part:
@@ -162,6 +177,12 @@ class Part:
             with torch.inference_mode(is_inference), torch.set_grad_enabled(self._had_grad):
                 self.computed = self.compute_from(None)
         return self.computed
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether there are ordinary logits that this can be taken from."""
+        parent = self._parent
+        return self.computed is not None or (parent is not None and parent.is_computed)
 
     def compute_from(self, output: Tensor | None) -> Tensor:
         """Make an ordinary tensor from the whole product.

@@ -263,12 +263,46 @@ def test_metadata_of_changed_logits(deferring):
     lambda z: z.to(torch.int64).tolist(),
     lambda z: torch.utils.dlpack.from_dlpack(z).tolist(),
     lambda z: list(z)[1].tolist(),
-    lambda z: z.argmax(-1).tolist(),
+    lambda z: z.argmax().tolist(),
+    lambda z: z.argmax(1).tolist(),
 ])  # fmt: skip
 def test_data_is_that_of_ordinary_logits(model, deferring, num_computed, use):
     mine, theirs = use(deferring().detach()), use(model().detach())
     assert (mine == theirs).all() if hasattr(mine, "all") else mine == theirs
     assert num_computed == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("find", [
+    lambda z: z.argmax(-1),
+    lambda z: torch.argmax(z[:, 1:].float(), dim=2, keepdim=True),
+    lambda z: z.mT.argmax(axis=1),
+    lambda z: z.permute(0, 2, 1).argmax(-2, keepdim=True),
+    lambda z: (-2 * z + VECTOR).argmax(-1),
+    lambda z: z[0, 0].argmax(-1),
+])  # fmt: skip
+def test_classes_need_no_logits(model, deferring, num_computed, dtype, find):
+    """As accuracy asks for them."""
+    for m in (model, deferring):
+        m.to(dtype)
+    assert torch.equal(find(deferring()), find(model()))
+    assert num_computed == [0]
+
+
+def test_classes_of_logits_that_are_there(deferring, num_computed):
+    logits = deferring()
+    total = logits.sum()
+    assert torch.equal(logits[:, 1:].argmax(-1), logits.clone()[:, 1:].argmax(-1))
+    assert num_computed == [1]
+    assert total.requires_grad
+
+
+def test_loss_after_the_weight_has_changed(deferring):
+    logits = deferring()
+    with torch.no_grad():
+        deferring.head.weight.add_(1)
+    with pytest.raises(IncompatibleError, match="the weights have changed"):
+        ce(flat(logits), TOKENS.view(-1))
 
 
 def test_saves_as_an_ordinary_tensor(model, deferring):
