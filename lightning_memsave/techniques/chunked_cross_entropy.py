@@ -47,12 +47,13 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         Exactness is *rounding*: sums over tokens have another order, and in low precision losses
         and gradients are closer to those of 32 bits. The head returns a tensor that stands for the
         logits. ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` take it as it is, through views,
-        slices, transpositions and changes of type, and ``argmax`` over classes does; any other use
-        makes ordinary logits of it, once and for all uses, and saves nothing. So do targets that are probabilities, hooks on the
-        logits, and losses built by hand from ``log_softmax``. Logits that are first looked at after
-        the optimizer's step are an error. ``torch.autograd.grad`` of the loss with respect to the
-        logits does not find them. LoRA on the head is part of it; 8-bit and 4-bit heads, DTensor
-        weights and ``torch.compile`` run as they are.
+        slices, transpositions and changes of type, and so does ``argmax`` over classes. Any other
+        use makes ordinary logits of it, once and for all uses, and saves nothing. So do targets
+        that are probabilities, hooks on the logits, and losses built by hand from ``log_softmax``.
+        Logits that are first looked at after the optimizer's step are an error.
+        ``torch.autograd.grad`` of the loss with respect to the logits does not find them. LoRA on
+        the head is part of it; 8-bit and 4-bit heads, DTensor weights and ``torch.compile`` run as
+        they are. An ``nn.Embedding`` with the head's weight adds its gradient to the head's.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 5000))
