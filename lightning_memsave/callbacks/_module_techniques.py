@@ -121,6 +121,22 @@ class Checkpointing(ModuleTechnique):
         ]
 
 
+class LossWithoutLogits(ModuleTechnique):
+    """Chunked cross-entropy, which reads the head's weight after its forward pass."""
+
+    def _conflicts(self, trainer: Any) -> list[Problem]:
+        if not host.is_strategy(trainer, "FSDPStrategy", "DeepSpeedStrategy"):
+            return []
+        return [
+            Problem(
+                f"`{self.name}={self.value}`",
+                f"`{type(trainer.strategy).__name__}` may have freed the head's weight when the "
+                "loss is computed",
+                f"Set `{self.name}=None`.",
+            )
+        ]
+
+
 def off_row(name: str) -> Row:
     """Write that the user wants nothing done.
 

@@ -10,7 +10,11 @@ from lightning_memsave.callbacks._argument_values import (
 )
 from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._early_release import EarlyReleases
-from lightning_memsave.callbacks._module_techniques import Checkpointing, ModuleTechnique
+from lightning_memsave.callbacks._module_techniques import (
+    Checkpointing,
+    LossWithoutLogits,
+    ModuleTechnique,
+)
 from lightning_memsave.callbacks._optimizer_techniques import OptimizerTechnique
 from lightning_memsave.callbacks._precision import full_name
 from lightning_memsave.callbacks._settings import Setting
@@ -50,7 +54,7 @@ def _chunked_cross_entropy(arguments: Arguments) -> Setting:
         technique = ChunkedCrossEntropy(chunk_size=wanted)
     elif wanted is not None:
         _refuse_other(name, wanted, ChunkedCrossEntropy, "True or a number of rows")
-    return _module_technique(name, arguments, technique, _short(wanted))
+    return _module_technique(name, arguments, technique, _short(wanted), LossWithoutLogits)
 
 
 def _activation_checkpointing(arguments: Arguments) -> Setting:
@@ -132,12 +136,16 @@ def _optimizer_in_backward(arguments: Arguments) -> Setting:
 
 
 def _module_technique(
-    name: str, arguments: Arguments, technique: Any, value: str
+    name: str,
+    arguments: Arguments,
+    technique: Any,
+    value: str,
+    kind: type[ModuleTechnique] = ModuleTechnique,
 ) -> ModuleTechnique:
     if technique is not None:
         is_beyond(arguments, name, technique.exactness)
     is_of_stack = name in arguments["from_stack"]
-    return ModuleTechnique(name, technique, value, is_auto=False, is_of_stack=is_of_stack)
+    return kind(name, technique, value, is_auto=False, is_of_stack=is_of_stack)
 
 
 def _refuse_other(name: str, value: object, expected: type[Technique[Any]], choices: str) -> None:

@@ -17,7 +17,7 @@ from tests.callbacks.lit import fit, make_lit, make_trainer
 from tests.helpers import snapshot
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
-    ({"activation_checkpointing": "some"}, r'Use "all", "selective"'),
+    ({"activation_checkpointing": "some"}, r'Use "all", "nested", "selective"'),
     ({"activation_checkpointing": 0}, r"a number of blocks such as 6"),
     ({"activation_checkpointing": -3}, r"a number of blocks such as 6"),
     ({"activation_checkpointing": 1.5}, r"a share such as 0\.5"),

@@ -252,6 +252,7 @@ class TestNothingSilent:
         assert {row["name"] for row in report["changes"]} == {
             "micro_batch_size",
             "activation_checkpointing",
+            "early_release",
             "optimizer",
         }
         assert report["versions"]["torch"] == torch.__version__

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_memsave import MemSaveCallback, host
 from lightning_memsave.callbacks._backward_updates import BackwardUpdates
+from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._stacks import STACKS
 from lightning_memsave.callbacks._weight_precision import WeightPrecision
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
@@ -308,6 +309,7 @@ class TestSeveralProcesses:
         [
             ("ddp", {"optimizer_in_backward": True}, "`DDPStrategy` shares gradients"),
             ("fsdp", {"optimizer_in_backward": True}, "`FSDPStrategy` shares gradients"),
+            ("fsdp", {"chunked_cross_entropy": True}, "`FSDPStrategy` may have freed"),
             (
                 "fsdp",
                 {"low_precision_weights": "kahan", "precision": "auto"},
@@ -325,7 +327,12 @@ class TestSeveralProcesses:
         else:
             trainer = make_trainer(package, strategy="ddp", devices=2)
         callback = only(**settings)
-        kind = BackwardUpdates if "optimizer_in_backward" in settings else WeightPrecision
+        kinds: dict[str, Any] = {
+            "optimizer_in_backward": BackwardUpdates,
+            "chunked_cross_entropy": LossWithoutLogits,
+            "low_precision_weights": WeightPrecision,
+        }
+        kind = kinds[next(iter(settings))]
         problems = callback._settings.find(kind).check(trainer, make_lit())
         assert any(message in problem.why for problem in problems)
 

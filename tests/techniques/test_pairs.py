@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from torch import nn
 
 from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.techniques import TECHNIQUES
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
