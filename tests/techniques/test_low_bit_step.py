@@ -124,10 +124,10 @@ def test_waits_on_each_device(waits, monkeypatch):
     model = Model()
     optimizer = on_gpu(model, optimizer_for(model))
 
-    class OnOther(OnGPU):
+    class ElseWhere(OnGPU):
         device = torch.device("cuda", 1)
 
-    model.layers[0].weight.__class__ = OnOther
+    model.layers[0].weight.__class__ = ElseWhere
     give_gradients(model, NUM_TENSORS)
     optimizer.step()
     assert sorted(device.index for device in waits) == [0, 1]

@@ -710,7 +710,7 @@ class TestModule:
         with pytest.raises(ConfigurationError, match=r"keep_fp32=\("):
             LowPrecisionWeights(keep_fp32="head.*")  # type: ignore[arg-type]
         with pytest.raises(IncompatibleError, match=r"such as `head\.weight`"):
-            LowPrecisionWeights(keep_fp32=("*head.wieght",)).apply(make_model("dropout"))
+            LowPrecisionWeights(keep_fp32=("*head.weigt_x",)).apply(make_model("dropout"))
 
     def test_repr_makes_an_equal_technique(self):
         technique = LowPrecisionWeights("kahan", keep_fp32=["head.*"])  # type: ignore[arg-type]
