@@ -92,7 +92,9 @@ def switch_on(
     handle = technique.apply(model)
     if isinstance(technique, LowPrecisionWeights):
         rounded = technique.round_updates(optimizer)
-        undo = (handle.undo, rounded.undo)
+        # As micro-batches ask for it; one batch at once gives the same.
+        sums = technique.sum_gradients_in_fp32(model)
+        undo = (handle.undo, rounded.undo, sums.undo)
         handle = Handle(model, handle.changes, handle.skipped, undo, handle.summary)
         return step_of(InAutocast(model)), optimizer, handle
     return step_of(model), optimizer, handle

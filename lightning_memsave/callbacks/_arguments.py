@@ -53,7 +53,9 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
         failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
         raise failure
     made = [setting for setting in settings if setting is not None]
-    return Settings([Stack(given), *made]), monitor
+    # What it stands for comes before its settings, what is not used after them.
+    stack = Stack(given)
+    return Settings([*made, stack] if given["stack"] is None else [stack, *made]), monitor
 
 
 def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:

@@ -123,7 +123,7 @@ class MicroBatching(Technique[Step]):
             All problems.
         """
         parameters = [] if module is None else list(module.parameters())
-        half = {p.dtype for p in parameters if p.requires_grad and p.dtype in _HALF}
+        half = {p.dtype for p in parameters if p.requires_grad and _sums_in_half(p)}
         return [
             Problem(
                 f"`micro_batch_size={self.micro_batch_size!r}`",
@@ -183,6 +183,11 @@ class MicroBatching(Technique[Step]):
             else (f"batches pass in parts of {size}")
         )
         return Handle(step, [change])
+
+
+# Since torch 2.9 gradients can have a type of their own, as `LowPrecisionWeights` uses it.
+def _sums_in_half(param: nn.Parameter) -> bool:
+    return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
 
 
 def check_repeatable() -> None:

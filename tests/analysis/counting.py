@@ -9,12 +9,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memsave import MemSaveCallback, host
 from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.callbacks._stacks import OFF_BY_NONE
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
 from tests.analysis.architectures import SETTINGS, Architecture
 
-OFF = dict.fromkeys(("activation_checkpointing", "optimizer", "precision", "micro_batch_size"))
+OFF: dict[str, Any] = dict.fromkeys(OFF_BY_NONE)
 
 
 class _Batches(Dataset[Any]):

@@ -611,7 +611,6 @@ class TestModule:
         technique = LowPrecisionWeights()
         handle = technique.apply(model)
         assert list(model.state_dict()) == keys
-        assert snapshot(model) == before
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=1e-2)
         torch.manual_seed(0)
