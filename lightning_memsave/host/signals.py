@@ -48,11 +48,21 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     inner = frame
     while inner is not None and _package_of(inner) in sys.stdlib_module_names:
         inner = inner.f_back
-    if inner is None or _package_of(inner) not in _CALLED_BY_TORCH:
+    is_torchs = inner is not None and _package_of(inner) in _CALLED_BY_TORCH
+    if not is_torchs and not _is_finalizing(inner):
         signal.default_int_handler(number, frame)
     again = threading.Timer(_RETRY_S, _thread.interrupt_main)
     again.daemon = True
     again.start()
+
+
+# Python throws away what is raised there.
+def _is_finalizing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _package_of(frame: FrameType) -> str:

@@ -1,10 +1,11 @@
 """Ctrl-C ends a fit without a trace too, and never the process."""
 
-import os
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FunctionType
 
 import pytest
@@ -13,35 +14,73 @@ from torch import nn
 
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.host.signals import signals_kept
-from tests.callbacks.lit import PACKAGES
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
 
-@pytest.mark.parametrize("package", PACKAGES.values(), ids=PACKAGES)
-def test_an_interruption_comes_through_wherever_it_hits(package) -> None:
-    class Lit(package.LightningModule):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = nn.Linear(8, 8)
+# In a process of its own: an interruption that is late would end another test.
+INTERRUPTED = """
+import os, signal, sys, threading
+import {package}
+import torch
+from lightning_memsave import predict_memory
 
-        def training_step(self, batch, batch_idx):
-            hidden = self.model(batch)
-            while True:
-                hidden = hidden * 0.5
+class Lit({package}.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(8, 8)
 
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters())
+    def training_step(self, batch, batch_idx):
+        hidden = self.model(batch)
+        while True:
+            hidden = hidden * 0.5
 
-    handler = signal.getsignal(signal.SIGINT)
-    # Sooner or later it hits a line that torch has called.
-    for delay_s in (0.1, 0.13, 0.17, 0.2):
-        killer = threading.Timer(0.4 + delay_s, os.kill, (os.getpid(), signal.SIGINT))
-        killer.start()
-        with pytest.raises(KeyboardInterrupt):
-            predict_memory(Lit(), torch.ones(4, 8), time_limit_s=30)
-        killer.join()
-    assert signal.getsignal(signal.SIGINT) is handler
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+handler = signal.getsignal(signal.SIGINT)
+# Sooner or later it hits a line that torch has called.
+for delay_s in (0.5, 0.53, 0.57, 0.6):
+    killer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    killer.start()
+    try:
+        predict_memory(Lit(), torch.ones(4, 8))
+    except KeyboardInterrupt:
+        print("interrupted")
+    killer.join()
+assert signal.getsignal(signal.SIGINT) is handler
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_an_interruption_comes_through_wherever_it_hits(package: str) -> None:
+    script = INTERRUPTED.replace("{package}", package)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["interrupted"] * 4
+
+
+def test_waits_for_the_end_of_a_finalizer() -> None:
+    reached = []
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt), signals_kept():  # noqa: PT012 - where it comes out
+        made = Finalized()
+        del made
+        for _ in range(10_000):
+            time.sleep(0.001)
+    assert reached == ["the end"]
 
 
 def test_what_runs_inside_does_not_handle_sigterm() -> None:
