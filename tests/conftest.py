@@ -1,5 +1,6 @@
 """Seeds, and a check after each test that nothing global was left behind."""
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -26,6 +27,15 @@ def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     if request.node.get_closest_marker("predicts") is None:
         monkeypatch.setattr("lightning_memsave.callbacks._arguments.TIME_LIMIT_S", None)
         monkeypatch.setattr("lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S", None)
+
+
+@pytest.fixture
+def only_own_tensors() -> Iterator[None]:
+    """Hide what other tests have left in this process, where all that is alive is looked for."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

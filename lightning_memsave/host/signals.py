@@ -49,7 +49,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     while inner is not None and _package_of(inner) in sys.stdlib_module_names:
         inner = inner.f_back
     is_torchs = inner is not None and _package_of(inner) in _CALLED_BY_TORCH
-    if not is_torchs and not _is_finalizing(inner):
+    if not is_torchs and not _is_finalizing(frame):
         signal.default_int_handler(number, frame)
     again = threading.Timer(_RETRY_S, _thread.interrupt_main)
     again.daemon = True

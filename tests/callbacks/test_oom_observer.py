@@ -31,13 +31,7 @@ MESSAGE = oom_messages.FRAGMENTED.partition(": ")[2]
 TEXT, JSON = Path("memsave_oom.txt"), Path("memsave_oom.json")
 
 
-@pytest.fixture(autouse=True)
-def only_own_tensors():
-    """Hide what other tests have left in this process, which would be found too."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("only_own_tensors")
 
 
 @pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])

@@ -188,9 +188,8 @@ def test_no_package(monkeypatch):
     assert "pip install nvidia-ml-py" in read_nvml(0).reason
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_no_torch_device_and_no_driver_on_this_machine():
-    if torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
     assert read_nvml(0).reason.startswith("NVML ")
 
 
