@@ -8,9 +8,10 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave.analysis._explain_attention import attention_of
-from lightning_memsave.analysis._explain_trials import OFF, Trials
+from lightning_memsave.analysis._explain_trials import Trials
 from lightning_memsave.analysis._targets_building import explained
 from lightning_memsave.analysis.targets import BatchSpec, Target, load_target, make_batch_spec
+from lightning_memsave.callbacks._stacks import with_rest_off
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in_batch
@@ -71,7 +72,7 @@ def make_trials(
     arguments = (
         dict(settings.arguments)
         if isinstance(settings, MemSaveCallback)
-        else {**OFF, **(settings or {})}
+        else with_rest_off(settings or {})
     )
     is_module = isinstance(source, nn.Module)
     return Trials(

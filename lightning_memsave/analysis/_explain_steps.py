@@ -121,10 +121,11 @@ def old_gradients(trials: Trials) -> Suspect:
     alive = 0
     if base.peak_phase == "forward" and in_forward is not None:
         alive = base.peak.gradient_bytes
-    if trials.arguments.get("micro_batch_size") is not None:
+    in_force = trials.in_force
+    if in_force["micro_batch_size"] is not None or in_force["early_release"]:
         return answered(name, alive, "`MemSaveCallback` frees them before the forward pass.", base)
-    found = trials.attempt({"micro_batch_size": "auto"})
-    if isinstance(found, str) or "micro_batch_size" not in found.settings:
+    found = trials.attempt({"early_release": True})
+    if isinstance(found, str) or "early_release" not in found.settings:
         why = found if isinstance(found, str) else "the module runs its own steps"
         return unknown(name, f"What it would save to free them earlier is not known: {why}.")
     saved = max(base.peak_bytes - found.peak_bytes, 0)
@@ -134,6 +135,6 @@ def old_gradients(trials: Trials) -> Suspect:
         sentence = (
             f"Lightning frees gradients after the forward pass, so that {format_bytes(alive)} of "
             "the step before are alive beside the activations. To free them before it saves "
-            f'{format_bytes(saved)}: `MemSaveCallback(micro_batch_size="auto")` does so.'
+            f"{format_bytes(saved)}: `MemSaveCallback(early_release=True)` does so."
         )
     return answered(name, alive, sentence, base, alive_bytes=alive, saved_bytes=saved)

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_memsave.analysis._explain_attention import attention_set, set_attention
 from lightning_memsave.analysis._explain_observed import Observed
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.callbacks._stacks import OFF_BY_NONE
+from lightning_memsave.callbacks._stacks import OFF_BY_NONE, with_stack
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning.batch_sizes import (
     SequenceAxis,
@@ -23,8 +23,6 @@ from lightning_memsave.planning.batch_sizes import (
 from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.parameter_table import ParameterTable
 from lightning_memsave.planning.prediction import MemoryPrediction
-
-OFF = dict.fromkeys(OFF_BY_NONE, None)
 
 
 @dataclass
@@ -92,8 +90,13 @@ class Trials:
     def precision(self) -> str:
         """What is trained in."""
         trainer_arguments = self.options.get("trainer_arguments") or {}
-        chosen = self.arguments.get("precision") or trainer_arguments.get("precision")
+        chosen = self.in_force["precision"] or trainer_arguments.get("precision")
         return str(chosen or "32-true")
+
+    @property
+    def in_force(self) -> dict[str, Any]:
+        """All arguments of `MemSaveCallback`, with those of its stack."""
+        return with_stack(MemSaveCallback(**self.arguments).arguments)
 
     @property
     def num_predictions(self) -> int:
@@ -158,14 +161,15 @@ class Trials:
 
         Returns:
             Such as ``MemSaveCallback(activation_checkpointing="all", optimizer=None, ...)``; the
-            techniques are all named, since those that are not would be on.
+            techniques are all named, since those that are not would be on; a stack names itself.
         """
         arguments = {**self.arguments, **changes}
+        named = () if arguments.get("stack") else OFF_BY_NONE
         defaults = inspect.signature(MemSaveCallback).parameters
         shown = [
             f"{name}={_quoted(arguments[name])}"
             for name, parameter in defaults.items()
-            if name in OFF or (name in arguments and arguments[name] != parameter.default)
+            if name in named or (name in arguments and arguments[name] != parameter.default)
         ]
         return f"MemSaveCallback({', '.join(shown)})"
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_memsave.analysis._predict_checks import check_arguments, check_batch
 from lightning_memsave.analysis._targets_building import remedy_for
 from lightning_memsave.callbacks._prediction import Question, predict
-from lightning_memsave.callbacks._stacks import OFF_BY_NONE, with_stack
+from lightning_memsave.callbacks._stacks import with_rest_off, with_stack
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nesting import items_of
 from lightning_memsave.errors import ConfigurationError, MemsaveError
@@ -183,10 +183,8 @@ def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str
             f"`{unknown[0]}` is no argument of `MemSaveCallback`. Use "
             f"{', '.join(f'`{name}`' for name in known)}."
         )
-    # A stack says itself what is on.
-    off = {} if settings.get("stack") else dict.fromkeys(OFF_BY_NONE)
-    arguments = {name: parameter.default for name, parameter in known.items()} | off
-    arguments |= settings
+    defaults = {name: parameter.default for name, parameter in known.items()}
+    arguments = defaults | with_rest_off(settings)
     MemSaveCallback(**arguments)  # says all that is wrong with them
     return arguments
 

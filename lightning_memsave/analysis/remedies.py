@@ -1,6 +1,6 @@
 """Which settings would lower the peak, and by how much."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,13 @@ from lightning_memsave.analysis._explain_inputs import make_trials
 from lightning_memsave.analysis._explain_trials import Trials
 from lightning_memsave.analysis.predict import MakeOptimizer
 from lightning_memsave.analysis.targets import Target
+from lightning_memsave.callbacks._remedy_candidates import (
+    Candidate,
+    Situation,
+    joint_candidates,
+    part_candidates,
+    single_candidates,
+)
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
@@ -56,20 +63,6 @@ class Remedy:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    name: str
-    changes: Mapping[str, Any]
-    exactness: str
-    cost: str
-    attention: str | None = None
-
-
-_NOTHING = "nothing"
-_MIXED_COST = "faster on GPUs with tensor cores; 16 bits in most products"
-_PARTS_COST = "smaller kernels, slower the smaller they are"
-
-
 def find_remedies(
     model: nn.Module | Callable[[], nn.Module] | Target | str,
     batch: Any,
@@ -85,8 +78,9 @@ def find_remedies(
 ) -> list[Remedy]:
     """Find the settings that lower the predicted peak, the cheapest first.
 
-    Each one is predicted: by itself on top of ``settings``, and at the end all together. What does
-    not lower the peak, or does not go with the model, is left out.
+    Each one is predicted: by itself on top of ``settings``, then all together, and where that is
+    not enough for the GPU the stack ``"single_gpu"``. What does not lower the peak, or does not go
+    with the model, is left out.
 
     Args:
         model: As for `explain_memory`.
@@ -107,7 +101,7 @@ def find_remedies(
         ConfigurationError: If an argument is wrong.
 
     Note:
-        Takes up to a dozen predictions: half a minute for a model of 12 blocks. Costs are rough:
+        Takes up to 18 predictions: half a minute for a model of 12 blocks. Costs are rough:
         they are counted in passes over the model and not measured.
 
     Example:
@@ -153,26 +147,26 @@ def remedies_of(trials: Trials) -> list[Remedy]:
     Returns:
         As `find_remedies`.
     """
-    found: list[tuple[_Candidate, Remedy]] = []
-    for candidate in _single(trials):
+    now = Situation(
+        trials.in_force,
+        trials.precision,
+        trials.gpu is None or trials.gpu.has_bf16,
+        trials.num_samples or 0,
+    )
+    found: list[tuple[Candidate, Remedy]] = []
+    for candidate in single_candidates(now):
         _try(trials, candidate, found)
-    _try_parts(trials, found)
-    _try(trials, _half_weights(trials), found)
-    together = _together(trials, [candidate for candidate, _ in found])
-    for candidate in together:
+    _try_parts(trials, part_candidates(now), found)
+    for candidate in joint_candidates(now, [helped for helped, _ in found]):
         _try(trials, candidate, found)
         if trials.gpu is None or any(remedy.fits for _, remedy in found):
             break
     return [remedy for _, remedy in found]
 
 
-def _try(
-    trials: Trials, candidate: _Candidate | None, found: list[tuple[_Candidate, Remedy]]
-) -> bool:
-    if candidate is None:
-        return False
+def _try(trials: Trials, candidate: Candidate, found: list[tuple[Candidate, Remedy]]) -> bool:
     base = trials.base()
-    prediction = trials.attempt(candidate.changes, attention=candidate.attention)
+    prediction = trials.attempt(candidate.changes)
     if isinstance(prediction, str) or prediction.peak_bytes >= base.peak_bytes:
         return False
     found.append((candidate, _remedy(trials, candidate, base, prediction)))
@@ -181,8 +175,9 @@ def _try(
 
 # Where one sample at once does not help, larger parts do not either; and where half of the batch
 # does as much, smaller ones are of no use.
-def _try_parts(trials: Trials, found: list[tuple[_Candidate, Remedy]]) -> None:
-    parts = _parts(trials)
+def _try_parts(
+    trials: Trials, parts: Sequence[Candidate], found: list[tuple[Candidate, Remedy]]
+) -> None:
     if not parts or not _try(trials, parts[-1], found):
         return
     last = found.pop()
@@ -194,104 +189,15 @@ def _try_parts(trials: Trials, found: list[tuple[_Candidate, Remedy]]) -> None:
 
 
 def _remedy(
-    trials: Trials, candidate: _Candidate, base: MemoryPrediction, prediction: MemoryPrediction
+    trials: Trials, candidate: Candidate, base: MemoryPrediction, prediction: MemoryPrediction
 ) -> Remedy:
-    how = []
-    if candidate.attention:
-        how.append(f'model.set_attn_implementation("{candidate.attention}")')
-    if candidate.changes:
-        how.append(trials.callback_with(candidate.changes))
-    gpu = trials.gpu
     return Remedy(
         candidate.name,
-        "; ".join(how),
+        trials.callback_with(candidate.changes),
         prediction.peak_bytes,
         prediction.device_bytes,
         base.peak_bytes - prediction.peak_bytes,
         candidate.exactness,
         candidate.cost,
-        None if gpu is None else prediction.device_bytes <= gpu.total_bytes,
+        None if trials.gpu is None else prediction.device_bytes <= trials.gpu.total_bytes,
     )
-
-
-def _single(trials: Trials) -> list[_Candidate]:
-    found = []
-    if trials.attention == "eager":
-        found.append(
-            _Candidate("attention with sdpa", {}, "rounding", "none; mostly faster", "sdpa")
-        )
-    if trials.arguments.get("micro_batch_size") is None:
-        changes: dict[str, Any] = {"micro_batch_size": "auto"}
-        found.append(_Candidate("gradients freed first", changes, "bitwise", _NOTHING))
-    for which, name, cost in (
-        ("selective", "recompute selectively", "less than recomputing all: not the products"),
-        (0.5, "recompute half of the blocks", "about 1/6 more compute"),
-        ("all", "recompute all blocks", "about 1/3 more compute"),
-    ):
-        changes = {"activation_checkpointing": which}
-        if trials.arguments.get("activation_checkpointing") not in (which, "all", "auto"):
-            found.append(_Candidate(name, changes, "bitwise", cost))
-    mixed = _mixed(trials)
-    if mixed:
-        changes = {"precision": mixed}
-        found.append(_Candidate(f"precision {mixed}", changes, "approximate", _MIXED_COST))
-    if trials.arguments.get("optimizer") is None:
-        changes = {"optimizer": "8bit"}
-        found.append(_Candidate("8-bit optimizer", changes, "approximate", _NOTHING))
-    return found
-
-
-def _mixed(trials: Trials) -> str | None:
-    if trials.precision not in ("32-true", "32"):
-        return None
-    return "bf16-mixed" if trials.gpu is None or trials.gpu.has_bf16 else "16-mixed"
-
-
-def _parts(trials: Trials) -> list[_Candidate]:
-    number = trials.num_samples or 1
-    if trials.arguments.get("micro_batch_size") not in (None, "auto"):
-        return []
-    sizes = dict.fromkeys(size for size in (number // 2, number // 4, 1) if 0 < size < number)
-    return [
-        _Candidate(f"micro-batches of {n}", {"micro_batch_size": n}, "rounding", _PARTS_COST)
-        for n in sizes
-    ]
-
-
-def _half_weights(trials: Trials) -> _Candidate | None:
-    if _mixed(trials) != "bf16-mixed":
-        return None
-    return _Candidate(
-        "precision bf16-true",
-        {"precision": "bf16-true"},
-        "approximate",
-        "faster; weights of 8 significant bits lose small updates: watch the loss",
-    )
-
-
-# First with what keeps weights in 32 bits and whole batches, then with less of both.
-def _together(trials: Trials, helped: list[_Candidate]) -> list[_Candidate]:
-    names = {name for candidate in helped for name in candidate.changes}
-    attention = next((c.attention for c in helped if c.attention), None)
-    if len(helped) < 2:
-        return []
-    changes: dict[str, Any] = {}
-    if "activation_checkpointing" in names:
-        changes["activation_checkpointing"] = "all"
-    if "optimizer" in names:
-        changes["optimizer"] = "8bit"
-    if any(c.changes.get("precision") == _mixed(trials) for c in helped):
-        changes["precision"] = _mixed(trials)
-    if trials.arguments.get("micro_batch_size") is None:
-        changes["micro_batch_size"] = "auto"
-    variants = [("all together", changes)]
-    parts = {"micro_batch_size": 1}
-    if (trials.num_samples or 1) > 1 and trials.arguments.get("micro_batch_size") is None:
-        variants.append(("all together, one sample at once", {**changes, **parts}))
-    if _half_weights(trials) is not None:
-        half = {"precision": "bf16-true", "micro_batch_size": "auto"}
-        variants.append(("all together, weights in bf16", {**changes, **half}))
-    return [
-        _Candidate(name, of_all, "approximate", "the sum of their costs", attention)
-        for name, of_all in variants
-    ]

@@ -1,7 +1,7 @@
 """What would have helped when memory ran out, predicted for the batch that did not pass."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +9,27 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._oom_report import OutOfMemoryReport
-from lightning_memsave.callbacks._prediction import predict
+from lightning_memsave.callbacks._prediction import Question, predict
+from lightning_memsave.callbacks._remedy_candidates import (
+    Candidate,
+    Situation,
+    joint_candidates,
+    part_candidates,
+    single_candidates,
+)
 from lightning_memsave.callbacks._run_prediction import obstacle, question_of
 from lightning_memsave.callbacks._stacks import OFF_BY_NONE
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.batches import count_samples
 from lightning_memsave.errors import MemsaveError
+from lightning_memsave.planning.gpus import BF16_CAPABILITY
 from lightning_memsave.planning.page import make_page
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 AS_IT_IS = "as it is"
 PAGE_NAME = "memsave_oom.html"
+_SHARE_OF_SINGLE = 2 / 3
 _NO_TECHNIQUE: dict[str, Any] = dict.fromkeys(OFF_BY_NONE)
 
 
@@ -41,7 +50,7 @@ def predict_remedies(
     """
     if obstacle(trainer, pl_module):
         return {}
-    end_s = time.monotonic() + limit_s
+    begin_s = time.monotonic()
     callback = host.first_of(trainer, MemSaveCallback)
     given = MemSaveCallback(**_NO_TECHNIQUE) if callback is None else callback
     has_begun = callback is not None and bool(callback.rows)
@@ -49,29 +58,29 @@ def predict_remedies(
     question = question_of(trainer, pl_module, batch, MemSaveCallback)
     question = replace(question, arguments=arguments)
     found: dict[str, MemoryPrediction] = {}
-    for text, changes in _candidates(arguments, question.trainer_arguments, batch):
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            break
-        trainer_arguments = dict(question.trainer_arguments)
-        if "precision" in changes:
-            trainer_arguments["precision"] = changes["precision"]
-        asked = replace(
-            question,
-            arguments={**question.arguments, **changes, "precision": None},
-            trainer_arguments=trainer_arguments,
-            time_limit_s=left_s,
-        )
-        try:
-            with _disable_current_modes():
-                prediction = predict(asked)
-        # What does not go with this model is no remedy.
-        except (MemsaveError, TimeoutError):
-            continue
-        if not found or prediction.peak_bytes < found[AS_IT_IS].peak_bytes:
-            found[text] = prediction
-        if AS_IT_IS not in found:
-            break
+
+    def helps(changes: Mapping[str, Any], share: float) -> bool:
+        left_s = begin_s + share * limit_s - time.monotonic()
+        prediction = None if left_s <= 0 else _predicted(question, changes, left_s)
+        if prediction is None or prediction.peak_bytes >= found[AS_IT_IS].peak_bytes:
+            return False
+        found[_typed(changes)] = prediction
+        return True
+
+    as_it_is = _predicted(question, {}, limit_s)
+    if as_it_is is None:
+        return {}
+    found[AS_IT_IS] = as_it_is
+    now = Situation(
+        arguments,
+        str(question.trainer_arguments["precision"]),
+        question.capability >= BF16_CAPABILITY,
+        _num_samples(batch),
+    )
+    # Much is gained by all together: there has to be time left for that.
+    helpful = [one for one in _single(now) if helps(one.changes, _SHARE_OF_SINGLE)]
+    for candidate in joint_candidates(now, helpful):
+        helps(candidate.changes, 1)
     return found
 
 
@@ -106,32 +115,43 @@ def add_predictions(report: OutOfMemoryReport, predictions: Mapping[str, MemoryP
     report.add_file(PAGE_NAME, page)
 
 
-def _candidates(
-    arguments: Mapping[str, Any], trainer_arguments: Mapping[str, Any], batch: Any
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield AS_IT_IS, {}
-    single: list[dict[str, Any]] = []
-    size = arguments["micro_batch_size"]
-    half = (size if isinstance(size, int) else _num_samples(batch)) // 2
-    if half:
-        single.append({"micro_batch_size": half})
-    if arguments["activation_checkpointing"] is None:
-        single.append({"activation_checkpointing": "all"})
-    if arguments["optimizer"] is None:
-        single.append({"optimizer": "8bit"})
-    if trainer_arguments["precision"] == "32-true":
-        single.append({"precision": "bf16-mixed"})
-    for changes in single:
-        yield _typed(changes), changes
-    if len(single) > 1:
-        together = {name: value for changes in single for name, value in changes.items()}
-        if half:
-            together["micro_batch_size"] = 1
-        yield _typed(together), together
+def _predicted(
+    question: Question, changes: Mapping[str, Any], limit_s: float
+) -> MemoryPrediction | None:
+    # The Trainer of the trial has the precision that the run has by now, whoever asked for it.
+    trainer_arguments = dict(question.trainer_arguments)
+    precision = changes.get("precision")
+    if precision not in (None, "auto"):
+        trainer_arguments["precision"], precision = precision, None
+    asked = replace(
+        question,
+        arguments={**question.arguments, **changes, "precision": precision},
+        trainer_arguments=trainer_arguments,
+        time_limit_s=limit_s,
+    )
+    try:
+        with _disable_current_modes():
+            return predict(asked)
+    # What does not go with this model is no remedy.
+    except (MemsaveError, TimeoutError):
+        return None
+
+
+# Who has run out of memory does not ask for less of a technique than there is.
+def _single(now: Situation) -> list[Candidate]:
+    return [
+        *part_candidates(now)[:1],
+        *(
+            one
+            for one in single_candidates(now)
+            if one.changes.get("activation_checkpointing", "all") == "all"
+        ),
+    ]
 
 
 def _typed(changes: Mapping[str, Any]) -> str:
-    arguments = ", ".join(f"{name}={value!r}" for name, value in changes.items())
+    shown = {n: v for n, v in changes.items() if v != "auto" or "stack" not in changes}
+    arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
     return f"MemSaveCallback({arguments})"
 
 

@@ -66,6 +66,19 @@ _WITHOUT_STACK = {
 }
 
 
+def with_rest_off(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Switch off what is not named; a stack says itself what is on.
+
+    Args:
+        settings: Some arguments of `MemSaveCallback` by name.
+
+    Returns:
+        Those, and ``None`` for the ones that would do something by themselves.
+    """
+    off = {} if settings.get("stack") else dict.fromkeys(OFF_BY_NONE)
+    return off | dict(settings)
+
+
 def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Put the settings of the stack where the user gave none.
 

@@ -36,6 +36,9 @@ class Gpu:
         return "" if self.compute_capability is None else self.name
 
 
+BF16_CAPABILITY = (8, 0)
+"""Compute capability from which on bfloat16 is native."""
+
 # Name, GiB on the box, MiB that torch sees, compute capability. The third is `total_memory` as
 # `torch.cuda.get_device_properties` shows it in public logs and issues on GitHub (many of them the
 # first line that ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between
@@ -103,7 +106,7 @@ _ROWS = (
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        name: Gpu(name, mib * MIB, capability >= (8, 0), gib * GIB, capability)
+        name: Gpu(name, mib * MIB, capability >= BF16_CAPABILITY, gib * GIB, capability)
         for name, gib, mib, capability in _ROWS
     }
 )

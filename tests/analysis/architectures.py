@@ -371,7 +371,11 @@ ARCHITECTURES: dict[str, Architecture] = {
     "unet": Architecture(lambda: UNetLit(UNet()), images),
     "transformer_encoder": Architecture(TransformerEncoder, masked_lm_batch),
     "lstm": Architecture(Lstm, masked_lm_batch),
-    "gan": Architecture(Gan, images, without=("micro_batch_size", "accumulate_grad_batches")),
+    "gan": Architecture(
+        Gan,
+        images,
+        without=("micro_batch_size", "accumulate_grad_batches", "optimizer_in_backward", "stack"),
+    ),
     "diffusion": Architecture(Diffusion, images),
     "table": Architecture(Table, table_batch),
     "lora": Architecture(lora, causal_lm_batch),
@@ -391,6 +395,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "bf16_mixed": {"precision": "bf16-mixed"},
     "bf16_true": {"precision": "bf16-true"},
     "accumulation": {"accumulate_grad_batches": 2},
+    "no_logits": {"chunked_cross_entropy": True},
+    "in_backward": {"optimizer_in_backward": True},
+    "bf16_weights": {"precision": "bf16-mixed", "low_precision_weights": "stochastic"},
+    "chunked_sdpa": {"attention": "chunked_sdpa"},
+    "early_release": {"early_release": True},
     "all": {
         "activation_checkpointing": "all",
         "optimizer": "8bit",
@@ -398,4 +407,5 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "precision": "bf16-mixed",
         "accumulate_grad_batches": 2,
     },
+    "single_gpu": {"stack": "single_gpu"},
 }

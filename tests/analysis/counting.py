@@ -9,13 +9,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_memsave import MemSaveCallback, host
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.callbacks._stacks import OFF_BY_NONE
+from lightning_memsave.callbacks._stacks import with_rest_off
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
 from tests.analysis.architectures import SETTINGS, Architecture
-
-OFF: dict[str, Any] = dict.fromkeys(OFF_BY_NONE)
 
 
 class _Batches(Dataset[Any]):
@@ -70,7 +68,9 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
             enable_progress_bar=False,
             enable_model_summary=False,
             callbacks=[
-                MemSaveCallback(**OFF | settings, monitor=False, report=False, predict=False),
+                MemSaveCallback(
+                    **with_rest_off(settings), monitor=False, report=False, predict=False
+                ),
                 counter,
             ],
             **dict(architecture.trainer_arguments),
