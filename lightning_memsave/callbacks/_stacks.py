@@ -100,15 +100,18 @@ def _missing(arguments: Mapping[str, Any]) -> dict[str, Any]:
     wanted = arguments["stack"]
     if wanted is None:
         values: Mapping[str, Any] = _WITHOUT_STACK
-    elif wanted in STACKS:
+    elif isinstance(wanted, str) and wanted in STACKS:
         values = STACKS[wanted]
     else:
         raise ConfigurationError(
             f"`stack={wanted!r}` is no stack. Use {', '.join(map(repr, STACKS))}, or `None`."
         )
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
-    # Which parameters have 8 bits is part of the stack's optimizer, where nothing else is said.
-    if "optimizer" in missing and "force_8bit" in values and not arguments["force_8bit"]:
+    # Which parameters have 8 bits is the stack's choice with every 8-bit optimizer, where nothing
+    # else is said; a `LowBitOptimizer` says it itself.
+    optimizer = missing.get("optimizer", arguments["optimizer"])
+    is_8bit = isinstance(optimizer, str) and "8bit" in optimizer
+    if is_8bit and "force_8bit" in values and not arguments["force_8bit"]:
         missing["force_8bit"] = values["force_8bit"]
     return missing
 

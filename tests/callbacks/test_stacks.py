@@ -18,6 +18,7 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer
+from tests.cases import MODELS
 from tests.helpers import snapshot
 
 
@@ -61,6 +62,27 @@ class TestStacks:
         assert "updated in backward" in rows["optimizer_in_backward"].details[0]
         assert rows["attention"].status == "off"  # no model of Hugging Face, and no warning of it
         assert all(tensor.dtype != torch.bfloat16 for tensor in state.values())
+
+    # The stacks as they are sold, on every awkward model.
+    @pytest.mark.filterwarnings("ignore::lightning_memsave.errors.NoEffectWarning")
+    @pytest.mark.parametrize("stack", STACKS)
+    @pytest.mark.parametrize("name", MODELS)
+    def test_trains_as_exactly_as_declared(self, name, stack):
+        lit = make_lit(model=name)
+        callback = MemSaveCallback(stack=stack, monitor=False, predict=False)
+        plain = fit(lit, max_epochs=3)
+        ours = fit(lit, callback, max_epochs=3)
+        if stack == "bitwise":
+            assert_same(plain, ours)
+        else:
+            assert ours[0][-1] <= plain[0][-1] * 1.05
+        assert all(row.status == "on" for row in callback.rows if row.exactness)
+
+    @pytest.mark.parametrize("optimizer", ["auto", "8bit", "paged_8bit"])
+    def test_embeddings_have_8_bits_with_every_8bit_optimizer(self, optimizer):
+        callback = MemSaveCallback(stack="single_gpu", optimizer=optimizer, monitor=False)
+        fit(make_lit(model="classifier"), callback)
+        assert "embedding" not in str(rows_of(callback)["optimizer"].details)
 
     def test_says_what_it_stands_for(self, package):
         lit, callback = make_lit(package), MemSaveCallback(stack="classic", optimizer=None)
@@ -341,6 +363,7 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
+            ({"stack": ["bitwise"]}, "['bitwise']` is no stack."),
             ({"stack": "huge"}, "'huge'` is no stack. Use 'classic', 'bitwise', 'single_gpu'"),
             ({"chunked_cross_entropy": "yes"}, "chunked_cross_entropy='yes'` is not a choice"),
             ({"chunked_cross_entropy": 0}, "chunk_size=0"),

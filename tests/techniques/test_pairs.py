@@ -38,7 +38,7 @@ BITWISE = (ActivationCheckpointing(), EarlyRelease(), OptimizerInBackward())
 CLASSIC = (ActivationCheckpointing(), EarlyRelease(), LowBitOptimizer(), MicroBatching(6))
 SINGLE_GPU = (
     ChunkedCrossEntropy(heads="head"),
-    ActivationCheckpointing(),
+    ActivationCheckpointing("nested"),
     EarlyRelease(),
     LowBitOptimizer(force_8bit=("*",)),
     LowPrecisionWeights(),
