@@ -9,6 +9,7 @@ from lightning_memsave import host
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import NoEffectWarning, Problem
+from lightning_memsave.techniques._logit_numbers import compute_kept_logits
 
 
 class ModuleTechnique(Setting):
@@ -123,6 +124,18 @@ class Checkpointing(ModuleTechnique):
 
 class LossWithoutLogits(ModuleTechnique):
     """Chunked cross-entropy, which reads the head's weight after its forward pass."""
+
+    is_for_evaluation = True
+
+    def before_backward(self, pl_module: Any) -> None:
+        """Compute the logits that somebody kept: they are those of the weights before the step.
+
+        Args:
+            pl_module: The LightningModule.
+        """
+        # In its own optimization the step is not over, and may look at its logits as it likes.
+        if self._handle is not None and pl_module.automatic_optimization:
+            compute_kept_logits(pl_module)
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         if not host.is_strategy(trainer, "FSDPStrategy", "DeepSpeedStrategy"):

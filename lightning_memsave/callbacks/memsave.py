@@ -10,6 +10,7 @@ from lightning_memsave.callbacks import _report
 from lightning_memsave.callbacks._arguments import make_settings, time_limit
 from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._micro_batching import MicroBatches
+from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._monitored import MonitoredCallback
 from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
 from lightning_memsave.callbacks._settings import Row
@@ -230,6 +231,11 @@ class MemSaveCallback(MonitoredCallback):
             arguments = self.arguments_in_force()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Keep what somebody wants to look at after the step."""
+        self._settings.find(LossWithoutLogits).before_backward(pl_module)
+        super().on_before_backward(trainer, pl_module, loss)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the module, as ``teardown`` is not called now, and write what is known."""

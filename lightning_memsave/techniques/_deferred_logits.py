@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import TensorWeakRef
 
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._logit_consumers import argmax_of, cross_entropy_of
-from lightning_memsave.techniques._logit_product import Part, Product
+from lightning_memsave.techniques._logit_product import Part, Product, is_plain
+from lightning_memsave.techniques._logit_numbers import warn_of_numbers
 from lightning_memsave.techniques._logit_views import VIEWS, view_of
 
 # What is known without the numbers; all properties but these are known too.
@@ -22,6 +24,10 @@ _KNOWN = frozenset(
 )
 _PROPERTIES_OF_DATA = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
 _HOOKS = frozenset(("register_hook", "retain_grad"))
+# What is given away may be written to by code that torch does not see.
+_EXPOSING = frozenset(
+    ("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "to_dlpack")
+)
 
 
 class DeferredLogits(Tensor):
@@ -46,6 +52,7 @@ class DeferredLogits(Tensor):
             device=part.product.device,
         )
         logits.part = part
+        part.shown = TensorWeakRef(logits)
         return logits
 
     # So that counters of memory see what is there, and not what stands for nothing.
@@ -102,8 +109,7 @@ def defer(product: Product) -> Tensor:
     Returns:
         The tensor.
     """
-    has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in product.tensors())
-    return _made(product.whole(requires_grad=has_graph))
+    return _made(product.whole())
 
 
 class _Deferred(torch.autograd.Function):
@@ -198,13 +204,33 @@ def _ordinary(logits: DeferredLogits) -> Tensor:
 
 
 def _run_on_numbers(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    values = tree_leaves((args[:1], kwargs.get("out")))
+    changed = tree_leaves((args[:1], kwargs.get("out")))
     if _changes_its_input(name, kwargs):
-        for logits in values:
+        for logits in changed:
             if isinstance(logits, DeferredLogits):
                 _pin(logits.part.product)
+    deferred = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DeferredLogits)]
+    for logits in deferred:
+        warn_of_numbers(logits.part, f"`{name.strip('_')}`")
     args, kwargs = tree_map_only(DeferredLogits, _ordinary, (args, kwargs))
-    return func(*args, **kwargs)
+    found = func(*args, **kwargs)
+    for logits in deferred:
+        if name in _EXPOSING or _shares_memory(found, logits.part.computed):
+            _pin(logits.part.product)
+    return found
+
+
+# What shares memory with logits may be changed in place.
+def _shares_memory(found: Any, numbers: Tensor | None) -> bool:
+    if numbers is None or not is_plain(numbers):
+        return False
+    storage = numbers.untyped_storage()._cdata
+    return any(
+        isinstance(tensor, Tensor)
+        and is_plain(tensor)
+        and tensor.untyped_storage()._cdata == storage
+        for tensor in tree_leaves(found)
+    )
 
 
 def _changes_its_input(name: str, kwargs: Any) -> bool:

@@ -97,8 +97,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nothing = (None,) * _NUM_OTHERS
         if gradient is None:
             return *nothing, *(None for _ in needs)
-        if torch.is_grad_enabled():  # a graph of the gradients is wanted too
-            return *nothing, *_differentiable(ctx, gradient, needs)
+        # A graph of the gradients is wanted too, or many of them at once.
+        if torch.is_grad_enabled() or _is_batched(gradient):
+            with torch.enable_grad():
+                return *nothing, *_differentiable(ctx, gradient, needs)
         ready, ctx.ready = ctx.ready, None
         if ready is None:
             found = _computed_now(ctx, gradient, needs)
@@ -119,6 +121,11 @@ def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[T
         return tiled_gradients(call, ctx.normalizers, gradient, one, needs=needs)
     share = _share_and_scale(call)[0].expand(len(call.target))
     return tiled_gradients(call, ctx.normalizers, share, gradient * ctx.scale, needs=needs)
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 # The probability of one class of many is below what half precision holds in full.

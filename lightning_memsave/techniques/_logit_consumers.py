@@ -46,8 +46,10 @@ def cross_entropy_of(
     if not is_usual or not 0.0 <= label_smoothing <= 1.0 or not _fits(part, target, weight):
         return NotImplemented
     product = part.product
-    product.check_versions()
-    settings = LossSettings(reduction, ignore_index, label_smoothing, product.chunk_size)
+    # In training the loss stands between forward and backward, where a GPU must not be waited for.
+    product.check_unchanged(may_wait=not torch.is_grad_enabled())
+    chunk_size = product.settings.chunk_size
+    settings = LossSettings(reduction, ignore_index, label_smoothing, chunk_size)
     with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
         loss = linear_cross_entropy(
             product.flat_operands(part.affine),
@@ -86,7 +88,7 @@ def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
     rows = layout.rows(product.device)
     num_rows = len(operands.inputs[0] if rows is None else rows)
     found = torch.empty(num_rows, dtype=torch.int64, device=product.device)
-    call = Call(operands, found, rows, None, LossSettings(chunk_size=product.chunk_size))
+    call = Call(operands, found, rows, None, LossSettings(chunk_size=product.settings.chunk_size))
     with plain_numbers(call):
         for chunk in chunks_of_logits(call):
             # Rounded as they would be, so that what is equal stays so.

@@ -40,7 +40,7 @@ def find_heads(
         inner = [m for m in head.modules() if is_lora(m)] or _linear_layers(head)
         for module in inner:
             name = names.get(id(module), "")
-            why = _why_not(module)
+            why = _why_not(module) or _why_not_in(model, module)
             if why is None:
                 heads[id(module)] = Block(name, module)
             elif (line := f"`{name}` stays as it is: {why}") not in skipped:
@@ -158,6 +158,21 @@ def _why_not(module: Any) -> str | None:
     return None
 
 
+def _why_not_in(model: nn.Module, head: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        is_compiled |= type(module).__name__ == "OptimizedModule"
+        cap = getattr(getattr(module, "config", None), "final_logit_softcapping", None)
+        if not (is_compiled or cap) or not any(inner is head for inner in module.modules()):
+            continue
+        of = f"`{name or type(module).__name__}`"
+        if is_compiled:
+            return f"{of} is compiled, and the compiler wants ordinary logits"
+        if is_hugging_face(module):
+            return f"`final_logit_softcapping={cap}` of {of} puts its logits through `tanh`"
+    return None
+
+
 def _is_plain_adapter(head: Any, name: str) -> bool:
     return name not in head.lora_variant and head.lora_B[name].bias is None
 
@@ -187,4 +202,5 @@ def is_traced() -> bool:
     torch_c: Any = torch._C
     is_transformed = torch_c._functorch.peek_interpreter_stack() is not None
     is_tracing = torch_c._get_tracing_state() is not None
-    return is_transformed or is_tracing or torch.compiler.is_compiling()
+    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return is_transformed or is_tracing or is_forward_mode or torch.compiler.is_compiling()

@@ -3,7 +3,7 @@
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._logit_layout import Layout
 from lightning_memsave.techniques._logit_operands import Operands
+from lightning_memsave.techniques._logit_witness import Witness
 
-_NUM_PROBES = 64
+LIVE: "weakref.WeakSet[Product]" = weakref.WeakSet()
+"""All products that have not been computed, or are still held."""
 
 
 class Product:
@@ -21,13 +23,13 @@ class Product:
     Args:
         operands: The layer, and inputs of shape (..., D).
         dtype: Type of the output.
-        chunk_size: Rows at once in the loss; ``None`` chooses.
+        settings: Of its head.
     """
 
-    def __init__(self, operands: Operands, dtype: torch.dtype, chunk_size: int | None) -> None:
+    def __init__(self, operands: Operands, dtype: torch.dtype, settings: "HeadSettings") -> None:
         self.operands = operands
         self.dtype = dtype
-        self.chunk_size = chunk_size
+        self.settings = settings
         self.device = operands.weights[0].device
         self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
         """All that stands for the output or a part of it."""
@@ -35,21 +37,20 @@ class Product:
         """Whether a loss must use computed logits: they were changed, or a hook is on them."""
         self.has_loss = False
         """Whether a loss was computed without logits."""
-        self._versions = self._read_versions()
-        self._probes = self._some_of_weight().clone() if torch.is_grad_enabled() else None
+        self.has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+        """Whether gradients can be asked for."""
+        self._witnesses = [Witness(tensor) for tensor in self.tensors()]
+        LIVE.add(self)
 
-    def whole(self, *, requires_grad: bool) -> "Part":
+    def whole(self) -> "Part":
         """Describe the whole output.
-
-        Args:
-            requires_grad: Whether it has a graph.
 
         Returns:
             The first part.
         """
         lead, num_classes = self.operands.inputs[0].shape[:-1], len(self.operands.weights[0])
         layout = Layout.of_whole(lead, num_classes)
-        return Part(self, layout, self.dtype, requires_grad=requires_grad)
+        return Part(self, layout, self.dtype, requires_grad=self.has_graph)
 
     def flat_operands(self, affine: tuple[float, Tensor | None]) -> Operands:
         """Give what it is computed from as matrices.
@@ -100,34 +101,37 @@ class Product:
                 logits = logits + nn.functional.linear(x, weight)
             return logits.to(self.dtype)
 
-    def check_versions(self) -> None:
-        """Make sure that logits computed now are those that were meant, as far as torch knows.
+    def check_unchanged(self, *, may_wait: bool = True) -> None:
+        """Make sure that what is computed now is what was meant.
+
+        Args:
+            may_wait: Whether a GPU may be waited for; on a CPU nothing has to be.
 
         Raises:
             IncompatibleError: If inputs or weights have changed since.
         """
-        if self._read_versions() != self._versions:
-            raise IncompatibleError("chunked_cross_entropy", [_too_late()])
+        tensors = self.tensors()
+        may_wait = (may_wait or self.device.type == "cpu") and not is_fake(tensors[0])
+        for i, (tensor, witness) in enumerate(zip(tensors, self._witnesses, strict=True)):
+            if not witness.is_true_of(tensor, may_wait=may_wait):
+                is_input = i < len(self.operands.inputs)
+                problem = _changed_input(self.settings.name) if is_input else _changed_weights()
+                raise IncompatibleError("chunked_cross_entropy", [problem])
 
-    def check_unchanged(self) -> None:
-        """Make sure of it; looks at numbers, for which a GPU must be waited for.
 
-        Raises:
-            IncompatibleError: If inputs or weights have changed since.
-        """
-        self.check_versions()
-        if self._probes is None or is_fake(self._probes):
-            return
-        if not torch.equal(self._probes, self._some_of_weight()):
-            raise IncompatibleError("chunked_cross_entropy", [_too_late()])
+@dataclass
+class HeadSettings:
+    """What is kept with a head.
 
-    def _read_versions(self) -> list[int]:
-        return [0 if t.is_inference() else t._version for t in self.tensors()]
+    Args:
+        name: Name of its module.
+        chunk_size: Rows at once in the loss; ``None`` chooses.
+    """
 
-    # Some optimizers have kernels of their own, which change weights unseen.
-    def _some_of_weight(self) -> Tensor:
-        weight = self.operands.weights[-1].detach()
-        return weight[:: max(1, len(weight) // _NUM_PROBES), 0]
+    name: str
+    chunk_size: int | None = None
+    has_warned: bool = False
+    """Whether it has been said that its logits were computed."""
 
 
 class Part:
@@ -163,6 +167,8 @@ class Part:
         """What the rows are multiplied with, and the vector that is added then."""
         self.computed: Tensor | None = None
         """The ordinary tensor, once something has asked for it."""
+        self.shown: Callable[[], Tensor | None] = _nothing
+        """Gives the tensor that stands for it, as long as somebody has it."""
         product.parts.add(self)
 
     def compute(self) -> Tensor:
@@ -199,6 +205,10 @@ class Part:
         return self.product.compute() if output is None else output
 
 
+def _nothing() -> None:
+    return None
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Say whether a tensor has no data.
 
@@ -225,9 +235,18 @@ def is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
-def _too_late() -> Problem:
+def _changed_weights() -> Problem:
     return Problem(
         "logits that are first looked at after a step of the optimizer",
-        "they are computed when they are asked for, and the weights have changed",
-        "Use them, or call `.clone()` on them, before the step.",
+        "they are computed when they are asked for, and the weights have changed, in a step or by "
+        "an exchange for others such as averages",
+        "Use them, or call `.clone()` on them, before that.",
+    )
+
+
+def _changed_input(name: str) -> Problem:
+    return Problem(
+        f"an in-place change of what `{name}` was given",
+        "logits are computed when they are asked for, and would be those of other inputs",
+        f"Change a copy, call `.clone()` on the logits first, or leave `{name}` out of `heads`.",
     )

@@ -53,6 +53,8 @@ def view_of(
     Returns:
         What parts the results show, one or a list; ``NotImplemented`` if they are not whole rows.
     """
+    if name == "add":  # whoever has the vector may change it
+        args = tuple(a.detach().clone() if _is_vector(part, a) else a for a in args)
     affine = _affine(part, name, args, kwargs)
     if affine is None:
         return NotImplemented
@@ -95,7 +97,7 @@ def _affine(
     if name == "add":
         if not _is_vector(part, other):
             return None
-        vector = other.detach().reshape(-1)
+        vector = other.reshape(-1)
         return scale, vector if shift is None else shift + vector
     if not isinstance(other, int | float) or not other:
         return None

@@ -19,9 +19,9 @@ from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques import _tied_embedding
 from lightning_memsave.techniques._deferred_logits import defer
 from lightning_memsave.techniques._logit_heads import find_heads, read_head
-from lightning_memsave.techniques._logit_product import Product
+from lightning_memsave.techniques._logit_product import HeadSettings, Product
 
-_CHUNK_SIZE = "_memsave_chunk_size"
+_SETTINGS = "_memsave_head"
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,8 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         undo = []
         for block in heads:
             undo.append(patch_method(block.module, forward))
-            undo.append(_set_chunk_size(block.module, self.chunk_size))
+            chunk_size = None if self.chunk_size == "auto" else self.chunk_size
+            undo.append(_set(block.module, HeadSettings(block.name, chunk_size)))
         tied = _tied_embeddings(target, heads)
         undo += [patch_method(block.module, _tied_embedding.forward) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)
@@ -164,7 +165,7 @@ def forward(head: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if found is None:
         return run(*args, **kwargs)
     operands, dtype = found
-    return defer(Product(operands, dtype, vars(head).get(_CHUNK_SIZE)))
+    return defer(Product(operands, dtype, vars(head)[_SETTINGS]))
 
 
 def _tied_embeddings(model: nn.Module, heads: list[Block]) -> list[Block]:
@@ -183,10 +184,9 @@ def _is_replaced(module: nn.Module) -> bool:
     return getattr(method, "__func__", method) not in own
 
 
-def _set_chunk_size(head: nn.Module, chunk_size: int | str) -> Callable[[], None]:
-    if isinstance(chunk_size, int):
-        vars(head)[_CHUNK_SIZE] = chunk_size
-    return lambda: vars(head).pop(_CHUNK_SIZE, None)
+def _set(head: nn.Module, settings: HeadSettings) -> Callable[[], None]:
+    vars(head)[_SETTINGS] = settings
+    return lambda: vars(head).pop(_SETTINGS, None)
 
 
 def _as_heads(heads: Any) -> tuple[BlockSelector, ...]:

@@ -412,6 +412,7 @@ class TestApplying:
         assert "head" in handle.changes
         assert eval(repr(ChunkedCrossEntropy("head"))) == ChunkedCrossEntropy("head")
 
+    @pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
     def test_any_linear_layer_may_be_named(self, num_computed):
         """What is no head gives ordinary tensors."""
         model, batch = Model(), make_batch()
@@ -490,6 +491,7 @@ class TestAdapters:
         assert_close(step(model, batch), theirs, 1e-5 if dtype is torch.float32 else 1e-2)
         assert num_computed == [0]
 
+    @pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
     def test_logits_are_those_of_peft(self):
         model, ids = self.make(lora_dropout=0.3), make_batch()["input_ids"]
         other = ChunkedCrossEntropy().apply(copy.deepcopy(model)).target

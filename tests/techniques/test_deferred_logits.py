@@ -17,6 +17,9 @@ from lightning_memsave.techniques._deferred_logits import DeferredLogits
 from lightning_memsave.techniques._logit_product import Product
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 
+# What is said when logits are needed is tested in `test_logits_needed.py`.
+pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
+
 WIDTH, CLASSES = 8, 40
 TOKENS = torch.randint(0, CLASSES, (4, 9), generator=torch.Generator().manual_seed(0))
 VECTOR = torch.randn(CLASSES, generator=torch.Generator().manual_seed(1))
@@ -364,7 +367,7 @@ def test_late_use_is_an_error_and_no_wrong_result(deferring, change):
     with torch.no_grad():
         change(deferring.head.weight)
     assert torch.equal(kept, values)
-    with pytest.raises(IncompatibleError, match=r"`\.clone\(\)` on them, before the step"):
+    with pytest.raises(IncompatibleError, match=r"`\.clone\(\)` on them, before that"):
         logits.argmax(-1)
 
 
