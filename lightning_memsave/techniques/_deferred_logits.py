@@ -9,8 +9,8 @@ from torch.utils.weak import TensorWeakRef
 
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._logit_consumers import argmax_of, cross_entropy_of
-from lightning_memsave.techniques._logit_product import Part, Product, is_plain
 from lightning_memsave.techniques._logit_numbers import warn_of_numbers
+from lightning_memsave.techniques._logit_product import Part, Product, is_plain
 from lightning_memsave.techniques._logit_views import VIEWS, view_of
 
 # What is known without the numbers; all properties but these are known too.

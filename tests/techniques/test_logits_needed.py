@@ -3,6 +3,7 @@
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,7 @@ def test_a_vector_may_change_after_it_was_added(model, deferring):
         logits = net() + prior
         prior.mul_(-3.0)
         losses.append(loss_of(logits))
-    assert torch.allclose(*losses)
+    assert torch.allclose(losses[0], losses[1])
 
 
 class TestChangesBetweenHeadAndLoss:
@@ -132,7 +133,12 @@ class TestWarning:
     def test_capped_logits_are_left_alone(self):
         from transformers import Gemma2Config, Gemma2ForCausalLM
 
-        small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+        small: dict[str, Any] = {
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "head_dim": 8,
+        }
         config = Gemma2Config(vocab_size=64, num_attention_heads=2, num_key_value_heads=1, **small)
         with pytest.warns(NoEffectWarning, match=r"final_logit_softcapping=30\.0"):
             handle = ChunkedCrossEntropy().apply(Gemma2ForCausalLM(config))
@@ -174,10 +180,10 @@ class Lit(LIGHTNING.LightningModule):  # type: ignore[name-defined, misc]
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-def callback(**settings: object) -> MemSaveCallback:
-    off = {"activation_checkpointing": None, "optimizer": None, "monitor": False}
+def callback(**settings: Any) -> MemSaveCallback:
+    off: dict[str, Any] = {"activation_checkpointing": None, "optimizer": None, "monitor": False}
     head = ChunkedCrossEntropy("model.head")
-    return MemSaveCallback(**{"chunked_cross_entropy": head, **off, **settings})  # type: ignore[arg-type]
+    return MemSaveCallback(**{"chunked_cross_entropy": head, **off, **settings})
 
 
 class TestInATrainer:
@@ -215,7 +221,7 @@ def test_many_gradients_at_once(model, deferring):
             losses, [net.head.weight], torch.eye(3), is_grads_batched=True
         )
         found.append(grads)
-    assert torch.allclose(*found, atol=1e-6)
+    assert torch.allclose(found[0], found[1], atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
@@ -228,4 +234,4 @@ def test_forward_mode(model, deferring):
             loss = loss_of(net.head(dual))
             found.append(torch.autograd.forward_ad.unpack_dual(loss).tangent)
         assert weight.grad is None
-    assert torch.allclose(*found, atol=1e-6)
+    assert torch.allclose(found[0], found[1], atol=1e-6)
