@@ -167,7 +167,7 @@ class Lit(LIGHTNING.LightningModule):  # type: ignore[name-defined, misc]
         if self.keep == "attribute":
             self.seen.append(self.last.clone())
         elif self.keep == "output":
-            self.seen.append(outputs["logits"].detach().clone())  # type: ignore[index]
+            self.seen.append(outputs["logits"].detach().clone())
 
     def on_train_epoch_end(self) -> None:
         if self.keep == "list":
