@@ -8,13 +8,11 @@ from typing import Any
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
+from lightning_memsave.callbacks._backward_conflicts import find_conflicts
 from lightning_memsave.callbacks._module_techniques import off_row, row_of
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.errors import Problem
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
-
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-"""Strategies that cut parameters into shares."""
 
 
 class BackwardUpdates(Setting):
@@ -51,36 +49,7 @@ class BackwardUpdates(Setting):
         """
         if self.technique is None:
             return []
-        what = f"`{self.name}={self.value}`"
-        problems = []
-        if not pl_module.automatic_optimization:
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(pl_module).__name__}.automatic_optimization=False`: only the module "
-                    "knows which of its backward passes completes the gradients",
-                    f"Set `{self.name}=None` and use `OptimizerInBackward` in `training_step`.",
-                )
-            )
-        if _has_own_clipping(pl_module):
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(pl_module).__name__}.configure_gradient_clipping` would find no "
-                    "gradients",
-                    f"Remove that method, or set `{self.name}=None`.",
-                )
-            )
-        strategy = type(trainer.strategy).__name__
-        if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
-            problems.append(
-                Problem(
-                    what,
-                    f"`{strategy}` shares gradients between processes after they are complete",
-                    f"Set `{self.name}=None`, or train in one process.",
-                )
-            )
-        return problems
+        return find_conflicts(trainer, pl_module, f"`{self.name}={self.value}`")
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Wrap ``configure_optimizers`` and the backward passes.
@@ -136,9 +105,3 @@ def _clipping_of(trainer: Any) -> dict[str, Any]:
     algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
     # Without an algorithm, Lightning clips the norm.
     return {"clip_value" if algorithm == "value" else "clip_norm": trainer.gradient_clip_val}
-
-
-def _has_own_clipping(pl_module: Any) -> bool:
-    name = "configure_gradient_clipping"
-    base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
-    return name in vars(pl_module) or getattr(type(pl_module), name) is not getattr(base, name)

@@ -147,6 +147,10 @@ class SeededEpochs(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
         trainer.save_checkpoint(self.folder / f"epoch={trainer.current_epoch}.ckpt")
 
 
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
+
+
 class TestOptimizerInBackward:
     @pytest.mark.parametrize(
         "settings",
@@ -188,7 +192,7 @@ class TestOptimizerInBackward:
         seen: list[bool] = []
 
         class Look(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
-            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
                 seen.append(any(p.grad is not None for p in pl_module.parameters()))
 
         fit(make_lit(), only(optimizer_in_backward=True, accumulate_grad_batches=2), Look())
@@ -216,16 +220,33 @@ class TestOptimizerInBackward:
         with pytest.raises(IncompatibleError, match="which of its backward passes completes"):
             fit(lit, only(optimizer_in_backward=True))
 
-    def test_clipping_of_the_module_itself_is_refused(self):
-        lit = make_lit()
+    @pytest.mark.parametrize("hook", [*GRADIENT_HOOKS, *MODULE_HOOKS])
+    def test_hooks_that_would_find_no_gradients_are_refused(self, package, hook):
+        lit, steps = make_lit(package), []
+        lit.training_step = lambda *_: steps.append(1)
+        setattr(type(lit), hook, lambda *_: None)
+        message = rf"`Lit\.{hook}`.*or set `optimizer_in_backward=None`"
+        with pytest.raises(IncompatibleError, match=message):
+            make_trainer(package, only(optimizer_in_backward=True)).fit(lit)
+        assert not steps
 
-        class Clips(type(lit)):  # type: ignore[misc]
-            def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-                pass
+    @pytest.mark.parametrize("hook", GRADIENT_HOOKS)
+    def test_hooks_of_callbacks_are_refused(self, package, hook):
+        own = type("Guard", (package.Callback,), {hook: lambda *_: None})()
+        given = package.callbacks.LambdaCallback(**{hook: lambda *_: None})
+        for callback, name in ((own, "Guard"), (given, "LambdaCallback")):
+            with pytest.raises(IncompatibleError, match=rf"`{name}\.{hook}` runs when"):
+                fit(make_lit(package), only(optimizer_in_backward=True), callback, package=package)
 
-        lit.__class__ = Clips
-        with pytest.raises(IncompatibleError, match="configure_gradient_clipping"):
-            fit(lit, only(optimizer_in_backward=True))
+    def test_no_callback_of_lightning_looks_at_gradients(self, package):
+        """Or it would have to be refused as well."""
+        found = [
+            (name, hook)
+            for name in package.callbacks.__all__
+            for hook in GRADIENT_HOOKS
+            if hook in vars(getattr(package.callbacks, name)) and name != "Callback"
+        ]
+        assert found == []
 
     def test_optimizer_that_couples_parameters_is_refused_before_a_step(self):
         lit = make_lit()
