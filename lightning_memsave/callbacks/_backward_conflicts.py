@@ -5,6 +5,7 @@ from typing import Any
 from lightning_memsave import host
 from lightning_memsave.callbacks._foreign_hooks import has_foreign, owners_of
 from lightning_memsave.errors import Problem
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 
 SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 """Strategies that cut parameters into shares."""
@@ -12,12 +13,15 @@ SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _OFF = "set `optimizer_in_backward=None`"
 
 
-def find_conflicts(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
+def find_conflicts(
+    trainer: Any, pl_module: Any, technique: OptimizerInBackward, what: str
+) -> list[Problem]:
     """Find every reason why the module cannot be updated in backward.
 
     Args:
         trainer: A Trainer in ``setup``.
         pl_module: Its LightningModule.
+        technique: What was asked for.
         what: The setting, as the user wrote it.
 
     Returns:
@@ -34,6 +38,7 @@ def find_conflicts(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
                 "`training_step`.",
             )
         )
+    problems += _of_clipping(trainer, technique, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
     if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
@@ -46,6 +51,59 @@ def find_conflicts(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
             )
         )
     return problems
+
+
+def clipping_of(trainer: Any) -> dict[str, Any]:
+    """Find out what the Trainer clips.
+
+    Args:
+        trainer: The Trainer.
+
+    Returns:
+        The same as settings of `OptimizerInBackward`; empty if it clips nothing.
+    """
+    bound = trainer.gradient_clip_val
+    if bound is None or bound <= 0:  # for Lightning, both mean no bound
+        return {}
+    algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
+    # Without an algorithm, Lightning clips the norm.
+    return {"clip_value" if algorithm == "value" else "clip_norm": bound}
+
+
+def advice_for(pl_module: Any) -> tuple[str, str]:
+    """Say where a second gradient in a step may come from in a Trainer.
+
+    Args:
+        pl_module: The LightningModule.
+
+    Returns:
+        The likely cause, as a clause, and what to do about it.
+    """
+    owner = type(pl_module).__name__
+    if has_foreign(pl_module, "optimizer_step"):
+        return (
+            f"`{owner}.optimizer_step` is overridden, and has probably left out `optimizer.step()` "
+            "for an earlier batch, whose backward pass has updated the parameters already",
+            f"Call `optimizer.step(closure=optimizer_closure)` there for every batch, or {_OFF}.",
+        )
+    return (
+        f"from a second backward pass in `{owner}.training_step` or `{owner}.backward`, or from a "
+        "block that is used twice under checkpointing with `use_reentrant=True`",
+        f"Leave the backward pass to Lightning, checkpoint with `use_reentrant=False`, or {_OFF}.",
+    )
+
+
+def _of_clipping(trainer: Any, technique: OptimizerInBackward, what: str) -> list[Problem]:
+    return [
+        Problem(
+            what,
+            f"the Trainer was given `gradient_clip_val={bound}`, another bound than "
+            f"`{setting}={own}`",
+            f"Remove one of the two, or pass `{setting}={bound}` here too.",
+        )
+        for setting, bound in clipping_of(trainer).items()
+        if (own := getattr(technique, setting)) not in (None, bound)
+    ]
 
 
 def _of_module(pl_module: Any, what: str) -> list[Problem]:
