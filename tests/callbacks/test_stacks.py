@@ -347,11 +347,12 @@ class TestOptimizerInBackward:
     def test_two_backward_passes_in_a_step_are_explained_for_a_trainer(self):
         lit = make_lit()
 
-        def backward(self: Any, loss: torch.Tensor) -> None:
-            loss.backward(retain_graph=True)
-            loss.backward()
+        def training_step(self: Any, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.model(batch).backward()
+            loss: torch.Tensor = self.model(batch)
+            return loss
 
-        type(lit).backward = backward
+        type(lit).training_step = training_step
         with pytest.raises(IncompatibleError, match=r"in `Lit\.training_step` or `Lit\.backward`"):
             fit(lit, only(optimizer_in_backward=True))
 
