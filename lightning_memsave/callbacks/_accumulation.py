@@ -61,7 +61,7 @@ class Accumulation(Setting):
                     f"Remove one of the two, or pass `accumulate_grad_batches={own}` here too.",
                 )
             )
-        if _has_scheduler(trainer):
+        if has_scheduler(trainer):
             problems.append(
                 Problem(
                     what,
@@ -128,7 +128,15 @@ class Accumulation(Setting):
         return float(factor)
 
 
-def _has_scheduler(trainer: Any) -> bool:
+def has_scheduler(trainer: Any) -> bool:
+    """Say whether the number of batches per step changes from epoch to epoch.
+
+    Args:
+        trainer: The Trainer.
+
+    Returns:
+        True if a ``GradientAccumulationScheduler`` is among its callbacks.
+    """
     return any(
         base.__name__ == "GradientAccumulationScheduler"
         for callback in trainer.callbacks
@@ -150,7 +158,7 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 def _rows_of_trainer(trainer: Any) -> list[Row]:
     own = trainer.accumulate_grad_batches
-    if _has_scheduler(trainer):
+    if has_scheduler(trainer):
         return [Row("accumulate_grad_batches", "scheduled", "unchanged", (_LIGHTNING_SCALES,))]
     if own == 1:
         return []

@@ -8,13 +8,17 @@ from typing import Any
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
-from lightning_memsave.callbacks._module_techniques import off_row, row_of
+from lightning_memsave.callbacks._accumulation import has_scheduler
+from lightning_memsave.callbacks._backward_conflicts import advice_for, clipping_of, find_conflicts
+from lightning_memsave.callbacks._module_techniques import off_row
 from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.core.technique import Handle
 from lightning_memsave.errors import Problem
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
-
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-"""Strategies that cut parameters into shares."""
+from lightning_memsave.techniques._gradient_updates import IN_BACKWARD
+from lightning_memsave.techniques.optimizer_in_backward import (
+    OptimizerInBackward,
+    describe_updates,
+)
 
 
 class BackwardUpdates(Setting):
@@ -24,20 +28,27 @@ class BackwardUpdates(Setting):
         technique: The settings, or ``None`` to update all parameters after backward.
         value: What the user wrote for it.
         is_of_stack: The user did not ask for it by itself: no line for ``None``.
+        halves_batches: Batches pass whole until memory runs out.
     """
 
     name = "optimizer_in_backward"
 
     def __init__(
-        self, technique: OptimizerInBackward | None, value: str, is_of_stack: bool = False
+        self,
+        technique: OptimizerInBackward | None,
+        value: str,
+        is_of_stack: bool = False,
+        halves_batches: bool = False,
     ) -> None:
         super().__init__()
         self.is_of_stack = is_of_stack
+        self.halves_batches = halves_batches
         self.technique = technique
         self.value = value
         self.in_force = technique
         """The settings with what the Trainer clips."""
         self._state: Any = None
+        self._clipping = ""
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what stands against it in the Trainer; the optimizer does not exist yet.
@@ -52,35 +63,7 @@ class BackwardUpdates(Setting):
         if self.technique is None:
             return []
         what = f"`{self.name}={self.value}`"
-        problems = []
-        if not pl_module.automatic_optimization:
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(pl_module).__name__}.automatic_optimization=False`: only the module "
-                    "knows which of its backward passes completes the gradients",
-                    f"Set `{self.name}=None` and use `OptimizerInBackward` in `training_step`.",
-                )
-            )
-        if _has_own_clipping(pl_module):
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(pl_module).__name__}.configure_gradient_clipping` would find no "
-                    "gradients",
-                    f"Remove that method, or set `{self.name}=None`.",
-                )
-            )
-        strategy = type(trainer.strategy).__name__
-        if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
-            problems.append(
-                Problem(
-                    what,
-                    f"`{strategy}` shares gradients between processes after they are complete",
-                    f"Set `{self.name}=None`, or train in one process.",
-                )
-            )
-        return problems
+        return find_conflicts(trainer, pl_module, self.technique, what)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Wrap ``configure_optimizers`` and the backward passes.
@@ -92,11 +75,14 @@ class BackwardUpdates(Setting):
         if self.technique is None:
             self.rows = [] if self.is_of_stack else [off_row(self.name)]
             return
-        self.in_force = dataclasses.replace(self.technique, **_clipping_of(trainer))
-        if trainer.gradient_clip_val:
+        clipping, self._clipping = clipping_of(trainer), ""
+        self.in_force = dataclasses.replace(self.technique, **clipping)
+        if clipping:
             # Done where the gradients are; afterwards torch would not find one that it could clip.
             clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
             self._undo.append(lambda: setattr(trainer, "gradient_clip_val", clip_val))
+            kind = "all values" if "clip_value" in clipping else "the norm of all gradients"
+            self._clipping = f"clips {kind} at {clip_val} before the updates, for the Trainer"
         technique = dataclasses.replace(self.in_force, scaler=host.gradient_scaler(trainer))
         self._state, undo = configure_optimizers.enable(pl_module, technique)
         self._undo += [undo, host.around_backward(trainer, self._around_backward)]
@@ -108,16 +94,39 @@ class BackwardUpdates(Setting):
             trainer: The Trainer.
             pl_module: Its LightningModule.
         """
-        if self._state is not None and self.technique is not None:
-            exactness = self.technique.exactness.value
-            self.rows = [
-                row_of(self.name, self.value, handle, exactness) for handle in self._state.handles
-            ] or [Row(self.name, self.value, "off", ("the module configures no optimizer",))]
+        if self._state is None:
+            return
+        self.rows = [self._row_of(trainer, handle) for handle in self._state.handles] or [
+            Row(self.name, self.value, "off", ("the module configures no optimizer",))
+        ]
+        for handle in self._state.handles:
+            if handle.target in IN_BACKWARD:
+                IN_BACKWARD[handle.target].advice = advice_for(pl_module)
 
     def undo(self) -> None:
         """Restore everything, and let go of the optimizers; a second call does nothing."""
         super().undo()
         self._state = None
+
+    def _row_of(self, trainer: Any, handle: Handle[Any]) -> Row:
+        if not handle.changes:
+            return Row(self.name, self.value, "off", handle.skipped)
+        splits = host.may_split_batches(trainer)
+        adding_up = ""
+        if has_scheduler(trainer):
+            adding_up = "several batches"
+        elif trainer.accumulate_grad_batches > 1:
+            adding_up = f"{trainer.accumulate_grad_batches} batches"
+        elif splits and not self.halves_batches:
+            adding_up = "the parts of a batch"
+        # Not what the handle says: weights may have got another type since it was made.
+        details = [describe_updates(handle.target, adding_up)]
+        if splits and self.halves_batches and not adding_up:
+            details.append("all gradients are alive while the parts of a halved batch add up")
+        if self._clipping:
+            details.append(self._clipping)
+        exactness = OptimizerInBackward.exactness.value
+        return Row(self.name, self.value, "on", tuple(details), exactness)
 
     def _around_backward(self, is_last: bool) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if is_last else self._accumulating()
@@ -128,17 +137,3 @@ class BackwardUpdates(Setting):
             for handle in self._state.handles:
                 stack.enter_context(handle.accumulating())
             yield
-
-
-def _clipping_of(trainer: Any) -> dict[str, Any]:
-    if not trainer.gradient_clip_val:
-        return {}
-    algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
-    # Without an algorithm, Lightning clips the norm.
-    return {"clip_value" if algorithm == "value" else "clip_norm": trainer.gradient_clip_val}
-
-
-def _has_own_clipping(pl_module: Any) -> bool:
-    name = "configure_gradient_clipping"
-    base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
-    return name in vars(pl_module) or getattr(type(pl_module), name) is not getattr(base, name)

@@ -117,27 +117,6 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
     previous_method(self, "load_optimizer_state_dict")(checkpoint)
 
 
-def convert_configured(
-    output: Any, technique: Technique[Optimizer]
-) -> tuple[Any, list[OptimizerHandle]]:
-    """Apply a technique to every optimizer in the output of ``configure_optimizers``.
-
-    Schedulers in it are bound to the new optimizers. Lists, tuples and dictionaries are copied, not
-    changed; an optimizer that occurs twice is replaced once.
-
-    Args:
-        output: Any form that Lightning takes: an optimizer, a list of them, optimizers with
-            schedulers, a dictionary or a list of dictionaries, ``None``.
-        technique: What to apply.
-
-    Returns:
-        The same form with the new optimizers, and one handle for each optimizer. ``undo`` of a
-        handle also binds the schedulers to the old optimizer again.
-    """
-    exchange = _Exchange(technique)
-    return exchange.convert(output), exchange.handles
-
-
 def rebind_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer) -> list[Undo]:
     """Let learning rate schedulers, and those inside them, work on another optimizer.
 

@@ -3,11 +3,10 @@
 from typing import Any
 
 from lightning_memsave import host
+from lightning_memsave.callbacks._foreign_hooks import owners_of
 from lightning_memsave.callbacks._module_techniques import off_row
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.errors import Problem
-
-_OURS = ("lightning_memsave.", *host.PACKAGES)
 
 
 class EarlyReleases(Setting):
@@ -54,22 +53,13 @@ class EarlyReleases(Setting):
             reason = f"`{name}.automatic_optimization=False`: the module runs its own steps"
             self.rows = [Row(self.name, "True", "off", (reason,))]
         else:
-            viewer = _viewer(trainer, pl_module)
+            # Callbacks of Lightning and of this package do not look at outputs.
+            viewers = owners_of(trainer, pl_module, "on_train_batch_end")
             outputs = (
-                f"outputs are kept, as `{viewer}.on_train_batch_end` may look at them"
-                if viewer
+                f"outputs are kept, as `{viewers[0]}.on_train_batch_end` may look at them"
+                if viewers
                 else "what `training_step` returns beside the loss is freed before backward"
             )
             details = ("gradients of the last step are freed before the forward pass", outputs)
             self.rows = [Row(self.name, "True", "on", details, "bitwise")]
-            self._undo.append(host.release_early(trainer, outputs=not viewer))
-
-
-# Callbacks of Lightning and of this package do not look at outputs.
-def _viewer(trainer: Any, pl_module: Any) -> str:
-    for one in (pl_module, *trainer.callbacks):
-        hook = getattr(type(one), "on_train_batch_end", None)
-        is_own = "on_train_batch_end" in vars(one)
-        if is_own or not getattr(hook, "__module__", "").startswith(_OURS):
-            return type(one).__name__
-    return ""
+            self._undo.append(host.release_early(trainer, outputs=not viewers))

@@ -132,7 +132,13 @@ def _optimizer_in_backward(arguments: Arguments) -> Setting:
     if technique is not None:
         _refuse_other(name, technique, OptimizerInBackward, "True")
         is_beyond(arguments, name, technique.exactness)
-    return BackwardUpdates(technique, _short(wanted), is_of_stack=name in arguments["from_stack"])
+    parts = arguments["micro_batch_size"]
+    return BackwardUpdates(
+        technique,
+        _short(wanted),
+        is_of_stack=name in arguments["from_stack"],
+        halves_batches=getattr(parts, "micro_batch_size", parts) == "auto",
+    )
 
 
 def _module_technique(

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
-from lightning_memsave.callbacks._backward_updates import SHARDED
+from lightning_memsave.callbacks._backward_conflicts import SHARDED
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import Problem

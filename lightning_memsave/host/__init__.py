@@ -42,6 +42,7 @@ from lightning_memsave.host.trainer import (
 from lightning_memsave.host.training_loop import (
     adjust_losses,
     around_backward,
+    may_split_batches,
     pass_batches,
     release_early,
     will_step,
@@ -67,6 +68,7 @@ __all__ = [
     "is_strategy",
     "leave_signals",
     "logged_step",
+    "may_split_batches",
     "meets_in_forward",
     "package_of",
     "pass_batches",

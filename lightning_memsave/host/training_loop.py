@@ -114,6 +114,19 @@ def will_step(trainer: Any) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def may_split_batches(trainer: Any) -> bool:
+    """Say whether `pass_batches` is in force.
+
+    Args:
+        trainer: A Trainer in fit.
+
+    Returns:
+        True if batches may pass in parts.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return getattr(loop, "pass_batch", None) is not None
+
+
 _HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory", "around_backward")
 _FLAGS = ("zeroes_first", "drops_outputs")
 

@@ -20,6 +20,23 @@ IN_BACKWARD: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = weakref.W
 """Every optimizer whose parameters are updated in backward."""
 
 
+_ADVICE = (
+    "from a second backward pass without `optimizer.step()` between them, from a block that is "
+    "used twice under checkpointing with `use_reentrant=True`, or from DistributedDataParallel",
+    "Run every backward pass but the last of a step inside `with handle.accumulating():`, "
+    "checkpoint with `use_reentrant=False`, and pass `process_group=` in place of "
+    "DistributedDataParallel.",
+)
+
+
+_LATER_HOOK = (
+    "a hook was registered on it with `register_post_accumulate_grad_hook` after the technique was "
+    "applied, and would find that its gradient is gone",
+    "Register the hook before - a LightningModule in `__init__` or `configure_model` - or leave "
+    "optimizer_in_backward out.",
+)
+
+
 class GradientUpdates:
     """Updates the parameters of one optimizer, each as its gradient is complete.
 
@@ -42,6 +59,8 @@ class GradientUpdates:
     ) -> None:
         self.is_accumulating = False
         self.held = held
+        self.advice = _ADVICE
+        """Where a second gradient in a step may come from, and what to do about it."""
         self._optimizer = weakref.ref(optimizer)
         self._clip = clip
         self._process_group = process_group
@@ -104,6 +123,7 @@ class GradientUpdates:
         with self._lock, torch.no_grad():
             if not owns(optimizer, param):
                 return
+            self._refuse_later_hooks(optimizer, param)
             self._mark_as_taken(optimizer, param)
             self._average(param)
             if self.held is None:
@@ -111,9 +131,24 @@ class GradientUpdates:
             else:
                 self.held.take(param)
 
+    # Hooks run in the order in which they were registered; those of this package expect nothing.
+    def _refuse_later_hooks(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        ours = self._hooks[param].id
+        hooks: Any = param._post_accumulate_grad_hooks
+        for key, hook in reversed(hooks.items()):
+            if key == ours:
+                return
+            if not str(getattr(hook, "__module__", "")).startswith("lightning_memsave."):
+                problem = Problem(_named(optimizer, param), *_LATER_HOOK)
+                raise IncompatibleError("optimizer_in_backward", [problem])
+
     def _mark_as_taken(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         if id(param) in self._taken:
-            raise IncompatibleError("optimizer_in_backward", [_second_gradient(optimizer, param)])
+            cause, fix = self.advice
+            why = f"it has a second gradient after its update in this step: {cause}"
+            raise IncompatibleError(
+                "optimizer_in_backward", [Problem(_named(optimizer, param), why, fix)]
+            )
         self._taken.add(id(param))
 
     def _average(self, param: nn.Parameter) -> None:
@@ -171,13 +206,5 @@ def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _second_gradient(optimizer: Optimizer, param: nn.Parameter) -> Problem:
-    return Problem(
-        f"a parameter of shape {tuple(param.shape)} of `{type(optimizer).__name__}`",
-        "it has a second gradient after its update in this step: from a second backward pass "
-        "without `optimizer.step()` between them, from a block that is used twice under "
-        "checkpointing with `use_reentrant=True`, or from DistributedDataParallel",
-        "Run every backward pass but the last of a step inside `with handle.accumulating():`, "
-        "checkpoint with `use_reentrant=False`, and pass `process_group=` in place of "
-        "DistributedDataParallel.",
-    )
+def _named(optimizer: Optimizer, param: nn.Parameter) -> str:
+    return f"a parameter of shape {tuple(param.shape)} of `{type(optimizer).__name__}`"

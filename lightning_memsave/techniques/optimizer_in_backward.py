@@ -51,11 +51,6 @@ class InBackwardHandle(Handle[Optimizer]):
     def is_accumulating(self, value: bool) -> None:
         self._updates.is_accumulating = value
 
-    @property
-    def has_taken_gradients(self) -> bool:
-        """Whether a backward pass cannot be repeated: it has used gradients since the last step."""
-        return self._updates.has_taken
-
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Let gradients add up; for every backward pass of a step but the last."""
@@ -169,21 +164,15 @@ class OptimizerInBackward(Technique[Optimizer]):
         return handle
 
     def _apply(self, target: Optimizer) -> InBackwardHandle:
-        trained = [p for group in target.param_groups for p in group["params"] if p.requires_grad]
         held = HeldGradients(self.clip_norm, self.scaler) if self._waits() else None
         updates = GradientUpdates(target, self._clip, held, self.process_group)
-        if not trained:
+        if not _trained(target):
             return InBackwardHandle(target, updates, (), ("no parameter is trained",))
         undo = updates.start()
         if self.scaler is not None:
             undo.insert(0, tell_scaler(self.scaler))
-        sizes = [p.numel() * p.element_size() for p in trained]
-        change = (
-            f"{type(target).__name__}: {len(trained)} parameters updated in backward, gradients "
-            f"{format_bytes(sum(sizes))} -> {format_bytes(max(sizes))} at a time"
-        )
-        where = " (they wait in host memory)" if self._waits() else ""
-        return InBackwardHandle(target, updates, (change + where,), undo=undo)
+        change = describe_updates(target)
+        return InBackwardHandle(target, updates, (change,), undo=undo)
 
     def _waits(self) -> bool:
         has_scaler = self.scaler is not None and self.scaler.is_enabled()
@@ -217,6 +206,33 @@ class OptimizerInBackward(Technique[Optimizer]):
                 )
             )
         return problems
+
+
+def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
+    """Say what becomes of the gradients of an optimizer, with the sizes that they have now.
+
+    Args:
+        optimizer: One whose parameters are updated in backward.
+        adding_up: What is added up before the last backward pass of a step; empty if nothing is.
+
+    Returns:
+        One line.
+    """
+    sizes = [p.numel() * p.element_size() for p in _trained(optimizer)]
+    if adding_up:
+        how = (
+            "the last backward pass of a step, "
+            f"all gradients ({format_bytes(sum(sizes))}) are alive while {adding_up} add up"
+        )
+    else:
+        gradients = f"gradients {format_bytes(sum(sizes))} -> {format_bytes(max(sizes, default=0))}"
+        how = f"backward, {gradients} at a time"
+    where = " (they wait in host memory)" if IN_BACKWARD[optimizer].held is not None else ""
+    return f"{type(optimizer).__name__}: {len(sizes)} parameters updated in {how}{where}"
+
+
+def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def _problems_of_others(target: Optimizer) -> list[Problem]:

@@ -119,7 +119,7 @@ class TestStacks:
                 assert after[name][0] is module[0]
                 assert after[name][3] == module[3] or name == "", name
             assert all(p.dtype == torch.float32 for p in lit.parameters())
-            hooks = [vars(p).get("_post_accumulate_grad_hooks") for p in lit.parameters()]
+            hooks = [p._post_accumulate_grad_hooks for p in lit.parameters()]
             assert not any(hooks)
 
     @pytest.mark.parametrize("stack", STACKS)
@@ -169,6 +169,10 @@ class SeededEpochs(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
         trainer.save_checkpoint(self.folder / f"epoch={trainer.current_epoch}.ckpt")
 
 
+GRADIENT_HOOKS = ("on_after_backward", "on_before_optimizer_step")
+MODULE_HOOKS = ("configure_gradient_clipping", "optimizer_zero_grad")
+
+
 class TestOptimizerInBackward:
     @pytest.mark.parametrize(
         "settings",
@@ -176,10 +180,12 @@ class TestOptimizerInBackward:
             {},
             {"gradient_clip_val": 1e-3},
             {"gradient_clip_val": 1e-4, "gradient_clip_algorithm": "value"},
+            {"gradient_clip_val": -1},  # for Lightning, no bound
+            {"gradient_clip_val": 0.0},
             {"accumulate_grad_batches": 4},  # of six batches: the last window is short
             {"max_epochs": 2, "precision": "bf16-mixed"},
         ],
-        ids=lambda settings: "+".join(settings) or "plain",
+        ids=lambda settings: "+".join(f"{k}={v}" for k, v in settings.items()) or "plain",
     )
     def test_is_bitwise(self, package, settings):
         lit, callback = make_lit(package), only(optimizer_in_backward=True)
@@ -210,7 +216,7 @@ class TestOptimizerInBackward:
         seen: list[bool] = []
 
         class Look(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
-            def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
                 seen.append(any(p.grad is not None for p in pl_module.parameters()))
 
         fit(make_lit(), only(optimizer_in_backward=True, accumulate_grad_batches=2), Look())
@@ -238,15 +244,138 @@ class TestOptimizerInBackward:
         with pytest.raises(IncompatibleError, match="which of its backward passes completes"):
             fit(lit, only(optimizer_in_backward=True))
 
-    def test_clipping_of_the_module_itself_is_refused(self):
+    @pytest.mark.parametrize("hook", [*GRADIENT_HOOKS, *MODULE_HOOKS])
+    def test_hooks_that_would_find_no_gradients_are_refused(self, package, hook):
+        lit, steps = make_lit(package), []
+        lit.training_step = lambda *_: steps.append(1)
+        setattr(type(lit), hook, lambda *_: None)
+        message = rf"`Lit\.{hook}`.*or set `optimizer_in_backward=None`"
+        with pytest.raises(IncompatibleError, match=message):
+            make_trainer(package, only(optimizer_in_backward=True)).fit(lit)
+        assert not steps
+
+    @pytest.mark.parametrize("hook", GRADIENT_HOOKS)
+    def test_hooks_of_callbacks_are_refused(self, package, hook):
+        own = type("Guard", (package.Callback,), {hook: lambda *_: None})()
+        given = package.callbacks.LambdaCallback(**{hook: lambda *_: None})
+        for callback, name in ((own, "Guard"), (given, "LambdaCallback")):
+            with pytest.raises(IncompatibleError, match=rf"`{name}\.{hook}` runs when"):
+                fit(make_lit(package), only(optimizer_in_backward=True), callback, package=package)
+
+    def test_no_callback_of_lightning_looks_at_gradients(self, package):
+        """Or it would have to be refused as well."""
+        found = [
+            (name, hook)
+            for name in package.callbacks.__all__
+            for hook in GRADIENT_HOOKS
+            if hook in vars(getattr(package.callbacks, name)) and name != "Callback"
+        ]
+        assert found == []
+
+    def test_another_bound_than_that_of_the_trainer_is_refused(self, package):
+        callback = only(optimizer_in_backward=OptimizerInBackward(clip_norm=0.01))
+        with pytest.raises(IncompatibleError, match=r"or pass `clip_norm=1.0` here too"):
+            fit(make_lit(package), callback, package=package, gradient_clip_val=1.0)
+
+    @pytest.mark.parametrize(
+        ("own", "algorithm", "line"),
+        [
+            (OptimizerInBackward(), None, "clips the norm of all gradients at 0.01"),
+            (OptimizerInBackward(clip_norm=0.01), "norm", "clips the norm of all gradients"),
+            (OptimizerInBackward(clip_norm=0.01), "value", "clips all values at 0.01"),
+        ],
+    )
+    def test_table_shows_what_is_clipped_for_the_trainer(self, own, algorithm, line):
+        callback = only(optimizer_in_backward=own)
+        settings = {"gradient_clip_val": 0.01, "gradient_clip_algorithm": algorithm}
+        _, _, trainer = fit(make_lit(), callback, **settings)
+        row = rows_of(callback)["optimizer_in_backward"]
+        assert line in row.details[1]
+        assert row.value == repr(own)
+        assert trainer.gradient_clip_val == 0.01
+        fit(make_lit(), callback)
+        assert len(rows_of(callback)["optimizer_in_backward"].details) == 1
+
+    @pytest.mark.parametrize(
+        ("settings", "of_trainer", "text"),
+        [
+            ({}, {}, "updated in backward, gradients "),
+            ({}, {"accumulate_grad_batches": 3}, "are alive while 3 batches add up"),
+            ({"accumulate_grad_batches": 2}, {}, "are alive while 2 batches add up"),
+            ({"micro_batch_size": 2}, {}, "are alive while the parts of a batch add up"),
+            ({"micro_batch_size": "auto"}, {}, "while the parts of a halved batch add up"),
+        ],
+    )
+    def test_table_shows_when_all_gradients_are_alive(self, settings, of_trainer, text):
+        callback = only(optimizer_in_backward=True, **settings)
+        fit(make_lit(), callback, **of_trainer)
+        details = "; ".join(rows_of(callback)["optimizer_in_backward"].details)
+        assert text in details
+        is_split = settings.get("micro_batch_size") == 2
+        accumulates = "accumulate_grad_batches" in settings | of_trainer
+        assert ("at a time" in details) == (not is_split and not accumulates)
+
+    def test_table_knows_the_scheduler(self, package):
+        callback = only(optimizer_in_backward=True)
+        scheduler = package.callbacks.GradientAccumulationScheduler({0: 1, 1: 4})
+        fit(make_lit(package), callback, scheduler, package=package)
+        details = rows_of(callback)["optimizer_in_backward"].details
+        assert "are alive while several batches add up" in details[0]
+
+    def test_table_shows_the_sizes_of_weights_that_are_cast_late(self):
+        settings: dict[str, Any] = {
+            "optimizer_in_backward": True,
+            "low_precision_weights": "kahan",
+            "precision": "auto",
+        }
+        late = make_lit()
+        model, late.model = late.model, None
+        type(late).configure_model = lambda self: setattr(self, "model", self.model or model)
+        shown = []
+        for lit in (make_lit(), late):
+            callback = only(**settings)
+            make_trainer(LIGHTNING, callback).fit(lit)
+            shown.append(rows_of(callback)["optimizer_in_backward"].details)
+        assert shown[0] == shown[1]
+
+    def test_an_own_optimizer_step_may_change_settings(self, package):
+        lit = make_lit(package)
+
+        def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-3 * (batch_idx + 1)
+            optimizer.step(closure=closure)
+
+        type(lit).optimizer_step = optimizer_step
+        ours = fit(lit, only(optimizer_in_backward=True), package=package)
+        assert_same(fit(lit, package=package), ours)
+
+    @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}])
+    def test_an_own_optimizer_step_that_leaves_out_steps_is_named(self, package, settings):
+        lit = make_lit(package)
+
+        def optimizer_step(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any):
+            closure() if batch_idx == 0 else optimizer.step(closure=closure)
+
+        type(lit).optimizer_step = optimizer_step
+        callback = only(optimizer_in_backward=True, **settings)
+        with pytest.raises(
+            IncompatibleError, match=r"`Lit\.optimizer_step` is overridden"
+        ) as caught:
+            fit(lit, callback, package=package)
+        assert "or set `optimizer_in_backward=None`" in str(caught.value)
+        assert "handle" not in str(caught.value)
+
+    def test_two_backward_passes_in_a_step_are_explained_for_a_trainer(self):
         lit = make_lit()
 
-        class Clips(type(lit)):  # type: ignore[misc]
-            def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-                pass
+        def training_step(self: Any, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.model(batch).backward()
+            loss: torch.Tensor = self.model(batch)
+            return loss
 
-        lit.__class__ = Clips
-        with pytest.raises(IncompatibleError, match="configure_gradient_clipping"):
+        type(lit).training_step = training_step
+        with pytest.raises(IncompatibleError, match=r"in `Lit\.training_step` or `Lit\.backward`"):
             fit(lit, only(optimizer_in_backward=True))
 
     def test_optimizer_that_couples_parameters_is_refused_before_a_step(self):

@@ -75,6 +75,22 @@ class CommonNorm(Rule):
         return param.grad / torch.nn.utils.get_total_norm(grads)
 
 
+class ClipsItself(Rule):
+    """As optimizers with a bound of their own, which tiny parameters hardly reach."""
+
+    def change(self, param: Tensor) -> Tensor:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        return super().change(param) / torch.clamp(norm / 1000, min=1.0)
+
+
+class StopsWhereAllIsSmall(Rule):
+    def change(self, param: Tensor) -> Tensor:
+        grads = [p.grad for g in self.param_groups for p in g["params"] if p.grad is not None]
+        is_small = torch.nn.utils.get_total_norm(grads) < 0.01
+        return super().change(param) * (0.0 if is_small else 1.0)
+
+
 class NeedsClosure(Rule):
     """As sharpness-aware ones do."""
 
@@ -95,6 +111,8 @@ class Noisy(Rule):
         (SumsInGroup, r'`group\["k"\]` is not'),
         (CountsInItself, r"`optimizer\.count` is not"),
         (CommonNorm, r"parameters are not what they should be"),
+        (ClipsItself, r"parameters are not what they should be"),
+        (StopsWhereAllIsSmall, r"parameters are not what they should be"),
         (NeedsClosure, r"trial step without a closure.*fails"),
         (Noisy, r"parameters are not"),
         (torch.optim.LBFGS, r"trial step without a closure.*fails"),
@@ -132,6 +150,29 @@ def test_takes_what_treats_each_parameter_on_its_own(cls):
         for number in range(3):
             step(net, optimizer, number)
     assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [adamw, torch.optim.NAdam, torch.optim.Adadelta])
+def test_takes_parameters_of_every_type(make, dtype):
+    """Trial steps with large and small gradients overflow in none."""
+    optimizer = make(nn.Linear(8, 8).to(dtype).parameters())
+    assert OptimizerInBackward().check(optimizer) == []
+
+
+@pytest.mark.parametrize("name", ["LAMB", "LARS", "AdEMAMix", "Adagrad8bit", "RMSprop8bit"])
+def test_takes_optimizers_of_bitsandbytes(name):
+    from lightning_memsave.techniques._bitsandbytes import import_bitsandbytes
+
+    settings: Any = {"momentum": 0.9} if name == "LARS" else {}
+    make = getattr(import_bitsandbytes("test").optim, name)
+    optimizer = make(nn.Linear(64, 64).parameters(), lr=1e-3, **settings)
+    assert OptimizerInBackward().check(optimizer) == []
+
+
+def test_takes_adafactor_of_transformers():
+    optimizer = pytest.importorskip("transformers").Adafactor(nn.Linear(64, 64).parameters())
+    assert OptimizerInBackward().check(optimizer) == []
 
 
 def test_sparse_gradients():
@@ -308,6 +349,42 @@ def reentrant(net: Any, times: int = 1) -> Tensor:
             x = checkpoint(block, x, use_reentrant=True)
     loss: Tensor = net.head(x).square().mean()
     return loss
+
+
+def halve(param: Tensor) -> None:
+    assert param.grad is not None
+    param.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}])
+def test_hooks_that_were_there_before_see_gradients(settings):
+    ours, theirs = loops(make_model("dropout"))
+    for net in (ours, theirs):
+        for param in net.parameters():
+            param.register_post_accumulate_grad_hook(halve)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        if net is ours:
+            apply(optimizer, **settings)
+        torch.manual_seed(0)
+        net(make_batch(0)).backward()
+        if net is theirs and settings:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+        optimizer.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0}])
+def test_hooks_that_come_later_are_refused(settings):
+    """They would find no gradient."""
+    model = make_model("dropout")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    apply(optimizer, **settings)
+    bias: Any = model.head.bias
+    before = copy.deepcopy(bias)
+    bias.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(IncompatibleError, match=r"Register the hook before - a LightningModule"):
+        model(make_batch(0)).backward()
+    assert torch.equal(bias, before)
 
 
 def test_under_reentrant_checkpointing():

@@ -1,0 +1,136 @@
+"""What stands against updates during the backward pass in a Trainer."""
+
+from typing import Any
+
+from lightning_memsave import host
+from lightning_memsave.callbacks._foreign_hooks import has_foreign, owners_of
+from lightning_memsave.errors import Problem
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+"""Strategies that cut parameters into shares."""
+
+_OFF = "set `optimizer_in_backward=None`"
+
+
+def find_conflicts(
+    trainer: Any, pl_module: Any, technique: OptimizerInBackward, what: str
+) -> list[Problem]:
+    """Find every reason why the module cannot be updated in backward.
+
+    Args:
+        trainer: A Trainer in ``setup``.
+        pl_module: Its LightningModule.
+        technique: What was asked for.
+        what: The setting, as the user wrote it.
+
+    Returns:
+        All problems, empty if it can.
+    """
+    problems = []
+    if not pl_module.automatic_optimization:
+        problems.append(
+            Problem(
+                what,
+                f"`{type(pl_module).__name__}.automatic_optimization=False`: only the module "
+                "knows which of its backward passes completes the gradients",
+                "Set `optimizer_in_backward=None` and use `OptimizerInBackward` in "
+                "`training_step`.",
+            )
+        )
+    problems += _of_clipping(trainer, technique, what)
+    problems += _of_module(pl_module, what)
+    problems += _of_hooks(trainer, pl_module, what)
+    if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
+        problems.append(
+            Problem(
+                what,
+                f"`{type(trainer.strategy).__name__}` shares gradients between processes after "
+                "they are complete",
+                f"{_OFF.capitalize()}, or train in one process.",
+            )
+        )
+    return problems
+
+
+def clipping_of(trainer: Any) -> dict[str, Any]:
+    """Find out what the Trainer clips.
+
+    Args:
+        trainer: The Trainer.
+
+    Returns:
+        The same as settings of `OptimizerInBackward`; empty if it clips nothing.
+    """
+    bound = trainer.gradient_clip_val
+    if bound is None or bound <= 0:  # for Lightning, both mean no bound
+        return {}
+    algorithm = getattr(trainer.gradient_clip_algorithm, "value", trainer.gradient_clip_algorithm)
+    # Without an algorithm, Lightning clips the norm.
+    return {"clip_value" if algorithm == "value" else "clip_norm": bound}
+
+
+def advice_for(pl_module: Any) -> tuple[str, str]:
+    """Say where a second gradient in a step may come from in a Trainer.
+
+    Args:
+        pl_module: The LightningModule.
+
+    Returns:
+        The likely cause, as a clause, and what to do about it.
+    """
+    owner = type(pl_module).__name__
+    if has_foreign(pl_module, "optimizer_step"):
+        return (
+            f"`{owner}.optimizer_step` is overridden, and has probably left out `optimizer.step()` "
+            "for an earlier batch, whose backward pass has updated the parameters already",
+            f"Call `optimizer.step(closure=optimizer_closure)` there for every batch, or {_OFF}.",
+        )
+    return (
+        f"from a second backward pass in `{owner}.training_step` or `{owner}.backward`, or from a "
+        "block that is used twice under checkpointing with `use_reentrant=True`",
+        f"Leave the backward pass to Lightning, checkpoint with `use_reentrant=False`, or {_OFF}.",
+    )
+
+
+def _of_clipping(trainer: Any, technique: OptimizerInBackward, what: str) -> list[Problem]:
+    return [
+        Problem(
+            what,
+            f"the Trainer was given `gradient_clip_val={bound}`, another bound than "
+            f"`{setting}={own}`",
+            f"Remove one of the two, or pass `{setting}={bound}` here too.",
+        )
+        for setting, bound in clipping_of(trainer).items()
+        if (own := getattr(technique, setting)) not in (None, bound)
+    ]
+
+
+def _of_module(pl_module: Any, what: str) -> list[Problem]:
+    owner = type(pl_module).__name__
+    whys = {
+        "configure_gradient_clipping": "would find no gradients",
+        # Momentum and weight decay move a parameter whose gradient is zero, not one without.
+        "optimizer_zero_grad": "may keep zeros as gradients, where a parameter that a step does "
+        "not use has none after its update in backward, and is left alone; Lightning's own method "
+        "sets gradients to `None`",
+    }
+    return [
+        Problem(what, f"`{owner}.{hook}` {why}", f"Remove that method, or {_OFF}.")
+        for hook, why in whys.items()
+        if has_foreign(pl_module, hook)
+    ]
+
+
+# Between backward and step, where gradients and settings of the optimizer are read and changed.
+def _of_hooks(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
+    return [
+        Problem(
+            what,
+            f"`{owner}.{hook}` runs when parameters are updated already and gradients are gone: "
+            "what it does to gradients, learning rates or weight decay would be without effect",
+            f"Remove that method, or {_OFF}.",
+        )
+        for hook in ("on_after_backward", "on_before_optimizer_step")
+        for owner in owners_of(trainer, pl_module, hook)
+    ]
