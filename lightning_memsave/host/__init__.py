@@ -29,6 +29,7 @@ from lightning_memsave.host.quiet import quiet, silent_logger
 from lightning_memsave.host.signals import leave_signals
 from lightning_memsave.host.trainer import (
     PACKAGES,
+    averages_weights,
     builds_model_late,
     check_host,
     checkpoints_activations_itself,
@@ -37,6 +38,7 @@ from lightning_memsave.host.trainer import (
     is_strategy,
     logged_step,
     package_of,
+    prunes_weights,
     put_first,
 )
 from lightning_memsave.host.training_loop import (
@@ -56,6 +58,7 @@ __all__ = [
     "alone",
     "around_backward",
     "average_gradients",
+    "averages_weights",
     "builds_model_late",
     "check_host",
     "checkpoints_activations_itself",
@@ -71,6 +74,7 @@ __all__ = [
     "package_of",
     "pass_batches",
     "precision_state",
+    "prunes_weights",
     "put_first",
     "quiet",
     "release_early",
