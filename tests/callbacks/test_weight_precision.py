@@ -77,7 +77,7 @@ class TestCallsOutsideOfSteps:
         class Late(Lit):
             def __init__(self) -> None:
                 super().__init__()
-                self.model = None
+                self.model: Any = None
 
             def configure_model(self) -> None:
                 if self.model is None:
@@ -150,7 +150,7 @@ class TestOtherCallbacks:
             assert all(p.dtype is torch.float32 for p in lit.parameters())
 
     def test_that_average_keep_float32_in_each_fit(self, package):
-        dtypes = set()
+        dtypes: set[torch.dtype] = set()
 
         class Look(package.Callback):  # type: ignore[name-defined, misc]
             def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -192,6 +192,8 @@ class TestTable:
         lit = make_lit()
 
         class Late(type(lit)):  # type: ignore[misc]
+            model: Any
+
             def configure_model(self) -> None:
                 if self.model is None:
                     self.model = make_model("dropout")

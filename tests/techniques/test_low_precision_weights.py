@@ -691,11 +691,10 @@ class TestModule:
         model = nn.Sequential(LogNormalHead(64, 64), nn.LayerNorm((8, 8)))
         LowPrecisionWeights().apply(model)
         assert [p.dtype for p in model.parameters()] == [BF16] + 3 * [torch.float32]
-        handle = LowBitOptimizer(min_8bit_size=1, module=model).apply(
-            torch.optim.AdamW(model.parameters())
-        )
-        assert handle.target.uses_8bit(model[0].weight)
-        assert not handle.target.uses_8bit(model[1].weight)
+        technique = LowBitOptimizer(min_8bit_size=1, module=model)
+        optimizer: Any = technique.apply(torch.optim.AdamW(model.parameters())).target
+        assert optimizer.uses_8bit(model[0].weight)
+        assert not optimizer.uses_8bit(model[1].weight)
 
     def test_says_what_is_kept_and_what_had_another_type(self):
         model = nn.Sequential(
