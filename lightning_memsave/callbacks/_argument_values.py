@@ -52,10 +52,25 @@ def is_beyond(arguments: Arguments, name: str, exactness: Exactness) -> bool:
     if arguments[name] == "auto":
         return True
     raise ConfigurationError(
-        f"`{name}={arguments[name]!r}` is {exactness.value}, which "
+        f"{as_given(arguments, name)} is {exactness.value}, which "
         f"`exactness={limit.value!r}` does not allow. Use `exactness={exactness.value!r}`, or "
         f"`{name}=None`."
     )
+
+
+def as_given(arguments: Arguments, name: str) -> str:
+    """Write an argument, with the stack that it comes from if the user has not given it.
+
+    Args:
+        arguments: All arguments of ``MemSaveCallback`` by name, with those of its stack.
+        name: Name of the argument.
+
+    Returns:
+        Code for a message.
+    """
+    is_own = arguments["stack"] is None or name not in arguments.get("from_stack", ())
+    of_stack = "" if is_own else f" of `stack={arguments['stack']!r}`"
+    return f"`{name}={arguments[name]!r}`{of_stack}"
 
 
 def off_row(arguments: Arguments, name: str) -> Row:

@@ -53,14 +53,20 @@ class TrainerPrecision(Setting):
         precision: A long name, ``"auto"``, or ``None`` to leave the Trainer's. ``"auto"`` means on
             CUDA ``"bf16-mixed"`` where the GPU has bfloat16 natively and ``"16-mixed"`` where not,
             unless the Trainer or a plugin says otherwise; elsewhere it changes nothing.
+        written: How messages name it; the argument, if nothing is given.
+        is_for_weights: Weights in bfloat16 need it, and cannot stay without.
     """
 
     name = "precision"
     is_for_evaluation = True
 
-    def __init__(self, precision: str | None) -> None:
+    def __init__(
+        self, precision: str | None, written: str = "", is_for_weights: bool = False
+    ) -> None:
         super().__init__()
         self.precision = precision
+        self.written = written
+        self.is_for_weights = is_for_weights
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what stands against the precision that was asked for; ``"auto"`` gives way.
@@ -74,7 +80,7 @@ class TrainerPrecision(Setting):
         """
         if self.precision is None or self.precision == "auto":
             return []
-        return find_conflicts(trainer, pl_module, self.precision)
+        return find_conflicts(trainer, pl_module, self.precision, self.written, self.is_for_weights)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Set the precision, or say why it stays as it is.
@@ -105,20 +111,31 @@ class TrainerPrecision(Setting):
         self.rows = [Row(self.name, got, "on", tuple(details), exactness)]
 
 
-def find_conflicts(trainer: Any, pl_module: nn.Module, wanted: str) -> list[Problem]:
+def find_conflicts(
+    trainer: Any,
+    pl_module: nn.Module,
+    wanted: str,
+    written: str = "",
+    is_for_weights: bool = False,
+) -> list[Problem]:
     """Find every reason why a Trainer cannot be given a precision.
 
     Args:
         trainer: A Trainer in ``setup``.
         pl_module: Its LightningModule.
         wanted: One of `PRECISIONS`.
+        written: How messages name it; the argument, if nothing is given.
+        is_for_weights: Weights in bfloat16 need it: without it they must go as well.
 
     Returns:
         All problems, empty if it can.
     """
     state = host.precision_state(trainer)
-    what = f"`precision={wanted!r}`"
-    leave = "or set `precision=None` here to leave it to the Trainer."
+    what = written or f"`precision={wanted!r}`"
+    # What the Trainer computes in is as good as ours, if it is the same.
+    must_go_too = is_for_weights and state.current != wanted
+    both = "`precision=None` and `low_precision_weights=None`"
+    leave = f"or set {both if must_go_too else '`precision=None`'} here to leave it to the Trainer."
     problems = []
     if state.plugin is not None:
         why = f"the Trainer was given the plugin `{state.plugin}`, which decides the precision"
@@ -145,20 +162,23 @@ def find_conflicts(trainer: Any, pl_module: nn.Module, wanted: str) -> list[Prob
     ):
         why = "XLA devices run in one precision"
         problems.append(Problem(what, why, 'Use `precision="bf16-true"` or "32-true".'))
-    return problems + _half_parameters(pl_module, wanted)
+    return problems + _half_parameters(pl_module, wanted, what, is_for_weights)
 
 
 # Under these precisions Lightning leaves parameters as they are, so ones that are half already
 # stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
-def _half_parameters(module: nn.Module, wanted: str) -> list[Problem]:
+def _half_parameters(
+    module: nn.Module, wanted: str, what: str, is_for_weights: bool
+) -> list[Problem]:
     if wanted not in ("32-true", "16-mixed", "bf16-mixed"):
         return []
     half = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
+    use = "set `low_precision_weights=None` and" if is_for_weights else "use"
     return [
         Problem(
-            f"`precision={wanted!r}`",
+            what,
             f"trainable parameters are {dtype} already and would stay so",
-            "Load the model in float32 (Hugging Face: `dtype=torch.float32`), or use "
+            f"Load the model in float32 (Hugging Face: `dtype=torch.float32`), or {use} "
             f'`precision="{"16-true" if dtype is torch.float16 else "bf16-true"}"`.',
         )
         for dtype in sorted(half, key=str)

@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning_memsave.callbacks._argument_values import (
     Arguments,
+    as_given,
     is_beyond,
     off_row,
     refuse_technique,
@@ -118,12 +119,15 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
     is_beyond(arguments, name, technique.exactness)
     precision = arguments["precision"]
     brings = precision == "auto" or (precision is not None and full_name(precision) == _BF16)
+    what = as_given(arguments, name)
     if not brings and precision is not None:
         raise ConfigurationError(
-            f"`{name}={wanted!r}` computes in bfloat16 and does not go with "
-            f"`precision={precision!r}`. Use `precision={_BF16!r}`."
+            f"{what} computes in bfloat16 and does not go with "
+            f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{name}=None`."
         )
-    return WeightPrecision(technique, repr(technique.rounding), brings_precision=brings)
+    return WeightPrecision(
+        technique, repr(technique.rounding), brings_precision=brings, written=what
+    )
 
 
 def _optimizer_in_backward(arguments: Arguments) -> Setting:

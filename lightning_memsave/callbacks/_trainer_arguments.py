@@ -5,6 +5,7 @@ from typing import Any
 from lightning_memsave.callbacks._accumulation import Accumulation
 from lightning_memsave.callbacks._argument_values import (
     Arguments,
+    as_given,
     is_beyond,
     off_row,
     read_flag,
@@ -33,7 +34,11 @@ def _precision(arguments: Arguments) -> Setting:
         setting = TrainerPrecision(None)
         setting.rows = [off_row(arguments, "precision")]
         return setting
-    return TrainerPrecision(wanted)
+    return TrainerPrecision(
+        wanted,
+        written=as_given({**arguments, "precision": wanted}, "precision"),
+        is_for_weights=arguments["low_precision_weights"] is not None,
+    )
 
 
 def _tf32(arguments: Arguments) -> Setting:

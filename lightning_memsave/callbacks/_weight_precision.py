@@ -3,18 +3,30 @@
 import contextlib
 import functools
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
 from lightning_memsave.callbacks._backward_conflicts import SHARDED
+from lightning_memsave.callbacks._bf16_calls import autocast_calls
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique
+from lightning_memsave.callbacks._settings import Row, warn
 from lightning_memsave.core.technique import Handle, Technique
-from lightning_memsave.errors import Problem
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.errors import NoEffectWarning, Problem
+from lightning_memsave.techniques.low_precision_weights import (
+    LowPrecisionWeights,
+    describe_updates,
+    rounds_any,
+)
+
+_ALWAYS_SUMMED = (
+    "gradients summed in float32, for 4 bytes each: with `automatic_optimization=False` only the "
+    "module knows which of its backward passes are parts of a step"
+)
 
 
 class WeightPrecision(ModuleTechnique):
@@ -24,6 +36,7 @@ class WeightPrecision(ModuleTechnique):
         technique: The settings, or ``None`` to leave weights as they are.
         value: What the user wrote for it.
         brings_precision: The Trainer is given bf16 autocast at the same time.
+        written: How messages name it.
         is_of_stack: The user did not ask for it by itself: no line for ``None``.
     """
 
@@ -34,11 +47,13 @@ class WeightPrecision(ModuleTechnique):
         technique: LowPrecisionWeights | None,
         value: str,
         brings_precision: bool,
+        written: str = "",
         is_of_stack: bool = False,
     ) -> None:
         name = LowPrecisionWeights.name
         super().__init__(name, technique, value, is_auto=False, is_of_stack=is_of_stack)
         self.brings_precision = brings_precision
+        self.written = written or f"`{name}={value}`"
         self._optimizers: Any = None
         self._sums_in_fp32 = False
 
@@ -57,18 +72,72 @@ class WeightPrecision(ModuleTechnique):
         context = functools.partial(self._around_backward, pl_module)
         self._undo += [undo, host.around_backward(trainer, context)]
 
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the Trainer, its callbacks, and the module as far as it is built.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems.
+        """
+        if self.technique is None:
+            return []
+        problems = super().check(trainer, pl_module)
+        # Weights that are made later are converted after every callback's `setup`.
+        late = host.builds_model_late(pl_module)
+        averaging = [] if late else _averaging_after(trainer)
+        problems += [
+            Problem(
+                f"{self.written} beside `{type(callback).__name__}`",
+                "that callback stands after `MemSaveCallback` and would copy the weights in "
+                "bfloat16: the average would lose what is small",
+                f"Put `{type(callback).__name__}` before `MemSaveCallback` in "
+                f"`Trainer(callbacks=[...])`, or set `{self.name}=None`.",
+            )
+            for callback in averaging
+        ]
+        problems += [
+            Problem(
+                f"{self.written} beside `{type(callback).__name__}`",
+                "pruning puts float32 tensors in place of weights whose gradients are bfloat16",
+                f"Remove that callback, or set `{self.name}=None`.",
+            )
+            for callback in trainer.callbacks
+            if host.prunes_weights(callback)
+        ]
+        return problems
+
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say how the updates are rounded.
+        """Convert weights that were made after ``setup``, and say what becomes of all.
 
         Args:
             trainer: The Trainer.
             pl_module: Its LightningModule.
         """
-        super().start(trainer, pl_module)
-        if self._optimizers is not None and self.rows[0].status == "on":
-            row = self.rows[0]
-            rounded = [handle.summary for handle in self._optimizers.handles]
-            self.rows = [replace(row, details=(*row.details, *rounded))]
+        if self.technique is None:
+            return
+        if self._handle is None or not self._handle.changes:
+            self._use(self.technique, pl_module)
+        handle = self._handle
+        assert handle is not None, "it was made above, or in `apply`"
+        optimizers = [one.target for one in self._optimizers.handles]
+        details = [
+            *handle.changes,
+            *handle.skipped,
+            # Only now: layers that are made late are float32 when optimizers are configured.
+            *(describe_updates(one, self.technique.rounding) for one in optimizers),
+        ]
+        if self._sums_in_fp32:
+            details.append(_ALWAYS_SUMMED)
+        if handle.changes or any(map(rounds_any, optimizers)):
+            exactness = self.technique.exactness.value
+            self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+            return
+        self.rows = [Row(self.name, self.value, "off", tuple(details))]
+        reasons = "; ".join(handle.skipped)
+        warn(trainer, f"{self.name} changed nothing: {reasons}.", NoEffectWarning)
 
     def undo(self) -> None:
         """Restore module and optimizers; a second call does nothing."""
@@ -76,15 +145,26 @@ class WeightPrecision(ModuleTechnique):
         self._optimizers = None
         self._sums_in_fp32 = False
 
+    def _use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
+        handle = super()._use(technique, pl_module)
+        self._undo += autocast_calls(pl_module)
+        if not pl_module.automatic_optimization:
+            self._sum_in_fp32(pl_module)
+        return handle
+
     # On from the first batch in parts to the end of the fit: others will come.
     def _around_backward(self, pl_module: Any, is_last: bool) -> AbstractContextManager[None]:
-        if not is_last and not self._sums_in_fp32 and self.technique is not None:
-            self._sums_in_fp32 = True
-            self._undo.append(self.technique.sum_gradients_in_fp32(pl_module).undo)
+        if not is_last:
+            self._sum_in_fp32(pl_module)
         return contextlib.nullcontext()
 
+    def _sum_in_fp32(self, pl_module: Any) -> None:
+        if not self._sums_in_fp32 and self.technique is not None:
+            self._sums_in_fp32 = True
+            self._undo.append(self.technique.sum_gradients_in_fp32(pl_module).undo)
+
     def _conflicts(self, trainer: Any) -> list[Problem]:
-        what, problems = f"`{self.name}={self.value}`", []
+        what, problems = self.written, []
         # Ours comes with it; another one has been chosen by the user.
         if not self.brings_precision and str(trainer.precision) != "bf16-mixed":
             problems.append(
@@ -92,7 +172,7 @@ class WeightPrecision(ModuleTechnique):
                     what,
                     f"the Trainer computes in {trainer.precision}, which does not take weights of "
                     "several types",
-                    'Use `precision="bf16-mixed"`.',
+                    f'Use `precision="bf16-mixed"`, or set `{self.name}=None`.',
                 )
             )
         if host.is_strategy(trainer, *SHARDED):
@@ -105,6 +185,17 @@ class WeightPrecision(ModuleTechnique):
                 )
             )
         return problems
+
+
+def _averaging_after(trainer: Any) -> list[Any]:
+    """Return the callbacks that copy the module in a ``setup`` that comes after ours."""
+    found: list[Any] = []
+    for callback in trainer.callbacks:
+        if any(cls.__name__ == "MemSaveCallback" for cls in type(callback).__mro__):
+            found = []
+        elif host.averages_weights(callback):
+            found.append(callback)
+    return found
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from lightning_memsave.host.quiet import quiet, silent_logger
 from lightning_memsave.host.signals import leave_signals
 from lightning_memsave.host.trainer import (
     PACKAGES,
+    averages_weights,
     builds_model_late,
     check_host,
     checkpoints_activations_itself,
@@ -37,6 +38,7 @@ from lightning_memsave.host.trainer import (
     is_strategy,
     logged_step,
     package_of,
+    prunes_weights,
     put_first,
 )
 from lightning_memsave.host.training_loop import (
@@ -57,6 +59,7 @@ __all__ = [
     "alone",
     "around_backward",
     "average_gradients",
+    "averages_weights",
     "builds_model_late",
     "check_host",
     "checkpoints_activations_itself",
@@ -73,6 +76,7 @@ __all__ = [
     "package_of",
     "pass_batches",
     "precision_state",
+    "prunes_weights",
     "put_first",
     "quiet",
     "release_early",

@@ -12,6 +12,7 @@ from lightning_memsave.errors import Problem
 CallbackT = TypeVar("CallbackT")
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 
 _NEEDED = (
     "strategy.precision_plugin",
@@ -76,12 +77,19 @@ def _has(owner: Any, path: str) -> bool:
 def put_first(trainer: Any, callback: Any) -> None:
     """Let a callback run before all others, tuners included.
 
+    Those that copy the module in ``setup`` and stood before it stay there: in the Trainer's next
+    fit they must not come after it.
+
     Args:
         trainer: A Trainer in ``setup``.
         callback: One of its callbacks. The list is replaced, not changed, because the hook that
             is running holds it.
     """
-    trainer.callbacks = [callback, *(c for c in trainer.callbacks if c is not callback)]
+    callbacks = trainer.callbacks
+    place = next(i for i, c in enumerate(callbacks) if c is callback)
+    before = [c for c in callbacks[:place] if averages_weights(c)]
+    first = [*before, callback]
+    trainer.callbacks = [*first, *(c for c in callbacks if all(c is not f for f in first))]
 
 
 def first_of(trainer: Any, cls: type[CallbackT]) -> CallbackT | None:
@@ -95,6 +103,38 @@ def first_of(trainer: Any, cls: type[CallbackT]) -> CallbackT | None:
         The callback, or ``None``.
     """
     return next((c for c in trainer.callbacks if isinstance(c, cls)), None)
+
+
+def averages_weights(callback: Any) -> bool:
+    """Say whether a callback of Lightning copies the module in ``setup``, to average its weights.
+
+    Args:
+        callback: Any callback of a Trainer.
+
+    Returns:
+        True for weight averaging, exponential or stochastic, and subclasses.
+    """
+    return _is_of(callback, _AVERAGES)
+
+
+def prunes_weights(callback: Any) -> bool:
+    """Say whether a callback of Lightning puts other tensors in place of weights.
+
+    Args:
+        callback: Any callback of a Trainer.
+
+    Returns:
+        True for ``ModelPruning`` and subclasses.
+    """
+    return _is_of(callback, ("ModelPruning",))
+
+
+# Not imported: older releases have not all of them, and either package may be missing.
+def _is_of(callback: Any, names: tuple[str, ...]) -> bool:
+    return any(
+        cls.__name__ in names and cls.__module__.startswith(PACKAGES)
+        for cls in type(callback).__mro__
+    )
 
 
 def builds_model_late(pl_module: Any) -> bool:

@@ -13,12 +13,12 @@ def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
     """Let gradients of bfloat16 parameters be summed in float32 from now on.
 
     Args:
-        params: Parameters; those of other types are left alone.
+        params: Parameters; those of other types are left alone. Frozen ones may be trained later.
 
     Returns:
         Functions that end it. What has not been used by then is rounded.
     """
-    chosen = [p for p in params if p.requires_grad and p.dtype is torch.bfloat16]
+    chosen = [p for p in params if p.dtype is torch.bfloat16]
     if not _can_choose_dtype():
         return _compensate(chosen)
     refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
@@ -68,7 +68,10 @@ class _CompensatedSum:
         self._added: Tensor | None = None
         self._rest: Tensor | None = None
         register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
+        is_trained = param.requires_grad
+        param.requires_grad_()  # torch takes no hooks for a frozen one, and keeps them on it
         self._hooks = [param.register_hook(self._before_sum), register(self._after_sum)]
+        param.requires_grad_(is_trained)
 
     def remove(self) -> None:
         """Leave the sum as it is from now on."""

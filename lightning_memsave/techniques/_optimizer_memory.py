@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from lightning_memsave.techniques._optimizer_kinds import is_low_bit
+from lightning_memsave.techniques._rounded_updates import RoundedStep
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
@@ -26,6 +27,10 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
             continue
         try:
             _allocate(optimizer, index, group, stateless)
+            step = getattr(optimizer, "memsave_parameter_step", None)
+            if isinstance(step, RoundedStep):
+                for param in stateless:
+                    step.allocate(optimizer, param)
         except BaseException:
             # Half a state would be taken for a whole one.
             for param in stateless:

@@ -61,6 +61,19 @@ class RoundedStep:
         finally:
             state.update(own)
 
+    def allocate(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        """Give what the optimizer keeps the width that it has from the first update on.
+
+        Args:
+            optimizer: Its owner, which has made its state as for a bfloat16 parameter.
+            param: The parameter.
+        """
+        if param.dtype is not torch.bfloat16:
+            return
+        _widen_state(optimizer, param)
+        if self.rounding == "kahan":
+            optimizer.state[param].setdefault(COMPENSATION, torch.zeros_like(param))
+
     def _weights(
         self, optimizer: Optimizer, param: nn.Parameter, own: dict[str, Any], *, is_flat: bool
     ) -> Weights:
@@ -217,10 +230,17 @@ def _prepare_state(optimizer: Any, param: nn.Parameter) -> None:
             optimizer.init_state(optimizer.param_groups[index], param, index, place)
         if getattr(optimizer, "is_paged", False):
             optimizer.prefetch_state(param)
-    elif type(optimizer).__module__.startswith(_TORCH):
-        for key, value in state.items():
-            if isinstance(value, Tensor) and value.dtype is torch.bfloat16:
-                state[key] = value.float()
+    else:
+        _widen_state(optimizer, param)
+
+
+def _widen_state(optimizer: Optimizer, param: nn.Parameter) -> None:
+    state = optimizer.state[param]
+    if not type(optimizer).__module__.startswith(_TORCH):
+        return
+    for key, value in state.items():
+        if key not in OWN_STATE and isinstance(value, Tensor) and value.dtype is torch.bfloat16:
+            state[key] = value.float()
 
 
 def _position(optimizer: Optimizer, param: nn.Parameter) -> int:

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from lightning_memsave.techniques._optimizer_kinds import KIND_BY_TYPE, Kind
 
 BLOCKSIZE = 256
 _QMAP_BYTES = 256 * 4
+_ROUNDED = "_memsave_is_rounded"
+_OF_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, _ConvNd)
 
 
 def parameter_names(
@@ -157,9 +160,22 @@ def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
             num_moments += bool(group["centered"]) + bool(group["momentum"])
         for param in group["params"]:
             if param.requires_grad:
-                num_bytes += num_moments * param.numel() * param.element_size()
+                num_bytes += num_moments * param.numel() * _state_width(param)
                 num_bytes += 4 * kind.has_step_tensor
     return num_bytes
+
+
+def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
+    """Note that updates of a bfloat16 parameter are rounded, so that its state is float32.
+
+    Args:
+        param: The parameter. Copies of it are not marked.
+        is_rounded: False takes the mark away.
+    """
+    if is_rounded:
+        vars(param)[_ROUNDED] = True
+    else:
+        vars(param).pop(_ROUNDED, None)
 
 
 def low_bit_state_bytes(
@@ -189,13 +205,30 @@ def low_bit_state_bytes(
     return num_bytes
 
 
+def is_norm(module: nn.Module) -> bool:
+    """Say whether a module is a normalization layer, of torch's or of other packages.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if its class is named so and is not one of matrices, such as ``LogNormalHead``.
+    """
+    return "Norm" in type(module).__name__ and not isinstance(module, _OF_MATRICES)
+
+
+def _state_width(param: torch.Tensor) -> int:
+    is_rounded = _ROUNDED in vars(param) and param.dtype is torch.bfloat16
+    return 4 if is_rounded else param.element_size()
+
+
 def _special_parameters(module: nn.Module | None) -> dict[torch.Tensor, str]:
     """Return the weights of embeddings and norms, tied ones too."""
     found: dict[torch.Tensor, str] = {}
     for child in module.modules() if module is not None else ():
         if isinstance(child, nn.Embedding | nn.EmbeddingBag):
             found[child.weight] = "embedding"
-        elif "Norm" in type(child).__name__:
+        elif is_norm(child):
             for param in child.parameters(recurse=False):
                 found.setdefault(param, "norm")
     return found

@@ -2,14 +2,11 @@
 
 import difflib
 import sys
-from collections import Counter
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
-from torch.nn.utils.parametrize import ParametrizationList
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
@@ -18,7 +15,8 @@ from lightning_memsave.techniques._gradient_sums import sum_in_float32
 from lightning_memsave.techniques._half_layers import keep_in_bfloat16
 from lightning_memsave.techniques._low_bit_settings import problems_of_patterns
 from lightning_memsave.techniques._rounded_updates import RoundedStep, install
-from lightning_memsave.techniques._state_precision import matches
+from lightning_memsave.techniques._state_precision import mark_rounded, matches
+from lightning_memsave.techniques._weight_choice import describe_left, is_lazy, reasons_to_leave
 from lightning_memsave.units import format_bytes
 
 _ROUNDINGS = ("stochastic", "kahan", "nearest")
@@ -55,10 +53,10 @@ class LowPrecisionWeights(Technique[nn.Module]):
         that of normalization layers and activations for an input in bfloat16, on CUDA too, where
         autocast alone would widen it: sums of residual connections are bfloat16, unless
         ``keep_fp32`` makes the embeddings float32. Parameters of recurrent and bilinear layers, of
-        parametrizations, and such as share memory without being one parameter stay float32. Not for
-        DTensor. After ``undo`` weights are float32 and have the values that they had in bfloat16. A
-        checkpoint has bfloat16 weights and loads everywhere; ``load_state_dict(..., assign=True)``
-        would replace the weights.
+        ``EmbeddingBag``, of parametrizations, and such as share memory without being one parameter
+        stay float32. Not for DTensor. After ``undo`` weights are float32 and have the values that
+        they had in bfloat16. A checkpoint has bfloat16 weights and loads everywhere;
+        ``load_state_dict(..., assign=True)`` would replace the weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
@@ -158,12 +156,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
         if problems:
             raise IncompatibleError(self.name, problems)
         undo = install(optimizer, RoundedStep(self.rounding))
-        params = [p for group in optimizer.param_groups for p in group["params"]]
-        num_rounded = sum(p.dtype is torch.bfloat16 and p.requires_grad for p in params)
-        change = (
-            f"{type(optimizer).__name__}: {num_rounded} of {len(params)} tensors updated in "
-            f"float32 and {_HOW[self.rounding]}"
-        )
+        change = describe_updates(optimizer, self.rounding)
         return Handle(optimizer, (change,), undo=(undo,))
 
     def sum_gradients_in_fp32(self, module: nn.Module) -> Handle[nn.Module]:
@@ -186,29 +179,69 @@ class LowPrecisionWeights(Technique[nn.Module]):
         )
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
-        reasons = _reasons_for_fp32(target, self.keep_fp32)
+        reasons = reasons_to_leave(target, self.keep_fp32)
         chosen = [param for param, why in reasons.items() if not why]
-        counts = Counter(why for why in reasons.values() if why)
-        kept = ", ".join(f"{n} {why}" for why, n in sorted(counts.items()))
-        if not chosen:
-            return Handle(target, (), (f"no tensor is left to convert: {kept or 'no parameters'}",))
-        known = [p for p in reasons if not _is_lazy(p)]
+        left = describe_left(reasons)
+        # Those that were bfloat16 before are rounded as well.
+        marked = [p for p, why in reasons.items() if why in ("", "bfloat16")]
+        known = [p for p in reasons if not is_lazy(p)]
         before = sum(p.nbytes for p in known)
         for param in chosen:
             _cast(param, torch.bfloat16)
         after = sum(p.nbytes for p in known)
-        change = (
-            f"{len(chosen)} of {len(reasons)} tensors in bfloat16: parameters "
-            f"{format_bytes(before)} -> {format_bytes(after)}"
-        )
-        remark = f" (kept float32: {kept})" if kept else ""
+        for param in marked:
+            mark_rounded(param, is_rounded=True)
 
         def undo() -> None:
+            for param in marked:
+                mark_rounded(param, is_rounded=False)
             for param in chosen:
                 if param.dtype is torch.bfloat16:
                     _cast(param, torch.float32)
 
+        if not chosen:
+            skipped = f"no tensor is left to convert: {left or 'no parameters'}"
+            return Handle(target, (), (skipped,), undo=(undo,))
+        change = (
+            f"{len(chosen)} of {len(reasons)} tensors in bfloat16: parameters "
+            f"{format_bytes(before)} -> {format_bytes(after)}"
+        )
+        remark = f" ({left})" if left else ""
         return Handle(target, (change + remark,), undo=(undo, *keep_in_bfloat16(target)))
+
+
+def describe_updates(optimizer: Optimizer, rounding: str) -> str:
+    """Say what becomes of the updates of an optimizer.
+
+    Args:
+        optimizer: When its parameters are bfloat16.
+        rounding: How they are rounded.
+
+    Returns:
+        One line.
+    """
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    num_rounded = sum(map(_is_rounded, params))
+    return (
+        f"{type(optimizer).__name__}: {num_rounded} of {len(params)} tensors updated in "
+        f"float32 and {_HOW[rounding]}"
+    )
+
+
+def rounds_any(optimizer: Optimizer) -> bool:
+    """Say whether an optimizer that rounds has anything to round.
+
+    Args:
+        optimizer: When its parameters are bfloat16.
+
+    Returns:
+        True if it trains a bfloat16 parameter.
+    """
+    return any(_is_rounded(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def _is_rounded(param: nn.Parameter) -> bool:
+    return param.dtype is torch.bfloat16 and param.requires_grad
 
 
 def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
@@ -218,52 +251,6 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
         param.grad_dtype = dtype
     if grad is not None:
         param.grad = grad.to(dtype)
-
-
-def _reasons_for_fp32(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Parameter, str]:
-    """Return one word for each parameter that stays, ``""`` for the others."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        names.setdefault(param, []).append(name)
-    owned = _owned_by_special_modules(module)
-    sharing = Counter(p.untyped_storage()._cdata for p in names if not _is_lazy(p))
-    return {
-        param: "pattern"
-        if matches(own, patterns)
-        else owned.get(param) or _why_unsuitable(param, sharing)
-        for param, own in names.items()
-    }
-
-
-def _why_unsuitable(param: nn.Parameter, sharing: Counter[int]) -> str:
-    if _is_lazy(param):
-        return "lazy"
-    if param.dtype is not torch.float32:
-        return str(param.dtype).removeprefix("torch.")
-    if param.ndim < 2:
-        return "vector"
-    return "shared memory" if sharing[param.untyped_storage()._cdata] > 1 else ""
-
-
-def _is_lazy(param: Tensor) -> bool:
-    return isinstance(param, UninitializedParameter)
-
-
-def _owned_by_special_modules(module: nn.Module) -> dict[Tensor, str]:
-    found: dict[Tensor, str] = {}
-    for child in module.modules():
-        if "Norm" in type(child).__name__:
-            why = "norm"
-        elif isinstance(child, nn.RNNBase):
-            why = "recurrent"  # cuDNN takes all weights of a layer in one type
-        elif isinstance(child, nn.Bilinear):
-            why = "bilinear"  # autocast leaves it alone, and it takes one type
-        elif isinstance(child, ParametrizationList):
-            why = "parametrized"  # computed with before autocast sees them
-        else:
-            continue
-        found.update(dict.fromkeys(child.parameters(recurse=False), why))
-    return found
 
 
 def _problems_of(optimizer: Optimizer) -> list[Problem]:

@@ -534,6 +534,18 @@ class TestGradientSums:
         handle.undo()
         assert torch.equal(model.weight.grad, torch.full((32, 32), 2.0, dtype=BF16))
 
+    def test_of_a_layer_that_is_unfrozen_later(self, mechanism):
+        model = nn.Linear(32, 32, bias=False).requires_grad_(False)
+        technique = LowPrecisionWeights()
+        technique.apply(model)
+        with technique.sum_gradients_in_fp32(model):
+            assert not model.weight.requires_grad
+            model.requires_grad_()
+            found = self.sum_of_parts(model)
+        truth = self.parts().double().sum(0)
+        bound = {"grad_dtype": 1e-6, "compensated": 2**-7}[mechanism]
+        assert ((found - truth).abs() / truth).max() < bound
+
     def test_updates_in_backward_use_the_sum(self, mechanism):
         model = nn.Linear(32, 32, bias=False)
         technique = LowPrecisionWeights("kahan")
@@ -655,6 +667,43 @@ class TestModule:
         assert "1 of 6 tensors" in handle.summary
         assert "2 float16" in handle.summary
         assert "2 lazy" in handle.summary
+
+    @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+    def test_leaves_layers_whose_weights_autocast_does_not_cast(self):
+        model = nn.Sequential(
+            nn.EmbeddingBag(4, 8, mode="sum"),
+            nn.utils.spectral_norm(nn.Linear(8, 8)),
+            nn.utils.weight_norm(nn.Linear(8, 8)),
+        )
+        before = {n: p.dtype for n, p in model.named_parameters()}
+        with pytest.warns(NoEffectWarning, match="kept float32: 1 embedding bag, 5 parametrized"):
+            LowPrecisionWeights().apply(model)
+        assert {n: p.dtype for n, p in model.named_parameters()} == before
+        with torch.autocast("cpu", BF16):
+            bags = model[0](torch.arange(4).repeat(2, 1), per_sample_weights=torch.randn(2, 4))
+            loss = model[2](model[1](bags)).sum()
+        loss.backward()
+
+    def test_matrices_are_no_norms_whatever_their_class_is_called(self):
+        class LogNormalHead(nn.Linear):
+            pass
+
+        model = nn.Sequential(LogNormalHead(64, 64), nn.LayerNorm((8, 8)))
+        LowPrecisionWeights().apply(model)
+        assert [p.dtype for p in model.parameters()] == [BF16] + 3 * [torch.float32]
+        technique = LowBitOptimizer(min_8bit_size=1, module=model)
+        optimizer: Any = technique.apply(torch.optim.AdamW(model.parameters())).target
+        assert optimizer.uses_8bit(model[0].weight)
+        assert not optimizer.uses_8bit(model[1].weight)
+
+    def test_says_what_is_kept_and_what_had_another_type(self):
+        model = nn.Sequential(
+            nn.Linear(8, 8).bfloat16(), nn.LayerNorm(8).bfloat16(), nn.Linear(8, 8).double()
+        )
+        model.append(nn.Linear(8, 8))
+        handle = LowPrecisionWeights().apply(model)
+        expected = "(kept float32: 1 vector; left as they are: 4 bfloat16, 2 float64)"
+        assert handle.summary.endswith(expected)
 
     def test_parameters_ties_and_buffers_are_the_same(self):
         model = make_model("tied")
@@ -785,6 +834,38 @@ class TestMemory:
                 optimizer.step()
                 optimizer.zero_grad()
         return live.peak.by_category()
+
+    @pytest.mark.parametrize("name", ["adamw", "momentum", "adamw_8bit"])
+    def test_of_state_is_known_before_the_first_step(self, name):
+        param = weight(64, 64)
+        optimizer = make_optimizer(name, [param])
+        settings = {"dampening": 0.0}  # with which torch's momentum can begin with zeros
+        optimizer.param_groups[0].update(settings if name == "momentum" else {})
+        LowPrecisionWeights("kahan").round_updates(optimizer)
+        give_gradient(param, 0)
+
+        def state() -> dict[str, Any]:
+            found = optimizer.state[param].items()
+            return {k: (v.shape, v.dtype) for k, v in found if isinstance(v, Tensor)}
+
+        allocate_state(optimizer)
+        allocated = state()
+        optimizer.step()
+        assert allocated == state()
+
+    def test_of_state_is_compared_with_that_of_float32(self):
+        before = []
+        for is_ours in (False, True):
+            model = nn.Linear(512, 512)
+            if is_ours:
+                LowPrecisionWeights().apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            before.append(LowBitOptimizer().apply(optimizer).summary.split(" -> ")[1])
+        assert before[0] == before[1]
+        assert "2.00 MiB" in before[0]
+        model = nn.Linear(512, 512).bfloat16()  # whose updates nobody rounds
+        summary = LowBitOptimizer().apply(torch.optim.AdamW(model.parameters())).summary
+        assert "state 1.00 MiB" in summary
 
 
 class TestConvergence:

@@ -1,0 +1,275 @@
+"""Weights in bfloat16 in a Trainer: calls outside of steps, other callbacks, table, messages."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave import MemSaveCallback, host
+from lightning_memsave.callbacks._bf16_calls import autocast_calls
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.early_release import EarlyRelease
+from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
+from tests.cases import make_batch, make_model
+from tests.helpers import snapshot
+
+BF16 = torch.bfloat16
+LIGHTNING = PACKAGES["lightning"]
+
+
+def only(**settings: Any) -> MemSaveCallback:
+    """Weights in bfloat16 and nothing else."""
+    off: dict[str, Any] = dict.fromkeys(
+        ("activation_checkpointing", "optimizer", "micro_batch_size", "early_release")
+    )
+    off |= {"low_precision_weights": "kahan", "monitor": False, "predict": False, "report": False}
+    return MemSaveCallback(**(off | settings))
+
+
+def row_of(callback: MemSaveCallback, name: str = "low_precision_weights") -> Any:
+    return next(row for row in callback.rows if row.name == name)
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+class Coder(nn.Module):
+    """Called through a method, as variational autoencoders are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 4)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x))
+
+
+class TestCallsOutsideOfSteps:
+    @pytest.mark.parametrize(
+        "settings",
+        [{}, {"activation_checkpointing": "all"}, {"activation_checkpointing": "nested"}],
+        ids=["alone", "checkpointing", "nested"],
+    )
+    @pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
+    def test_compute_as_inside_and_change_nothing(self, settings, is_late):
+        lit = make_lit()
+        dtypes = set()
+
+        class Lit(type(lit)):  # type: ignore[misc]
+            samples = False
+
+            def sample(self) -> None:
+                if self.samples:
+                    with torch.no_grad(), torch.random.fork_rng():
+                        self.model(make_batch(0))
+                        dtypes.add(self.model.head(make_batch(0)).dtype)
+                        for block in self.model.blocks:
+                            block(make_batch(0))
+
+            on_validation_epoch_end = on_train_epoch_end = on_fit_start = sample
+
+        class Late(Lit):
+            def __init__(self) -> None:
+                super().__init__()
+                self.model: Any = None
+
+            def configure_model(self) -> None:
+                if self.model is None:
+                    self.model = make_model("dropout")
+
+            on_fit_start = Lit.sample
+
+        results = []
+        for samples in (False, True):
+            own = copy.deepcopy(lit)
+            own.__class__ = Late if is_late else Lit
+            if is_late:
+                own.model = None
+            own.samples = samples
+            results.append(fit(own, only(**settings)))
+        assert dtypes == {BF16}
+        assert results[0][0] == results[1][0]
+        for key, value in results[0][1].items():
+            assert torch.equal(value, results[1][1][key])
+
+    def test_go_through_methods_too_and_respect_what_somebody_has_decided(self):
+        model = Coder()
+        LowPrecisionWeights().apply(model)
+        with pytest.raises(RuntimeError, match="dtype"):
+            model.encode(torch.ones(2, 8))
+        undo = autocast_calls(model)
+        assert model.encode(torch.ones(2, 8)).dtype is BF16
+        assert copy.deepcopy(model).encode(torch.ones(2, 8)).dtype is BF16
+        assert not torch.is_autocast_enabled("cpu")
+        with torch.autocast("cpu", enabled=False), pytest.raises(RuntimeError, match="dtype"):
+            model.encode(torch.ones(2, 8))
+        assert copy.deepcopy(model).float().encode(torch.ones(2, 8)).dtype is torch.float32
+        for function in undo:
+            function()
+        assert not any("_call_impl" in vars(module) for module in model.modules())
+
+    def test_go_with_blocks_that_release_early(self):
+        model = make_model("dropout")
+        EarlyRelease().apply(model)
+        LowPrecisionWeights().apply(model)
+        autocast_calls(model)
+        for block in model.blocks:
+            block(make_batch(0))
+
+    def test_are_as_before_when_it_is_over(self, package):
+        lit = make_lit(package)
+        before, keys = snapshot(lit), list(lit.state_dict())
+        trainer = make_trainer(package, only())
+        trainer.fit(lit)
+        assert list(lit.state_dict()) == keys
+        after = snapshot(lit)
+        assert all(after[name][3] == before[name][3] for name in before if name)
+
+
+class TestOtherCallbacks:
+    def averaging(self, package: Any) -> list[Any]:
+        names = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
+        known = [n for n in names if hasattr(package.callbacks, n)]  # older ones lack two
+        settings = {names[0]: {"swa_lrs": 1e-2}}
+        return [getattr(package.callbacks, n)(**settings.get(n, {})) for n in known]
+
+    def test_that_average_come_first(self, package):
+        lit = make_lit(package)
+        for other in self.averaging(package):
+            name = type(other).__name__
+            trainer = make_trainer(package, only(), other)
+            with pytest.raises(IncompatibleError) as caught:
+                trainer.fit(lit)
+            assert f"Put `{name}` before `MemSaveCallback`" in str(caught.value)
+            assert all(p.dtype is torch.float32 for p in lit.parameters())
+
+    def test_that_average_keep_float32_in_each_fit(self, package):
+        dtypes: set[torch.dtype] = set()
+
+        class Look(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+                dtypes.update(p.dtype for p in average._average_model.parameters())
+
+        average = self.averaging(package)[-1]
+        trainer = make_trainer(package, average, only(), Look())
+        for epochs in (1, 2):
+            trainer.fit_loop.max_epochs = epochs
+            trainer.fit(make_lit(package))
+        assert dtypes == {torch.float32}
+
+    def test_pruning_is_refused(self, package):
+        pruning = package.callbacks.ModelPruning("l1_unstructured", parameter_names=["weight"])
+        for callbacks in ([pruning, only()], [only(), pruning]):
+            with pytest.raises(IncompatibleError, match=r"beside `ModelPruning`.*Remove that"):
+                make_trainer(package, *callbacks).fit(make_lit(package))
+
+
+class TestTable:
+    def test_of_a_model_that_is_bfloat16_already(self, recwarn):
+        lit = make_lit()
+        lit.model.bfloat16()
+        for module in lit.model.modules():
+            if isinstance(module, nn.LayerNorm):
+                module.float()  # the CPU's kernel takes nothing else for inputs in float32
+        callback = only(precision=None)
+        fit(lit, callback, precision="bf16-mixed")
+        row = row_of(callback)
+        assert row.status == "on"
+        assert row.details == (
+            "no tensor is left to convert: kept float32: 8 norm; left as they are: 18 bfloat16",
+            "AdamW: 18 of 26 tensors updated in float32 and with what rounding loses kept in "
+            "bfloat16",
+        )
+        assert not [w for w in recwarn if "changed nothing" in str(w.message)]
+
+    def test_of_layers_that_are_made_late(self):
+        lit = make_lit()
+
+        class Late(type(lit)):  # type: ignore[misc]
+            model: Any
+
+            def configure_model(self) -> None:
+                if self.model is None:
+                    self.model = make_model("dropout")
+
+        lit.__class__, lit.model = Late, None
+        callback = only()
+        fit(lit, callback)
+        assert "AdamW: 9 of 26 tensors" in row_of(callback).details[1]
+
+    def test_of_what_changes_nothing(self):
+        lit = make_lit(model=nn.Sequential(nn.LayerNorm(64)))
+        type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
+        callback = only()
+        with pytest.warns(UserWarning, match="changed nothing: no tensor is left"):
+            fit(lit, callback, limit_val_batches=0)
+        assert row_of(callback).status == "off"
+
+    def test_of_manual_optimization_whose_sums_are_float32(self):
+        lit = make_lit()
+        dtypes = set()
+
+        class Manual(type(lit)):  # type: ignore[misc]
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                optimizer = self.optimizers()
+                loss = self.model(batch)
+                self.manual_backward(loss)
+                dtypes.add(self.model.head.weight.grad.dtype)
+                optimizer.step()
+                optimizer.zero_grad()
+                return loss
+
+        lit.__class__, lit.automatic_optimization = Manual, False
+        callback = only()
+        own = copy.deepcopy(lit)
+        make_trainer(LIGHTNING, callback).fit(own)
+        assert dtypes == {torch.float32}
+        assert "gradients summed in float32" in row_of(callback).details[-1]
+
+
+class TestMessages:
+    @pytest.mark.parametrize(
+        ("settings", "trainer"),
+        [
+            ({}, {"precision": "bf16-true"}),
+            ({}, {"plugins": [host.half_precision_on_cpu(LIGHTNING)]}),
+            ({"precision": None}, {}),
+        ],
+        ids=["bf16-true", "plugin", "none"],
+    )
+    def test_lead_out(self, settings, trainer):
+        """Doing what they say is enough."""
+        stack: dict[str, Any] = {"stack": "single_gpu", "monitor": False, "predict": False}
+        with pytest.raises(IncompatibleError) as caught:
+            fit(make_lit(), MemSaveCallback(**stack, **settings), **trainer)
+        message = str(caught.value)
+        assert "of `stack='single_gpu'`" in message
+        assert "`low_precision_weights=None`" in message
+        out: dict[str, Any] = {"precision": None, "low_precision_weights": None}
+        fit(make_lit(), MemSaveCallback(**stack, **out), **trainer)
+
+    def test_lead_out_with_a_model_in_bfloat16(self):
+        stack: dict[str, Any] = {"stack": "single_gpu", "monitor": False, "predict": False}
+        lit = make_lit()
+        lit.model.bfloat16()
+        way = 'set `low_precision_weights=None` and `precision="bf16-true"`'
+        with pytest.raises(IncompatibleError) as caught:
+            fit(lit, MemSaveCallback(**stack))
+        assert way in str(caught.value)
+        out: dict[str, Any] = {"precision": "bf16-true", "low_precision_weights": None}
+        fit(lit, MemSaveCallback(**stack, **out))
+
+    @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+    def test_name_the_stack_before_there_is_a_trainer(self, precision):
+        with pytest.raises(ConfigurationError) as caught:
+            MemSaveCallback(stack="single_gpu", precision=precision)
+        message = str(caught.value)
+        assert "`low_precision_weights='stochastic'` of `stack='single_gpu'`" in message
+        assert "or set `low_precision_weights=None`" in message
+        MemSaveCallback(stack="single_gpu", precision=precision, low_precision_weights=None)
