@@ -4,10 +4,10 @@ from typing import Any
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._module_techniques import off_row
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import Row, Setting, Status
 from lightning_memsave.errors import Problem
 
-_OURS = ("lightning_memsave.", *host.PACKAGES)
+_OURS = tuple(f"{package}." for package in ("lightning_memsave", *host.PACKAGES))
 
 
 class EarlyReleases(Setting):
@@ -54,22 +54,57 @@ class EarlyReleases(Setting):
             reason = f"`{name}.automatic_optimization=False`: the module runs its own steps"
             self.rows = [Row(self.name, "True", "off", (reason,))]
         else:
-            viewer = _viewer(trainer, pl_module)
-            outputs = (
-                f"outputs are kept, as `{viewer}.on_train_batch_end` may look at them"
-                if viewer
-                else "what `training_step` returns beside the loss is freed before backward"
-            )
-            details = ("gradients of the last step are freed before the forward pass", outputs)
-            self.rows = [Row(self.name, "True", "on", details, "bitwise")]
-            self._undo.append(host.release_early(trainer, outputs=not viewer))
+            self._release(trainer, pl_module)
+
+    def _release(self, trainer: Any, pl_module: Any) -> None:
+        viewer = who_overrides("on_train_batch_end", trainer, pl_module)
+        zeroing = who_zeroes(trainer, pl_module)
+        outputs = (
+            f"outputs are kept, as `{viewer}` may look at them"
+            if viewer
+            else "what `training_step` returns beside the loss is freed before backward"
+        )
+        gradients = (
+            f"gradients of the last step are kept in the forward pass, as `{zeroing}` may read them"
+            if zeroing
+            else "gradients of the last step are freed before the forward pass"
+        )
+        is_off = bool(viewer and zeroing)
+        status: Status = "off" if is_off else "on"
+        exactness = "" if is_off else "bitwise"
+        self.rows = [Row(self.name, "True", status, (gradients, outputs), exactness)]
+        self._undo.append(host.release_early(trainer, gradients=not zeroing, outputs=not viewer))
 
 
-# Callbacks of Lightning and of this package do not look at outputs.
-def _viewer(trainer: Any, pl_module: Any) -> str:
+def who_zeroes(trainer: Any, pl_module: Any) -> str:
+    """Find who looks at old gradients where Lightning zeroes them, or zeroes in a way of its own.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its LightningModule.
+
+    Returns:
+        Class and hook; an empty string if nobody does.
+    """
+    names = ("on_before_zero_grad", "optimizer_zero_grad")
+    found = (who_overrides(name, trainer, pl_module) for name in names)
+    return next(filter(None, found), "")
+
+
+def who_overrides(name: str, trainer: Any, pl_module: Any) -> str:
+    """Find who has a hook of the user's own; those of Lightning and of this package do not count.
+
+    Args:
+        name: Name of the hook.
+        trainer: The Trainer, for its callbacks.
+        pl_module: Its LightningModule.
+
+    Returns:
+        Class and hook; an empty string if nobody has.
+    """
     for one in (pl_module, *trainer.callbacks):
-        hook = getattr(type(one), "on_train_batch_end", None)
-        is_own = "on_train_batch_end" in vars(one)
-        if is_own or not getattr(hook, "__module__", "").startswith(_OURS):
-            return type(one).__name__
+        hook = getattr(type(one), name, None)
+        is_foreign = hook is not None and not getattr(hook, "__module__", "").startswith(_OURS)
+        if name in vars(one) or is_foreign:
+            return f"{type(one).__name__}.{name}"
     return ""

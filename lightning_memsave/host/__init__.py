@@ -42,6 +42,7 @@ from lightning_memsave.host.trainer import (
 from lightning_memsave.host.training_loop import (
     adjust_losses,
     around_backward,
+    around_step,
     pass_batches,
     release_early,
     will_step,
@@ -55,6 +56,7 @@ __all__ = [
     "adjust_losses",
     "alone",
     "around_backward",
+    "around_step",
     "average_gradients",
     "builds_model_late",
     "check_host",
