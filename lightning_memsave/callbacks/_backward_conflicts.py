@@ -127,7 +127,7 @@ def _of_hooks(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
     return [
         Problem(
             what,
-            f"`{owner}.{hook}` runs when parameters are updated already and gradients are gone: "
+            f"`{owner}` runs when parameters are updated already and gradients are gone: "
             "what it does to gradients, learning rates or weight decay would be without effect",
             f"Remove that method, or {_OFF}.",
         )

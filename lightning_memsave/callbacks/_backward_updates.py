@@ -85,7 +85,12 @@ class BackwardUpdates(Setting):
             self._clipping = f"clips {kind} at {clip_val} before the updates, for the Trainer"
         technique = dataclasses.replace(self.in_force, scaler=host.gradient_scaler(trainer))
         self._state, undo = configure_optimizers.enable(pl_module, technique)
-        self._undo += [undo, host.around_backward(trainer, self._around_backward)]
+        self._undo += [
+            undo,
+            host.around_backward(trainer, self._around_backward),
+            # A backward pass inside of it is none that updates: Lightning zeroes what it leaves.
+            host.around_step(trainer, self._accumulating),
+        ]
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Say what became of each optimizer.

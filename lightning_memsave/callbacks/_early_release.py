@@ -3,9 +3,9 @@
 from typing import Any
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._foreign_hooks import owners_of
+from lightning_memsave.callbacks._foreign_hooks import owner_of, who_zeroes
 from lightning_memsave.callbacks._module_techniques import off_row
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import Row, Setting, Status
 from lightning_memsave.errors import Problem
 
 
@@ -53,13 +53,24 @@ class EarlyReleases(Setting):
             reason = f"`{name}.automatic_optimization=False`: the module runs its own steps"
             self.rows = [Row(self.name, "True", "off", (reason,))]
         else:
-            # Callbacks of Lightning and of this package do not look at outputs.
-            viewers = owners_of(trainer, pl_module, "on_train_batch_end")
-            outputs = (
-                f"outputs are kept, as `{viewers[0]}.on_train_batch_end` may look at them"
-                if viewers
-                else "what `training_step` returns beside the loss is freed before backward"
-            )
-            details = ("gradients of the last step are freed before the forward pass", outputs)
-            self.rows = [Row(self.name, "True", "on", details, "bitwise")]
-            self._undo.append(host.release_early(trainer, outputs=not viewers))
+            self._release(trainer, pl_module)
+
+    def _release(self, trainer: Any, pl_module: Any) -> None:
+        # Callbacks of Lightning and of this package do not look at outputs.
+        viewer = owner_of(trainer, pl_module, "on_train_batch_end")
+        zeroing = who_zeroes(trainer, pl_module)
+        outputs = (
+            f"outputs are kept, as `{viewer}` may look at them"
+            if viewer
+            else "what `training_step` returns beside the loss is freed before backward"
+        )
+        gradients = (
+            f"gradients of the last step are kept in the forward pass, as `{zeroing}` may read them"
+            if zeroing
+            else "gradients of the last step are freed before the forward pass"
+        )
+        is_off = bool(viewer and zeroing)
+        status: Status = "off" if is_off else "on"
+        exactness = "" if is_off else "bitwise"
+        self.rows = [Row(self.name, "True", status, (gradients, outputs), exactness)]
+        self._undo.append(host.release_early(trainer, gradients=not zeroing, outputs=not viewer))

@@ -9,6 +9,7 @@ from torch import nn
 from lightning_memsave import host
 from lightning_memsave.callbacks._accumulation import has_batch_norm
 from lightning_memsave.callbacks._base import inform
+from lightning_memsave.callbacks._foreign_hooks import who_zeroes
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
 from lightning_memsave.errors import (
@@ -84,6 +85,7 @@ class MicroBatches(Setting):
             host.pass_batches(
                 trainer,
                 functools.partial(self._pass_batch, trainer, pl_module),
+                frees_gradients=not who_zeroes(trainer, pl_module),
                 before_step=allocate_state,
                 on_out_of_memory=_exhausted_in_step,
             )

@@ -1,5 +1,6 @@
 """Techniques that change the module, behind the methods of a `Setting`."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -10,6 +11,7 @@ from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import NoEffectWarning, Problem
 from lightning_memsave.techniques._logit_numbers import compute_kept_logits
+from lightning_memsave.techniques.attention_kernel import AttentionKernel
 
 
 class ModuleTechnique(Setting):
@@ -52,7 +54,8 @@ class ModuleTechnique(Setting):
         """
         if self.technique is None or self.is_auto:
             return []
-        return self.technique.check(pl_module) + self._conflicts(trainer)
+        technique = self._for_trainer(self.technique, trainer)
+        return technique.check(pl_module) + self._conflicts(trainer)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the module, unless it makes its layers later.
@@ -68,7 +71,7 @@ class ModuleTechnique(Setting):
             reason = self._conflicts(trainer)[0].why
             self.rows = [Row(self.name, self.value, "unchanged", (reason,))]
         elif not host.builds_model_late(pl_module):
-            self._use(self.technique, pl_module)
+            self._use(self._for_trainer(self.technique, trainer), pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Change a module that made its layers after ``setup``.
@@ -80,7 +83,7 @@ class ModuleTechnique(Setting):
         is_done = self._handle is not None and bool(self._handle.changes)
         if self.technique is None or is_done or self._gives_way(trainer):
             return
-        handle = self._use(self.technique, pl_module)
+        handle = self._use(self._for_trainer(self.technique, trainer), pl_module)
         if not handle.changes and not self.is_of_stack:
             reasons = "; ".join(handle.skipped)
             warn(trainer, f"{self.name} changed nothing: {reasons}.", NoEffectWarning)
@@ -92,6 +95,10 @@ class ModuleTechnique(Setting):
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         return []
+
+    # With what only the Trainer knows.
+    def _for_trainer(self, technique: Technique[nn.Module], trainer: Any) -> Technique[nn.Module]:
+        return technique
 
     def _gives_way(self, trainer: Any) -> bool:
         return self.is_auto and bool(self._conflicts(trainer))
@@ -148,6 +155,14 @@ class LossWithoutLogits(ModuleTechnique):
                 f"Set `{self.name}=None`.",
             )
         ]
+
+
+class FusedAttention(ModuleTechnique):
+    """Attention kernels, of which some run on a GPU only; the module moves there after `setup`."""
+
+    def _for_trainer(self, technique: Technique[nn.Module], trainer: Any) -> Technique[nn.Module]:
+        assert isinstance(technique, AttentionKernel), "the argument takes no other"
+        return dataclasses.replace(technique, device=trainer.strategy.root_device)
 
 
 def off_row(name: str) -> Row:

@@ -13,6 +13,7 @@ from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._early_release import EarlyReleases
 from lightning_memsave.callbacks._module_techniques import (
     Checkpointing,
+    FusedAttention,
     LossWithoutLogits,
     ModuleTechnique,
 )
@@ -41,7 +42,7 @@ def _attention(arguments: Arguments) -> Setting:
     elif wanted is not None:
         _refuse_other("attention", wanted, AttentionKernel, '"sdpa"')
     value = "None" if technique is None else repr(technique.kernel)
-    return _module_technique("attention", arguments, technique, value)
+    return _module_technique("attention", arguments, technique, value, FusedAttention)
 
 
 def _chunked_cross_entropy(arguments: Arguments) -> Setting:

@@ -44,6 +44,7 @@ from lightning_memsave.host.trainer import (
 from lightning_memsave.host.training_loop import (
     adjust_losses,
     around_backward,
+    around_step,
     may_split_batches,
     pass_batches,
     release_early,
@@ -58,6 +59,7 @@ __all__ = [
     "adjust_losses",
     "alone",
     "around_backward",
+    "around_step",
     "average_gradients",
     "averages_weights",
     "builds_model_late",

@@ -1,13 +1,26 @@
 """The parts of a training batch, passed one by one as if the batch had passed at once."""
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_memsave.core.batches import merge_outputs
 from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.host.inner_backward import GradientMarks
 from lightning_memsave.host.logged_values import LoggedValues
+from lightning_memsave.host.trainer import is_strategy
+
+_INNER_BACKWARD = Problem(
+    "`training_step`",
+    "it changes gradients itself, as by a `backward()` inside of it, and they cannot be told from "
+    "those of the parts of the batch that have passed",
+    "Call `torch.autograd.grad` there, which leaves the gradients of parameters alone, or set "
+    "`micro_batch_size=None`.",
+)
 
 
 class BatchParts:
@@ -18,14 +31,29 @@ class BatchParts:
         closure: Lightning's closure for the batch.
         kwargs: Arguments of the training step.
         factor: Of every loss.
+        optimizer: Whose step follows.
     """
 
-    def __init__(self, loop: Any, closure: Any, kwargs: Any, factor: float) -> None:
+    def __init__(
+        self, loop: Any, closure: Any, kwargs: Any, factor: float, optimizer: Optimizer
+    ) -> None:
         self.batch = kwargs["batch"]
         self.logged: LoggedValues | None = None
+        self.zeroes = closure._zero_grad_fn is not None
+        """Whether there are no gradients of earlier batches to be kept."""
         self._loop, self._kwargs, self._factor = loop, kwargs, factor
         self._backward, self._warn = closure._backward_fn, closure.warning_cache.warn
+        self._zero_grad_fn, self._optimizer = closure._zero_grad_fn, optimizer
         self._passed: list[tuple[Any, float, int | None]] = []
+
+    def start(self, logged: LoggedValues) -> None:
+        """Pass the batch from its beginning, as an optimizer may ask for several times.
+
+        Args:
+            logged: Holds back what is logged.
+        """
+        self.logged, self._passed = logged, []
+        self._zero_grad = self._zero_grad_fn
 
     def __call__(
         self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
@@ -40,13 +68,37 @@ class BatchParts:
         """
         assert self.logged is not None, "parts pass while values are held back"
         self.logged.start_part(weight, num_samples)
-        result = self._loop.run_step({**self._kwargs, "batch": part})
+        result = self._run_step(part, is_last)
         result = scaled(result, weight * self._factor)
         if result.closure_loss is not None and self._backward is not None:
             self._loop.run_backward(self._backward, result.closure_loss, is_last)
         if weight != 1.0:
             result = _detached(result)
         self._passed.append((result, weight, num_samples))
+
+    # A backward pass in `training_step` leaves gradients. Lightning zeroes after the step, so that
+    # they are gone; and where it does not, they count with those of the batches before.
+    def _run_step(self, part: Any, is_last: bool) -> Any:
+        is_first, kwargs = not self._passed, {**self._kwargs, "batch": part}
+        if is_first and (self.zeroes or is_last):
+            result = self._loop.run_step(kwargs)
+            if self._zero_grad is not None:
+                self._zero_grad()
+                # Hooks have been called, should the batch be repeated.
+                self._zero_grad = self._optimizer.zero_grad
+            return result
+        marks = GradientMarks(self._parameters())
+        result = self._loop.run_step(kwargs)
+        if marks.have_changed():
+            raise IncompatibleError("micro_batch_size", [_INNER_BACKWARD])
+        return result
+
+    def _parameters(self) -> Iterable[nn.Parameter]:
+        trainer = self._loop.trainer
+        # It moves gradients about in its forward pass.
+        if is_strategy(trainer, "FSDPStrategy"):
+            return ()
+        return cast(Iterable[nn.Parameter], trainer.lightning_module.parameters())
 
     def forget(self) -> None:
         """Take back what was noted, as the batch will be repeated."""

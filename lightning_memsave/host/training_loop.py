@@ -16,13 +16,14 @@ from lightning_memsave.host.logged_values import LoggedValues
 Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
 """Gives the factor of a loss, from Trainer, batch index, whether it is the last, and parameters."""
 
+Undo = Callable[[], None]
 
 PassBatch = Callable[[Any, BatchParts, bool], None]
 """Passes a batch by calling ``BatchParts`` for each part of it, and says by the third argument
 whether there are no gradients of earlier batches to be kept."""
 
 
-def adjust_losses(trainer: Any, adjust: Adjust) -> Callable[[], None]:
+def adjust_losses(trainer: Any, adjust: Adjust) -> Undo:
     """Multiply the loss of each training batch before its backward pass.
 
     Args:
@@ -39,17 +40,20 @@ def pass_batches(
     trainer: Any,
     pass_batch: PassBatch,
     *,
+    frees_gradients: bool,
     before_step: Callable[[Any], None],
     on_out_of_memory: Callable[[Any, BaseException], BaseException],
-) -> Callable[[], None]:
+) -> Undo:
     """Decide how each training batch passes forward and backward.
 
-    Gradients are zeroed before the first forward pass, so that old ones are not alive beside the
-    activations. What is logged is held back until the whole batch has passed.
+    Hooks around zeroing run between the first forward and the first backward pass, as ever. What is
+    logged is held back until the whole batch has passed.
 
     Args:
         trainer: A Trainer in ``setup``, with automatic optimization.
         pass_batch: Passes a batch; a batch in one part with weight 1 trains bit for bit as before.
+        frees_gradients: Old ones go before the first forward pass, so that they are not alive
+            beside the activations.
         before_step: Called with the optimizer when the gradients of a step are complete.
         on_out_of_memory: Gives the error to be raised, from the optimizer and what was raised, when
             memory runs out in the step of the optimizer.
@@ -58,13 +62,15 @@ def pass_batches(
         A function that takes it back.
     """
     return _set(
-        trainer, pass_batch=pass_batch, before_step=before_step, on_out_of_memory=on_out_of_memory
+        trainer,
+        pass_batch=pass_batch,
+        frees_before_parts=frees_gradients,
+        before_step=before_step,
+        on_out_of_memory=on_out_of_memory,
     )
 
 
-def around_backward(
-    trainer: Any, context: Callable[[bool], AbstractContextManager[Any]]
-) -> Callable[[], None]:
+def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManager[Any]]) -> Undo:
     """Run each backward pass of training inside a context.
 
     Args:
@@ -89,17 +95,32 @@ def around_backward(
     return take_back
 
 
-def release_early(trainer: Any, *, outputs: bool) -> Callable[[], None]:
-    """Zero gradients before the forward pass, and let go of what nobody will look at.
+def around_step(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Undo:
+    """Run each ``training_step`` of training inside a context.
 
     Args:
         trainer: A Trainer in ``setup``, with automatic optimization.
+        context: Makes it.
+
+    Returns:
+        A function that takes it back.
+    """
+    return _set(trainer, around_step=context)
+
+
+def release_early(trainer: Any, *, gradients: bool, outputs: bool) -> Undo:
+    """Let go of what nobody will look at.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        gradients: Let go of old gradients before the forward pass. Lightning still zeroes after
+            it, with its hooks, so that what ``training_step`` adds to them is gone as ever.
         outputs: Let go of what ``training_step`` returns beside the loss, before backward.
 
     Returns:
         A function that takes it back.
     """
-    return _set(trainer, zeroes_first=True, drops_outputs=outputs)
+    return _set(trainer, frees_gradients=gradients, drops_outputs=outputs)
 
 
 def will_step(trainer: Any) -> bool:
@@ -128,10 +149,10 @@ def may_split_batches(trainer: Any) -> bool:
 
 
 _HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory", "around_backward")
-_FLAGS = ("zeroes_first", "drops_outputs")
+_FLAGS = ("frees_gradients", "frees_before_parts", "drops_outputs", "around_step")
 
 
-def _set(trainer: Any, **hooks: Any) -> Callable[[], None]:
+def _set(trainer: Any, **hooks: Any) -> Undo:
     epoch_loop = trainer.fit_loop.epoch_loop
     loop = epoch_loop.automatic_optimization
     if not hasattr(loop, "replaced"):
@@ -166,7 +187,9 @@ class _Loop:
     before_step: Callable[[Any], None] | None = None
     on_out_of_memory: Callable[[Any, BaseException], BaseException] | None = None
     around_backward: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = ()
-    zeroes_first = False
+    around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    frees_gradients = False
+    frees_before_parts = False
     drops_outputs = False
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
@@ -183,18 +206,17 @@ class _Loop:
             # Without the closure itself, or the cycle would keep the batch alive.
             closure.closure = functools.partial(
                 self._pass_batch,
-                BatchParts(self, closure, kwargs, factor),
-                closure._zero_grad_fn,
+                BatchParts(self, closure, kwargs, factor, optimizer),
                 optimizer,
             )
             return closure
+        closure._step_fn = functools.partial(self._step_inside, closure._step_fn)
         if factor != 1.0:
             closure._step_fn = functools.partial(_scaled_step, closure._step_fn, factor)
         if self.drops_outputs:
             closure._step_fn = functools.partial(_step_for_loss, closure._step_fn)
-        if self.zeroes_first and closure._zero_grad_fn is not None:
-            zero_grad, closure._zero_grad_fn = closure._zero_grad_fn, None
-            closure._step_fn = functools.partial(_step_after, zero_grad, closure._step_fn)
+        if self.frees_gradients and closure._zero_grad_fn is not None:
+            closure._step_fn = functools.partial(_step_after, optimizer.zero_grad, closure._step_fn)
         if self.around_backward and closure._backward_fn is not None:
             closure._backward_fn = functools.partial(self.run_backward, closure._backward_fn)
         return closure
@@ -208,8 +230,13 @@ class _Loop:
         Returns:
             What Lightning makes of what it returns.
         """
-        result = self._training_step(kwargs)  # type: ignore[attr-defined]
+        step = functools.partial(self._training_step, kwargs)  # type: ignore[attr-defined]
+        result = self._step_inside(step)
         return without_outputs(result) if self.drops_outputs else result
+
+    def _step_inside(self, step: Callable[[], Any]) -> Any:
+        with self.around_step():
+            return step()
 
     def run_backward(
         self, backward: Callable[[Tensor], Any], loss: Tensor, is_last: bool = True
@@ -221,21 +248,15 @@ class _Loop:
             backward(loss)
 
     @torch.enable_grad()
-    def _pass_batch(
-        self,
-        parts: BatchParts,
-        zero_grad: Callable[[], None] | None,
-        optimizer: Any,
-        *_: Any,
-        **__: Any,
-    ) -> Any:
+    def _pass_batch(self, parts: BatchParts, optimizer: Any, *_: Any, **__: Any) -> Any:
         assert self.pass_batch is not None, "the closure is made with it only"
         self.is_in_step = False
-        if zero_grad is not None:
-            zero_grad()
-        with LoggedValues(self.trainer) as parts.logged:
-            self.pass_batch(parts.batch, parts, zero_grad is not None)
-            parts.logged.flush()
+        if parts.zeroes and self.frees_before_parts:
+            optimizer.zero_grad()
+        with LoggedValues(self.trainer) as logged:
+            parts.start(logged)
+            self.pass_batch(parts.batch, parts, parts.zeroes)
+            logged.flush()
         if self.before_step is not None and will_step(self.trainer):
             self.is_in_step = True
             self.before_step(optimizer)

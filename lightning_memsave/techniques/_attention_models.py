@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memsave.errors import Problem
 from lightning_memsave.techniques._chunked_attention import CHUNKED, register
 
 
@@ -146,6 +147,51 @@ def resolve(part: ModelPart, kernel: str) -> str:
         raise ValueError(f"its parts would use different kernels, {sorted(resolved)}")
     name: str = resolved.pop()
     return name
+
+
+def problems_of_flex(part: ModelPart, device: torch.device | None) -> list[Problem]:
+    """Find what would end the first training step with flex attention.
+
+    Args:
+        part: Of which all models support it.
+        device: Where it will be trained; ``None`` for where its parameters are.
+
+    Returns:
+        All problems.
+    """
+    other = '`attention="sdpa"`'
+    problems = [
+        Problem(
+            '`attention="flex_attention"`',
+            f"it has no dropout, and `{type(part.config).__name__}.{name}={rate}`",
+            f"Build the model with `{name}=0.0`, or use {other}.",
+        )
+        for name, rate in _attention_dropouts(part)
+    ]
+    if not _has_fake_parameters(part.root) and _is_on_cpu(part.root, device):
+        problems.append(
+            Problem(
+                '`attention="flex_attention"`',
+                "torch has no backward pass of it on a CPU",
+                f"Train on a GPU, or use {other}.",
+            )
+        )
+    return problems
+
+
+# Encoders and decoders of the T5 family have one rate for all of their dropout.
+def _attention_dropouts(part: ModelPart) -> list[tuple[str, float]]:
+    config = vars(part.config)
+    names = [name for name in config if "att" in name and "drop" in name]
+    if not names and "dropout_rate" in config:
+        names = ["dropout_rate"]
+    rates = [(name, config[name]) for name in names]
+    return [(name, rate) for name, rate in rates if isinstance(rate, float) and rate > 0]
+
+
+def _is_on_cpu(module: nn.Module, device: torch.device | None) -> bool:
+    devices = {p.device for p in module.parameters()} if device is None else {device}
+    return any(found.type == "cpu" for found in devices)
 
 
 def _has_fake_parameters(module: nn.Module) -> bool:

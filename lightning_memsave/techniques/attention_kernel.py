@@ -4,9 +4,10 @@ import difflib
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
@@ -14,10 +15,12 @@ from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Proble
 from lightning_memsave.techniques._attention_models import (
     ModelPart,
     find_parts,
+    problems_of_flex,
     resolve,
     why_left_alone,
 )
 from lightning_memsave.techniques._chunked_attention import CHUNKED
+from lightning_memsave.techniques._left_padding import can_be_checked, warn_of_labels_after_padding
 
 _KERNELS = (
     "sdpa",
@@ -29,6 +32,8 @@ _KERNELS = (
 )
 # On a Hugging Face model: pairs of a configuration and the kernel that it had.
 _BEFORE = "_memsave_attention_before"
+# On one until the padding of its first batch was looked at.
+_IS_NEW = "_memsave_attention_is_new"
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class AttentionKernel(Technique[nn.Module]):
             ``"flash_attention_4"``, ``"flex_attention"``, a kernel of the hub such as
             ``"kernels-community/flash-attn2"``, or what you registered with
             ``AttentionInterface.register``.
+        device: Where the model will be trained; ``None`` for where its parameters are. The callback
+            passes that of the Trainer, which moves the model later.
 
     Raises:
         ConfigurationError: If ``kernel`` is none of these.
@@ -54,14 +61,17 @@ class AttentionKernel(Technique[nn.Module]):
     Note:
         Exactness is *rounding*: sums are taken in another order. With dropout on the scores other
         random masks are drawn. Where all keys of a query are masked, as at the padding of a decoder
-        with padding on the left, its output is another one; nothing should depend on it.
+        with padding on the left, its output is another one. Hugging Face's causal loss depends on
+        it, as the first real token is predicted from the padding before it: set the label of that
+        token to -100, or pad on the right. The first such batch is warned about.
 
         Left alone, and said so in ``Handle.skipped``: models whose class does not support the
         kernel, models that return attention weights (``config.output_attentions``), GPT-2 with
         ``reorder_and_upcast_attn``, models that use such a kernel already, and what is not a
         model of Hugging Face. A model that is called with ``output_attentions=True`` (or, in old
         versions of transformers, ``head_mask``) goes back to what it was from that call on, with a
-        warning.
+        warning. What is called by itself and is no model of transformers, such as the encoder
+        inside of BERT, is not watched: it returns ``None`` for attention weights.
 
         On tensors without data all kernels are predicted as ``"sdpa"``, which keeps as much.
 
@@ -88,6 +98,8 @@ class AttentionKernel(Technique[nn.Module]):
     )
 
     kernel: str = "sdpa"
+    _: KW_ONLY
+    device: torch.device | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         why_not = _why_unknown(self.kernel)
@@ -101,13 +113,16 @@ class AttentionKernel(Technique[nn.Module]):
             target: The model, or what it is in.
 
         Returns:
-            What the machine lacks for it. That a model does not support it is none: it is left
-            alone.
+            What the machine lacks for it, and what would end the first step: ``"flex_attention"``
+            has no dropout and no backward pass on a CPU. That a model does not support it is none:
+            it is left alone.
         """
         problems: dict[str, Problem] = {}
         for part, why_not in self._judged(target):
             if why_not is not None:
                 continue
+            if self.kernel == "flex_attention":
+                problems |= {p.why: p for p in problems_of_flex(part, self.device)}
             try:
                 resolve(part, self.kernel)
             except Exception as error:  # packages, drivers, the hub: of any class
@@ -175,20 +190,29 @@ def _set(part: ModelPart, kernel: str) -> Callable[[], None]:
 
 
 def _watch(model: nn.Module, before: list[tuple[Any, str | None]]) -> Callable[[], None]:
-    vars(model)[_BEFORE] = before
-    hook = model.register_forward_pre_hook(_go_back_for_weights, with_kwargs=True)
+    vars(model).update({_BEFORE: before, _IS_NEW: True})
+    hook = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     def undo() -> None:
         hook.remove()
-        vars(model).pop(_BEFORE, None)
+        for name in (_BEFORE, _IS_NEW):
+            vars(model).pop(name, None)
 
     return undo
 
 
-# A function of the module, so that copies of the model work. Kernels give no attention weights, and
-# transformers would leave them out with no more than a line in its log. For good, as a block that
-# is checkpointed must find in backward what it found in forward.
-def _go_back_for_weights(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+# A function of the module, so that copies of the model work.
+def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    _go_back_for_weights(model, kwargs)
+    if _IS_NEW in vars(model) and can_be_checked(model, kwargs):
+        del vars(model)[_IS_NEW]
+        warn_of_labels_after_padding(model, kwargs)
+
+
+# Kernels give no attention weights, and transformers would leave them out with no more than a line
+# in its log. For good, as a block that is checkpointed must find in backward what it found in
+# forward.
+def _go_back_for_weights(model: nn.Module, kwargs: dict[str, Any]) -> None:
     asked = [name for name in ("output_attentions", "head_mask") if _is_asked(kwargs.get(name))]
     before = vars(model).get(_BEFORE)
     if not asked or not before:
@@ -200,7 +224,7 @@ def _go_back_for_weights(model: nn.Module, args: Any, kwargs: dict[str, Any]) ->
         f"attention_kernel does nothing any more: `{type(model).__name__}` was called with "
         f"`{asked[0]}`, which its kernel does not support. Leave that out, or set `attention=None`",
         NoEffectWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 from typing import Any
 
 import pytest
@@ -27,7 +28,13 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
+from lightning_memsave.callbacks._module_techniques import FusedAttention
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemsaveWarning,
+    NoEffectWarning,
+)
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.planning.cuda_kernels import cuda_kernels
 from lightning_memsave.planning.fake_models import fake_tensors
@@ -390,6 +397,61 @@ def test_says_which_package_is_missing(kernel):
     assert model.config._attn_implementation == "eager"
 
 
+def flex_problems(model, device=None):
+    return AttentionKernel("flex_attention", device=device).check(model)
+
+
+def test_flex_attention_is_refused_on_a_cpu():
+    model = bert()
+    before = snapshot(model)
+    with pytest.raises(IncompatibleError, match=r'no backward pass of it on a CPU.*"sdpa"'):
+        AttentionKernel("flex_attention").apply(model)
+    assert snapshot(model) == before
+    assert flex_problems(model, torch.device("cuda")) == []
+    assert len(flex_problems(model.to("meta"))) == 0
+    assert len(flex_problems(model, torch.device("cpu"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [
+        ("Bert", "attention_probs_dropout_prob"),
+        ("Llama", "attention_dropout"),
+        ("T5", "dropout_rate"),
+    ],
+)
+def test_flex_attention_is_refused_with_dropout(name, setting):
+    config = getattr(transformers, f"{name}Config")(**EAGER, **{setting: 0.25})
+    if hasattr(config, "decoder_start_token_id"):
+        config.decoder_start_token_id = 0
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    assert [problem.why for problem in flex_problems(model)] == [
+        f"it has no dropout, and `{name}Config.{setting}=0.25`"
+    ]
+    assert f"`{setting}=0.0`" in flex_problems(model)[0].fix
+    assert AttentionKernel("chunked_sdpa").check(model) == []
+
+
+def test_flex_attention_may_be_predicted_without_a_gpu():
+    with fake_tensors() as fake:
+        assert flex_problems(fake.copy_module(bert())) == []
+
+
+def test_callback_asks_where_the_trainer_will_train():
+    def problems_on(device):
+        strategy = types.SimpleNamespace(root_device=torch.device(device))
+        setting = FusedAttention(
+            "attention", AttentionKernel("flex_attention"), "'flex_attention'", is_auto=False
+        )
+        return setting.check(types.SimpleNamespace(strategy=strategy), bert())
+
+    assert problems_on("cuda") == []
+    assert [problem.why for problem in problems_on("cpu")] == [
+        "torch has no backward pass of it on a CPU"
+    ]
+
+
 def test_takes_kernels_that_the_user_has_registered(monkeypatch):
     attention = transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS
     monkeypatch.setitem(type(attention)._global_mapping, "mine", attention["sdpa"])
@@ -416,6 +478,71 @@ def test_repr_makes_it_again():
     technique = AttentionKernel("flex_attention")
     assert eval(repr(technique)) == technique
     assert AttentionKernel() == AttentionKernel("sdpa")
+
+
+class TestPaddingOnTheLeft:
+    """Eager attention and kernels differ in the one label that is predicted from padding."""
+
+    def batch(self):
+        ids = words()["input_ids"]
+        mask = torch.ones_like(ids)
+        mask[1, :4] = 0
+        labels = ids.masked_fill(mask == 0, -100)
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+    def losses(self, batch):
+        torch.manual_seed(0)
+        # Not in float64, of which eager attention takes the softmax in float32: not a number.
+        model = llama()
+        eager = model(**batch).loss.item()
+        with AttentionKernel().apply(model):
+            return eager, model(**batch).loss.item()
+
+    def test_is_warned_about_once(self, recwarn):
+        model, batch = llama(), self.batch()
+        with AttentionKernel().apply(model):
+            for _ in range(2):
+                model(**batch)
+        (warning,) = recwarn
+        assert warning.category is MemsaveWarning
+        assert "not masked to -100, or pad on the right" in str(warning.message)
+
+    def test_matters_for_one_label_alone(self):
+        batch = self.batch()
+        with pytest.warns(MemsaveWarning, match="`LlamaForCausalLM`"):
+            eager, fused = self.losses(batch)
+        assert abs(eager - fused) > 2e-5
+        batch["labels"][1, 4] = -100
+        eager, fused = self.losses(batch)
+        assert abs(eager - fused) < 2e-6
+
+    def test_does_not_matter_on_the_right(self):
+        eager, fused = self.losses(words())
+        assert abs(eager - fused) < 2e-6
+
+    def test_does_not_matter_where_there_is_nothing_else(self):
+        batch = self.batch()
+        batch["attention_mask"][1] = 0
+        with AttentionKernel().apply(llama()) as handle:
+            handle.target(**batch)
+
+    def test_does_not_matter_to_encoders(self):
+        with AttentionKernel().apply(bert()) as handle:
+            handle.target(**self.batch())
+
+    def test_is_not_looked_at_without_data(self):
+        with fake_tensors() as fake:
+            model, batch = fake.copy_module(llama()), fake.copy_batch(self.batch())
+            with AttentionKernel().apply(model):
+                model(**batch).loss.backward()
+
+    def test_leaves_nothing_behind(self):
+        model = llama()
+        before = snapshot(model)
+        with AttentionKernel().apply(model):
+            pass
+        assert snapshot(model) == before
+        assert not [name for name in vars(model) if "memsave" in name]
 
 
 class TestChunked:

@@ -1,0 +1,204 @@
+"""A backward pass inside of ``training_step``, and gradients that others look at there."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.errors import IncompatibleError
+from tests.callbacks.lit import assert_same, fit, make_lit
+from tests.cases import WIDTH
+
+
+class Model(nn.Module):
+    """Without dropout, so that another forward pass changes nothing."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, batch):
+        return self.net(batch).square().mean()
+
+
+def only(**settings: Any) -> MemSaveCallback:
+    off = ("activation_checkpointing", "optimizer", "precision", "early_release")
+    defaults: dict[str, Any] = dict.fromkeys((*off, "micro_batch_size"))
+    return MemSaveCallback(**(defaults | {"monitor": False, "report": False} | settings))
+
+
+def row(callback, name):
+    (found,) = [row for row in callback.rows if row.name == name]
+    return found
+
+
+def lit_with_step(training_step):
+    lit = make_lit(model=Model())
+    type(lit).training_step = training_step
+    return lit
+
+
+def inner_backward(self, batch, batch_idx):
+    self.model(2 * batch).backward()
+    return self.model(batch)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {"early_release": True},
+    {"micro_batch_size": "auto"},
+    {"micro_batch_size": 4},
+    {"optimizer_in_backward": True},
+    {"optimizer_in_backward": True, "micro_batch_size": "auto", "early_release": True},
+]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("settings", SETTINGS, ids="-".join)
+def test_its_gradients_count_as_in_lightning(settings, accumulate):
+    """They are zeroed with the old ones; batches between two steps do not zero."""
+    lit = lit_with_step(inner_backward)
+    plain = fit(lit, accumulate_grad_batches=accumulate)
+    assert_same(plain, fit(lit, only(**settings), accumulate_grad_batches=accumulate))
+
+
+def test_updates_nothing():
+    """Not even what the real backward pass does not reach, which no second gradient would show."""
+
+    def training_step(self, batch, batch_idx):
+        self.aside.sum().backward()
+        return self.model(batch)
+
+    lit = lit_with_step(training_step)
+    lit.aside = nn.Parameter(torch.ones(3))
+    plain = fit(lit)
+    saving = fit(lit, only(optimizer_in_backward=True))
+    assert_same(plain, saving)
+    assert torch.equal(saving[1]["aside"], torch.ones(3))
+
+
+def test_is_refused_where_earlier_parts_have_gradients():
+    callback = only(micro_batch_size=2)
+    with pytest.raises(IncompatibleError, match=r"`torch\.autograd\.grad` there"):
+        fit(lit_with_step(inner_backward), callback)
+
+
+def test_is_refused_where_earlier_batches_have_gradients():
+    def training_step(self, batch, batch_idx):
+        return (inner_backward if batch_idx == 1 else plain_step)(self, batch, batch_idx)
+
+    lit = lit_with_step(training_step)
+    with pytest.raises(IncompatibleError, match="gradients itself"):
+        fit(lit, only(micro_batch_size=2), accumulate_grad_batches=2)
+
+
+def plain_step(self, batch, batch_idx):
+    return self.model(batch)
+
+
+def test_is_undone_in_the_first_part():
+    def training_step(self, batch, batch_idx):
+        self.parts = getattr(self, "parts", 0) + 1
+        return (inner_backward if self.parts % 2 else plain_step)(self, batch, batch_idx)
+
+    expected = fit(lit_with_step(plain_step), only(micro_batch_size=2))
+    assert_same(fit(lit_with_step(training_step), only(micro_batch_size=2)), expected)
+
+
+def test_gradients_may_be_taken_without_backward():
+    def training_step(self, batch, batch_idx):
+        torch.autograd.grad(self.model(batch), list(self.parameters()))
+        return self.model(batch)
+
+    plain = fit(lit_with_step(plain_step), only(micro_batch_size=2))
+    assert_same(plain, fit(lit_with_step(training_step), only(micro_batch_size=2)))
+
+
+class Norms(Callback):
+    """Norms of the old gradients, where Lightning documents that they are still there."""
+
+    def __init__(self):
+        self.seen: list[Any] = []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
+        self.seen.append(sum(g.norm().item() for g in grads))
+
+
+def noting(lit, seen):
+    def training_step(self, batch, batch_idx):
+        seen.append("step")
+        return self.model(batch)
+
+    type(lit).training_step = training_step
+    return lit
+
+
+@pytest.mark.parametrize(
+    "settings", [{"early_release": True}, {"micro_batch_size": "auto"}, {"micro_batch_size": 4}]
+)
+def test_hooks_before_zeroing_see_old_gradients_after_the_step(settings):
+    found = []
+    for callbacks in ([], [only(**settings)]):
+        norms = Norms()
+        fit(noting(make_lit(model=Model()), norms.seen), *callbacks, norms)
+        found.append(norms.seen)
+    assert found[1] == found[0]
+    assert found[0][:3] == ["step", 0, "step"]
+    assert found[0][3] > 0
+
+
+def test_hooks_before_zeroing_run_between_first_forward_and_backward():
+    events: list[str] = []
+    lit = noting(make_lit(model=Model()), events)
+    type(lit).on_before_backward = lambda self, loss: events.append("backward")
+    type(lit).on_before_zero_grad = lambda self, optimizer: events.append("zero")
+    fit(lit, only(micro_batch_size=2), limit_train_batches=1, limit_val_batches=0)
+    assert events == ["step", "zero", "backward", "step", "backward"]
+
+
+def test_own_zeroing_is_kept():
+    lit = make_lit(model=Model())
+    # Gradients live on over two steps.
+    type(lit).optimizer_zero_grad = lambda self, epoch, batch_idx, optimizer: (
+        None if batch_idx % 2 else optimizer.zero_grad()
+    )
+    callback = only(early_release=True, micro_batch_size="auto")
+    assert_same(fit(lit, callback), fit(lit))
+
+
+def test_the_row_says_who_reads_old_gradients():
+    callback = only(early_release=True)
+    fit(make_lit(model=Model()), callback, Norms())
+    found = row(callback, "early_release")
+    assert found.details[0] == (
+        "gradients of the last step are kept in the forward pass, as "
+        "`Norms.on_before_zero_grad` may read them"
+    )
+    assert found.status == "off"  # the Trace of these tests looks at outputs
+
+
+def test_a_package_with_a_name_like_lightnings_is_foreign():
+    class Helper(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            assert outputs["loss"] is not None
+
+    hook: Any = Helper.on_train_batch_end
+    hook.__module__ = "pytorch_lightning_helpers.mixin"
+    callback = only(early_release=True)
+    fit(make_lit(model=Model()), callback, Helper())  # before the Trace of these tests
+    outputs = row(callback, "early_release").details[1]
+    assert outputs == "outputs are kept, as `Helper.on_train_batch_end` may look at them"
+
+
+def test_lbfgs_reports_the_loss_of_its_last_closure():
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters(), max_iter=4)
+
+    lit = make_lit(model=Model())
+    type(lit).configure_optimizers = configure_optimizers
+    plain = fit(lit, limit_train_batches=2)
+    assert_same(plain, fit(lit, only(micro_batch_size="auto"), limit_train_batches=2))
