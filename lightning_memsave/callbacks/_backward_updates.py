@@ -14,7 +14,7 @@ from lightning_memsave.callbacks._module_techniques import off_row
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.core.technique import Handle
 from lightning_memsave.errors import Problem
-from lightning_memsave.techniques._gradient_updates import IN_BACKWARD
+from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 from lightning_memsave.techniques.optimizer_in_backward import (
     OptimizerInBackward,
     describe_updates,

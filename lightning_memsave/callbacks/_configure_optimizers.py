@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import NoEffectWarning
-from lightning_memsave.techniques._optimizer_state import convert_state_dict
+from lightning_memsave.techniques._optimizers.state import convert_state_dict
 
 Undo = Callable[[], None]
 OptimizerHandle = Handle[Optimizer]

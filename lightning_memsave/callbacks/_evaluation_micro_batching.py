@@ -8,8 +8,8 @@ from lightning_memsave.callbacks._micro_batching import warn_of_retry
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.core.batches import merge_outputs
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques._micro_batch_runner import MicroBatchRunner
-from lightning_memsave.techniques._training_state import TrainingState
+from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
+from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques.micro_batching import MicroBatching
 
 

@@ -19,9 +19,9 @@ from lightning_memsave.errors import (
     MemsaveWarning,
     Problem,
 )
-from lightning_memsave.techniques._micro_batch_runner import MicroBatchRunner
-from lightning_memsave.techniques._optimizer_memory import allocate_state
-from lightning_memsave.techniques._training_state import TrainingState
+from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
+from lightning_memsave.techniques._micro_batches.training_state import TrainingState
+from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.techniques.micro_batching import MicroBatching, check_repeatable
 
 

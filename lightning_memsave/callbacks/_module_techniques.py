@@ -10,7 +10,7 @@ from lightning_memsave import host
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import NoEffectWarning, Problem
-from lightning_memsave.techniques._logit_numbers import compute_kept_logits
+from lightning_memsave.techniques._logits.numbers_after_all import compute_kept_logits
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 
 

@@ -14,7 +14,7 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.planning.parameter_table import ParameterTable
 from lightning_memsave.planning.prediction import MemoryPrediction
-from lightning_memsave.techniques._optimizer_memory import allocate_state
+from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.units import format_bytes
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]

@@ -26,13 +26,17 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques._block_parts import (
+from lightning_memsave.techniques._checkpointing.block_parts import (
     inplace_problems,
     is_chain,
     no_chain,
     parts_of,
 )
-from lightning_memsave.techniques._recompute import holds_cache_in_use, recompute, without_caches
+from lightning_memsave.techniques._checkpointing.recompute import (
+    holds_cache_in_use,
+    recompute,
+    without_caches,
+)
 
 _VALUES = (
     '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, or a share '

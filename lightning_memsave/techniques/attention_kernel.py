@@ -12,15 +12,18 @@ from torch import nn
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
-from lightning_memsave.techniques._attention_models import (
+from lightning_memsave.techniques._attention.chunked import CHUNKED
+from lightning_memsave.techniques._attention.left_padding import (
+    can_be_checked,
+    warn_of_labels_after_padding,
+)
+from lightning_memsave.techniques._attention.models import (
     ModelPart,
     find_parts,
     problems_of_flex,
     resolve,
     why_left_alone,
 )
-from lightning_memsave.techniques._chunked_attention import CHUNKED
-from lightning_memsave.techniques._left_padding import can_be_checked, warn_of_labels_after_padding
 
 _KERNELS = (
     "sdpa",

@@ -16,10 +16,10 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques import _tied_embedding
-from lightning_memsave.techniques._deferred_logits import defer
-from lightning_memsave.techniques._logit_heads import find_heads, read_head
-from lightning_memsave.techniques._logit_product import HeadSettings, Product
+from lightning_memsave.techniques._logits import tied_embedding
+from lightning_memsave.techniques._logits.deferred import defer
+from lightning_memsave.techniques._logits.heads import find_heads, read_head
+from lightning_memsave.techniques._logits.product import HeadSettings, Product
 
 _SETTINGS = "_memsave_head"
 
@@ -116,7 +116,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             chunk_size = None if self.chunk_size == "auto" else self.chunk_size
             undo.append(_set(block.module, HeadSettings(block.name, chunk_size)))
         tied = _tied_embeddings(target, heads)
-        undo += [patch_method(block.module, _tied_embedding.forward) for block in tied]
+        undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)
         summary = f"no logits of {names}" if heads else ""
         if tied:
@@ -173,14 +173,14 @@ def _tied_embeddings(model: nn.Module, heads: list[Block]) -> list[Block]:
     return [
         Block(name, module)
         for name, module in model.named_modules()
-        if any(_tied_embedding.can_share(module, w) for w in weights if w is not None)
+        if any(tied_embedding.can_share(module, w) for w in weights if w is not None)
         and not _is_replaced(module)
     ]
 
 
 def _is_replaced(module: nn.Module) -> bool:
     method = vars(module).get("forward")
-    own = (None, forward, _tied_embedding.forward, type(module).forward)
+    own = (None, forward, tied_embedding.forward, type(module).forward)
     return getattr(method, "__func__", method) not in own
 
 

@@ -24,7 +24,7 @@ from lightning_memsave.core.patching import (
 )
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import Problem
-from lightning_memsave.techniques._weight_casts import WeightCasts, caches_casts
+from lightning_memsave.techniques._weights.weight_casts import WeightCasts, caches_casts
 
 # What is known of each block; not on the block, as a copy begins anew.
 _CASTS: WeakKeyDictionary[nn.Module, WeightCasts] = WeakKeyDictionary()

@@ -11,11 +11,14 @@ from torch import nn
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques import _low_bit_settings as settings
-from lightning_memsave.techniques._bitsandbytes import build, import_bitsandbytes
-from lightning_memsave.techniques._named_groups import set_groups
-from lightning_memsave.techniques._optimizer_kinds import Kind, find_kind, is_low_bit
-from lightning_memsave.techniques._state_precision import (
+from lightning_memsave.techniques._optimizers import low_bit_settings as settings
+from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
+    build,
+    import_bitsandbytes,
+)
+from lightning_memsave.techniques._optimizers.kinds import Kind, find_kind, is_low_bit
+from lightning_memsave.techniques._optimizers.named_groups import set_groups
+from lightning_memsave.techniques._optimizers.state_precision import (
     count_tensors,
     low_bit_state_bytes,
     matches,

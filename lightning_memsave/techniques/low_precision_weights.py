@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
-from lightning_memsave.techniques._gradient_sums import sum_in_float32
-from lightning_memsave.techniques._half_layers import keep_in_bfloat16
-from lightning_memsave.techniques._low_bit_settings import problems_of_patterns
-from lightning_memsave.techniques._rounded_updates import RoundedStep, install
-from lightning_memsave.techniques._state_precision import mark_rounded, matches
-from lightning_memsave.techniques._weight_choice import describe_left, is_lazy, reasons_to_leave
+from lightning_memsave.techniques._optimizers.low_bit_settings import problems_of_patterns
+from lightning_memsave.techniques._optimizers.state_precision import mark_rounded, matches
+from lightning_memsave.techniques._weights.choice import describe_left, is_lazy, reasons_to_leave
+from lightning_memsave.techniques._weights.gradient_sums import sum_in_float32
+from lightning_memsave.techniques._weights.half_layers import keep_in_bfloat16
+from lightning_memsave.techniques._weights.rounded_updates import RoundedStep, install
 from lightning_memsave.units import format_bytes
 
 _ROUNDINGS = ("stochastic", "kahan", "nearest")

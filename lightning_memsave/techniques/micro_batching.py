@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_memsave.core.batches import split_samples
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
-from lightning_memsave.techniques._gradient_updates import IN_BACKWARD
-from lightning_memsave.techniques._loss_weights import NAMES, LossWeight
-from lightning_memsave.techniques._micro_batch_runner import MicroBatchRunner
-from lightning_memsave.techniques._training_state import TrainingState
+from lightning_memsave.techniques._micro_batches.loss_weights import NAMES, LossWeight
+from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
+from lightning_memsave.techniques._micro_batches.training_state import TrainingState
+from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 
 Step: TypeAlias = Callable[[Any], Tensor]
 """Of a batch: its loss, a mean over samples or tokens."""

@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques._gradient_updates import IN_BACKWARD, GradientUpdates
-from lightning_memsave.techniques._held_gradients import HeldGradients
-from lightning_memsave.techniques._scaled_gradients import tell_scaler
-from lightning_memsave.techniques._step_trial import find_coupling
+from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD, GradientUpdates
+from lightning_memsave.techniques._updates.held_gradients import HeldGradients
+from lightning_memsave.techniques._updates.scaled_gradients import tell_scaler
+from lightning_memsave.techniques._updates.step_trial import find_coupling
 from lightning_memsave.units import format_bytes
 
 

@@ -27,7 +27,7 @@ from lightning_memsave.errors import (
     MemsaveWarning,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques._optimizer_memory import allocate_state
+from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.techniques.micro_batching import MicroBatching
 from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, loader, make_lit, make_trainer
 from tests.cases import MODELS, WIDTH

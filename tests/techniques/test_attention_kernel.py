@@ -547,7 +547,7 @@ class TestPaddingOnTheLeft:
 
 class TestChunked:
     def test_is_sdpa_for_all_samples(self, monkeypatch):
-        monkeypatch.setattr("lightning_memsave.techniques._chunked_attention._SCORE_BYTES", 1)
+        monkeypatch.setattr("lightning_memsave.techniques._attention.chunked._SCORE_BYTES", 1)
         model = bert().train()
         ids = torch.randint(0, 50, (5, 12))
         mask = torch.ones_like(ids)
@@ -563,7 +563,7 @@ class TestChunked:
             assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
     def test_needs_less_where_torch_has_no_kernel_for_dropout(self, monkeypatch):
-        monkeypatch.setattr("lightning_memsave.techniques._chunked_attention._SCORE_BYTES", 1)
+        monkeypatch.setattr("lightning_memsave.techniques._attention.chunked._SCORE_BYTES", 1)
         config = BertConfig(**(BERT | {"attention_probs_dropout_prob": 0.1}))
         model = BertForMaskedLM(config).train()
         ids = torch.randint(0, 50, (8, 128))

@@ -13,8 +13,8 @@ from torch.nn import functional
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques._deferred_logits import DeferredLogits
-from lightning_memsave.techniques._logit_product import Product
+from lightning_memsave.techniques._logits.deferred import DeferredLogits
+from lightning_memsave.techniques._logits.product import Product
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from tests.helpers import snapshot

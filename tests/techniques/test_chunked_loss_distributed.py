@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memsave.techniques._logit_product import Product
+from lightning_memsave.techniques._logits.product import Product
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from tests.callbacks.ranks import Notes, Report, make_report, write_notes
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques._deferred_logits import DeferredLogits
-from lightning_memsave.techniques._logit_product import Product
+from lightning_memsave.techniques._logits.deferred import DeferredLogits
+from lightning_memsave.techniques._logits.product import Product
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 
 # What is said when logits are needed is tested in `test_logits_needed.py`.

@@ -162,7 +162,7 @@ def test_takes_parameters_of_every_type(make, dtype):
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS", "AdEMAMix", "Adagrad8bit", "RMSprop8bit"])
 def test_takes_optimizers_of_bitsandbytes(name):
-    from lightning_memsave.techniques._bitsandbytes import import_bitsandbytes
+    from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import import_bitsandbytes
 
     settings: Any = {"momentum": 0.9} if name == "LARS" else {}
     make = getattr(import_bitsandbytes("test").optim, name)
@@ -420,7 +420,7 @@ def test_torch_sees_a_weight_that_is_read_again_after_its_update():
 
 
 def test_overrides_of_bitsandbytes_are_kept():
-    from lightning_memsave.techniques._bitsandbytes import import_bitsandbytes
+    from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import import_bitsandbytes
 
     bnb = import_bitsandbytes("test")
     manager = bnb.optim.GlobalOptimManager.get_instance()

@@ -11,8 +11,8 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import nn
 
 from benchmarks.low_bit_step.__main__ import main
-from lightning_memsave.techniques._optimizer_kinds import KIND_BY_WORD
-from lightning_memsave.techniques._parameter_steps import plain_step
+from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD
+from lightning_memsave.techniques._updates.parameter_steps import plain_step
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 
 NUM_TENSORS = 6

@@ -17,8 +17,13 @@ from torch.optim import Optimizer
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques import _gradient_sums, _rounded_updates, _rounding, _tiled_steps
-from lightning_memsave.techniques._optimizer_memory import allocate_state
+from lightning_memsave.techniques._optimizers.memory import allocate_state
+from lightning_memsave.techniques._weights import (
+    gradient_sums,
+    rounded_updates,
+    tiled_steps,
+)
+from lightning_memsave.techniques._weights import rounding as rounding_functions
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
@@ -49,8 +54,8 @@ LOW_BIT = ("adamw_8bit", "adam_8bit", "lion_8bit", "sgd_8bit", "ademamix_8bit", 
 @pytest.fixture
 def small_tiles(monkeypatch):
     """Tiles of 1,024 numbers."""
-    monkeypatch.setattr(_tiled_steps, "MIN_TILE_NUMEL", 1024)
-    monkeypatch.setattr(_tiled_steps, "MAX_TILE_NUMEL", 1024)
+    monkeypatch.setattr(tiled_steps, "MIN_TILE_NUMEL", 1024)
+    monkeypatch.setattr(tiled_steps, "MAX_TILE_NUMEL", 1024)
 
 
 def weight(*shape: int, seed: int = 1) -> nn.Parameter:
@@ -91,7 +96,7 @@ def forward_and_backward(model: nn.Module, batch: Tensor) -> Tensor:
 def draws(value: float, count: int = 100_000) -> Tensor:
     result = torch.empty(count, dtype=BF16)
     generator = torch.Generator().manual_seed(5)
-    _rounding.round_stochastically(result, torch.full((count,), value), generator)
+    rounding_functions.round_stochastically(result, torch.full((count,), value), generator)
     return result.double()
 
 
@@ -111,10 +116,10 @@ class TestRounding:
         total = torch.ones(20_000, dtype=BF16)
         generator = torch.Generator().manual_seed(5)
         for _ in range(64):
-            _rounding.round_stochastically(total, total.float() + 2**-12, generator)
+            rounding_functions.round_stochastically(total, total.float() + 2**-12, generator)
         nearest = torch.ones(1, dtype=BF16)
         for _ in range(64):
-            _rounding.round_to_nearest(nearest, nearest.float() + 2**-12)
+            rounding_functions.round_to_nearest(nearest, nearest.float() + 2**-12)
         assert nearest.item() == 1.0
         assert total.double().mean().item() == pytest.approx(1 + 64 * 2**-12, rel=3e-4)
 
@@ -122,7 +127,9 @@ class TestRounding:
     def test_gives_a_neighbour(self, value):
         exact = torch.tensor([value])
         found = torch.empty(1, dtype=BF16)
-        _rounding.round_stochastically(found, exact.clone(), torch.Generator().manual_seed(0))
+        rounding_functions.round_stochastically(
+            found, exact.clone(), torch.Generator().manual_seed(0)
+        )
         bits = exact.view(torch.int32) & ~0xFFFF
         # The same number for what bfloat16 can hold; past the largest comes infinity.
         up = bits if torch.equal(bits, exact.view(torch.int32)) else bits + 0x10000
@@ -133,22 +140,22 @@ class TestRounding:
         values = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
         expected = values.clone()
         found = torch.empty(len(patterns), dtype=BF16)
-        _rounding.round_stochastically(found, values, torch.Generator())
+        rounding_functions.round_stochastically(found, values, torch.Generator())
         assert torch.equal(found.isnan(), expected.isnan())
         assert found[:2].tolist() == [math.inf, -math.inf]
 
     def test_the_rest_is_what_was_lost(self):
         values = torch.randn(1000)
         param, rest = torch.empty(2, 1000, dtype=BF16)
-        _rounding.round_with_rest(param, values.clone(), rest)
+        rounding_functions.round_with_rest(param, values.clone(), rest)
         assert torch.equal(param, values.to(BF16))
         lost = (param.double() + rest.double() - values.double()).abs()
         assert (lost <= values.abs() * 2**-16).all()
 
     def test_seeds_do_not_come_again_soon(self):
-        seeds = [_rounding.first_seed(index) for index in range(1000)]
+        seeds = [rounding_functions.first_seed(index) for index in range(1000)]
         for _ in range(20):
-            seeds += [_rounding.next_seed(seed) for seed in seeds[-1000:]]
+            seeds += [rounding_functions.next_seed(seed) for seed in seeds[-1000:]]
         assert len(set(seeds)) == len(seeds)
         assert all(0 <= seed < 2**32 for seed in seeds)
 
@@ -176,13 +183,13 @@ class TestUpdates:
     def test_in_tiles_are_those_of_the_whole(self, name, rounding, small_tiles, monkeypatch):
         results = []
         for limit in (1024, 2**30):
-            monkeypatch.setattr(_tiled_steps, "MIN_TILE_NUMEL", limit)
+            monkeypatch.setattr(tiled_steps, "MIN_TILE_NUMEL", limit)
             params = [weight(72, 67), weight(5, seed=2)]  # 4,824 numbers: not a multiple
             optimizer = make_optimizer(name, params)
             LowPrecisionWeights(rounding).round_updates(optimizer)
-            assert _tiled_steps.is_tiled(optimizer, params[0]) is False  # no gradient yet
+            assert tiled_steps.is_tiled(optimizer, params[0]) is False  # no gradient yet
             give_gradient(params[0], 0)
-            assert _tiled_steps.is_tiled(optimizer, params[0]) is (limit == 1024)
+            assert tiled_steps.is_tiled(optimizer, params[0]) is (limit == 1024)
             results.append((updated(optimizer, params), [optimizer.state[p] for p in params]))
         (tiled, tiled_states), (whole, whole_states) = results
         assert all(torch.equal(a, b) for a, b in zip(tiled, whole, strict=True))
@@ -469,7 +476,7 @@ class TestGradientSums:
     @pytest.fixture(params=["grad_dtype", "compensated"])
     def mechanism(self, request, monkeypatch):
         if request.param == "compensated":
-            monkeypatch.setattr(_gradient_sums, "_can_choose_dtype", lambda: False)
+            monkeypatch.setattr(gradient_sums, "_can_choose_dtype", lambda: False)
         return request.param
 
     def parts(self) -> Tensor:
@@ -912,7 +919,7 @@ class TestConvergence:
 
 
 def test_names_that_checkpoints_have_stay():
-    assert (_rounded_updates.COMPENSATION, _rounded_updates.SEED) == (
+    assert (rounded_updates.COMPENSATION, rounded_updates.SEED) == (
         "compensation",
         "rounding_seed",
     )

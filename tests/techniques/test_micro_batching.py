@@ -12,8 +12,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemoryExhaustedError
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques._loss_weights import resolve
-from lightning_memsave.techniques._training_state import TrainingState
+from lightning_memsave.techniques._micro_batches.loss_weights import resolve
+from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques.micro_batching import MicroBatching
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 

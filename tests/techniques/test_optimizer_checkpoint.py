@@ -5,8 +5,8 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques._optimizer_checkpoint import convert_optimizer_states
-from lightning_memsave.techniques._optimizer_state import convert_state_dict, flat_state
+from lightning_memsave.techniques._optimizers.checkpoint import convert_optimizer_states
+from lightning_memsave.techniques._optimizers.state import convert_state_dict, flat_state
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 
 MAKE = {

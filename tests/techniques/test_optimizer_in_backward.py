@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques._gradient_updates import IN_BACKWARD
+from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from tests.cases import MODELS, make_batch, make_model
 from tests.techniques.in_backward import (
@@ -32,7 +32,9 @@ def test_trains_bitwise_the_same(name):
 
 def bitsandbytes_optimizer(name: str, **settings: Any) -> MakeOptimizer:
     def make(params: Any) -> Optimizer:
-        from lightning_memsave.techniques._bitsandbytes import import_bitsandbytes
+        from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
+            import_bitsandbytes,
+        )
 
         made: Optimizer = getattr(import_bitsandbytes("test").optim, name)(params, **settings)
         return made

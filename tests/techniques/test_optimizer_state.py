@@ -6,7 +6,7 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques._optimizer_state import convert_state_dict
+from lightning_memsave.techniques._optimizers.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 

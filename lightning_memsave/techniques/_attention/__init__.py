@@ -1,0 +1,1 @@
+"""Attention kernels, and the models that have them."""

@@ -1,0 +1,1 @@
+"""How a block runs a second time and gives the same."""

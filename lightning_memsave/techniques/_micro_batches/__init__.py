@@ -1,0 +1,1 @@
+"""How parts of a batch add up to the whole."""

@@ -1,0 +1,1 @@
+"""What optimizers keep: their kinds, state, checkpoints and 8-bit forms."""

@@ -1,0 +1,281 @@
+"""bitsandbytes' optimizers with the number of bits chosen per parameter, imported on first use."""
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_memsave.errors import MissingDependencyError
+from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD, Kind
+from lightning_memsave.techniques._optimizers.low_bit_step import update_all
+
+if TYPE_CHECKING:
+    _Base = torch.optim.Optimizer
+else:
+    _Base = object
+
+_NOT_COPIED = {"mng", "page_mng", "step"}
+_MIN_PAGED_NUMEL = 100_000
+
+
+class _PerParameterBits(_Base):
+    """What every optimizer that we make adds to its bitsandbytes class.
+
+    The groups stay in the words of torch's class (``momentum``, not ``betas``, for SGD), so that
+    schedulers, loggers and the user's own code go on finding what they look for.
+    """
+
+    memsave_kind: str
+    memsave_class_name: str
+    min_8bit_size: int
+    couples_weight_decay: bool
+    bits_by_param: dict[torch.Tensor, int]
+    is_paged: bool
+    mng: object
+    page_mng: Any
+
+    def uses_8bit(self, param: torch.Tensor) -> bool:
+        """Return whether the state of this parameter has 8 bits."""
+        if param.numel() < self.min_8bit_size:
+            return False
+        # A parameter that came later, from `add_param_group`, is not in the table.
+        return self.bits_by_param.get(param, 8 if param.ndim > 1 else 32) == 8
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Return what the closure gives, after updating the parameters."""
+        self._opt_called = True
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Not `super().step`, which waits for the GPU after each parameter.
+        with torch.no_grad():
+            update_all(self)
+        return loss
+
+    # Learning rate schedulers look for this mark, and for `_opt_called`, to see that steps are
+    # counted. They would put a closure on the instance, which cannot be pickled.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def check_overrides(self) -> None:
+        """Ignore bitsandbytes' process-wide overrides: they are meant for other optimizers."""
+
+    def get_config(
+        self, group_index: int, param_index: int, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the settings of one parameter in the words of bitsandbytes."""
+        param = self.param_groups[group_index]["params"][param_index]
+        family = KIND_BY_WORD[self.memsave_kind].family
+        betas = {"momentum": ("momentum",), "rmsprop": ("alpha",)}.get(family)
+        slow = family == "ademamix"
+        return {
+            "betas": group["betas"] if betas is None else (group[betas[0]], 0.0),
+            "eps": group["eps"] if family not in {"lion", "momentum"} else 0.0,
+            "weight_decay": 0.0 if self._couples(group) else group["weight_decay"],
+            "lr": float(group["lr"]),
+            "alpha": group["alpha"] if slow else 0.0,
+            "t_alpha": group["t_alpha"] if slow else None,
+            "t_beta3": group["t_beta3"] if slow else None,
+            "optim_bits": 8 if self.uses_8bit(param) else 32,
+            "min_8bit_size": self.min_8bit_size,
+            "max_unorm": 0.0,
+            "skip_zeros": False,
+        }
+
+    def init_state(
+        self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
+    ) -> None:
+        """Make the state of one parameter."""
+        # The kernels go by the order in memory; the state is made with the parameter's strides.
+        p.data = p.data.contiguous()
+        super().init_state(group, p, group_index, param_index)  # type: ignore[misc]
+
+    def update_step(
+        self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
+    ) -> None:
+        """Update one parameter."""
+        if self._lacks_kernel(p):
+            self._update_in_float32(group, p, group_index, param_index)
+            return
+        if not self._couples(group) or group["weight_decay"] == 0:
+            super().update_step(group, p, group_index, param_index)  # type: ignore[misc]
+            return
+        # torch's Adam adds the decay to the gradient; bitsandbytes' Adam shrinks the parameter.
+        # One parameter at a time, so that there is never a second copy of all gradients.
+        grad = p.grad
+        assert grad is not None, "bitsandbytes only comes here with a gradient"
+        try:
+            p.grad = grad.add(p, alpha=group["weight_decay"])
+            super().update_step(group, p, group_index, param_index)  # type: ignore[misc]
+        finally:
+            p.grad = grad
+
+    def prefetch_state(self, p: torch.Tensor) -> None:
+        """Bring the state near, after paging again what a checkpoint load has put on the GPU."""
+        if self.is_paged and p.device.type != "cpu":
+            for key in ("state1", "state2"):
+                self._page(p, key)
+        super().prefetch_state(p)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(" (", " (8-bit)(", 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
+        return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "mng" not in vars(self):  # a copy, not the end of `load_state_dict`
+            from bitsandbytes.functional import GlobalPageManager  # noqa: PLC0415
+            from bitsandbytes.optim.optimizer import GlobalOptimManager  # noqa: PLC0415
+
+            self.mng = GlobalOptimManager.get_instance()
+            self.page_mng = GlobalPageManager.get_instance()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so pickle cannot find it by name.
+        args = (self.memsave_kind, self.memsave_class_name, type(self).__name__)
+        return _empty, args, self.__getstate__()
+
+    def _couples(self, group: Mapping[str, Any]) -> bool:
+        return self.couples_weight_decay and not group.get("decoupled_weight_decay", False)
+
+    def _lacks_kernel(self, p: torch.Tensor) -> bool:
+        # bitsandbytes' CUDA kernels for one 32-bit state take bfloat16 for Lion only.
+        return (
+            p.is_cuda
+            and p.dtype == torch.bfloat16
+            and KIND_BY_WORD[self.memsave_kind].family in {"momentum", "rmsprop"}
+            and not self.uses_8bit(p)
+        )
+
+    def _update_in_float32(
+        self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
+    ) -> None:
+        import bitsandbytes.functional as F  # noqa: N812, PLC0415
+
+        config, state = self.get_config(group_index, param_index, group), self.state[p]
+        state["step"] += 1
+        assert p.grad is not None, "bitsandbytes only comes here with a gradient"
+        p_float = p.data.contiguous().float()
+        F.optimizer_update_32bit(
+            KIND_BY_WORD[self.memsave_kind].family,
+            p.grad.contiguous().float(),
+            p_float,
+            state["state1"],
+            config["betas"][0],
+            config["eps"],
+            state["step"],
+            config["lr"],
+            weight_decay=config["weight_decay"],
+        )
+        p.data.copy_(p_float)
+
+    def _page(self, p: torch.Tensor, key: str) -> None:
+        import bitsandbytes.functional as F  # noqa: N812, PLC0415
+
+        tensor = self.state[p].get(key)
+        if tensor is None or p.numel() < _MIN_PAGED_NUMEL or getattr(tensor, "is_paged", False):
+            return
+        paged = F.get_paged(*tensor.shape, dtype=tensor.dtype, device=p.device)
+        paged.copy_(tensor)
+        self.page_mng.paged_tensors.append(paged)
+        self.state[p][key] = paged
+
+
+def import_bitsandbytes(setting: str) -> Any:
+    """Import bitsandbytes, which must not happen before a fit.
+
+    Args:
+        setting: What the user typed that needs it, for the message.
+
+    Returns:
+        The package.
+
+    Raises:
+        MissingDependencyError: If it is not installed or cannot be loaded.
+    """
+    # Without the package `kernels` it warns about a 4-bit CPU kernel, which no optimizer uses.
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes  # noqa: PLC0415
+    except (ImportError, OSError, RuntimeError) as error:
+        raise MissingDependencyError(
+            f"`{setting}` needs bitsandbytes, which cannot be imported ({error}). "
+            "Run `pip install 'bitsandbytes>=0.46'`, or set `optimizer=None`."
+        ) from error
+    finally:
+        logger.setLevel(level)
+    return bitsandbytes
+
+
+@functools.cache
+def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_PerParameterBits]:
+    """Make the class of an 8-bit optimizer.
+
+    Args:
+        kind_word: Its ``Kind``.
+        class_name: The class in bitsandbytes, paged or not.
+        shown_name: Name of the new class. A converted optimizer keeps the name of its class,
+            because ``LearningRateMonitor`` logs under it.
+
+    Returns:
+        The class. Its qualified name is local, so command lines do not offer it beside torch's.
+    """
+    base = getattr(import_bitsandbytes('optimizer="8bit"').optim, class_name)
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": f"low_bit_class.<locals>.{shown_name}",
+        "memsave_kind": kind_word,
+        "memsave_class_name": class_name,
+    }
+    return type(shown_name, (_PerParameterBits, base), namespace)
+
+
+def build(
+    kind: Kind,
+    optimizer: torch.optim.Optimizer,
+    *,
+    bits_by_param: Mapping[torch.Tensor, int],
+    min_8bit_size: int,
+    paged: bool,
+    shown_name: str,
+) -> torch.optim.Optimizer:
+    """Make the 8-bit optimizer that takes over another one's groups.
+
+    Args:
+        kind: What to make.
+        optimizer: Whose group dictionaries are shared from now on; it is not changed.
+        bits_by_param: 8 or 32 for each known parameter.
+        min_8bit_size: Smaller tensors have 32 bits.
+        paged: Whether to use the paged class.
+        shown_name: Name of the new class.
+
+    Returns:
+        The new optimizer.
+    """
+    class_name = kind.paged_class_name if paged and kind.paged_class_name else kind.class_name
+    cls: Any = low_bit_class(kind.word, class_name, shown_name)
+    momentum = {"momentum": 0.9} if kind.word == "sgd" else {}
+    # With a stand-in parameter: the constructor would write bitsandbytes' own keys into the groups.
+    new = cls([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, **momentum)
+    new.state.clear()
+    new.param_groups = list(optimizer.param_groups)
+    new.defaults = dict(optimizer.defaults)
+    new.min_8bit_size = min_8bit_size
+    new.couples_weight_decay = kind.word == "adam"
+    new.bits_by_param = dict(bits_by_param)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        getattr(new, hooks).update(getattr(optimizer, hooks))
+    result: torch.optim.Optimizer = new
+    return result
+
+
+def _empty(kind_word: str, class_name: str, shown_name: str) -> _PerParameterBits:
+    cls = low_bit_class(kind_word, class_name, shown_name)
+    return cls.__new__(cls)

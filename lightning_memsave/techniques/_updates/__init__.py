@@ -1,0 +1,1 @@
+"""Updates of single parameters while backward runs."""

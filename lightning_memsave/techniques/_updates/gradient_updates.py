@@ -1,0 +1,210 @@
+"""Updates of parameters while backward runs, and what has to wait for its end."""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques._updates.held_gradients import HeldGradients
+from lightning_memsave.techniques._updates.parameter_steps import owns, step_parameter
+
+IN_BACKWARD: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = weakref.WeakKeyDictionary()
+"""Every optimizer whose parameters are updated in backward."""
+
+
+_ADVICE = (
+    "from a second backward pass without `optimizer.step()` between them, from a block that is "
+    "used twice under checkpointing with `use_reentrant=True`, or from DistributedDataParallel",
+    "Run every backward pass but the last of a step inside `with handle.accumulating():`, "
+    "checkpoint with `use_reentrant=False`, and pass `process_group=` in place of "
+    "DistributedDataParallel.",
+)
+
+
+_LATER_HOOK = (
+    "a hook was registered on it with `register_post_accumulate_grad_hook` after the technique was "
+    "applied, and would find that its gradient is gone",
+    "Register the hook before - a LightningModule in `__init__` or `configure_model` - or leave "
+    "optimizer_in_backward out.",
+)
+
+
+class GradientUpdates:
+    """Updates the parameters of one optimizer, each as its gradient is complete.
+
+    Hooks on parameters are seen by no garbage collection, so nothing that they hold may hold the
+    optimizer or the parameters: they are referred to weakly.
+
+    Args:
+        optimizer: The optimizer.
+        clip: Clips the gradient of one parameter.
+        held: Where gradients wait until all are there; ``None`` updates at once.
+        process_group: Processes whose gradients are averaged.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        clip: Callable[[nn.Parameter], None],
+        held: HeldGradients | None = None,
+        process_group: Any = None,
+    ) -> None:
+        self.is_accumulating = False
+        self.held = held
+        self.advice = _ADVICE
+        """Where a second gradient in a step may come from, and what to do about it."""
+        self._optimizer = weakref.ref(optimizer)
+        self._clip = clip
+        self._process_group = process_group
+        self._hooks: Any = WeakTensorKeyDictionary()
+        self._taken: set[int] = set()
+        # Each GPU has a thread of its own in backward.
+        self._lock = threading.RLock()
+
+    @property
+    def has_taken(self) -> bool:
+        """Whether gradients were taken since the last step of the optimizer."""
+        return bool(self._taken)
+
+    def start(self) -> list[Callable[[], None]]:
+        """Register all hooks.
+
+        Returns:
+            Functions that remove them.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the caller holds it"
+        IN_BACKWARD[optimizer] = self
+        self._watch_parameters(optimizer)
+        hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        return [self._stop, *(hook.remove for hook in hooks)]
+
+    def forget(self) -> None:
+        """Start anew, as after a step."""
+        self._taken.clear()
+        if self.held is not None:
+            self.held.clear()
+
+    def _stop(self) -> None:
+        for hook in self._hooks.values():
+            hook.remove()
+        self._hooks.clear()
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            IN_BACKWARD.pop(optimizer, None)
+            for param in _parameters(optimizer):
+                if self.held is not None and param in self.held:
+                    self.held.give_back(param)
+        self.forget()
+
+    # A parameter that came later, or was frozen until now, is found after the step that updates it
+    # for the first time.
+    def _watch_parameters(self, optimizer: Optimizer) -> None:
+        for param in _parameters(optimizer):
+            if param.requires_grad and param.is_leaf and param not in self._hooks:
+                register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
+                self._hooks[param] = register(self._take)
+
+    def _take(self, param: nn.Parameter) -> None:
+        optimizer = self._optimizer()
+        if self.is_accumulating or optimizer is None or param.grad is None:
+            return
+        with self._lock, torch.no_grad():
+            if not owns(optimizer, param):
+                return
+            self._refuse_later_hooks(optimizer, param)
+            self._mark_as_taken(optimizer, param)
+            self._average(param)
+            if self.held is None:
+                self._update(optimizer, param)
+            else:
+                self.held.take(param)
+
+    # Hooks run in the order in which they were registered; those of this package expect nothing.
+    def _refuse_later_hooks(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        ours = self._hooks[param].id
+        hooks: Any = param._post_accumulate_grad_hooks
+        for key, hook in reversed(hooks.items()):
+            if key == ours:
+                return
+            if not str(getattr(hook, "__module__", "")).startswith("lightning_memsave."):
+                problem = Problem(_named(optimizer, param), *_LATER_HOOK)
+                raise IncompatibleError("optimizer_in_backward", [problem])
+
+    def _mark_as_taken(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        if id(param) in self._taken:
+            cause, fix = self.advice
+            why = f"it has a second gradient after its update in this step: {cause}"
+            raise IncompatibleError(
+                "optimizer_in_backward", [Problem(_named(optimizer, param), why, fix)]
+            )
+        self._taken.add(id(param))
+
+    def _average(self, param: nn.Parameter) -> None:
+        if self._process_group is not None and param.grad is not None:
+            param.grad.mul_(1 / dist.get_world_size(self._process_group))
+            dist.all_reduce(param.grad, group=self._process_group)
+
+    def _update(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        self._clip(param)
+        step_parameter(optimizer, param)
+        param.grad = None
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._finish(optimizer)
+            return None
+        # Backward may run inside, and only then are the gradients complete.
+        closure = functools.partial(self._run_closure, optimizer, closure)
+        if len(args) > 1:
+            return (args[0], closure, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure}
+
+    def _run_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        result = closure()
+        self._finish(optimizer)
+        return result
+
+    @torch.no_grad()
+    def _finish(self, optimizer: Optimizer) -> None:
+        """Update what waits, and what has a gradient that no backward has completed."""
+        waiting = []
+        for param in _parameters(optimizer):
+            if param.grad is not None:
+                self._mark_as_taken(optimizer, param)
+                self._average(param)
+                waiting.append(param)
+            elif self.held is not None and param in self.held:
+                waiting.append(param)
+        if self.held is not None:
+            self.held.find_norm(waiting)
+        for param in waiting:
+            if self.held is not None:
+                self.held.give_back(param)
+            self._update(optimizer, param)
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.forget()
+        self._watch_parameters(optimizer)
+
+
+def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _named(optimizer: Optimizer, param: nn.Parameter) -> str:
+    return f"a parameter of shape {tuple(param.shape)} of `{type(optimizer).__name__}`"

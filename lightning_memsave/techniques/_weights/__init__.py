@@ -1,0 +1,1 @@
+"""Weights of 16 bits: casts, rounding, steps by tiles."""
