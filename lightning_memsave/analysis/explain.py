@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_memsave.analysis._explain_inputs import make_trials
 from lightning_memsave.analysis._explain_sentences import sentences_of
 from lightning_memsave.analysis._explain_suspect import label_of
-from lightning_memsave.analysis.predict import MakeOptimizer
+from lightning_memsave.analysis.predict import TIME_LIMIT_S, MakeOptimizer
 from lightning_memsave.analysis.remedies import Remedy, cheapest_that_fits, remedies_of
 from lightning_memsave.analysis.suspects import Suspect, find_suspects
 from lightning_memsave.analysis.targets import Target
@@ -177,6 +177,7 @@ def explain_memory(
     loss: Callable[[Any, Any], Tensor] | None = None,
     attention: str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
+    time_limit_s: float | None = TIME_LIMIT_S,
     may_extrapolate: bool = True,
 ) -> MemoryExplanation:
     """Say where the memory of a model goes.
@@ -197,10 +198,11 @@ def explain_memory(
         cardinalities: For models of tables: how many categories each column has.
         sequence_axis: The axis of the batch along which a sequence runs; ``None`` finds token ids.
         suspects: Names of the suspects to ask; ``None`` for all of ``SUSPECTS``.
-        remedies: Whether to look for settings that lower the peak, which takes a dozen predictions.
+        remedies: Whether to look for settings that lower the peak, which takes a dozen predictions or more.
         loss: As for `predict_memory`.
         attention: As for `predict_memory`.
         trainer_arguments: As for `predict_memory`.
+        time_limit_s: Of each prediction, as for `predict_memory`.
         may_extrapolate: As for `predict_memory`.
 
     Returns:
@@ -211,7 +213,7 @@ def explain_memory(
 
     Note:
         What the module raises on the batch comes through. What it raises on a changed batch makes
-        that suspect unknown. Takes some 15 predictions, 6 without remedies.
+        that suspect unknown. Takes some 20 predictions, 6 without remedies.
 
     Example:
         >>> import torch
@@ -234,6 +236,7 @@ def explain_memory(
         loss=loss,
         attention=attention,
         trainer_arguments=trainer_arguments,
+        time_limit_s=time_limit_s,
         may_extrapolate=may_extrapolate,
     )
     sentences = sentences_of(trials, cardinalities)

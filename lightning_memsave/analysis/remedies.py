@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.analysis._explain_inputs import make_trials
 from lightning_memsave.analysis._explain_trials import Trials
-from lightning_memsave.analysis.predict import MakeOptimizer
+from lightning_memsave.analysis.predict import TIME_LIMIT_S, MakeOptimizer
 from lightning_memsave.analysis.targets import Target
 from lightning_memsave.callbacks._remedy_candidates import (
     Candidate,
@@ -74,6 +74,7 @@ def find_remedies(
     gpu: str | Gpu | None = None,
     attention: str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
+    time_limit_s: float | None = TIME_LIMIT_S,
     may_extrapolate: bool = True,
 ) -> list[Remedy]:
     """Find the settings that lower the predicted peak, the cheapest first.
@@ -92,6 +93,7 @@ def find_remedies(
         gpu: The card that it shall fit; each remedy then says whether it does.
         attention: As for `predict_memory`.
         trainer_arguments: As for `predict_memory`.
+        time_limit_s: Of each prediction, as for `predict_memory`.
         may_extrapolate: As for `predict_memory`.
 
     Returns:
@@ -121,6 +123,7 @@ def find_remedies(
         loss=loss,
         attention=attention,
         trainer_arguments=trainer_arguments,
+        time_limit_s=time_limit_s,
         may_extrapolate=may_extrapolate,
     )
     return remedies_of(trials)

@@ -157,6 +157,7 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
             remedies=not arguments.no_remedies,
             attention=subject.attention,
             trainer_arguments=subject.trainer_arguments_with(subject.settings),
+            time_limit_s=subject.time_limit_s,
         )
     prediction = explanation.prediction
     fits = [] if gpu is None or prediction is None else [GpuFit.of(gpu, prediction)]

@@ -326,8 +326,9 @@ class TestBadInput:
         assert "net.py, line " in said
         assert "Does this batch go with the model?" in said
 
-    def test_a_step_that_never_ends_is_3(self, capsys):
-        args = ("predict", "net:Endless", "--batch", BATCH, "--time-limit", "1")
+    @pytest.mark.parametrize("command", ["predict", "explain"])
+    def test_a_step_that_never_ends_is_3(self, capsys, command):
+        args = (command, "net:Endless", "--batch", BATCH, "--time-limit", "1")
         said = message_of(capsys, *args, status=3)
         assert "does not end: following the step takes more than 1 seconds" in said
         assert "net.py, line " in said
