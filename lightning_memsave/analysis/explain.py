@@ -198,7 +198,7 @@ def explain_memory(
         cardinalities: For models of tables: how many categories each column has.
         sequence_axis: The axis of the batch along which a sequence runs; ``None`` finds token ids.
         suspects: Names of the suspects to ask; ``None`` for all of ``SUSPECTS``.
-        remedies: Whether to look for settings that lower the peak, which takes a dozen predictions or more.
+        remedies: Whether to look for settings that lower the peak, which takes some 15 predictions.
         loss: As for `predict_memory`.
         attention: As for `predict_memory`.
         trainer_arguments: As for `predict_memory`.

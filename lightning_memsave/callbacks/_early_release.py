@@ -6,7 +6,6 @@ from lightning_memsave import host
 from lightning_memsave.callbacks._foreign_hooks import owner_of, who_zeroes
 from lightning_memsave.callbacks._module_techniques import off_row
 from lightning_memsave.callbacks._settings import Row, Setting, Status
-from lightning_memsave.errors import Problem
 
 
 class EarlyReleases(Setting):
@@ -25,18 +24,6 @@ class EarlyReleases(Setting):
     def __init__(self, is_on: bool, is_of_stack: bool) -> None:
         super().__init__()
         self.is_on, self.is_of_stack = is_on, is_of_stack
-
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find nothing: where it is not possible it is left out.
-
-        Args:
-            trainer: Not used.
-            pl_module: Not used.
-
-        Returns:
-            An empty list.
-        """
-        return []
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the training loop.

@@ -59,7 +59,6 @@ class Setting(ABC):
         self.rows: list[Row] = []
         self._undo: list[Callable[[], None]] = []
 
-    @abstractmethod
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find every conflict with this Trainer and module; changes nothing.
 
@@ -68,8 +67,9 @@ class Setting(ABC):
             pl_module: Its LightningModule.
 
         Returns:
-            All problems.
+            All problems; none of a setting that goes with everything.
         """
+        return []
 
     @abstractmethod
     def apply(self, trainer: Any, pl_module: Any) -> None:
@@ -185,18 +185,6 @@ class TensorFloat32(Setting):
     def __init__(self, is_allowed: bool | None) -> None:
         super().__init__()
         self.is_allowed = is_allowed
-
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find nothing: torch accepts the setting everywhere and uses it on CUDA.
-
-        Args:
-            trainer: Not used.
-            pl_module: Not used.
-
-        Returns:
-            An empty list.
-        """
-        return []
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Set it, if asked to.

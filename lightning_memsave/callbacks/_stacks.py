@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_memsave.callbacks._settings import Row, Setting
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.errors import ConfigurationError
 
 STACKS: Mapping[str, Mapping[str, Any]] = {
     # What everybody has; also what `MemSaveCallback()` does on a GPU.
@@ -138,18 +138,6 @@ class Stack(Setting):
             if given:
                 details.append(f"set beside it: {', '.join(given)}")
             self._rows = [Row(self.name, repr(arguments["stack"]), "on", tuple(details))]
-
-    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find nothing: each setting of the stack looks for itself.
-
-        Args:
-            trainer: Not used.
-            pl_module: Not used.
-
-        Returns:
-            An empty list.
-        """
-        return []
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Say what the stack stands for.

@@ -14,7 +14,6 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEf
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.fake_models import fake_tensors
 from lightning_memsave.techniques._logits.deferred import DeferredLogits
-from lightning_memsave.techniques._logits.product import Product
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from tests.helpers import snapshot
@@ -145,19 +144,6 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 def model(request: pytest.FixtureRequest) -> nn.Module:
     made: nn.Module = MODELS[request.param]().train()
     return made
-
-
-@pytest.fixture
-def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often logits were computed."""
-    count, compute = [0], Product.compute
-
-    def counting(product: Product, *args: Any) -> Tensor:
-        count[0] += 1
-        return compute(product, *args)
-
-    monkeypatch.setattr(Product, "compute", counting)
-    return count
 
 
 class TestTraining:

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques._logits.deferred import DeferredLogits
-from lightning_memsave.techniques._logits.product import Product
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 
 # What is said when logits are needed is tested in `test_logits_needed.py`.
@@ -34,19 +33,6 @@ class Model(nn.Module):
 
     def forward(self, tokens: Tensor = TOKENS) -> Tensor:
         return self.head(self.embedding(tokens))
-
-
-@pytest.fixture
-def num_computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How often logits were computed."""
-    count, compute = [0], Product.compute
-
-    def counting(product: Product, *args: Any) -> Tensor:
-        count[0] += 1
-        return compute(product, *args)
-
-    monkeypatch.setattr(Product, "compute", counting)
-    return count
 
 
 @pytest.fixture
