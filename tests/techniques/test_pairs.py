@@ -31,6 +31,9 @@ from tests.helpers import (
     train,
 )
 
+# With every linear layer as a head, most logits are needed.
+pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
+
 # In the order of the registry, as in a fit.
 FIRST = {cls.name: CASES[cls.name].variants[0] for cls in TECHNIQUES}
 PAIRS = list(combinations(FIRST.values(), 2))
