@@ -111,7 +111,7 @@ def find_remedies(
         >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
         >>> remedies = find_remedies(model, torch.ones(8, 256), device="cpu")
         >>> remedies[0].name, remedies[0].exactness
-        ('8-bit optimizer', 'approximate')
+        ('optimizer in backward', 'bitwise')
     """
     trials = make_trials(
         model,

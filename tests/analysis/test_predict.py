@@ -20,13 +20,21 @@ from tests.analysis.counting import count, count_by_category, predict, settings_
 from tests.measure.profiler_peak import profiler_peak_bytes
 
 
+OFTEN = ("nothing", "checkpointing", "8bit", "micro_batches", "bf16_true", "all", "single_gpu")
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the models' libraries; what is said is tested elsewhere
+@pytest.mark.parametrize(
+    "chosen",
+    [OFTEN, pytest.param(tuple(SETTINGS.keys() - {*OFTEN}), marks=pytest.mark.exhaustive)],
+    ids=["often", "others"],
+)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_predicts_to_the_byte(name: str) -> None:
+def test_predicts_to_the_byte(name: str, chosen: tuple[str, ...]) -> None:
     architecture = ARCHITECTURES[name]
     missed = {}
-    for setting in SETTINGS:
+    for setting in chosen:
         settings = settings_for(architecture, setting)
         if settings is not None:
             counted = count_by_category(architecture, settings)

@@ -67,11 +67,34 @@ def name_of(techniques: Sequence[Technique[Any]]) -> str:
     return "+".join(technique.name for technique in techniques)
 
 
-COMBINATIONS = [
-    pytest.param(techniques, model, id=f"{name}-{model}")
-    for name, techniques in [*((name_of(pair), pair) for pair in PAIRS), *STACKS.items()]
-    for model in models_of(techniques)
-]
+# Thirty steps of what is approximate take seconds: on the other models in `make test-all`.
+OFTEN = ("dropout", "tied", "classifier", "eager_bert")
+
+
+def is_approximate(techniques: Sequence[Technique[Any]]) -> bool:
+    # Micro-batches are compared with a loop over the same parts.
+    declared = {t.exactness for t in techniques if not isinstance(t, MicroBatching)}
+    return Exactness.APPROXIMATE in declared
+
+
+def combinations_of(*, is_long: bool) -> list[Any]:
+    """All that go together, with the models for them."""
+    named = [*((name_of(pair), pair) for pair in PAIRS), *STACKS.items()]
+    return [
+        pytest.param(
+            techniques,
+            model,
+            id=f"{name}-{model}",
+            marks=pytest.mark.exhaustive
+            if is_long and is_approximate(techniques) and model not in OFTEN
+            else (),
+        )
+        for name, techniques in named
+        for model in models_of(techniques)
+    ]
+
+
+COMBINATIONS = combinations_of(is_long=False)
 
 
 def reference(
@@ -83,17 +106,15 @@ def reference(
     return train(model, batch, steps=steps, run_step_of=by_hand)
 
 
-@pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
+@pytest.mark.parametrize(("techniques", "name"), combinations_of(is_long=True))
 def test_train_as_exactly_as_they_declare(techniques, name):
     model = make_model(name)
-    # Micro-batches are compared with a loop over the same parts.
-    declared = {t.exactness for t in techniques if not isinstance(t, MicroBatching)}
-    if Exactness.APPROXIMATE in declared:
+    if is_approximate(techniques):
         plain = reference(model, techniques, make_batch, steps=30)
         saving = train(model, make_batch, techniques, steps=30)
         assert saving.losses[-1] <= plain.losses[-1] * 1.05
         return
-    if Exactness.ROUNDING in declared:
+    if any(t.exactness is Exactness.ROUNDING for t in techniques if type(t) is not MicroBatching):
         model = model.double()
         truth = reference(model, techniques, lambda step: make_batch(step).double())
         saving = train(model, lambda step: make_batch(step).double(), techniques)
