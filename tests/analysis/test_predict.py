@@ -19,7 +19,6 @@ from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, 
 from tests.analysis.counting import count, count_by_category, predict, settings_for
 from tests.measure.profiler_peak import profiler_peak_bytes
 
-
 OFTEN = ("nothing", "checkpointing", "8bit", "micro_batches", "bf16_true", "all", "single_gpu")
 
 
