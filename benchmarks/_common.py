@@ -26,7 +26,7 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         Command, date, device, versions and commit.
     """
     return {
-        "command": " ".join(command or ["python", "-m", _module_name(), *sys.argv[1:]]),
+        "command": " ".join(command or ["python", "-m", _module_name(), *_typed_options()]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "device": device_name(),
         "num_threads": torch.get_num_threads(),
@@ -35,6 +35,15 @@ def provenance(command: Sequence[str] | None = None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "commit": _commit(),
     }
+
+
+# Without the folder of the result files, which may have been moved.
+def _typed_options() -> list[str]:
+    typed = sys.argv[1:]
+    if "--results" not in typed:
+        return typed
+    place = typed.index("--results")
+    return typed[:place] + typed[place + 2 :]
 
 
 def device_name() -> str:
