@@ -87,8 +87,8 @@ def advice_for(pl_module: Any) -> tuple[str, str]:
             f"Call `optimizer.step(closure=optimizer_closure)` there for every batch, or {_OFF}.",
         )
     return (
-        f"from a second backward pass in `{owner}.training_step` or `{owner}.backward`, or from a "
-        "block that is used twice under checkpointing with `use_reentrant=True`",
+        f"from a second backward pass in `{owner}.backward`, or from a block that is used twice "
+        "under checkpointing with `use_reentrant=True`",
         f"Leave the backward pass to Lightning, checkpoint with `use_reentrant=False`, or {_OFF}.",
     )
 

@@ -366,16 +366,15 @@ class TestOptimizerInBackward:
         assert "or set `optimizer_in_backward=None`" in str(caught.value)
         assert "handle" not in str(caught.value)
 
-    def test_two_backward_passes_in_a_step_are_explained_for_a_trainer(self):
+    def test_two_backward_passes_of_a_loss_are_explained_for_a_trainer(self):
         lit = make_lit()
 
-        def training_step(self: Any, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-            self.model(batch).backward()
-            loss: torch.Tensor = self.model(batch)
-            return loss
+        def backward(self: Any, loss: torch.Tensor) -> None:
+            loss.backward(retain_graph=True)
+            loss.backward()
 
-        type(lit).training_step = training_step
-        with pytest.raises(IncompatibleError, match=r"in `Lit\.training_step` or `Lit\.backward`"):
+        type(lit).backward = backward
+        with pytest.raises(IncompatibleError, match=r"a second backward pass in `Lit\.backward`"):
             fit(lit, only(optimizer_in_backward=True))
 
     def test_optimizer_that_couples_parameters_is_refused_before_a_step(self):
