@@ -366,12 +366,12 @@ class TestOptimizerInBackward:
         assert "or set `optimizer_in_backward=None`" in str(caught.value)
         assert "handle" not in str(caught.value)
 
-    def test_two_backward_passes_of_a_loss_are_explained_for_a_trainer(self):
+    def test_two_backward_passes_of_a_batch_are_explained_for_a_trainer(self):
         lit = make_lit()
 
         def backward(self: Any, loss: torch.Tensor) -> None:
-            loss.backward(retain_graph=True)
             loss.backward()
+            self.model(torch.ones(4, 64)).backward()
 
         type(lit).backward = backward
         with pytest.raises(IncompatibleError, match=r"a second backward pass in `Lit\.backward`"):
