@@ -22,6 +22,7 @@ from lightning_memsave.techniques._attention.models import (
     find_parts,
     problems_of_flex,
     resolve,
+    scores_left_out,
     why_left_alone,
 )
 
@@ -83,8 +84,8 @@ class AttentionKernel(Technique[nn.Module]):
         >>> sizes = dict(hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=8)
         >>> model = BertModel(BertConfig(attn_implementation="eager", **sizes))
         >>> with AttentionKernel().apply(model) as handle:
-        ...     handle.summary, model.config._attn_implementation
-        ('`BertModel`: eager -> sdpa', 'sdpa')
+        ...     handle.changes, model.config._attn_implementation
+        (('`BertModel`: eager -> sdpa',), 'sdpa')
         >>> model.config._attn_implementation
         'eager'
 
@@ -142,18 +143,20 @@ class AttentionKernel(Technique[nn.Module]):
         if not judged:
             why_not = f"there is no model of Hugging Face in `{type(target).__name__}`"
             return Handle(target, (), [why_not])
-        changes = []
+        changes, saved = [], []
         before: dict[int, list[tuple[Any, str | None]]] = {}  # for each outermost model
         undo: list[Callable[[], None]] = []
         for part in [part for part, why_not in judged if why_not is None]:
             kernel = resolve(part, self.kernel)
             changes.append(f"{part}: {part.kernel} -> {kernel}")
+            saved.append(scores_left_out(part, kernel, self.device))
             moved = before.setdefault(id(part.root), [])
             moved.append((part.config, part.kernel))
             undo.append(_set(part, kernel))
             undo += [_watch(m, moved) for m in (part.root, *part.models) if _BEFORE not in vars(m)]
         skipped = [f"{part}: {why_not}" for part, why_not in judged if why_not is not None]
-        return Handle(target, changes, skipped, undo)
+        said = (f"{c} ({s})" if s else c for c, s in zip(changes, saved, strict=True))
+        return Handle(target, changes, skipped, undo, "; ".join(said))
 
     # With what speaks against the kernel.
     def _judged(self, target: nn.Module) -> list[tuple[ModelPart, str | None]]:

@@ -234,6 +234,31 @@ def test_copies_are_on_their_own():
     assert loaded.config._attn_implementation == "sdpa"
 
 
+class TestSaid:
+    def test_no_less_than_it_says_is_saved(self):
+        model, ids = bert(), torch.zeros(1, 300, dtype=torch.long)
+
+        def step_bytes() -> int:
+            with PeakMemory(model) as peak:
+                model(ids).logits.sum().backward()
+            model.zero_grad()
+            return peak.allocated_bytes
+
+        before = step_bytes()
+        with AttentionKernel().apply(model) as handle:
+            said = "no scores: at least 2.75 MiB less for a sample of 300 tokens in float32"
+            assert said in handle.summary
+            assert before - step_bytes() >= 4 * 2 * 4 * 300**2
+
+    @pytest.mark.parametrize(
+        ("kernel", "said"), [("sdpa", "scores are kept"), ("chunked_sdpa", "no scores")]
+    )
+    def test_dropout_on_a_cpu(self, kernel, said):
+        rates = {"attention_probs_dropout_prob": 0.1}
+        model = BertForMaskedLM(BertConfig(**EAGER, **(BERT | rates)))
+        assert said in AttentionKernel(kernel).apply(model).summary
+
+
 def test_works_on_models_inside_of_others():
     module = nn.ModuleDict({"first": bert(), "second": nn.Sequential(nn.Linear(2, 2), gpt2())})
     handle = AttentionKernel().apply(module)

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_memsave.errors import Problem
 from lightning_memsave.techniques._attention.chunked import CHUNKED, register
+from lightning_memsave.units import format_bytes
 
 
 @dataclass
@@ -177,6 +178,30 @@ def problems_of_flex(part: ModelPart, device: torch.device | None) -> list[Probl
             )
         )
     return problems
+
+
+def scores_left_out(part: ModelPart, kernel: str, device: torch.device | None) -> str:
+    """Say how much memory the scores take that eager attention keeps and a kernel does not.
+
+    Args:
+        part: Before it is changed.
+        kernel: The new kernel.
+        device: Where it will be trained; ``None`` for where its parameters are.
+
+    Returns:
+        As a clause; empty if the attention is not eager, or the configuration does not say it.
+    """
+    if part.kernel != "eager":
+        return ""
+    if kernel == "sdpa" and _attention_dropouts(part) and _is_on_cpu(part.root, device):
+        return 'scores are kept, as by all of sdpa with dropout on a CPU; not by "chunked_sdpa"'
+    names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    sizes: list[Any] = [getattr(part.config, name, None) for name in names]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return ""
+    num_layers, num_heads, length = sizes
+    saved = format_bytes(4 * num_layers * num_heads * length**2)
+    return f"no scores: at least {saved} less for a sample of {length:,} tokens in float32"
 
 
 # Encoders and decoders of the T5 family have one rate for all of their dropout.
