@@ -14,7 +14,7 @@ from lightning_memsave.techniques._logits.operands import Operands
 from lightning_memsave.techniques._logits.witness import Witness
 
 LIVE: "weakref.WeakSet[Product]" = weakref.WeakSet()
-"""All products that have not been computed, or are still held."""
+"""All products that a tensor or a graph still holds."""
 
 
 class Product:

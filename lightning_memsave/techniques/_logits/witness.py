@@ -43,7 +43,7 @@ def _version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-# In all columns: an odd step divides no usual width.
+# An odd step, so that with an even width not all of them are of one column.
 @torch.no_grad()
 def _some_numbers(tensor: Tensor) -> Tensor:
     step = tensor.numel() // _NUM_NUMBERS | 1
