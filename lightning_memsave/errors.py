@@ -48,6 +48,9 @@ class MemsaveError(Exception):
 class ConfigurationError(MemsaveError, ValueError):
     """An argument is wrong on its own; raised by constructors."""
 
+    problems: Sequence[Problem | str] = ()
+    """Each of them, where there may be several."""
+
     @classmethod
     def from_problems(cls, owner: str, problems: Sequence[Problem | str]) -> Self:
         """Make one error that lists every problem.
@@ -59,7 +62,9 @@ class ConfigurationError(MemsaveError, ValueError):
         Returns:
             The error, to be raised by the caller.
         """
-        return cls(_listed(f"{owner} cannot be created", problems))
+        error = cls(_listed(f"{owner} cannot be created", problems))
+        error.problems = tuple(problems)
+        return error
 
 
 class IncompatibleError(MemsaveError, RuntimeError):
