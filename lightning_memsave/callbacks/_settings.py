@@ -185,17 +185,27 @@ class Settings:
             self.undo()
         return problems
 
-    def start(self, trainer: Any, pl_module: Any) -> None:
+    def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Make what could not be done before, in ``on_fit_start``.
 
         Args:
             trainer: The Trainer.
             pl_module: Its LightningModule.
+
+        Returns:
+            Every conflict; everything is restored if there is one.
         """
+        problems: list[Problem] = []
         with self.undone_on_error():
             for setting in self._settings:
-                if not setting.has_yielded:
-                    setting.start(trainer, pl_module)
+                try:
+                    if not setting.has_yielded:
+                        setting.start(trainer, pl_module)
+                except IncompatibleError as error:
+                    problems += error.problems
+        if problems:
+            self.undo()
+        return problems
 
     def undo(self) -> None:
         """Restore everything; a second call does nothing."""
@@ -250,9 +260,10 @@ class TensorFloat32(Setting):
 def _set_tf32(is_allowed: bool) -> Callable[[], None]:
     """Set it, and return what restores it."""
     try:
-        matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+        matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     except RuntimeError:  # a project that uses `fp32_precision` must not read or set the old names
-        backends = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+        cudnn: Any = torch.backends.cudnn
+        backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
         before = [backend.fp32_precision for backend in backends]
         _set_all(backends, ["tf32" if is_allowed else "ieee"] * len(backends))
         return functools.partial(_set_all, backends, before)
@@ -261,7 +272,7 @@ def _set_tf32(is_allowed: bool) -> Callable[[], None]:
 
     def restore() -> None:
         torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = cudnn
+        torch.backends.cudnn.allow_tf32 = convolution
 
     return restore
 

@@ -72,6 +72,8 @@ _HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
 def test_agrees_with_the_allocator(name: str) -> None:
     missed = {}
     for technique, settings in _IN_A_LOOP.items():
+        if technique == "checkpointing" and settings_for(ARCHITECTURES[name], technique) is None:
+            continue  # it has no blocks
         if (name, technique) == ("diffusion", "bf16_true"):
             continue  # the batch of a plain loop stays in 32 bits
         error = (

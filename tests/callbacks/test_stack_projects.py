@@ -115,7 +115,7 @@ def half() -> Any:
 
 def bert() -> Any:
     lit = make_lit(model="eager_bert")
-    lit.model.bert.gradient_checkpointing_enable()
+    lit.model.bert.activation_checkpointing_enable()
     return lit
 
 
