@@ -211,7 +211,9 @@ class TestText:
         assert main([*arguments]) == 2
         said = capsys.readouterr().err
         assert "`activation_checkpointing='selective'`: no repeated block" in said
-        assert "`optimizer='8bit'`: `Adam` stays 32-bit" in said
+        arguments = ("predict", *small, "--batch", "float32[8,4],int64[8]<4", *options[:2])
+        assert main([*arguments]) == 2
+        assert "`optimizer='8bit'`: `Adam` stays 32-bit" in capsys.readouterr().err
 
     def test_accumulation_of_the_file_is_named(self, capsys, project):
         (project / "accumulating.yaml").write_text(
