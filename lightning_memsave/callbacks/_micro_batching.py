@@ -1,7 +1,7 @@
 """Training batches in parts, in a Trainer."""
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,10 +19,21 @@ from lightning_memsave.errors import (
     MemsaveWarning,
     Problem,
 )
-from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
+from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner, PassPart
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.techniques.micro_batching import MicroBatching, check_repeatable
+
+# The first step has no optimizer state before it, the second has all there is.
+_PROBED_STEPS = 2
+
+_NOT_KEPT = (
+    "Out of memory in the backward pass of a batch in the middle of an accumulation window, where "
+    "batches of this size had fitted before: gradients of the earlier batches have no copy by "
+    "then, so the batch cannot be repeated.\n"
+    "Pass a size such as `micro_batch_size=4`, and resume from the last checkpoint."
+)
 
 
 class MicroBatches(Setting):
@@ -46,6 +57,7 @@ class MicroBatches(Setting):
         self.size: int | None = None
         """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
         self.runner: MicroBatchRunner | None = None
+        self._probe = _Probe()
 
     @property
     def is_auto(self) -> bool:
@@ -107,6 +119,7 @@ class MicroBatches(Setting):
         """
         if self.technique is None or not self._undo:
             return
+        self._probe = _Probe()
         self.runner = self._make_runner(trainer, pl_module)
         problems = [] if self.takes_half else self.technique.check_module(pl_module)
         if problems and not self.is_auto:
@@ -117,7 +130,7 @@ class MicroBatches(Setting):
 
     def _make_runner(self, trainer: Any, pl_module: Any) -> MicroBatchRunner:
         assert self.technique is not None, "there is something to run"
-        runner = self.technique.make_runner(functools.partial(host.smallest, trainer), pl_module)
+        runner = self.technique.make_runner(functools.partial(self._agree, trainer), pl_module)
         runner.size = self.size if self.is_auto else runner.size
         return runner
 
@@ -134,34 +147,38 @@ class MicroBatches(Setting):
         if self.runner is None:
             self.runner = self._make_runner(trainer, pl_module)
         runner, weighted_by = self.runner, self.runner.weighted_by
-        is_safe = self.is_auto and trainer.world_size > 1
-        # A process that runs out of memory must not leave the others waiting in their passes.
-        context = host.alone if is_safe else host.without_sync
-        if is_safe:
+        is_apart = self._is_apart(trainer)
+        if is_apart:
             host.share_buffers(trainer)
-        meets = "" if self.is_auto else host.meets_in_forward(trainer, pl_module)
-        if meets:
+        if not self.is_auto and (meets := host.meets_in_forward(trainer, pl_module)):
             self._check_counts(trainer, batch, meets)
-
-        def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
-            if is_safe or not is_last:
-                with context(trainer):
-                    parts(part, weight, num_samples, is_last)
-            else:
-                parts(part, weight, num_samples)
+        gradients: Literal["drop", "keep", "leave"] = "drop"
+        if not is_fresh:
+            gradients = "keep" if self._probe.is_open(batch, is_fresh) else "leave"
+        marks = host.GradientMarks(pl_module.parameters() if gradients == "leave" else ())
 
         def forget() -> None:
             check_repeatable()
+            if trainer.world_size > 1 and not is_apart:
+                raise self._exhausted_after_probe(trainer, batch)
+            if marks.have_changed():
+                raise MemoryExhaustedError(_NOT_KEPT)
             parts.forget()
 
         runner.run(
             batch,
-            pass_part,
-            take_down=lambda: TrainingState(pl_module, gradients="drop" if is_fresh else "keep"),
+            _part_passer(trainer, parts, is_apart=is_apart),
+            take_down=lambda: TrainingState(pl_module, gradients=gradients),
             forget=forget,
         )
-        if is_safe and host.will_step(trainer):
+        if is_apart and host.will_step(trainer):
             host.average_gradients(trainer, pl_module)
+        self._probe.passed(batch, is_fresh, host.will_step(trainer))
+        self._tell(trainer, pl_module, weighted_by)
+
+    def _tell(self, trainer: Any, pl_module: Any, weighted_by: Any) -> None:
+        assert self.runner is not None, "a batch has passed"
+        runner = self.runner
         if runner.weighted_by != weighted_by and self._is_guess(runner):
             inform(
                 trainer,
@@ -173,6 +190,32 @@ class MicroBatches(Setting):
             warn_of_retry(trainer, runner)
             _warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer)
+
+    # Other processes repeat a batch together with this one, which DDP cannot do: they go without
+    # it until two optimizer steps have shown that memory is enough.
+    def _is_apart(self, trainer: Any) -> bool:
+        if not self.is_auto or trainer.world_size == 1:
+            return False
+        is_split = self.size is not None
+        return self._probe.num_steps < _PROBED_STEPS or (
+            is_split and host.has_static_graph(trainer)  # which cannot skip sharing in some parts
+        )
+
+    def _agree(self, trainer: Any, size: int) -> int:
+        return host.smallest(trainer, size) if self._is_apart(trainer) else size
+
+    def _exhausted_after_probe(self, trainer: Any, batch: Any) -> MemoryExhaustedError:
+        assert self.runner is not None, "batches pass with a runner"
+        before = self.runner.size_of(batch)
+        size = max(before // 2, 1)
+        return MemoryExhaustedError(
+            f"Out of memory with {before} samples at once on rank {trainer.global_rank}, after "
+            f"{self._probe.num_steps} optimizer steps. Processes repeat a batch together in the "
+            f"first {_PROBED_STEPS} steps only: from then on they train under DDP itself, which "
+            "cannot repeat one. Batches that grow during training are the usual reason.\n"
+            f"Pass `micro_batch_size={size}` and go on from the last checkpoint with "
+            "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
+        )
 
     def _is_guess(self, runner: MicroBatchRunner) -> bool:
         assert self.technique is not None, "there is something to run"
@@ -203,11 +246,52 @@ class MicroBatches(Setting):
                 else f"in parts of {self.size} samples, as memory ran out with more"
             ]
         if self.is_auto and trainer.world_size > 1:
-            details.append("gradients are shared once per step, after backward")
+            details.append("gradients are shared after backward in the first two steps")
         # More than two processes can sum in an order that is not DDP's.
         is_bitwise = self.is_auto and self.size is None and trainer.world_size <= 2
         exactness = "bitwise" if is_bitwise else "rounding"
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+
+
+def _part_passer(trainer: Any, parts: host.BatchParts, *, is_apart: bool) -> PassPart:
+    # A process that runs out of memory must not leave the others waiting in their passes.
+    context = host.alone if is_apart else host.without_sync
+
+    def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
+        if is_apart or not is_last:
+            with context(trainer):
+                parts(part, weight, num_samples, is_last)
+        else:
+            parts(part, weight, num_samples)
+
+    return pass_part
+
+
+class _Probe:
+    """Remembers which batches have been proven to fit, so that they need no safety net."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._largest = {True: (0, 0), False: (0, 0)}  # of those without and with gradients
+
+    def is_open(self, batch: Any, is_fresh: bool) -> bool:
+        numel, length = _extent(batch)
+        most = self._largest[is_fresh]
+        return self.num_steps < _PROBED_STEPS or numel > most[0] or length > most[1]
+
+    def passed(self, batch: Any, is_fresh: bool, has_stepped: bool) -> None:
+        numel, length = _extent(batch)
+        most = self._largest[is_fresh]
+        self._largest[is_fresh] = (max(most[0], numel), max(most[1], length))
+        self.num_steps += has_stepped
+
+
+# Attention grows with the square of the longest side: numbers alone do not say what is larger.
+def _extent(batch: Any) -> tuple[int, int]:
+    tensors = list(tensors_in_batch(batch))
+    return sum(t.numel() for t in tensors), max(
+        (max(t.shape, default=1) for t in tensors), default=0
+    )
 
 
 def warn_of_retry(trainer: Any, runner: MicroBatchRunner) -> None:

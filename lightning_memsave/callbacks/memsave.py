@@ -13,7 +13,7 @@ from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._monitored import MonitoredCallback
 from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
-from lightning_memsave.callbacks._settings import Row
+from lightning_memsave.callbacks._settings import Row, warn
 from lightning_memsave.callbacks._stacks import with_stack
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
@@ -139,6 +139,7 @@ class MemSaveCallback(MonitoredCallback):
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
+        self._has_warned_of_window = False
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
         # ours, which is not driven then.
         self._reported: GPUMemoryMonitor | None = None
@@ -255,6 +256,7 @@ class MemSaveCallback(MonitoredCallback):
     # whose callbacks are not all there.
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save the micro-batch size that memory was enough for, for a resumed run."""
+        self._warn_of_open_window(trainer)
         if self._micro_batches.size is not None:
             checkpoint[_CHECKPOINT_KEY] = {"micro_batch_size": self._micro_batches.size}
 
@@ -262,6 +264,21 @@ class MemSaveCallback(MonitoredCallback):
         """Go on with the micro-batch size of the run that wrote the checkpoint."""
         saved = checkpoint.get(_CHECKPOINT_KEY, {})
         self._micro_batches.size = saved.get("micro_batch_size", self._micro_batches.size)
+
+    def _warn_of_open_window(self, trainer: Any) -> None:
+        if self._has_warned_of_window or not host.has_open_window(trainer):
+            return
+        self._has_warned_of_window = True
+        window = trainer.accumulate_grad_batches
+        warn(
+            trainer,
+            f"A checkpoint is saved in the middle of an accumulation window of {window} batches. "
+            "Checkpoints of Lightning hold no gradients, so a run that resumes from it loses those "
+            "of the batches since the last optimizer step. Save after optimizer steps instead: "
+            "`ModelCheckpoint(every_n_train_steps=...)` does, and so does a `val_check_interval` "
+            f"that is a multiple of {window}.",
+            MemsaveWarning,
+        )
 
     @property
     def _micro_batches(self) -> MicroBatches:

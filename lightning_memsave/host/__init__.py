@@ -7,6 +7,7 @@ names are missing in another release before anything is changed.
 
 from lightning_memsave.host.batch_parts import BatchParts
 from lightning_memsave.host.evaluation import split_evaluation_batches
+from lightning_memsave.host.inner_backward import GradientMarks
 from lightning_memsave.host.logged_values import LoggedValues
 from lightning_memsave.host.parallel import (
     alone,
@@ -45,6 +46,7 @@ from lightning_memsave.host.training_loop import (
     adjust_losses,
     around_backward,
     around_step,
+    has_open_window,
     may_split_batches,
     pass_batches,
     release_early,
@@ -54,6 +56,7 @@ from lightning_memsave.host.training_loop import (
 __all__ = [
     "PACKAGES",
     "BatchParts",
+    "GradientMarks",
     "LoggedValues",
     "PrecisionState",
     "adjust_losses",
@@ -69,6 +72,7 @@ __all__ = [
     "first_of",
     "gradient_scaler",
     "half_precision_on_cpu",
+    "has_open_window",
     "has_static_graph",
     "is_strategy",
     "leave_signals",

@@ -135,6 +135,15 @@ def will_step(trainer: Any) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def has_open_window(trainer: Any) -> bool:
+    """Say whether gradients have accumulated that no step of the optimizer has used yet."""
+    if trainer.state.fn != "fit" or trainer.accumulate_grad_batches == 1:
+        return False
+    is_automatic = trainer.lightning_module.automatic_optimization
+    has_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
+    return bool(is_automatic and has_batches and not will_step(trainer))
+
+
 def may_split_batches(trainer: Any) -> bool:
     """Say whether `pass_batches` is in force.
 
@@ -158,9 +167,10 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
     if not hasattr(loop, "replaced"):
         original = loop
         loop = _loop_class(cast(Any, type(original)))(trainer)
-        # Progress objects are shared, so loop state in checkpoints is as without us.
+        # Progress objects are shared, so loop state in checkpoints is that of a run without us.
         vars(loop).update(vars(original))
-        loop.replaced = original
+        # In a tuple: Lightning saves the state of each loop that is an attribute.
+        loop.replaced = (original,)
         epoch_loop.automatic_optimization = loop
     vars(loop).update(hooks)
 
@@ -170,8 +180,9 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
         is_unused = not any(name in vars(loop) for name in (*_HOOKS, *_FLAGS))
         if is_unused and epoch_loop.automatic_optimization is loop:
             own = {name: value for name, value in vars(loop).items() if name != "replaced"}
-            vars(loop.replaced).update(own)
-            epoch_loop.automatic_optimization = loop.replaced
+            (original,) = loop.replaced
+            vars(original).update(own)
+            epoch_loop.automatic_optimization = original
 
     return undo
 
@@ -180,7 +191,7 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
 class _Loop:
     trainer: Any
     _skip_backward: bool
-    replaced: Any
+    replaced: tuple[Any]
     is_in_step = False  # the batch has passed, and the optimizer has its turn
     adjust: Adjust | None = None
     pass_batch: PassBatch | None = None

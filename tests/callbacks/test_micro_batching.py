@@ -10,6 +10,7 @@ import random
 import weakref
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
@@ -27,6 +28,7 @@ from lightning_memsave.errors import (
     MemsaveWarning,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.techniques.micro_batching import MicroBatching
 from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, loader, make_lit, make_trainer
@@ -417,6 +419,17 @@ def armed_lit(package: Any, model: str, mode: OutOfMemoryAt) -> Any:
     return lit
 
 
+class SmallerFrom(pl.Callback):
+    """Sets the size from some batch on, as if memory had run out before."""
+
+    def __init__(self, callback: MemSaveCallback, batch_idx: int | None) -> None:
+        self.callback, self.batch_idx = callback, batch_idx
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.batch_idx:
+            self.callback._micro_batches.size = self.callback._micro_batches.runner.size = 2
+
+
 def run_armed(
     places: tuple[int, ...], model: str, *, smaller_from: int | None = None, **settings: Any
 ) -> tuple[Any, OutOfMemoryAt, MemSaveCallback]:
@@ -425,17 +438,12 @@ def run_armed(
     mode = OutOfMemoryAt(*places)
     callback = only("auto", **settings.pop("memsave", {}))
 
-    class Smaller(package.Callback):  # type: ignore[name-defined, misc]
-        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            if smaller_from is not None and batch_idx == smaller_from:
-                callback._micro_batches.size = callback._micro_batches.runner.size = 2
-
     torch.manual_seed(0)
     with mode:
         result = fit(
             armed_lit(package, model, mode),
             callback,
-            Smaller(),
+            SmallerFrom(callback, smaller_from),
             limit_train_batches=3,
             limit_val_batches=0,
             log_every_n_steps=1,
@@ -535,6 +543,15 @@ class TestOutOfMemory:
         assert callback._micro_batches.size == 2
         make_trainer(**settings).fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
 
+    def test_loops_in_a_checkpoint_are_those_of_a_run_without_us(self, package, tmp_path):
+        names = []
+        for callbacks in ([], [only("auto")]):
+            trainer = fit(make_lit(package), *callbacks, package=package)[2]
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+            loops = torch.load(tmp_path / "last.ckpt", weights_only=True)["loops"]
+            names.append(sorted(loops["fit_loop"]))
+        assert names[0] == names[1]
+
     def test_floor(self, package):
         """With one sample there is nothing smaller: what was tried is said, all is restored."""
         lit = make_lit(package)
@@ -592,6 +609,71 @@ class TestOutOfMemory:
         finally:
             gc.enable()
         assert alive[:2] == [[], [False]]
+
+
+def long_fit(
+    *places: int, smaller_from: int | None = None, sizes: tuple[int, ...] = (4,) * 9
+) -> tuple[Any, OutOfMemoryAt, MemSaveCallback]:
+    """Three windows of three batches."""
+    data = Vectors(sum(sizes)).data.split(sizes)
+    mode = OutOfMemoryAt(*places)
+    lit = armed_lit(PACKAGES["lightning"], "dropout", mode)
+    type(lit).train_dataloader = lambda self: DataLoader(list(data), batch_size=None)
+    callback = only("auto")
+    torch.manual_seed(0)
+    with mode:
+        result = fit(
+            lit,
+            callback,
+            SmallerFrom(callback, smaller_from),
+            accumulate_grad_batches=3,
+            limit_val_batches=0,
+            log_every_n_steps=1,
+        )
+    return result, mode, callback
+
+
+class TestProbe:
+    """Gradients of a window are copied until two steps have shown that memory is enough."""
+
+    @pytest.fixture
+    def gradients(self, monkeypatch):
+        taken: list[str] = []
+
+        class Noted(TrainingState):
+            def __init__(self, module: nn.Module, *, gradients: Any) -> None:
+                taken.append(gradients)
+                super().__init__(module, gradients=gradients)
+
+        monkeypatch.setattr(_micro_batching, "TrainingState", Noted)
+        return taken
+
+    def test_gradients_are_copied_in_two_steps_only(self, gradients):
+        long_fit()
+        assert gradients == ["drop", "keep", "keep"] * 2 + ["drop", "leave", "leave"]
+
+    def test_gradients_are_copied_for_a_batch_larger_than_any_before(self, gradients):
+        long_fit(sizes=(4, 4, 4, 4, 4, 4, 4, 4, 5))
+        assert gradients[-3:] == ["drop", "leave", "keep"]
+
+    @pytest.mark.filterwarnings(RETRIED)
+    def test_a_forward_pass_can_be_repeated_without_the_copy(self):
+        start = long_fit()[1].starts[7]
+        result, _, callback = long_fit(start + 3)
+        assert callback._micro_batches.size == 2
+        assert_same(result, long_fit(smaller_from=7)[0])
+
+    def test_a_backward_pass_cannot_and_says_what_to_do(self):
+        start = long_fit()[1].starts[8]
+        with pytest.raises(MemoryExhaustedError, match="`micro_batch_size=4`"):
+            long_fit(start - 1)
+
+    @pytest.mark.filterwarnings(RETRIED)
+    def test_the_first_batch_of_a_window_can_always_be_repeated(self):
+        start = long_fit()[1].starts[7]
+        result, _, callback = long_fit(start - 1)
+        assert callback._micro_batches.size == 2
+        assert_same(result, long_fit(smaller_from=6)[0])
 
 
 def fit_in(mode: OutOfMemoryAt, lit: Any, callback: Any, package: Any) -> Any:

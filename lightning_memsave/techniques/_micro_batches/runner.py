@@ -122,7 +122,7 @@ class MicroBatchRunner:
             failure = self._try(batch, pass_part)
             if not self.is_auto:
                 return
-            wanted = NO_LIMIT if failure is None else self._size_of(batch) // 2
+            wanted = NO_LIMIT if failure is None else self.size_of(batch) // 2
             size = self._agree(wanted)
             if size == NO_LIMIT:
                 return
@@ -149,12 +149,12 @@ class MicroBatchRunner:
             return str(error)
         return None
 
-    def _size_of(self, batch: Any) -> int:
+    def size_of(self, batch: Any) -> int:
         samples = count_samples(batch)
         return samples if self.size is None else min(self.size, samples)
 
     def _shrink(self, batch: Any, size: int) -> None:
-        before, self.size = self._size_of(batch), size
+        before, self.size = self.size_of(batch), size
         self.retries.append(f"out of memory with {before} samples at once, repeated with {size}")
 
     def _report(self, failure: str | None) -> str:
