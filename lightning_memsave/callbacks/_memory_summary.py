@@ -60,7 +60,7 @@ class MemorySummary:
         """Predicted peak over measured peak, less 1; ``None`` if one of them is not known."""
         if self.prediction is None or not self.peak_bytes:
             return None
-        return self.prediction.peak_bytes / self.peak_bytes - 1
+        return self.prediction.measurable_bytes / self.peak_bytes - 1
 
     def to_dict(self) -> dict[str, Any]:
         """Give what was measured as plain values, for JSON.
@@ -104,7 +104,7 @@ class MemorySummary:
         peak = [] if self.peak_bytes is None else [format_bytes(self.peak_bytes)]
         if predicted is not None:
             of_measured = "" if error is None else f" ({100 * error:+.2f} %)"
-            peak.append(f"predicted {format_bytes(predicted.peak_bytes)}{of_measured}")
+            peak.append(f"predicted {format_bytes(predicted.measurable_bytes)}{of_measured}")
         rows = [("peak memory", ", ".join(peak))] if peak else []
         foreseen = {} if predicted is None else predicted.peak.by_category()
         for name in foreseen or self.by_category:

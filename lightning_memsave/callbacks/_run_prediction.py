@@ -112,7 +112,9 @@ class RunPrediction:
         if self.prediction is None:
             inform(trainer, f"Memory is not predicted: {self.note}.")
         else:
-            inform(trainer, f"Predicted peak memory: {format_bytes(self.prediction.peak_bytes)}.")
+            inform(
+                trainer, f"Predicted peak memory: {format_bytes(self.prediction.measurable_bytes)}."
+            )
 
     def to_dict(self, measured_bytes: int | None) -> dict[str, Any] | None:
         """Give what the report says of it.
@@ -130,6 +132,7 @@ class RunPrediction:
         return {
             "peak_bytes": predicted.peak_bytes,
             "by_category": predicted.peak.by_category(),
+            "allocated_bytes": predicted.allocated_bytes,
             "reserved_bytes": predicted.reserved_bytes,
             "modules": [
                 {
@@ -140,7 +143,7 @@ class RunPrediction:
                 }
                 for module in predicted.modules
             ],
-            "error": predicted.peak_bytes / measured_bytes - 1 if measured_bytes else None,
+            "error": predicted.measurable_bytes / measured_bytes - 1 if measured_bytes else None,
             "seconds": self.seconds,
             "is_extrapolated": predicted.is_extrapolated,
             "assumptions": list(predicted.assumptions),

@@ -291,7 +291,7 @@ class MemSaveCallback(MonitoredCallback):
         summary = None if self._reported is None else self._reported.summary
         _report.write_report(
             directory,
-            {name: repr(value) for name, value in self.arguments.items()},
+            {name: _report.plain(value) for name, value in self.arguments.items()},
             self.rows,
             measured=None if summary is None else summary.to_dict(),
             predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
