@@ -47,10 +47,24 @@ def find_conflicts(
                 what,
                 f"`{type(trainer.strategy).__name__}` shares gradients between processes after "
                 "they are complete",
-                f"{_OFF.capitalize()}, or train in one process.",
+                "Set `optimizer_in_backward=None`, or train in one process.",
             )
         )
     return problems
+
+
+def find_risks(pl_module: Any, what: str) -> list[Problem]:
+    """Find what may end the run in a later step, for updates that nobody has asked for by name."""
+    owner = type(pl_module).__name__
+    whys = {
+        "optimizer_step": "may leave out a step, whose backward pass has updated parameters",
+        "backward": "may run several backward passes in a step, and only the last one may update",
+    }
+    return [
+        Problem(what, f"`{owner}.{hook}` {why}", "Set `optimizer_in_backward=True` by name.")
+        for hook, why in whys.items()
+        if has_foreign(pl_module, hook)
+    ]
 
 
 def clipping_of(trainer: Any) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from lightning_memsave.callbacks._accumulation import has_batch_norm
 from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._foreign_hooks import who_zeroes
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
-from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
+from lightning_memsave.callbacks._module_techniques import ModuleTechnique, off_rows
+from lightning_memsave.callbacks._settings import Row, Setting, warn
 from lightning_memsave.errors import (
     ExactnessWarning,
     IncompatibleError,
@@ -42,16 +43,24 @@ class MicroBatches(Setting):
     Args:
         technique: The settings, or ``None`` to leave batches as they are.
         value: What the user wrote for it.
-        takes_half: Gradients of half-precision parameters are summed in float32 by somebody else.
+        is_asked: The user wrote it by name: it is set, or refused.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
     """
 
     name = "micro_batch_size"
 
     def __init__(
-        self, technique: MicroBatching | None, value: str, takes_half: bool = False
+        self,
+        technique: MicroBatching | None,
+        value: str,
+        is_asked: bool = True,
+        off_reason: str = "",
     ) -> None:
         super().__init__()
-        self.takes_half = takes_half
+        self.weights: ModuleTechnique | None = None
+        """If it is on, gradients of half-precision parameters are summed in float32."""
+        self.is_asked = is_asked
+        self.off_reason = off_reason
         self.technique = technique
         self.value = value
         self.size: int | None = None
@@ -65,18 +74,12 @@ class MicroBatches(Setting):
         return self.technique is not None and self.technique.micro_batch_size == "auto"
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what stands against it; ``"auto"`` gives way.
+        """Find what conflicts with it."""
+        return [] if self.technique is None else self._problems(trainer, pl_module)
 
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems.
-        """
-        if self.technique is None or self.is_auto:
-            return []
-        return self._problems(trainer, pl_module)
+    def savings(self, pl_module: Any) -> str:
+        """Say what happens without it."""
+        return "a batch for which memory runs out is not repeated in parts"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Let batches pass in parts, or say why not.
@@ -86,12 +89,7 @@ class MicroBatches(Setting):
             pl_module: Its LightningModule.
         """
         if self.technique is None:
-            given = [row for row in self.rows if row.status == "off"]
-            self.rows = given or [Row(self.name, "None", "unchanged", (AS_IT_IS,))]
-            return
-        problems = self._problems(trainer, pl_module)
-        if problems:
-            self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
+            self.rows = off_rows(self)
             return
         self._undo.append(
             host.pass_batches(
@@ -121,12 +119,16 @@ class MicroBatches(Setting):
             return
         self._probe = _Probe()
         self.runner = self._make_runner(trainer, pl_module)
-        problems = [] if self.takes_half else self.technique.check_module(pl_module)
-        if problems and not self.is_auto:
+        problems = [] if self._takes_half else self.technique.check_module(pl_module)
+        if problems and self.is_asked:
             raise IncompatibleError(self.name, problems)
         if problems:
-            self.undo()
-            self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
+            self.yield_to(problems, trainer, pl_module)
+
+    @property
+    def _takes_half(self) -> bool:
+        weights = self.weights
+        return weights is not None and weights.technique is not None and not weights.has_yielded
 
     def _make_runner(self, trainer: Any, pl_module: Any) -> MicroBatchRunner:
         assert self.technique is not None, "there is something to run"
@@ -139,7 +141,7 @@ class MicroBatches(Setting):
 
     def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
-        return find_conflicts(trainer, pl_module, self.technique, takes_half=self.takes_half)
+        return find_conflicts(trainer, pl_module, self.technique, takes_half=self._takes_half)
 
     def _pass_batch(
         self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts, is_fresh: bool

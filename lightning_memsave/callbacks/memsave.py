@@ -17,7 +17,7 @@ from lightning_memsave.callbacks._settings import Row, warn
 from lightning_memsave.callbacks._stacks import with_stack
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
-from lightning_memsave.errors import IncompatibleError, MemsaveWarning
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
@@ -32,16 +32,19 @@ from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackwa
 class MemSaveCallback(MonitoredCallback):
     """Train with less memory, by one line in an existing project.
 
-    Without arguments: the activations of every repeated block are recomputed in backward, the
-    optimizer that the module configures keeps its state in 8 bits (embeddings, norms and biases
-    stay 32-bit), mixed precision is switched on where the device is a CUDA GPU and the Trainer
-    names no other, a batch that does not fit is repeated in parts, and memory is measured. At the
-    start of fit one table says what was switched on and what was not, and why;
-    ``memsave_report.json`` in the run's log directory says it again, with the memory that was
-    measured.
+    Without arguments, as with ``stack="classic"``: the activations of every repeated block are
+    recomputed in backward, the optimizer that the module configures keeps its state in 8 bits
+    (embeddings, norms and biases stay 32-bit), mixed precision is switched on where the device is a
+    CUDA GPU with native bfloat16 and the Trainer names no other, a batch that does not fit is
+    repeated in parts, and memory is measured. At the start of fit one table says what was switched
+    on and what was not, and why; ``memsave_report.json`` in the run's log directory says it again,
+    with the memory that was measured.
 
-    Each of the first four arguments takes ``"auto"`` (as above; what conflicts with it is left
-    alone and said), ``None`` (leave it as it is) or a value, which is set or refused.
+    Each argument from ``activation_checkpointing`` to ``early_release`` takes ``"auto"``, which is
+    the value of the stack, ``None``, which leaves the project as it is, or a value, which is set or
+    refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack stays
+    off where it conflicts with the project, finds nothing to change, or would save less than
+    20 MiB; the table shows the reason.
 
     Args:
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
@@ -68,9 +71,9 @@ class MemSaveCallback(MonitoredCallback):
         early_release: Free what is kept longer than it is needed; bit for bit the same training.
         stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
             optimizer, micro-batches), ``"bitwise"`` (all that leaves training bit for bit as it
-            was) or ``"single_gpu"`` (the least memory without that of the host). What is given
-            beside it wins. Without one, ``"auto"`` leaves the five settings before this one off,
-            but for ``early_release``.
+            was), ``"single_gpu"`` (the least memory without that of the host) or ``"off"`` (nothing
+            but what is given beside it). What is given beside a stack wins. ``None`` is
+            ``"classic"``.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
         optimizer_kwargs: Settings of an optimizer that is chosen by name.
@@ -84,7 +87,7 @@ class MemSaveCallback(MonitoredCallback):
         eval_micro_batch_size: The same as ``micro_batch_size`` for validation, test and prediction.
         tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-            What moves them further is switched off if it is ``"auto"`` and refused if not.
+            What moves them further is switched off in a stack, and refused if it is given.
         monitor: Measure memory; ``False`` for not; or a `GPUMemoryMonitor` with its own settings.
         predict: Predict the peak of memory before the first step, by training two steps on tensors
             without data, unless that takes more than 20 seconds; ``False`` for not, or a number of
@@ -95,9 +98,10 @@ class MemSaveCallback(MonitoredCallback):
         ConfigurationError: If arguments are wrong on their own; the message lists all that are.
 
     Note:
-        Conflicts with the Trainer and the module end in an `IncompatibleError` at the start of fit
-        that lists all of them; nothing has been changed then. A second `MemSaveCallback` in one
-        Trainer does nothing. After fit, or an exception, the module is as it was.
+        Conflicts of what is given with the Trainer and the module end in an `IncompatibleError` at
+        the start of fit that lists all of them; nothing has been changed then. A second
+        `MemSaveCallback` in one Trainer does nothing; one object serves one Trainer at a time.
+        After fit, or an exception, the module is as it was.
 
     Example:
         >>> MemSaveCallback(activation_checkpointing="all", optimizer=None)
@@ -117,7 +121,7 @@ class MemSaveCallback(MonitoredCallback):
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
         attention: str | AttentionKernel | None = "auto",
         early_release: bool | str | EarlyRelease | None = "auto",
-        stack: Literal["classic", "bitwise", "single_gpu"] | None = None,
+        stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
@@ -140,6 +144,8 @@ class MemSaveCallback(MonitoredCallback):
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
         self._has_warned_of_window = False
+        # The Trainer between `setup` and the end of its run; its id, as callbacks are pickled.
+        self._user: int | None = None
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
         # ours, which is not driven then.
         self._reported: GPUMemoryMonitor | None = None
@@ -150,7 +156,7 @@ class MemSaveCallback(MonitoredCallback):
         arguments = ", ".join(
             f"{name}={value!r}"
             for name, value in self.arguments.items()
-            if not _is_default(name, value)
+            if not is_default(name, value)
         )
         return f"{type(self).__name__}({arguments})"
 
@@ -186,6 +192,7 @@ class MemSaveCallback(MonitoredCallback):
             IncompatibleError: If a setting conflicts with the Trainer or the module; the message
                 lists every conflict, and nothing has been changed.
         """
+        self._refuse_second_use(trainer)
         self._is_disabled = host.first_of(trainer, MemSaveCallback) is not self
         if self._is_disabled:
             warnings.warn(
@@ -198,6 +205,7 @@ class MemSaveCallback(MonitoredCallback):
         problems = host.check_host(trainer) or self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
+        self._user = id(trainer)
         with self._settings.undone_on_error():
             if is_fit:
                 host.put_first(trainer, self)
@@ -213,10 +221,14 @@ class MemSaveCallback(MonitoredCallback):
         Args:
             trainer: The Trainer.
             pl_module: Its LightningModule.
+
+        Raises:
+            IncompatibleError: If a value that was given finds nothing to change.
         """
         if self._is_disabled:
             return
-        self._settings.start(trainer, pl_module)
+        if problems := self._settings.start(trainer, pl_module):
+            raise IncompatibleError(type(self).__name__, problems)
         self._prediction.begin()
         if self._reported is not None:
             self._reported.run_prediction = self._prediction
@@ -240,6 +252,9 @@ class MemSaveCallback(MonitoredCallback):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Restore the module, as ``teardown`` is not called now, and write what is known."""
+        if self._user not in (None, id(trainer)):
+            return  # the run of another Trainer goes on
+        self._user = None
         if self._driven is not None:
             self._driven.on_exception(trainer, pl_module, exception)
         self._settings.undo()
@@ -247,23 +262,33 @@ class MemSaveCallback(MonitoredCallback):
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the module and write the report, as every monitor has closed its books now."""
+        self._user = None
         if self._driven is not None:
             self._driven.teardown(trainer, pl_module, stage)
         self._settings.undo()
         self._write_report(trainer)
 
-    # Not `state_dict`: Lightning refuses a second callback that has one, and warns of a checkpoint
-    # whose callbacks are not all there.
+    # Not `state_dict`, as Lightning refuses a second callback that has one. With this, it names the
+    # callback where a run is resumed without it.
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save the micro-batch size that memory was enough for, for a resumed run."""
-        self._warn_of_open_window(trainer)
-        if self._micro_batches.size is not None:
-            checkpoint[_CHECKPOINT_KEY] = {"micro_batch_size": self._micro_batches.size}
+        if not self._is_disabled:
+            self._warn_of_open_window(trainer)
+            state = {"micro_batch_size": self._micro_batches.size}
+            checkpoint.setdefault("callbacks", {})[self.state_key] = state
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Go on with the micro-batch size of the run that wrote the checkpoint."""
-        saved = checkpoint.get(_CHECKPOINT_KEY, {})
-        self._micro_batches.size = saved.get("micro_batch_size", self._micro_batches.size)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the micro-batch size of the run that wrote the checkpoint."""
+        size = state_dict.get("micro_batch_size") if isinstance(state_dict, Mapping) else state_dict
+        if type(size) is int and size >= 1:
+            self._micro_batches.size = size
+        elif size is not None:
+            warnings.warn(
+                f"The checkpoint has `micro_batch_size={size!r}` for `{self.state_key}`, which is "
+                "not a number of samples, and is ignored.",
+                MemsaveWarning,
+                stacklevel=2,
+            )
 
     def _warn_of_open_window(self, trainer: Any) -> None:
         if self._has_warned_of_window or not host.has_open_window(trainer):
@@ -284,6 +309,15 @@ class MemSaveCallback(MonitoredCallback):
     def _micro_batches(self) -> MicroBatches:
         return self._settings.find(MicroBatches)
 
+    def _refuse_second_use(self, trainer: Any) -> None:
+        if self._user is None:
+            return
+        why = "another Trainer is in a run with it"
+        if self._user == id(trainer):
+            why = "the Trainer has it twice among its callbacks"
+        what, fix = "this callback object", "Make one `MemSaveCallback` for each Trainer."
+        raise IncompatibleError(type(self).__name__, [Problem(what, why, fix)])
+
     def _write_report(self, trainer: Any, error: BaseException | None = None) -> None:
         directory, self._directory = self._directory, None
         if directory is None or not self.arguments["report"] or not trainer.is_global_zero:
@@ -296,14 +330,15 @@ class MemSaveCallback(MonitoredCallback):
             measured=None if summary is None else summary.to_dict(),
             predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
             error=error,
+            device=trainer.strategy.root_device,
         )
 
 
-_CHECKPOINT_KEY = "lightning_memsave"
 _PARAMETERS = inspect.signature(MemSaveCallback).parameters
 
 
-def _is_default(name: str, value: object) -> bool:
+def is_default(name: str, value: object) -> bool:
+    """Say whether an argument of `MemSaveCallback` need not be written."""
     default = _PARAMETERS[name].default
     # Command lines and YAML write an empty list for `()`.
     return bool(value == default) or (default == () and not value)

@@ -41,6 +41,7 @@ from lightning_memsave.host.trainer import (
     package_of,
     prunes_weights,
     put_first,
+    unfreezes_later,
 )
 from lightning_memsave.host.training_loop import (
     adjust_losses,
@@ -92,6 +93,7 @@ __all__ = [
     "silent_logger",
     "smallest",
     "split_evaluation_batches",
+    "unfreezes_later",
     "will_step",
     "without_sync",
 ]

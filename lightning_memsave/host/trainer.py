@@ -129,6 +129,18 @@ def prunes_weights(callback: Any) -> bool:
     return _is_of(callback, ("ModelPruning",))
 
 
+def unfreezes_later(trainer: Any) -> bool:
+    """Say whether a callback of Lightning gives the optimizer more parameters in the course of fit.
+
+    Args:
+        trainer: A Trainer.
+
+    Returns:
+        True for ``BackboneFinetuning`` and other subclasses of ``BaseFinetuning``.
+    """
+    return any(_is_of(callback, ("BaseFinetuning",)) for callback in trainer.callbacks)
+
+
 # Not imported: older releases have not all of them, and either package may be missing.
 def _is_of(callback: Any, names: tuple[str, ...]) -> bool:
     return any(

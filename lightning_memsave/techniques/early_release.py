@@ -113,8 +113,8 @@ class EarlyRelease(Technique[nn.Module]):
         if self.blocks is not None:
             sought = f"nothing matches `blocks={self.blocks!r}`"
         return (
-            f"{sought} in `{type(model).__name__}`. Repeated classes are: "
-            f'{repeated_classes(model)}. Pass one of them, for example `blocks="Block"`'
+            f"{sought} in `{type(model).__name__}`. Classes that repeat: "
+            f"{repeated_classes(model) or 'none but single layers'}"
         )
 
 

@@ -104,6 +104,8 @@ def _most_scratch(name: str, technique: str) -> float:
 def test_agrees_with_the_allocator(name: str) -> None:
     missed = {}
     for technique, settings in _IN_A_LOOP.items():
+        if technique == "checkpointing" and settings_for(ARCHITECTURES[name], technique) is None:
+            continue  # it has no blocks
         if (name, technique) == ("diffusion", "bf16_true"):
             continue  # the batch of a plain loop stays in 32 bits
         if (name, technique) == ("lstm", "bf16_mixed") and not _runs_lstm_in_autocast():

@@ -535,7 +535,7 @@ class TestOutOfMemory:
         _, _, trainer = fit_in(mode, armed_lit(package, "dropout", mode), only("auto"), package)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
-        assert saved["lightning_memsave"] == {"micro_batch_size": 2}
+        assert saved["callbacks"] == {"MemSaveCallback": {"micro_batch_size": 2}}
         callback = only("auto")
         settings = {"package": package, "max_epochs": 2}
         trainer = make_trainer(package, callback, max_epochs=2)

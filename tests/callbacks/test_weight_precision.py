@@ -206,9 +206,10 @@ class TestTable:
     def test_of_what_changes_nothing(self):
         lit = make_lit(model=nn.Sequential(nn.LayerNorm(64)))
         type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
-        callback = only()
-        with pytest.warns(UserWarning, match="changed nothing: no tensor is left"):
-            fit(lit, callback, limit_val_batches=0)
+        with pytest.raises(IncompatibleError, match="no tensor is left to convert"):
+            fit(lit, only(), limit_val_batches=0)
+        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        fit(lit, callback, limit_val_batches=0)
         assert row_of(callback).status == "off"
 
     def test_of_manual_optimization_whose_sums_are_float32(self):
