@@ -76,11 +76,11 @@ class ActivationCheckpointing(Technique[nn.Module]):
         caches are not filled while a block is recomputed, so ``past_key_values`` comes back empty
         in training. Blocks that checkpoint themselves already are left alone. A block whose forward
         draws on state outside of torch (a Python counter, random numbers of Python or numpy, a
-        ``torch.Generator`` of its own) is not repeatable and must not be chosen; parameters that
-        ``torch.func.functional_call`` puts in are gone when it is repeated. Hooks on modules inside
-        a block run once more in backward. ``"selective"`` is refused for blocks with
-        ``inplace=True`` layers, which would overwrite the kept outputs; torch raises the same for
-        other in-place changes.
+        ``torch.Generator`` of its own) is not repeatable and must not be chosen. A block that
+        changes a tensor argument in place is refused when it does; under ``torch.func`` blocks run
+        plainly, with a warning. Hooks on modules inside a block run once more in backward.
+        ``"selective"`` is refused for blocks with ``inplace=True`` layers, which would overwrite
+        the kept outputs; torch raises the same for other in-place changes.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
