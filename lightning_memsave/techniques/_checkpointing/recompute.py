@@ -3,12 +3,10 @@
 import contextlib
 import copy
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -83,9 +81,6 @@ _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     ),
     (lambda: torch.backends.cudnn.enabled, _set_cudnn),
 )
-
-# The blocks that a key-value cache was kept from.
-_KEPT_FROM: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
 def recompute(
@@ -249,74 +244,6 @@ def _held_by(value: Any, levels: int = 3) -> Iterator[tuple[Any, int]]:
     for _, item in (items_of(value) or attributes_of(value)) if levels else ():
         yield item, item._version if _is_saved(item) else 0
         yield from _held_by(item, levels - 1)
-
-
-def holds_cache_in_use(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether a key-value cache among the arguments is needed and so cannot be dropped.
-
-    Args:
-        module: The block that is called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        True outside of training, and if the cache holds something for this block already (a learned
-        prefix, for example). Writing to a cache twice would be wrong, so such a call runs plainly.
-
-    Raises:
-        IncompatibleError: If the cache was kept from this block before and comes again, so that
-            what it should hold is missing.
-    """
-    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not caches or not module.training:
-        return bool(caches)
-    name = type(module).__name__
-    if any(module in _KEPT_FROM.get(cache, ()) for cache in caches):
-        problem = Problem(
-            f"a key-value cache in a second training step of `{name}`",
-            "blocks that are recomputed leave caches empty, and this one should not be",
-            "Set `activation_checkpointing=None` to train with a cache over several steps.",
-        )
-        raise IncompatibleError("activation_checkpointing", [problem])
-    index = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
-    is_filled = any(cache.get_seq_length(index) > 0 for cache in caches)
-    if is_filled:
-        warnings.warn(
-            f"activation_checkpointing does nothing for `{name}`: it is given a key-value cache "
-            "that is not empty, such as a learned prefix. Train without one, or set "
-            "`activation_checkpointing=None`.",
-            NoEffectWarning,
-            stacklevel=3,
-        )
-    return is_filled
-
-
-def without_caches(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace key-value caches by ``None``: recomputing would append to them a second time.
-
-    Args:
-        module: The block that is called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Both without Hugging Face ``Cache`` objects.
-    """
-    for value in (*args, *kwargs.values()):
-        if _is_cache(value):
-            _KEPT_FROM.setdefault(value, WeakSet()).add(module)
-    return (
-        tuple(None if _is_cache(value) else value for value in args),
-        {name: None if _is_cache(value) else value for name, value in kwargs.items()},
-    )
-
-
-def _is_cache(value: object) -> bool:
-    # Where transformers was never imported there can be no instance of its classes.
-    cache_utils = sys.modules.get("transformers.cache_utils")
-    return cache_utils is not None and isinstance(value, cache_utils.Cache)
 
 
 def _keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
