@@ -11,7 +11,6 @@ from lightning_memsave.core.technique import Technique
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -322,7 +321,6 @@ CASES: dict[str, Case] = {
         ),
         needs_blocks=True,
     ),
-    EarlyRelease.name: Case(variants=(EarlyRelease(),), needs_blocks=True),
     LowBitOptimizer.name: Case(
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
         loss_factor=1.05,

@@ -260,6 +260,9 @@ def _without_cache(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             NoEffectWarning,
             stacklevel=3,
         )
+    place = [*inspect.signature(type(model).forward).parameters].index("use_cache") - 1
+    if place < len(args):
+        return (*args[:place], False, *args[place + 1 :]), kwargs
     return args, kwargs | {"use_cache": False}
 
 
