@@ -22,7 +22,6 @@ from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -120,7 +119,7 @@ class MemSaveCallback(MonitoredCallback):
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
         attention: str | AttentionKernel | None = "auto",
-        early_release: bool | str | EarlyRelease | None = "auto",
+        early_release: bool | str | None = "auto",
         stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,

@@ -15,6 +15,7 @@ from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._stacks import STACKS
 from lightning_memsave.callbacks._weight_precision import WeightPrecision
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
@@ -543,7 +544,8 @@ class TestBadInput:
             ({"low_precision_weights": "random"}, "there is no such rounding"),
             ({"low_precision_weights": 16}, "low_precision_weights=16` is not a choice"),
             ({"attention": "spda"}, "sdpa"),
-            ({"early_release": "soon"}, "early_release='soon'` is not a choice"),
+            ({"early_release": "soon"}, "early_release='soon'` is not a valid value"),
+            ({"early_release": ActivationCheckpointing()}, "Use `early_release=True`"),
             (
                 {"attention": "sdpa", "exactness": "bitwise"},
                 "`exactness='bitwise'` does not allow",

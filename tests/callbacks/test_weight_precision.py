@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from lightning_memsave import MemSaveCallback, host
 from lightning_memsave.callbacks._bf16_calls import autocast_calls
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
 from tests.cases import make_batch, make_model
@@ -113,14 +112,6 @@ class TestCallsOutsideOfSteps:
         for function in undo:
             function()
         assert not any("_call_impl" in vars(module) for module in model.modules())
-
-    def test_go_with_blocks_that_release_early(self):
-        model = make_model("dropout")
-        EarlyRelease().apply(model)
-        LowPrecisionWeights().apply(model)
-        autocast_calls(model)
-        for block in model.blocks:
-            block(make_batch(0))
 
     def test_are_as_before_when_it_is_over(self, package):
         lit = make_lit(package)
