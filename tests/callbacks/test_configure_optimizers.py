@@ -14,6 +14,7 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks._configure_optimizers import (
     enable,
     load_optimizer_state_dict,
@@ -21,6 +22,7 @@ from lightning_memsave.callbacks._configure_optimizers import (
 from lightning_memsave.core.patching import patch_method
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from tests.callbacks.lit import make_trainer
 
 PACKAGES = [lightning.pytorch, pytorch_lightning]
 
@@ -521,3 +523,29 @@ def test_no_warning_when_one_of_two_is_converted():
     state, _ = enable(module, LowBitOptimizer())
     module.configure_optimizers()
     assert [bool(handle.changes) for handle in state.handles] == [True, False]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_backbone_unfrozen_later_gets_8bit_state(package):
+    """Lightning's BackboneFinetuning: `add_param_group` after the first epoch."""
+
+    class Finetuned(module_class(package)):  # type: ignore[misc]
+        def __init__(self):
+            super().__init__(lambda module: optim.AdamW(module.head.parameters()))
+            self.backbone, self.head = self.net[0], nn.Linear(128, 16)
+
+        def training_step(self, batch, batch_idx):
+            return self.head(self.backbone(batch)).square().mean()
+
+    backbone = package.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    callback = MemSaveCallback(None, optimizer="8bit", predict=False, monitor=False, report=False)
+    module, data = Finetuned(), torch.randn(16, 64)
+    trainer = make_trainer(package, backbone, callback, max_epochs=2)
+    trainer.fit(module, DataLoader(data, batch_size=8))  # type: ignore[arg-type]
+    row = next(row for row in callback.rows if row.name == "optimizer")
+    assert row.status == "on"
+    assert "0 of 2 tensors" in row.details[0]
+    assert "1 frozen tensor gets 8-bit state once trained" in row.details[0]
+    state = trainer.optimizers[0].state
+    assert state[module.backbone.weight]["state1"].dtype == torch.uint8
+    assert state[module.head.weight]["state1"].dtype == torch.float32

@@ -359,6 +359,48 @@ def test_groups_added_later_are_trained():
     assert new.param_groups[2]["weight_decay"] == 0.01
 
 
+@pytest.mark.parametrize("where", ["groups", "module"])
+def test_parameters_unfrozen_later_get_the_state_that_they_would_have_had(where):
+    model = Tied().requires_grad_(False)
+    model.gate.requires_grad_()
+    params = model.parameters() if where == "groups" else model.gate.parameters()
+    handle = in_8bit(model).apply(optim.AdamW(params))
+    assert "0 of 1 tensors" in handle.summary
+    assert "kept 32-bit: 1 small; 2 frozen tensors get 8-bit state once trained" in handle.summary
+    new: Any = handle.target
+    model.requires_grad_()
+    if where == "module":
+        new.add_param_group(
+            {"params": [p for p in model.parameters() if p is not model.gate.weight]}
+        )
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    new.step()
+    in_8_bits = {id(p) for p in new.state if new.state[p]["state1"].dtype == torch.uint8}
+    assert in_8_bits == {id(model.up.weight), id(model.down.weight)}
+
+
+@pytest.mark.parametrize("base", ["adapters", "integers"])
+def test_frozen_parameters_that_are_never_trained_do_not_count(base):
+    """The base of an adapter, and weights that no gradient can train."""
+    model = Tied().requires_grad_(False)
+    model.gate.requires_grad_()
+    if base == "adapters":
+        model.peft_config = {}  # as PEFT marks a model with adapters
+    else:
+        for layer in (model.up, model.down):
+            layer.weight.data = layer.weight.data.to(torch.int8)
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.warns(NoEffectWarning, match="`AdamW` stays 32-bit: 1 small"):
+        assert in_8bit(model).apply(optimizer).target is optimizer
+
+
+def test_a_copy_holds_the_optimizers_parameters_alone():
+    model = Tied()
+    new: Any = in_8bit(model).apply(optim.AdamW(model.up.parameters())).target
+    copied = copy.deepcopy(new)
+    assert list(copied.bits_by_param) == copied.param_groups[0]["params"]
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_go_on_as_the_original(way):
     model = Tied()

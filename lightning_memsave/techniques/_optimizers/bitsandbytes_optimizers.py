@@ -124,6 +124,9 @@ class _PerParameterBits(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
+        # Not those of the whole module: a copy of this optimizer must not copy a frozen model.
+        own = {p for group in self.param_groups for p in group["params"]}
+        kept["bits_by_param"] = {p: n for p, n in self.bits_by_param.items() if p in own}
         return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
