@@ -95,6 +95,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         problems = settings.problems_of_name(self.optimizer)
         if not problems and self.optimizer_kwargs is not None:
             problems += settings.problems_of_kwargs(self.optimizer, self.optimizer_kwargs)
+        if not problems and self.optimizer_kwargs is not None:
             # A copy, and betas that come from YAML as a list are a tuple.
             kwargs = {
                 key: tuple(value) if isinstance(value, list) else value

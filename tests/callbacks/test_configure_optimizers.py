@@ -427,6 +427,31 @@ class TestResume:
         with pytest.raises(IncompatibleError, match="load its weights only"):
             fit(module_class(lightning.pytorch)(adamw), LowBitOptimizer(), ckpt_path=path)
 
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda states: {0: states[0]}, "`optimizer_states` is a dict"),
+            (lambda states: "states", "`optimizer_states` is a str"),
+            (lambda states: [list(states[0])], "it is a list"),
+            (lambda states: [{**states[0], "param_groups": None}], "`param_groups` is a NoneType"),
+            (lambda states: [{"state": states[0]["state"]}], "it has no `param_groups`"),
+        ],
+    )
+    @pytest.mark.parametrize("bits", [8, 32])
+    @pytest.mark.parametrize("package", PACKAGES)
+    def test_states_that_are_none_are_refused_in_words(
+        self, tmp_path, package, bits, spoil, message
+    ):
+        path = tmp_path / "x.ckpt"
+        technique = LowBitOptimizer() if bits == 8 else None
+        trainer, _ = fit(module_class(package)(adamw), technique, package, epochs=1)
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        saved["optimizer_states"] = spoil(saved["optimizer_states"])
+        torch.save(saved, path)
+        with pytest.raises(IncompatibleError, match=message):
+            fit(module_class(package)(adamw), technique, package, ckpt_path=path)
+
 
 def convert(output, technique):
     """Let a module return the output from ``configure_optimizers``."""

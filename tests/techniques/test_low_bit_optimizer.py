@@ -520,7 +520,17 @@ def test_paged_state_is_paged_again_after_a_load():
     new = LowBitOptimizer("paged_8bit").apply(optim.AdamW([weight])).target
     weight.grad = torch.ones_like(weight)
     new.step()
-    new.load_state_dict(copy.deepcopy(new.state_dict()))
+    saved = {
+        key: value.cpu() if isinstance(value, torch.Tensor) else value
+        for key, value in new.state[weight].items()
+    }
+    state_dict = {**new.state_dict(), "state": {0: saved}}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    new.load_state_dict(copy.deepcopy(state_dict))
+    assert new.state[weight]["state1"].is_paged
+    assert torch.cuda.max_memory_allocated() - before < weight.numel()  # one moment in 8 bits
+    assert torch.equal(new.state[weight]["state1"], saved["state1"])
     new.step()
     assert new.state[weight]["state1"].is_paged
 
@@ -588,6 +598,10 @@ BAD = [
     ({"optimizer": "paged_adamw8bit"}, 'Did you mean "paged_adamw_8bit"'),
     ({"optimizer": "4bit"}, 'Choose one of "8bit", "paged_8bit", "adamw_8bit"'),
     ({"optimizer": "paged_sgd_8bit"}, 'Use "sgd_8bit"'),
+    ({"optimizer": optim.AdamW}, 'use `optimizer="8bit"` for its 8-bit form'),
+    ({"optimizer": optim.SGD([nn.Parameter(torch.zeros(1))])}, r"`optimizer=SGD\(\.\.\.\)`: it is"),
+    ({"optimizer": ["8bit"]}, 'Did you mean "8bit"'),
+    ({"optimizer": "lion_8bit", "optimizer_kwargs": [1]}, "Write for example `optimizer_kwargs="),
     ({"optimizer_kwargs": {"betas": (0.9, 0.9)}}, "Set them in `configure_optimizers`"),
     ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"lr": 1}}, "in `configure_optimizers`"),
     ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"beta": 1}}, "Did you mean `betas`"),

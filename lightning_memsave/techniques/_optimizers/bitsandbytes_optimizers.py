@@ -10,6 +10,7 @@ import torch
 from lightning_memsave.errors import MissingDependencyError
 from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD, Kind
 from lightning_memsave.techniques._optimizers.low_bit_step import update_all
+from lightning_memsave.techniques._optimizers.state_checks import check_states, check_structure
 
 if TYPE_CHECKING:
     _Base = torch.optim.Optimizer
@@ -112,6 +113,21 @@ class _PerParameterBits(_Base):
         finally:
             p.grad = grad
 
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        """Load a state, after a check that its tensors are as large as the parameters."""
+        check_structure(state_dict)
+        sizes, own = (
+            [len(g["params"]) for g in d] for d in (state_dict["param_groups"], self.param_groups)
+        )
+        if sizes == own:  # otherwise bitsandbytes refuses it, in torch's words
+            check_states(state_dict, self.param_groups)
+        # A paged state may be larger than the GPU: it goes from the host to its pages.
+        super().load_state_dict(  # type: ignore[call-arg]
+            state_dict, move_to_device and not self.is_paged
+        )
+        if self.is_paged:
+            self._page_all()
+
     def prefetch_state(self, p: torch.Tensor) -> None:
         """Bring the state near, after paging again what a checkpoint load has put on the GPU."""
         if self.is_paged and p.device.type != "cpu":
@@ -176,6 +192,16 @@ class _PerParameterBits(_Base):
             weight_decay=config["weight_decay"],
         )
         p.data.copy_(p_float)
+
+    def _page_all(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.device.type == "cpu" or p not in self.state:
+                continue
+            for key in ("state1", "state2"):
+                self._page(p, key)
+            for key, value in self.state[p].items():
+                if isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False):
+                    self.state[p][key] = value.to(p.device)
 
     def _page(self, p: torch.Tensor, key: str) -> None:
         import bitsandbytes.functional as F  # noqa: N812, PLC0415
