@@ -1,6 +1,5 @@
 """Techniques that change what the module configures as optimizers, as settings."""
 
-import importlib.util
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,6 +10,7 @@ from lightning_memsave.callbacks._module_techniques import row_of
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.errors import Problem
+from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import find_obstacle
 
 
 class OptimizerTechnique(Setting):
@@ -93,11 +93,10 @@ class OptimizerTechnique(Setting):
 
     def _problems(self, trainer: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
-        missing = [p for p in self.technique.requires if importlib.util.find_spec(p) is None]
         what, problems = f"`optimizer={self.value}`", []
-        if missing:
-            why, install = f"{' and '.join(missing)} is not installed", " ".join(missing)
-            fix = f"Run `pip install {install}`, or set `optimizer=None`."
+        obstacle = find_obstacle(trainer.strategy.root_device)
+        if obstacle is not None:
+            why, fix = obstacle
             problems.append(Problem(what, why, fix))
         if host.is_strategy(trainer, "ModelParallelStrategy", "FSDPStrategy"):
             strategy = type(trainer.strategy).__name__

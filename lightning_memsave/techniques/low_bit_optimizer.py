@@ -12,10 +12,7 @@ from torch import nn
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques._optimizers import low_bit_settings as settings
-from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
-    build,
-    import_bitsandbytes,
-)
+from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import build
 from lightning_memsave.techniques._optimizers.kinds import Kind, find_kind, is_low_bit
 from lightning_memsave.techniques._optimizers.named_groups import set_groups
 from lightning_memsave.techniques._optimizers.state_precision import (
@@ -164,7 +161,6 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if not named and not counts[""] and not num_later:
             return Handle(target, (), (f"`{old_name}` stays 32-bit: {_kept(counts)}",))
 
-        import_bitsandbytes(f'optimizer="{self.optimizer}"')
         on_gpu = any(p.device.type != "cpu" for p in trained)
         new = build(
             kind,

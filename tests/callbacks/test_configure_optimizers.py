@@ -19,10 +19,11 @@ from lightning_memsave.callbacks._configure_optimizers import (
     enable,
     load_optimizer_state_dict,
 )
+from lightning_memsave.callbacks._optimizer_techniques import OptimizerTechnique
 from lightning_memsave.core.patching import patch_method
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from tests.callbacks.lit import make_trainer
+from tests.callbacks.lit import make_lit, make_trainer
 
 PACKAGES = [lightning.pytorch, pytorch_lightning]
 
@@ -574,3 +575,25 @@ def test_a_backbone_unfrozen_later_gets_8bit_state(package):
     state = trainer.optimizers[0].state
     assert state[module.backbone.weight]["state1"].dtype == torch.uint8
     assert state[module.head.weight]["state1"].dtype == torch.float32
+
+
+def test_a_cuda_library_that_does_not_load_lets_auto_yield(monkeypatch):
+    import bitsandbytes.cextension as extension
+
+    lost = extension.ErrorHandlerMockBNBNativeLibrary("libcudart.so.13: cannot open")
+    monkeypatch.setattr(extension, "lib", lost)
+    for optimizer in ("auto", "8bit"):
+        callback = MemSaveCallback(optimizer=optimizer, monitor=False)
+        trainer, lit = make_trainer(lightning.pytorch, callback), make_lit()
+        trainer.strategy._root_device = torch.device("cuda", 0)  # asked for, not used
+        setting = callback._settings.find(OptimizerTechnique)
+        problems = setting.check(trainer, lit)
+        if optimizer == "8bit":
+            assert "CUDA library cannot be loaded" in problems[0].why
+            continue
+        assert problems == []
+        setting.apply(trainer, lit)
+        (row,) = setting.rows
+        setting.undo()
+        assert row.status == "off"
+        assert "CUDA library cannot be loaded (libcudart.so.13" in row.details[0]

@@ -1,4 +1,5 @@
 import copy
+import importlib
 import inspect
 import pickle
 import subprocess
@@ -14,6 +15,11 @@ from lightning_memsave.errors import (
     IncompatibleError,
     MissingDependencyError,
     NoEffectWarning,
+)
+from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
+    find_changed_names,
+    find_obstacle,
 )
 from lightning_memsave.techniques._optimizers.kinds import KINDS
 from lightning_memsave.techniques._optimizers.low_bit_settings import NAMES
@@ -580,8 +586,97 @@ def test_refuses_dtensor_parameters():
 def test_missing_bitsandbytes_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     weight = nn.Parameter(torch.randn(64, 64))
-    with pytest.raises(MissingDependencyError, match="pip install 'bitsandbytes"):
+    with pytest.raises(MissingDependencyError, match="pip install -U 'bitsandbytes"):
         LowBitOptimizer().apply(optim.AdamW([weight]))
+
+
+@pytest.fixture
+def version_of(monkeypatch, tmp_path):
+    """Let bitsandbytes be installed in another version, as far as its metadata goes."""
+
+    def install(version):
+        folder = tmp_path / f"bitsandbytes-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: bitsandbytes\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["0.46.0", "0.49.2"])
+def test_a_bitsandbytes_that_is_too_old_names_the_command(version, version_of):
+    version_of(version)
+    weight = nn.Parameter(torch.randn(64, 64))
+    message = rf"bitsandbytes {version} is older than 0\.50\. Run `pip install -U"
+    with pytest.raises(MissingDependencyError, match=message):
+        LowBitOptimizer().apply(optim.AdamW([weight]))
+    assert "is older than" in (find_obstacle(torch.device("cpu")) or ("",))[0]
+
+
+@pytest.mark.parametrize("version", ["0.50.0", "0.50.3.dev0", "0.51.0", "1.0"])
+def test_newer_versions_of_bitsandbytes_are_used(version, version_of):
+    version_of(version)
+    weight = nn.Parameter(torch.randn(64, 64))
+    assert LowBitOptimizer().apply(optim.AdamW([weight])).changes
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        ("bitsandbytes.functional", "get_paged", "bitsandbytes.functional.get_paged is missing"),
+        ("bitsandbytes.optim.optimizer", "GlobalOptimManager", "GlobalOptimManager is missing"),
+        ("Optimizer8bit", "get_state_buffer", r"Optimizer2State\.get_state_buffer is missing"),
+    ],
+)
+def test_a_bitsandbytes_without_names_that_are_used_is_refused(owner, name, message, monkeypatch):
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    find_changed_names.cache_clear()
+    where = Optimizer8bit if owner == "Optimizer8bit" else importlib.import_module(owner)
+    monkeypatch.delattr(where, name)
+    weight = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(MissingDependencyError, match=f"is unknown to this package: .*{message}"):
+        LowBitOptimizer().apply(optim.AdamW([weight]))
+    find_changed_names.cache_clear()
+
+
+def test_a_bitsandbytes_that_reads_other_settings_is_refused(monkeypatch):
+    """As 0.49 did: `block_wise` and `percentile_clipping` came from `get_config`."""
+    from bitsandbytes.optim.optimizer import Optimizer2State
+
+    update = Optimizer2State.update_step
+
+    def older(self, group, p, gindex, pindex):
+        self.get_config(gindex, pindex, group)["percentile_clipping"]
+        update(self, group, p, gindex, pindex)
+
+    find_changed_names.cache_clear()
+    monkeypatch.setattr(Optimizer2State, "update_step", older)
+    weight = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(MissingDependencyError, match="KeyError: 'percentile_clipping'"):
+        LowBitOptimizer().apply(optim.AdamW([weight]))
+    find_changed_names.cache_clear()
+
+
+def test_the_tiny_step_touches_no_random_numbers_and_no_fake_mode():
+    find_changed_names.cache_clear()
+    state = torch.get_rng_state()
+    with fake_tensors():
+        assert find_changed_names() is None
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_cuda_library_that_does_not_load_is_an_obstacle_on_cuda(monkeypatch):
+    import bitsandbytes.cextension as extension
+
+    lost = extension.ErrorHandlerMockBNBNativeLibrary("libcudart.so.13: cannot open shared object")
+    monkeypatch.setattr(extension, "lib", lost)
+    why, fix = find_obstacle(torch.device("cuda", 0)) or ("", "")
+    assert why.startswith(
+        "bitsandbytes' CUDA library cannot be loaded (libcudart.so.13: cannot open"
+    )
+    assert "set `optimizer=None`" in fix
+    assert find_obstacle(torch.device("cpu")) is None
 
 
 def test_import_does_not_import_bitsandbytes():

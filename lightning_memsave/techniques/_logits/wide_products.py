@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 AddProduct = Callable[[Tensor, Tensor, Tensor, int], None]
-"""Writes ``beta * total + a @ b`` to ``total``, of a wide type; ``a`` and ``b`` are of a low one."""
+"""Writes ``beta * total + a @ b`` to ``total``, which is of a wider type than ``a`` and ``b``."""
 
 # So many rows or columns at a time are converted from one type to another.
 _NUM_TILES = 16
