@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memsave.errors import MissingDependencyError
+from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
 from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD, Kind
 from lightning_memsave.techniques._optimizers.low_bit_step import update_all
 from lightning_memsave.techniques._optimizers.state_checks import check_states, check_structure
@@ -125,6 +125,7 @@ class _PerParameterBits(_Base):
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
         """Update one parameter."""
+        _check_gradient(p)
         if self._lacks_kernel(p):
             self._update_in_float32(group, p, group_index, param_index)
             return
@@ -272,6 +273,20 @@ def find_obstacle(device: torch.device) -> tuple[str, str] | None:
         except MissingDependencyError as error:
             why = f"bitsandbytes cannot be imported ({error.__cause__})"
     return None if why is None else (why, f"{_INSTALL}, or set `optimizer=None`.")
+
+
+# Kernels read the parameter as of the gradient's type, unchecked.
+def _check_gradient(param: torch.Tensor) -> None:
+    grad = param.grad
+    if grad is None or grad.dtype == param.dtype:
+        return
+    problem = Problem(
+        f"a parameter of shape {tuple(param.shape)}",
+        f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels take one type",
+        "Let gradients have the type of their parameters, or apply "
+        "`LowPrecisionWeights().round_updates(optimizer)`.",
+    )
+    raise IncompatibleError("low_bit_optimizer", [problem])
 
 
 _INSTALL = f"Run `pip install -U 'bitsandbytes>={'.'.join(map(str, _LOWEST))}'`"
