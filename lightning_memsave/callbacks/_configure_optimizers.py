@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques._optimizers.kinds import is_low_bit
 from lightning_memsave.techniques._optimizers.state import convert_state_dict
+from lightning_memsave.techniques._optimizers.state_checks import check_type
 
 Undo = Callable[[], None]
 OptimizerHandle = Handle[Optimizer]
@@ -108,13 +110,26 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         checkpoint: As loaded; it is not changed.
     """
     states = checkpoint.get("optimizer_states", [])
+    check_type(states, Sequence, "`optimizer_states`")
     translated = [
         convert_state_dict(state, optimizer)
         for state, optimizer in zip(states, self.optimizers, strict=False)
     ]
-    if any(new is not old for new, old in zip(translated, states, strict=False)):
-        checkpoint = {**checkpoint, "optimizer_states": translated}
+    paged = [
+        (optimizer, state)
+        for state, optimizer in zip(translated, self.optimizers, strict=False)
+        if is_low_bit(optimizer) and optimizer.is_paged
+    ]
+    # Lightning moves what it has loaded to the GPU. State that may not fit there comes afterwards.
+    shown = [
+        {**state, "state": {}} if any(state is one for _, one in paged) else state
+        for state in translated
+    ]
+    if any(new is not old for new, old in zip(shown, states, strict=False)):
+        checkpoint = {**checkpoint, "optimizer_states": shown}
     previous_method(self, "load_optimizer_state_dict")(checkpoint)
+    for optimizer, state in paged:
+        optimizer.load_state_dict(state)
 
 
 def rebind_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer) -> list[Undo]:

@@ -53,10 +53,10 @@ class LowPrecisionWeights(Technique[nn.Module]):
         that of normalization layers and activations for an input in bfloat16, on CUDA too, where
         autocast alone would widen it: sums of residual connections are bfloat16, unless
         ``keep_fp32`` makes the embeddings float32. Parameters of recurrent and bilinear layers, of
-        ``EmbeddingBag``, of parametrizations, and such as share memory without being one parameter
-        stay float32. Not for DTensor. After ``undo`` weights are float32 and have the values that
-        they had in bfloat16. A checkpoint has bfloat16 weights and loads everywhere;
-        ``load_state_dict(..., assign=True)`` would replace the weights.
+        ``EmbeddingBag`` and ``Embedding(sparse=True)``, of parametrizations, and such as share
+        memory without being one parameter stay float32. Not for DTensor. After ``undo`` weights are
+        float32 and have the values that they had in bfloat16. A checkpoint has bfloat16 weights and
+        loads everywhere; ``load_state_dict(..., assign=True)`` would replace the weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))

@@ -333,7 +333,7 @@ class TestNothingSilent:
         _, _, trainer = fit(make_lit(), callback)
         assert type(trainer.optimizers[0]) is torch.optim.AdamW
         assert details(callback, "optimizer").startswith("bitsandbytes is not installed")
-        with pytest.raises(IncompatibleError, match="Run `pip install bitsandbytes`"):
+        with pytest.raises(IncompatibleError, match="Run `pip install -U 'bitsandbytes>="):
             fit(make_lit(), MemSaveCallback(optimizer="8bit", monitor=False))
 
     def test_exactness_limits_what_is_chosen(self):

@@ -11,7 +11,7 @@ from lightning_memsave import MemSaveCallback, host
 from lightning_memsave.callbacks._bf16_calls import autocast_calls
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
-from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
+from tests.callbacks.lit import PACKAGES, fit, loader, make_lit, make_trainer
 from tests.cases import make_batch, make_model
 from tests.helpers import snapshot
 
@@ -223,6 +223,37 @@ class TestTable:
         make_trainer(LIGHTNING, callback).fit(own)
         assert dtypes == {torch.float32}
         assert "gradients summed in float32" in row_of(callback).details[-1]
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_stack(cls, package):
+    layouts = set()
+
+    class Table(package.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(2000, 64, sparse=True), nn.Linear(64, 64)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            tokens = batch.abs().mul(10).long().clamp(max=1000)
+            return self.head(self.table(tokens)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            trained = [self.table.weight] if cls is torch.optim.SparseAdam else self.parameters()
+            hook = self.table.weight.register_hook(lambda grad: layouts.add(grad.layout))
+            self.hooks = [hook]
+            return cls(trained, lr=0.1)
+
+    lit = Table()
+    before = lit.table.weight.detach().clone()
+    off = dict.fromkeys(("optimizer", "attention", "chunked_cross_entropy"))
+    callback = MemSaveCallback(None, stack="single_gpu", report=False, predict=False, **off)
+    make_trainer(package, callback).fit(lit, loader())
+    assert layouts == {torch.sparse_coo}
+    assert "1 sparse" in row_of(callback).details[0]
+    changed = (lit.table.weight != before).any(1)
+    assert changed[:1001].any()
+    assert not changed[1001:].any()
 
 
 class TestMessages:
