@@ -141,9 +141,9 @@ class WeightPrecision(ModuleTechnique):
 
     def undo(self) -> None:
         """Restore module and optimizers; a second call does nothing."""
-        super().undo()
         self._optimizers = None
         self._sums_in_fp32 = False
+        super().undo()
 
     def _use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
         handle = super()._use(technique, pl_module)
