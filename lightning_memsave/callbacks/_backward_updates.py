@@ -133,8 +133,12 @@ class BackwardUpdates(Setting):
 
     def undo(self) -> None:
         """Restore everything, and let go of the optimizers; a second call does nothing."""
-        super().undo()
+        handles = [] if self._state is None else self._state.handles
+        for handle in handles:  # the step that they wait for will not come
+            if handle.target in IN_BACKWARD:
+                IN_BACKWARD[handle.target].forget()
         self._state = None
+        super().undo()
 
     def _row_of(self, trainer: Any, handle: Handle[Any]) -> Row:
         if not handle.changes:

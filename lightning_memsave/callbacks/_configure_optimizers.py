@@ -1,6 +1,5 @@
 """Exchange the optimizers that ``configure_optimizers`` returns, in every form that it may have."""
 
-import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
-from lightning_memsave.core.technique import Handle, Technique
+from lightning_memsave.core.technique import Handle, Technique, undo_all
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques._optimizers.kinds import is_low_bit
 from lightning_memsave.techniques._optimizers.state import convert_state_dict
@@ -75,10 +74,10 @@ def enable(
     attributes[_STATE].append(state)
 
     def restore() -> None:
-        _run(state.undo)
+        undo_all(state.undo)
         if state in attributes.get(_STATE, ()):
             attributes[_STATE].remove(state)
-        _run(undo)
+        undo_all(undo)
 
     return state, restore
 
@@ -172,7 +171,7 @@ class _Exchange:
             for optimizer in _leaves(output, Optimizer):
                 self._apply(optimizer)
         except BaseException:
-            _run([handle.undo for handle in self.handles])
+            undo_all([handle.undo for handle in self.handles])
             raise
         self._rebind(_leaves(output, object))
         return self._mapped(output)
@@ -257,13 +256,6 @@ def _with_inner(schedulers: Iterable[Any]) -> list[Any]:
 
 def _setter(attributes: dict[str, Any], values: dict[str, Any]) -> Undo:
     return lambda: attributes.update(values)
-
-
-def _run(undo: list[Undo]) -> None:
-    with contextlib.ExitStack() as stack:
-        for function in undo:
-            stack.callback(function)
-    undo.clear()
 
 
 def _with_module(technique: Technique[Optimizer], module: Any) -> Technique[Optimizer]:

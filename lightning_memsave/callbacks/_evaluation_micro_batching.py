@@ -67,8 +67,8 @@ class EvaluationMicroBatches(Setting):
 
     def undo(self) -> None:
         """Restore the steps; a second call does nothing."""
-        super().undo()
         self._runner = None
+        super().undo()
 
     def _run_batch(
         self, trainer: Any, batch: Any, step: Callable[[Any], Any], logged: host.LoggedValues

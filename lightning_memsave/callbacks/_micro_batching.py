@@ -13,6 +13,7 @@ from lightning_memsave.callbacks._foreign_hooks import who_zeroes
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique, off_rows
 from lightning_memsave.callbacks._settings import Row, Setting, warn
+from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.errors import (
     ExactnessWarning,
     IncompatibleError,
@@ -160,7 +161,7 @@ class MicroBatches(Setting):
         marks = host.GradientMarks(pl_module.parameters() if gradients == "leave" else ())
 
         def forget() -> None:
-            check_repeatable()
+            check_repeatable(pl_module)
             if trainer.world_size > 1 and not is_apart:
                 raise self._exhausted_after_probe(trainer, batch)
             if marks.have_changed():
@@ -326,7 +327,7 @@ def _warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
 def _exhausted_in_step(optimizer: torch.optim.Optimizer, error: BaseException) -> BaseException:
     return MemoryExhaustedError(
         f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
-        f"complete: {str(error).strip().splitlines()[0]}\n"
+        f"complete: {first_line(error)}\n"
         'Its state needs less with `optimizer="8bit"`, or host memory with '
         '`optimizer="paged_8bit"`; micro-batches do not help here.'
     )

@@ -118,8 +118,8 @@ class OptimizerTechnique(Setting):
 
     def undo(self) -> None:
         """Restore module and strategy, and let go of the optimizers; a second call does nothing."""
-        super().undo()
         self._state = None
+        super().undo()
 
     def _problems(self, trainer: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"

@@ -153,9 +153,9 @@ class WeightPrecision(ModuleTechnique):
 
     def undo(self) -> None:
         """Restore module and optimizers; a second call does nothing."""
-        super().undo()
         self._optimizers = None
         self._sums_in_fp32 = False
+        super().undo()
 
     def savings(self, pl_module: Any) -> str:
         """Say how much smaller the weights would be."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.out_of_memory import find_out_of_memory, with_memory_freed
 from lightning_memsave.host.batch_parts import BatchParts, scaled, without_outputs
 from lightning_memsave.host.logged_values import LoggedValues
 
@@ -271,16 +272,18 @@ class _Loop:
         if self.before_step is not None and will_step(self.trainer):
             self.is_in_step = True
             self.before_step(optimizer)
-        return parts.result()
+        return with_memory_freed(parts.result)
 
     def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
-        failure = None
+        failure, outside = None, sys.exception()
+        self.is_in_step = False
         try:
             super()._optimizer_step(batch_idx, closure)  # type: ignore[misc]
         except Exception as error:
-            if self.on_out_of_memory is None or not (self.is_in_step and is_out_of_memory(error)):
+            found = find_out_of_memory(error, outside)
+            if self.on_out_of_memory is None or not self.is_in_step or found is None:
                 raise
-            failure = self.on_out_of_memory(self.trainer.optimizers[0], error)
+            failure = self.on_out_of_memory(self.trainer.optimizers[0], found)
         # Not inside of the handler, whose traceback would keep the tensors of the step alive.
         if failure is not None:
             raise failure
