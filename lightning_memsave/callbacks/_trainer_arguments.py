@@ -6,6 +6,7 @@ from lightning_memsave.callbacks._accumulation import Accumulation
 from lightning_memsave.callbacks._argument_values import (
     Arguments,
     as_given,
+    exactness_limit,
     is_beyond,
     off_row,
     read_flag,
@@ -78,7 +79,8 @@ def _micro_batches(arguments: Arguments) -> Setting:
         setting.rows = [off_row(arguments, "micro_batch_size")]
         return setting
     takes_half = arguments["low_precision_weights"] is not None
-    return MicroBatches(technique, repr(technique.micro_batch_size), takes_half)
+    value, limit = repr(technique.micro_batch_size), exactness_limit(arguments)
+    return MicroBatches(technique, value, takes_half, limit)
 
 
 def _evaluation_micro_batches(arguments: Arguments) -> Setting:

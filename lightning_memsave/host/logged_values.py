@@ -1,12 +1,16 @@
 """Values that a module logs while a batch passes in parts, put together as for the whole batch."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_memsave.host.quiet import silent_logger
+from lightning_memsave.host.trainer import package_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +34,7 @@ class LoggedValues:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._results = trainer._results
+        self._trainer, self._results = trainer, trainer._results
         self._values: dict[tuple[str, int], list[_Value]] = {}
         self._weight = 1.0
         self._num_samples: int | None = None
@@ -58,6 +62,25 @@ class LoggedValues:
     def clear(self) -> None:
         """Forget everything, as the batch will be repeated."""
         self._values = {}
+
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """Let what is logged inside leave no trace, nor loggers see it.
+
+        Yields:
+            Once.
+        """
+        names = set(self._results or ())
+        loggers = self._trainer.loggers
+        if loggers:
+            self._trainer.loggers = [silent_logger(package_of(self._trainer))]
+        try:
+            yield
+        finally:
+            self._trainer.loggers = loggers
+            self.clear()
+            for name in set(self._results or ()) - names:
+                del self._results[name]
 
     def flush(self) -> None:
         """Give Lightning one value for each name; a single part's values go through untouched."""

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.batches import split_samples
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
 from lightning_memsave.techniques._micro_batches.loss_weights import NAMES, LossWeight
@@ -135,21 +134,16 @@ class MicroBatching(Technique[Step]):
             for dtype in sorted(half, key=str)
         ]
 
-    def make_runner(
-        self, agree: Callable[[int], int] = lambda size: size, module: nn.Module | None = None
-    ) -> MicroBatchRunner:
+    def make_runner(self, agree: Callable[[int], int] = lambda size: size) -> MicroBatchRunner:
         """Make what splits and repeats batches, for one training.
 
         Args:
             agree: Of the next size that this process wants: the smallest that any process wants.
-            module: The model, where the technique was made without one.
 
         Returns:
             The runner.
         """
-        split = self.split_batch or split_samples
-        module = module or self.module
-        return MicroBatchRunner(self.micro_batch_size, self.loss_weight, split, module, agree)
+        return MicroBatchRunner(self.micro_batch_size, self.loss_weight, self.split_batch, agree)
 
     def _apply(self, target: Step) -> Handle[Step]:
         runner, module = self.make_runner(), self.module

@@ -25,7 +25,7 @@ class TrainingState:
 
     def __init__(self, module: nn.Module, *, gradients: Literal["keep", "drop", "leave"]) -> None:
         parameters = list(module.parameters())
-        self._random = _RandomState({p.device for p in parameters if p.device.type == "cuda"})
+        self._random = RandomState({p.device for p in parameters if p.device.type == "cuda"})
         self._metrics = [(m, _copied(vars(m))) for m in module.modules() if _is_metric(m)]
         self._buffers = [
             (owner, name, buffer, buffer.detach().clone())
@@ -56,7 +56,9 @@ class TrainingState:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
 
-class _RandomState:
+class RandomState:
+    """States of the global random number generators."""
+
     def __init__(self, devices: set[torch.device]) -> None:
         self._cpu = torch.get_rng_state()
         self._python = random.getstate()
@@ -65,6 +67,7 @@ class _RandomState:
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
+        """Put them back; may be called again."""
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:
