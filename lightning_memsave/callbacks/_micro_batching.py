@@ -23,7 +23,7 @@ from lightning_memsave.errors import (
     MemsaveWarning,
     Problem,
 )
-from lightning_memsave.techniques._micro_batches.loss_proof import Proof, prove
+from lightning_memsave.techniques._micro_batches.loss_proof import Proof, Question, prove
 from lightning_memsave.techniques._micro_batches.loss_weights import Weighting
 from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
@@ -154,7 +154,7 @@ class MicroBatches(Setting):
                 f"`micro_batch_size={self.value}`",
                 "batch normalisation computes its statistics from each micro-batch alone, which is "
                 f"approximate, and `exactness={self.limit.value!r}` does not allow that",
-                "Use `exactness=\"approximate\"`, a normalisation without batch statistics, such as "
+                'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
                 "`nn.GroupNorm`, or `micro_batch_size=None`.",
             )
         ]
@@ -164,12 +164,18 @@ class MicroBatches(Setting):
     ) -> None:
         if self.runner is None:
             self.runner = self._make_runner(trainer, pl_module)
-        runner = self.runner
-        if runner.needs_proof and not runner.weightings:
+        if self.runner.needs_proof and not (self.runner.weightings or self.proof.reason):
             self._start_proof(trainer, pl_module, batch, parts)
-        if self.runner is None:  # micro-batches are off from now on
+        if self.proof.reason:
             parts(batch, 1.0, None)
-            return
+        else:
+            self._run(trainer, pl_module, batch, parts, is_fresh)
+
+    def _run(
+        self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts, is_fresh: bool
+    ) -> None:
+        runner = self.runner
+        assert runner is not None, "batches pass with a runner"
         is_safe = self.is_auto and trainer.world_size > 1
         # A process that runs out of memory must not leave the others waiting in their passes.
         context = host.alone if is_safe else host.without_sync
@@ -227,7 +233,7 @@ class MicroBatches(Setting):
         if proof.reason and not self.is_auto:
             raise IncompatibleError(self.name, [_refusal(f"micro_batch_size={self.value}", proof)])
         if proof.reason:
-            self.undo()
+            self.proof = proof
             self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
         elif proof.weightings:
             self.proof = proof
@@ -270,15 +276,15 @@ class MicroBatches(Setting):
                 stack.enter_context(host.alone(trainer))
             if trainer.world_size == 1:
                 stack.enter_context(host.quiet())
-            return prove(
+            question = Question(
                 parts.compute_loss,
                 batch,
                 pl_module,
                 loss_weight=self.technique.loss_weight,
                 split_batch=self.technique.split_batch,
                 known=known,
-                agree=functools.partial(host.smallest, trainer),
             )
+            return prove(question, functools.partial(host.smallest, trainer))
 
     def _weighted(self) -> str:
         return self.proof.weightings[0].text if self.proof.weightings else ""
@@ -341,12 +347,11 @@ def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: s
 
 
 def _refusal(what: str, proof: Proof) -> Problem:
-    return Problem(
-        f"`{what}`",
-        proof.reason,
+    fix = (
         "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; "
-        "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`.",
+        "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
     )
+    return Problem(f"`{what}`", proof.reason, proof.fix or fix)
 
 
 def _warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:

@@ -128,8 +128,6 @@ def _without_randomness(func: Any, args: Any, kwargs: Any) -> Any:
     return drawn if constant is None else drawn.copy_(constant(_evenly_spread(drawn), values))
 
 
-
-
 def _evenly_spread(like: Tensor) -> Tensor:
     """Make numbers between 0 and 1 that are the same for each index of the first dimension."""
     shape = like.shape[1:]

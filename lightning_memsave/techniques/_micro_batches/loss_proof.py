@@ -5,7 +5,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import torch
@@ -38,8 +38,11 @@ from lightning_memsave.techniques._micro_batches.splitting import (
     samples_of,
     split_batch_with,
 )
+from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 
 ComputeLoss = Callable[[Any], Tensor | None]
+Whole = frozenset[Path]
+"""Leaves of a batch that belong to every micro-batch."""
 
 # Two sums of the same float32 losses in another order differ by a few units of the last place; a
 # deep model adds some, as kernels for one sample and for two round differently.
@@ -56,29 +59,24 @@ class Proof:
     Args:
         weightings: What it is the mean over; several where the two samples do not tell them apart.
         whole: Leaves of the batch that belong to every micro-batch.
-        reason: Why it cannot be split; empty if it can, or if there was nothing to be proven with.
+        reason: Why it cannot be split, as a clause; empty if it can, or if there was nothing to
+            prove it with.
+        fix: What to type instead, where another thing helps than with other reasons.
         is_settled: There is one weighting, in every process.
         seconds: What the proof took.
     """
 
     weightings: tuple[Weighting, ...] = ()
-    whole: frozenset[Path] = frozenset()
+    whole: Whole = frozenset()
     reason: str = ""
+    fix: str = ""
     is_settled: bool = False
     seconds: float = 0.0
 
 
-def prove(
-    compute_loss: ComputeLoss,
-    batch: Any,
-    module: nn.Module,
-    *,
-    loss_weight: LossWeight,
-    split_batch: SplitBatch | None = None,
-    known: Proof | None = None,
-    agree: Callable[[int], int] = lambda value: value,
-) -> Proof:
-    """Find what the losses of micro-batches must be weighted by.
+@dataclass(frozen=True)
+class Question:
+    """What is to be proven.
 
     Args:
         compute_loss: Gives the loss of some samples; ``None`` without one.
@@ -87,20 +85,46 @@ def prove(
         loss_weight: What the user wrote.
         split_batch: The user's function for batches that `split_samples` cannot split.
         known: What was found with an earlier batch; only that is left.
+    """
+
+    compute_loss: ComputeLoss
+    batch: Any
+    module: nn.Module
+    _: KW_ONLY
+    loss_weight: LossWeight = "auto"
+    split_batch: SplitBatch | None = None
+    known: Proof | None = None
+
+    def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
+        """List what the loss may be the mean over."""
+        if self.known is not None:
+            return list(self.known.weightings)
+        extra = () if seen is None else (seen.ignored, seen.class_weights)
+        return weightings_of(self.loss_weight, part, whole, *extra)
+
+
+def prove(question: Question, agree: Callable[[int], int] = lambda value: value) -> Proof:
+    """Find what the losses of micro-batches must be weighted by.
+
+    Args:
+        question: What is to be proven.
         agree: Of a number of this process: the smallest that any process has.
 
     Returns:
         The proof; neither weightings nor a reason if the batch is one sample, or has no loss.
     """
     start_s = time.perf_counter()
-    shared = find_shared_leaves(batch) if split_batch is None else [frozenset[Path]()]
-    shared = [known.whole] if known is not None else shared
-    num_samples = samples_of(batch, shared[0])
+    shared: list[Whole] = [frozenset()]
+    if question.known is not None:
+        shared = [question.known.whole]
+    elif question.split_batch is None:
+        shared = find_shared_leaves(question.batch)
+    num_samples = samples_of(question.batch, shared[0])
     proof = Proof()
     if agree(2 if num_samples is None else num_samples) < 2:
         return proof
     for whole in shared:
-        found = _prove_with(compute_loss, batch, module, loss_weight, split_batch, whole, known)
+        found = _prove_with(question, whole)
         proof = found if found.weightings or not proof.reason else proof
         # Every process makes as many forward passes.
         if agree(int(bool(found.weightings) or not found.reason)):
@@ -114,29 +138,17 @@ def prove(
     return replace(proof, is_settled=is_settled, seconds=time.perf_counter() - start_s)
 
 
-def _prove_with(
-    compute_loss: ComputeLoss,
-    batch: Any,
-    module: nn.Module,
-    loss_weight: LossWeight,
-    split_batch: SplitBatch | None,
-    whole: frozenset[Path],
-    known: Proof | None,
-) -> Proof:
-    with full_precision(), batch_norm_on_running_statistics(module):
-        state = ModuleState(module, batch)
+def _prove_with(question: Question, whole: Whole) -> Proof:
+    with full_precision(), batch_norm_on_running_statistics(question.module):
+        state = ModuleState(question.module, question.batch)
         try:
-            samples = _two_samples(batch, loss_weight, split_batch, whole, known)
-            if samples is None:
-                return Proof()
-            weightings, reason = _find_weightings(
-                compute_loss, samples, module, state, loss_weight, whole, known
-            )
-            return Proof(tuple(weightings), whole, reason)
+            samples = _two_samples(question, whole)
+            return Proof() if samples is None else _find(question, samples, state, whole)
         except ConfigurationError:  # of what a function of the user's gives
             raise
         except IncompatibleError as error:
-            return Proof(reason=f"{error.problems[0].what}: {error.problems[0].why}")
+            problem = error.problems[0]
+            return Proof(reason=f"{problem.what}: {problem.why}", fix=problem.fix)
         except Exception as error:
             return Proof(reason=f"that its loss can be split cannot be proven: {_words(error)}")
         finally:
@@ -153,14 +165,9 @@ class _Samples:
         yield from (self.both, self.one, self.other)
 
 
-def _two_samples(
-    batch: Any,
-    loss_weight: LossWeight,
-    split_batch: SplitBatch | None,
-    whole: frozenset[Path],
-    known: Proof | None,
-) -> _Samples | None:
+def _two_samples(question: Question, whole: Whole) -> _Samples | None:
     """Choose two samples that possible weights tell apart best; ``None`` if there are not two."""
+    batch, split_batch = question.batch, question.split_batch
     if split_batch is not None:
         both = split_batch_with(split_batch, batch, 2)[0]
         singles = split_batch_with(split_batch, both, 1)
@@ -168,18 +175,18 @@ def _two_samples(
     num_samples = count_samples(batch, whole)
     first = pick_samples(batch, range(min(num_samples, _NUM_LOOKED_AT)), whole)
     singles = split_samples(first, 1, whole)
-    given = weightings_of(loss_weight, first, whole) if known is None else known.weightings
-    rows = read_weights(given, singles)
+    rows = read_weights(question.weightings(first, whole, None), singles)
     pairs = itertools.combinations(range(len(singles)), 2)
     i, j = max(pairs, key=lambda pair: _difference(rows, *pair))
     return _Samples(*(pick_samples(batch, chosen, whole) for chosen in ([i, j], [i], [j])))
 
 
-def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[float, int]:
-    """Say how well two samples tell possible weights apart; a weight of zero says little."""
-    shares = [r[i] / (r[i] + r[j]) for r in rows if r[i] > 0 and r[j] > 0]
-    pairs = itertools.combinations({0.5, *shares}, 2)
-    return sum(math.sqrt(abs(x - y)) for x, y in pairs), len(shares)
+def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, float, int]:
+    """Say how well two samples tell possible weights apart."""
+    shares = [round(r[i] / (r[i] + r[j]), 9) for r in rows if r[i] + r[j] > 0]
+    distinct = {0.5, *shares}
+    spread = sum(math.sqrt(abs(x - y)) for x, y in itertools.combinations(distinct, 2))
+    return len(distinct), spread, len(shares)
 
 
 @dataclass(frozen=True)
@@ -192,56 +199,35 @@ class _Observed:
     has_logits: bool
 
 
-def _find_weightings(
-    compute_loss: ComputeLoss,
-    samples: _Samples,
-    module: nn.Module,
-    state: ModuleState,
-    loss_weight: LossWeight,
-    whole: frozenset[Path],
-    known: Proof | None,
-) -> tuple[list[Weighting], str]:
-    seen = _observe_with_graph_if_needed(compute_loss, samples, module, state)
+def _find(question: Question, samples: _Samples, state: ModuleState, whole: Whole) -> Proof:
+    seen = _observe_with_graph_if_needed(question, samples, state)
     if seen is None:
-        return [], ""
-    weightings: Sequence[Weighting] = (
-        weightings_of(loss_weight, samples.both, whole, seen.ignored, seen.class_weights)
-        if known is None
-        else known.weightings
-    )
-    weights = read_weights(weightings, [samples.one, samples.other])
-    found = [
-        (weighting, row)
-        for weighting, row in zip(weightings, weights, strict=True)
-        if _holds(weighting, row, seen)
-    ]
+        return Proof()
+    weightings = question.weightings(samples.both, whole, seen)
+    rows = read_weights(weightings, [samples.one, samples.other])
+    found = [pair for pair in zip(weightings, rows, strict=True) if _holds(*pair, seen)]
     if found and seen.has_logits:
         # Untrained models give all samples nearly the same loss. Larger logits make them differ.
-        sharp = _observe_with_graph_if_needed(compute_loss, samples, module, state, is_sharp=True)
-        if sharp is not None and all(map(math.isfinite, sharp.losses)):
-            found = [(weighting, row) for weighting, row in found if _holds(weighting, row, sharp)]
+        sharp = _observe_with_graph_if_needed(question, samples, state, is_sharp=True)
+        if sharp is not None and math.isfinite(sharp.losses[0]):
+            found = [pair for pair in found if _holds(*pair, sharp)]
     if not found:
-        return [], _reason(seen.losses, loss_weight)
-    return _preferred(found, seen.denominators), ""
+        return Proof(reason=_reason(seen.losses, question.loss_weight))
+    return Proof(tuple(_preferred(found, seen.denominators)), whole)
 
 
 def _observe_with_graph_if_needed(
-    compute_loss: ComputeLoss,
-    samples: _Samples,
-    module: nn.Module,
-    state: ModuleState,
-    *,
-    is_sharp: bool = False,
+    question: Question, samples: _Samples, state: ModuleState, *, is_sharp: bool = False
 ) -> _Observed | None:
     try:
         with torch.no_grad():
-            return _observe(compute_loss, samples, state, is_sharp=is_sharp)
+            return _observe(question.compute_loss, samples, state, is_sharp=is_sharp)
     except RuntimeError as error:
         # A training step may ask for gradients itself, as for a gradient penalty.
-        if is_out_of_memory(error) or "grad" not in str(error):
+        if is_out_of_memory(error) or "grad" not in str(error) or IN_BACKWARD:
             raise
-    with torch.enable_grad(), _own_gradients(module):
-        return _observe(compute_loss, samples, state, is_sharp=is_sharp)
+    with torch.enable_grad(), _own_gradients(question.module):
+        return _observe(question.compute_loss, samples, state, is_sharp=is_sharp)
 
 
 @contextlib.contextmanager
@@ -287,7 +273,8 @@ def _holds(weighting: Weighting, weights: Sequence[float], seen: _Observed) -> b
         return False
     both, *losses = seen.losses
     counted = [share * loss for share, loss in zip(shares, losses, strict=True) if share]
-    scale = max(map(abs, seen.losses))
+    # A sample without a label has no loss; it counts for nothing where its share is zero.
+    scale = max(abs(loss) for loss in [both, *losses] if math.isfinite(loss) or loss is both)
     return abs(both - sum(counted)) <= _TOLERANCE * seen.epsilon * scale
 
 
@@ -309,7 +296,7 @@ def _preferred(
 
 def _reason(losses: Sequence[float], loss_weight: LossWeight) -> str:
     both, one, other = (f"{loss:.6g}" for loss in losses)
-    if not all(map(math.isfinite, losses)):
+    if not math.isfinite(losses[0]):
         return f"the loss of two samples is not finite ({both}, of each {one} and {other})"
     what = "a weighted mean or the sum"
     if loss_weight != "auto":

@@ -92,10 +92,9 @@ def guess(part: Any) -> Weighting:
         Entries of ``labels`` other than -100 where these have two or more dimensions and some of
         them are -100, and samples otherwise.
     """
-    for path, leaf in leaves_of(part):
-        if path == ("labels",) and isinstance(leaf, Tensor) and leaf.ndim > 1:
-            if bool((leaf == IGNORED).any()):
-                return _entries(path, IGNORED, 0)
+    labels = dict(leaves_of(part)).get(("labels",))
+    if isinstance(labels, Tensor) and labels.ndim > 1 and bool((labels == IGNORED).any()):
+        return _entries(("labels",), IGNORED, 0)
     return Weighting("weighted by samples", count_samples)
 
 
@@ -177,9 +176,7 @@ def _sum(path: Path, start: int, text: str) -> Weighting:
     return _count(path, start, lambda leaf: leaf, text)
 
 
-def _class_weights(
-    path: Path, start: int, ignored: int, weights: Tensor, text: str
-) -> Weighting:
+def _class_weights(path: Path, start: int, ignored: int, weights: Tensor, text: str) -> Weighting:
     def at(leaf: Tensor) -> Tensor:
         return weights[leaf.long().clamp(0, len(weights) - 1)] * (leaf != ignored)
 
