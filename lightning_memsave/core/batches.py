@@ -96,7 +96,7 @@ def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = fr
 
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            return leaf[torch.tensor(indices, device=leaf.device)]
+            return leaf[torch.tensor([*indices], device=leaf.device)]
         return type(leaf)(leaf[index] for index in indices)
 
     return _map(batch, pick, whole)

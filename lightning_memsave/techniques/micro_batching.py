@@ -34,8 +34,9 @@ class MicroBatching(Technique[Step]):
         loss_weight: What a loss is the mean over, so that the losses of micro-batches are weighted
             right: ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the
             same without the first of each sequence, as causal language models count; or a function
-            of a micro-batch. ``"auto"`` counts tokens where a batch has ``labels`` of two or more
-            dimensions, some of them -100, and samples otherwise.
+            of a micro-batch. ``"auto"`` proves it with the first batch in a Trainer. In a plain
+            loop it counts tokens where a batch has ``labels`` of two or more dimensions, some of
+            them -100, and samples otherwise.
         split_batch: A function of batch and size that gives a list of batches, for batches that
             `split_samples` cannot split.
         module: The model, whose gradients, buffers and metrics are put back before a batch is
@@ -45,10 +46,11 @@ class MicroBatching(Technique[Step]):
         ConfigurationError: If an argument is wrong.
 
     Note:
-        Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch. Not
-        for losses that are no mean over samples or tokens, such as contrastive ones. Batch
-        normalisation takes its statistics from each micro-batch. Parameters in half precision are
-        refused: their gradients would be summed in half precision.
+        Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch; with
+        batch normalisation *approximate*, as its statistics are those of each micro-batch. A loss
+        that is neither a weighted mean nor a sum, such as a contrastive one, is refused in a
+        Trainer. Parameters in half precision are refused: their gradients would be summed in half
+        precision.
 
     Example:
         >>> model = nn.Linear(3, 1)

@@ -1,20 +1,29 @@
 """Micro-batches of many kinds of losses: the gradient of the whole batch, or a refusal."""
 
 import functools
+import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torchmetrics
 import transformers
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - torch's own abbreviation
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import (
+    ConfigurationError,
+    ExactnessWarning,
     IncompatibleError,
+    MemsaveWarning,
 )
 from tests.callbacks.lit import fit, make_lit
 
@@ -407,8 +416,8 @@ def variational(model, batch):
 
 @vectors_kind(regression, expected=REFUSED)
 def contrastive(model, batch):
-    z = F.normalize(model(batch["x"]), dim=-1)
-    return F.cross_entropy(z @ z.T / 0.1, torch.arange(len(z)))
+    z = model(batch["x"])
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
 
 
 @vectors_kind(regression, expected=REFUSED)
@@ -457,8 +466,12 @@ SMALL: dict[str, Any] = {
 _GPT2 = {"vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
 _XLM = {"emb_dim": 8, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 16}
 _VIT = {
-    "image_size": 4, "patch_size": 2, "hidden_size": 8, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "intermediate_size": 16,
+    "image_size": 4,
+    "patch_size": 2,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
 }
 
 
@@ -537,7 +550,11 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     "T5": (
         lambda: hugging_face(
             "T5ForConditionalGeneration",
-            vocab_size=VOCABULARY, d_model=8, d_ff=16, d_kv=4, num_layers=1,
+            vocab_size=VOCABULARY,
+            d_model=8,
+            d_ff=16,
+            d_kv=4,
+            num_layers=1,
             num_heads=2,
             decoder_start_token_id=0,
         ),
@@ -622,7 +639,7 @@ def test_the_gradient_of_the_whole_batch_or_a_refusal(name):
     truth = train(model, batches, each.loss_of)
     callback = only(3)  # of 7 samples: 3, 3 and 1
     if each.expected in (REFUSED, "do not share one number of samples"):
-        with pytest.raises(IncompatibleError, match="loss_weight=|split_batch=") as caught:
+        with pytest.raises(IncompatibleError, match=r"loss_weight=|split_batch=") as caught:
             train(model, batches, each.loss_of, callback)
         assert each.expected == REFUSED or each.expected in str(caught.value)
         return
@@ -637,3 +654,326 @@ def test_the_gradient_of_the_whole_batch_or_a_refusal(name):
 
 def test_there_are_enough_kinds():
     assert len(KINDS) >= 40
+
+
+def dropout_batches() -> list[Any]:
+    return [regression() for _ in range(3)]
+
+
+class Counting(nn.Module):
+    """Keeps all kinds of things that the proof must not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = with_dropout()
+        self.register_buffer("mean", torch.zeros(()).double())
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.metric = torchmetrics.MeanMetric()
+        self.unregistered = [torchmetrics.MeanMetric()]
+        self.queue = torch.zeros(3)  # neither parameter nor buffer
+        self.teacher = nn.Linear(2, 2)
+        self.count, self.losses, self.by_name = 0, [], {"all": []}
+        self.recent, self.sizes = deque(maxlen=2), set()
+        self.generator = torch.Generator().manual_seed(3)
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+
+    def loss_of(self, batch: Any) -> Tensor:
+        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+        draws = [torch.rand(()), random.random(), np.random.rand(), self.python.random()]
+        draws += [self.numpy.random(), torch.rand((), generator=self.generator)]
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(loss)
+            self.seen += 1
+            self.queue[0] += 1
+            self.teacher.weight.mul_(0.9)
+            batch["x"].mul_(2)
+        self.metric(loss.detach())
+        self.unregistered[0](loss.detach())
+        self.count += 1
+        self.losses.append(loss.item())
+        self.by_name["all"].append(sum(map(float, draws)))
+        self.recent.append(loss.item())
+        self.sizes.add(len(batch["x"]) * self.count)
+        return loss
+
+    def facts(self) -> list[Any]:
+        metrics = [m.compute().item() for m in (self.metric, *self.unregistered)]
+        tensors = [self.mean, self.seen, self.queue, self.teacher.weight]
+        return [
+            *(t.tolist() for t in tensors),
+            metrics,
+            *(self.count, self.losses, self.by_name, list(self.recent), self.sizes),
+        ]
+
+
+class TestTheProof:
+    def test_leaves_no_trace(self):
+        """A whole batch trains bit for bit as without it; `training_step` was called by both."""
+        torch.manual_seed(3)
+        batches, models, gradients = dropout_batches(), [], []
+        for callbacks in ([], [only(SAMPLES)], [only("auto")]):
+            model = Counting()
+            torch.manual_seed(5)
+            given = [{k: v.clone() for k, v in batch.items()} for batch in batches]
+            calls: list[int] = []
+
+            def loss_of(model, batch, calls=calls):
+                calls.append(len(batch["x"]))
+                models.append(model)
+                return model.loss_of(batch)
+
+            torch.manual_seed(4)
+            gradients.append(train(model, given, loss_of, *callbacks))
+            assert calls == [*([] if not callbacks else [2, 1, 1]), *[SAMPLES] * 3]
+        plain, fixed, auto = (models[index].facts() for index in (0, -4, -1))
+        assert plain == fixed == auto
+        for run in gradients[1:]:
+            same = zip(run, gradients[0], strict=True)
+            assert all(torch.equal(a, b) for x, y in same for a, b in zip(x, y, strict=True))
+
+    def test_logs_nothing(self):
+        lit, logged = make_lit(model=vectors()), []
+
+        class Logger(CSVLogger):
+            def log_metrics(self, metrics, step=None):
+                logged.append((step, sorted(metrics)))
+
+        def training_step(self, batch, batch_idx):
+            self.logger.log_metrics({"own": 1.0}, step=self.global_step)
+            self.log(f"of {len(batch['x'])}", 1.0)
+            return F.mse_loss(self.model(batch["x"]), batch["y"])
+
+        cls = type(lit)
+        cls.training_step = training_step
+        cls.validation_step = lambda self, batch, batch_idx: None
+        cls.train_dataloader = lambda self: DataLoader(dropout_batches(), batch_size=None)
+        result = fit(
+            lit.double(), only(SAMPLES), logger=Logger("."), log_every_n_steps=1, max_steps=1
+        )
+        assert logged == [(0, ["own"]), (0, ["epoch", f"of {SAMPLES}"])]
+        assert list(result[2].callback_metrics) == [f"of {SAMPLES}"]
+
+    @pytest.mark.parametrize("model", ["dropout", "batch_norm", "attention"])
+    def test_randomness_does_not_spoil_it(self, model):
+        if model == "attention":
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True)
+            make = lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Linear(4, WIDTH), layer)  # noqa: E731
+        else:
+            norm = nn.BatchNorm1d(16) if model == "batch_norm" else nn.Dropout(0.3)
+            make = lambda: nn.Sequential(nn.Linear(WIDTH, 16), norm, nn.Linear(16, 3))  # noqa: E731
+
+        def loss_of(model, batch):
+            noisy = batch["x"] + torch.randn_like(batch["x"]) * F.dropout(batch["x"], 0.5)
+            keep = torch.rand(len(noisy), 1) < 0.7
+            return (model(noisy * keep.double())).square().mean()
+
+        callback = only("auto")
+        train(make(), [regression()], loss_of, callback)
+        assert row(callback).status == "on"
+        assert "weighted by samples, proven" in row(callback).details[1]
+
+    def test_what_stays_random_is_not_split(self):
+        def loss_of(model, batch):
+            noise = torch.zeros_like(batch["x"]).cauchy_()
+            return F.mse_loss(model(batch["x"] + noise), batch["y"])
+
+        callback = only("auto")
+        train(vectors(), [regression()], loss_of, callback)
+        assert row(callback).status == "off"
+
+    def test_in_bfloat16_as_in_float32(self):
+        """Autocast and half-precision weights would hide the difference between two weightings."""
+        callback = only("auto", precision="bf16-mixed")
+        torch.manual_seed(0)
+        lit = make_lit(model=hugging_face("GPT2LMHeadModel", **_GPT2))
+        cls = type(lit)
+        cls.training_step = lambda self, batch, batch_idx: self.model(**batch).loss
+        cls.validation_step = lambda self, batch, batch_idx: None
+        cls.train_dataloader = lambda self: DataLoader([text()], batch_size=None)
+        fit(lit, callback)
+        assert SHIFTED in row(callback).details[1]
+
+    def test_untrained_models_are_told_apart(self):
+        """Their losses differ by little, and so do weights of long sequences."""
+
+        class Uniform(Tokens):
+            def forward(self, ids: Tensor) -> Tensor:
+                return super().forward(ids) * 1e-3
+
+        def loss_of(model, batch):
+            losses = F.cross_entropy(
+                flat(model(batch["x"])[:, :-1]), batch["x"][:, 1:].flatten(), reduction="none"
+            )
+            mask = batch["mask"][:, 1:].flatten()
+            return (losses * mask).sum() / mask.sum()
+
+        batch = float_mask()
+        batch["mask"][:, 0] = (torch.arange(SAMPLES) % 2).double()
+        batch["x"][:, 0] = 1
+        callback = only(2)
+        torch.manual_seed(0)
+        model = Uniform()
+        truth = train(model, [batch], loss_of)
+        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
+        assert "sum of `mask`, without the first" in row(callback).details[1]
+
+    def test_is_repeated_where_a_later_batch_tells_more(self):
+        """In the first batch no label is left out: samples and tokens are the same."""
+        torch.manual_seed(3)
+        full = {"x": ids(), "labels": ids()}
+        batches, model = [full, labelled(), labelled()], Tokens()
+        truth = train(model, batches, masked)
+        callback = only(3)
+        assert difference(train(model, batches, masked, callback), truth) < 1e-11
+        assert "of `labels` that are not -100" in row(callback).details[1]
+
+    def test_refuses_a_later_batch_that_disproves_it(self):
+        batches = [{"x": ids(), "labels": ids()}, labelled()]
+        with pytest.raises(IncompatibleError, match="its loss cannot be split"):
+            train(Tokens(), batches, two_means_of_different_things, only(3))
+
+    def test_waits_for_a_batch_of_two_samples(self):
+        batches = [{k: v[:1] for k, v in regression().items()}, regression()]
+        callback = only(1)
+        train(vectors(), batches, mse, callback)
+        assert "proven with two samples" in row(callback).details[1]
+
+    @pytest.mark.parametrize(
+        "error", [torch.OutOfMemoryError("CUDA out of memory."), KeyError("x")]
+    )
+    def test_that_fails_proves_nothing(self, error):
+        def loss_of(model, batch):
+            if len(batch["x"]) < SAMPLES:
+                raise error
+            return mse(model, batch)
+
+        callback = only("auto")
+        train(vectors(), [regression()] * 2, loss_of, callback)
+        assert row(callback).status == "off"
+        assert type(error).__name__ in row(callback).details[0]
+        with pytest.raises(IncompatibleError, match=type(error).__name__):
+            train(vectors(), [regression()], loss_of, only(2))
+
+
+class TestAuto:
+    @pytest.mark.parametrize("name", ["contrastive", "another_number_of_names", "rmse"])
+    def test_yields_at_the_first_batch_and_says_why(self, name):
+        each, callback = KINDS[name], only("auto")
+        truth = train(model := each.make_model(), [batch := each.make_batch()] * 2, each.loss_of)
+        ours = train(model, [batch] * 2, each.loss_of, callback)
+        assert difference(ours, truth) == 0
+        assert row(callback).status == "off"
+        reasons = ("its loss cannot be split", "do not share one number of samples")
+        assert any(reason in row(callback).details[0] for reason in reasons)
+
+    def test_out_of_memory_ends_the_fit_where_it_yielded(self):
+        def loss_of(model, batch):
+            if len(batch["x"]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return contrastive(model, batch)
+
+        with pytest.raises(torch.OutOfMemoryError):
+            train(vectors(), [regression()], loss_of, only("auto"))
+
+    def test_the_warning_says_what_is_proven(self):
+        def loss_of(model, batch):
+            if len(batch["x"]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return masked(model, batch)
+
+        batch, model = labelled(), Tokens()
+        truth = train(model, [batch], masked)
+        with pytest.warns(MemsaveWarning, match="entries of `labels` that are not -100") as caught:
+            ours = train(model, [batch], loss_of, only("auto"))
+        assert difference(ours, truth) < 1e-11
+        assert "Begin with `micro_batch_size=3` next time" in str(caught[0].message)
+        assert "nothing was lost" not in str(caught[0].message)
+
+
+class TestFunctionsOfTheUsers:
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            (lambda batch, size: None, "gave `NoneType`"),
+            (lambda batch, size: [], "gave an empty list"),
+            (lambda batch, size: batch["x"], "gave `Tensor`"),
+            (lambda batch, size: [{k: v[:1] for k, v in batch.items()}], "1 samples together"),
+            (lambda batch, size: [batch, batch], "samples together for a batch of"),
+        ],
+    )
+    @pytest.mark.parametrize("size", ["auto", 3])
+    def test_split_batch(self, given, match, size):
+        with pytest.raises(ConfigurationError, match=match):
+            train(vectors(), [regression()], mse, only(size, split_batch=given))
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            (lambda part: None, "gave None of type `NoneType`"),
+            (lambda part: "two", "gave 'two'"),
+            (lambda part: float("nan"), "weights nan, nan"),
+            (lambda part: -1, "weights -1, -1"),
+            (lambda part: 0, "weights 0, 0"),
+            (lambda part: part["x"], "is not a weight"),
+        ],
+    )
+    def test_loss_weight(self, given, match):
+        with pytest.raises(ConfigurationError, match=match):
+            train(vectors(), [regression()], mse, only(3, loss_weight=given))
+
+    def test_loss_weight_of_a_later_batch(self):
+        spoiled = weighted()
+        spoiled["w"][2] = float("nan")
+        batches = [weighted(), spoiled]
+        callback = only(3, loss_weight=lambda part: part["w"].sum())
+        with pytest.raises(ConfigurationError, match="must be finite"):
+            train(vectors(), batches, sample_weights, callback)
+
+    def test_loss_weight_that_is_wrong_is_refused(self):
+        callback = only(3, loss_weight=lambda part: len(part["x"]) ** 2)
+        match = "not the mean with the weights of `loss_weight=<lambda>`"
+        with pytest.raises(IncompatibleError, match=match):
+            train(vectors(), [regression()], mse, callback)
+
+    def test_split_batch_and_loss_weight(self):
+        def split(batch: Any, size: int) -> list[Any]:
+            return [
+                SimpleNamespace(**{k: v[i : i + size] for k, v in vars(batch).items()})
+                for i in range(0, len(batch.x), size)
+            ]
+
+        batch, model = SimpleNamespace(**regression()), vectors()
+
+        def loss_of(model, batch):
+            return F.mse_loss(model(batch.x), batch.y)
+
+        callback = only(3, split_batch=split, loss_weight=lambda part: len(part.x))
+        truth = train(model, [batch], loss_of)
+        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
+
+
+class TestBatchNorm:
+    def make(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES))
+
+    def test_is_approximate(self):
+        callback = only(3)
+        batch = {k: v[:6] for k, v in regression().items()}
+        with pytest.warns(ExactnessWarning, match="batch normalisation"):
+            train(self.make(), [batch], mse, callback)
+        assert row(callback).exactness == "approximate"
+
+    def test_is_refused_or_left_out_where_rounding_is_the_limit(self):
+        with pytest.raises(IncompatibleError, match=r"approximate.*`exactness='rounding'`"):
+            train(self.make(), [regression()], mse, only(3, exactness="rounding"))
+        callback = only("auto", exactness="rounding")
+        train(self.make(), [regression()], mse, callback)
+        assert row(callback).status == "off"
+        assert "batch normalisation" in row(callback).details[0]
+
+    def test_of_a_model_that_is_built_late(self):
+        lit = make_lit(model=vectors())
+        type(lit).configure_model = lambda self: setattr(self, "model", lit_model)
+        lit_model = self.make()
+        with pytest.raises(IncompatibleError, match="exactness='rounding'"):
+            fit(lit, only(3, exactness="rounding"))

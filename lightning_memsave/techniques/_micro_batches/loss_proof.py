@@ -47,8 +47,8 @@ Whole = frozenset[Path]
 # Two sums of the same float32 losses in another order differ by a few units of the last place; a
 # deep model adds some, as kernels for one sample and for two round differently.
 _TOLERANCE = 64
-_NUM_LOOKED_AT = 64
-"""Samples among which two are chosen."""
+_NUM_LOOKED_AT, _NUM_LOOKED_AT_AGAIN = 16, 64
+"""Samples among which two are chosen, by all possible weights, and by the few that were left."""
 _REFUSED, _OPEN, _PROVEN = range(3)
 
 
@@ -172,8 +172,8 @@ def _two_samples(question: Question, whole: Whole) -> _Samples | None:
         both = split_batch_with(split_batch, batch, 2)[0]
         singles = split_batch_with(split_batch, both, 1)
         return _Samples(both, *singles) if len(singles) == 2 else None
-    num_samples = count_samples(batch, whole)
-    first = pick_samples(batch, range(min(num_samples, _NUM_LOOKED_AT)), whole)
+    limit = _NUM_LOOKED_AT if question.known is None else _NUM_LOOKED_AT_AGAIN
+    first = pick_samples(batch, range(min(count_samples(batch, whole), limit)), whole)
     singles = split_samples(first, 1, whole)
     rows = read_weights(question.weightings(first, whole, None), singles)
     pairs = itertools.combinations(range(len(singles)), 2)
