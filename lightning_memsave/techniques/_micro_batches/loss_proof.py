@@ -204,7 +204,7 @@ def _find(question: Question, samples: _Samples, state: ModuleState, whole: Whol
     if seen is None:
         return Proof()
     weightings = question.weightings(samples.both, whole, seen)
-    rows = read_weights(weightings, [samples.one, samples.other])
+    rows = read_weights(weightings, [*samples])
     found = [pair for pair in zip(weightings, rows, strict=True) if _holds(*pair, seen)]
     if found and seen.has_logits:
         # Untrained models give all samples nearly the same loss. Larger logits make them differ.
@@ -268,8 +268,11 @@ def _observe(
 
 
 def _holds(weighting: Weighting, weights: Sequence[float], seen: _Observed) -> bool:
+    together, *weights = weights
     shares = shares_of(weighting, weights)
-    if shares is None:
+    if shares is None or (
+        weighting.weigh and not math.isclose(together, sum(weights), rel_tol=1e-5)
+    ):
         return False
     both, *losses = seen.losses
     counted = [share * loss for share, loss in zip(shares, losses, strict=True) if share]
@@ -289,7 +292,7 @@ def _preferred(
         for weighting, weights in found
         if len(shares) == 1
         and weighting.weigh is not None
-        and math.isclose(weights[0] / sum(weights), next(iter(shares)), rel_tol=1e-5)
+        and math.isclose(weights[1] / sum(weights[1:]), next(iter(shares)), rel_tol=1e-5)
     ]
     return agreeing or [weighting for weighting, _ in found]
 

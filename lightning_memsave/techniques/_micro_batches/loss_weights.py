@@ -192,8 +192,8 @@ def _count(path: Path, start: int, entries: Callable[[Tensor], Tensor], text: st
 
 
 def _check_is_number(value: Any) -> None:
-    is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
-    if is_one or isinstance(value, int | float) or hasattr(value, "__float__"):
+    is_number = isinstance(value, int | float) or hasattr(value, "__float__")
+    if is_number and (not isinstance(value, Tensor) or value.numel() == 1):
         return
     raise ConfigurationError(
         f"`loss_weight` gave {value!r} of type `{type(value).__name__}` for a micro-batch, which "
