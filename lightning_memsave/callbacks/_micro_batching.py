@@ -26,6 +26,7 @@ from lightning_memsave.errors import (
 from lightning_memsave.techniques._micro_batches.loss_proof import Proof, Question, prove
 from lightning_memsave.techniques._micro_batches.loss_weights import Weighting
 from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
+from lightning_memsave.techniques._micro_batches.splitting import samples_of
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.techniques.micro_batching import MicroBatching, check_repeatable
@@ -164,7 +165,8 @@ class MicroBatches(Setting):
     ) -> None:
         if self.runner is None:
             self.runner = self._make_runner(trainer, pl_module)
-        if self.runner.needs_proof and not (self.runner.weightings or self.proof.reason):
+        is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
+        if is_open and self._may_be_split(trainer, batch):
             self._start_proof(trainer, pl_module, batch, parts)
         if self.proof.reason:
             parts(batch, 1.0, None)
@@ -216,6 +218,14 @@ class MicroBatches(Setting):
             warn_of_retry(trainer, runner, self.name, self._weighted())
             _warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer, pl_module)
+
+    def _may_be_split(self, trainer: Any, batch: Any) -> bool:
+        """Say whether any process has a batch for which the weights will matter."""
+        assert self.runner is not None, "batches pass with a runner"
+        num_samples = samples_of(batch, find_shared_leaves(batch)[0])
+        size = self.runner.size
+        is_large = self.is_auto or num_samples is None or (size or 0) < num_samples
+        return host.smallest(trainer, int(not is_large)) == 0
 
     def _start_proof(
         self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts
@@ -317,7 +327,7 @@ class MicroBatches(Setting):
             f"losses of micro-batches are {self._weighted()}, proven with two samples in "
             f"{self.proof.seconds * 1000:.0f} ms"
             if self.proof.weightings
-            else "what their losses are weighted by is proven with the first batch"
+            else "what their losses are weighted by is proven before the first one is split"
         )
         if self.is_auto and trainer.world_size > 1:
             details.append("gradients are shared once per step, after backward")

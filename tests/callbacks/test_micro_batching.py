@@ -490,6 +490,7 @@ class TestOutOfMemory:
             for accumulation in ((), (("accumulate_grad_batches", 2),))
             for checkpointing in (None, "all")
             if not (model == "unrepeated" and checkpointing)
+            and model != "tuple_output"  # its blocks take a mean over the batch, so it yields
         ]
         own = matrix[part::6]
         for number in range(num_places):

@@ -203,12 +203,12 @@ def _check_is_number(value: Any) -> None:
 
 
 def _read(values: Sequence[Any]) -> list[float]:
-    devices = {v.device for v in values if isinstance(v, Tensor) and v.device.type != "cpu"}
-    if not devices:
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
         return [float(value) for value in values]
-    device = devices.pop()
+    device = max((tensor.device for tensor in tensors), key=lambda device: device.type != "cpu")
     # Metal and some others have no float64.
-    dtype = torch.float64 if device.type == "cuda" else torch.float32
-    on_device = [torch.as_tensor(value).detach().to(device, dtype).reshape(()) for value in values]
-    result: list[float] = torch.stack(on_device).tolist()
+    dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+    scalars = [torch.as_tensor(value).detach().to(device, dtype).reshape(()) for value in values]
+    result: list[float] = torch.stack(scalars).tolist()
     return result

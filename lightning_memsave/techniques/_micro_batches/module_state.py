@@ -64,6 +64,10 @@ class ModuleState:
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, nn.Module):
+            # Sharded strategies exchange parameters in forward passes, and know which to put back.
+            self._seen.add(id(value._parameters))
+            for parameter in value._parameters.values():
+                self._visit(parameter)
             value = vars(value)
         if isinstance(value, Tensor):
             key = _key_of(value)
