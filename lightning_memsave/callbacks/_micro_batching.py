@@ -1,10 +1,12 @@
-"""Training batches in parts, in a Trainer."""
+"""Training batches in micro-batches, in a Trainer."""
 
+import contextlib
 import functools
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._accumulation import has_batch_norm
@@ -13,7 +15,9 @@ from lightning_memsave.callbacks._foreign_hooks import who_zeroes
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique, off_rows
 from lightning_memsave.callbacks._settings import Row, Setting, warn
+from lightning_memsave.core.batches import find_shared_leaves, leaves_of
 from lightning_memsave.core.out_of_memory import first_line
+from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import (
     ExactnessWarning,
     IncompatibleError,
@@ -22,7 +26,10 @@ from lightning_memsave.errors import (
     Problem,
 )
 from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.techniques._micro_batches.loss_proof import Proof, Question, prove
+from lightning_memsave.techniques._micro_batches.loss_weights import Weighting
 from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner, PassPart
+from lightning_memsave.techniques._micro_batches.splitting import samples_of
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.techniques.micro_batching import MicroBatching, check_repeatable
@@ -46,6 +53,7 @@ class MicroBatches(Setting):
         value: What the user wrote for it.
         is_asked: The user wrote it by name: it is set, or refused.
         off_reason: Why there is no technique, where it is not the user's ``None``.
+        limit: How far results may move.
     """
 
     name = "micro_batch_size"
@@ -56,18 +64,22 @@ class MicroBatches(Setting):
         value: str,
         is_asked: bool = True,
         off_reason: str = "",
+        limit: Exactness = Exactness.APPROXIMATE,
     ) -> None:
         super().__init__()
         self.weights: ModuleTechnique | None = None
         """If it is on, gradients of half-precision parameters are summed in float32."""
         self.is_asked = is_asked
         self.off_reason = off_reason
+        self.limit = limit
         self.technique = technique
         self.value = value
         self.size: int | None = None
         """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
         self.runner: MicroBatchRunner | None = None
         self._probe = _Probe()
+        self.proof = Proof()
+        """What is known of the loss since the first batch."""
 
     @property
     def is_auto(self) -> bool:
@@ -102,7 +114,8 @@ class MicroBatches(Setting):
             )
         )
         self._undo.append(self._forget_runner)
-        self._show(trainer)
+        self.proof = Proof()
+        self._show(trainer, pl_module)
         if not self.is_auto:
             _warn_of_batch_norm(trainer, pl_module, self.value)
 
@@ -121,6 +134,7 @@ class MicroBatches(Setting):
         self._probe = _Probe()
         self.runner = self._make_runner(trainer, pl_module)
         problems = [] if self._takes_half else self.technique.check_module(pl_module)
+        problems += self._batch_norm_problems(pl_module)
         if problems and self.is_asked:
             raise IncompatibleError(self.name, problems)
         if problems:
@@ -133,8 +147,9 @@ class MicroBatches(Setting):
 
     def _make_runner(self, trainer: Any, pl_module: Any) -> MicroBatchRunner:
         assert self.technique is not None, "there is something to run"
-        runner = self.technique.make_runner(functools.partial(self._agree, trainer), pl_module)
+        runner = self.technique.make_runner(functools.partial(self._agree, trainer))
         runner.size = self.size if self.is_auto else runner.size
+        runner.needs_proof, runner.asks_together = True, trainer.world_size > 1
         return runner
 
     def _forget_runner(self) -> None:
@@ -142,14 +157,40 @@ class MicroBatches(Setting):
 
     def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
-        return find_conflicts(trainer, pl_module, self.technique, takes_half=self._takes_half)
+        conflicts = find_conflicts(trainer, pl_module, self.technique, takes_half=self._takes_half)
+        return conflicts + self._batch_norm_problems(pl_module)
+
+    def _batch_norm_problems(self, pl_module: Any) -> list[Problem]:
+        if self.limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
+            return []
+        return [
+            Problem(
+                f"`micro_batch_size={self.value}`",
+                "batch normalisation computes its statistics from each micro-batch alone, which is "
+                f"approximate, and `exactness={self.limit.value!r}` does not allow that",
+                'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
+                "`nn.GroupNorm`, or `micro_batch_size=None`.",
+            )
+        ]
 
     def _pass_batch(
         self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts, is_fresh: bool
     ) -> None:
         if self.runner is None:
             self.runner = self._make_runner(trainer, pl_module)
-        runner, weighted_by = self.runner, self.runner.weighted_by
+        is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
+        if is_open and self._may_be_split(trainer, batch):
+            self._start_proof(trainer, pl_module, batch, parts)
+        if self.proof.reason:
+            parts(batch, 1.0, None)
+        else:
+            self._run(trainer, pl_module, batch, parts, is_fresh)
+
+    def _run(
+        self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts, is_fresh: bool
+    ) -> None:
+        runner = self.runner
+        assert runner is not None, "batches pass with a runner"
         is_apart = self._is_apart(trainer)
         if is_apart:
             host.share_buffers(trainer)
@@ -168,31 +209,25 @@ class MicroBatches(Setting):
                 raise MemoryExhaustedError(_NOT_KEPT)
             parts.forget()
 
-        runner.run(
-            batch,
-            _part_passer(trainer, parts, is_apart=is_apart),
-            take_down=lambda: TrainingState(pl_module, gradients=gradients),
-            forget=forget,
-        )
+        if runner.needs_proof and not self.proof.is_settled:
+            runner.tell_apart = functools.partial(self._tell_apart, trainer, pl_module, parts)
+        try:
+            runner.run(
+                batch,
+                _part_passer(trainer, parts, is_apart=is_apart),
+                take_down=lambda: TrainingState(pl_module, gradients=gradients),
+                forget=forget,
+            )
+        finally:
+            runner.tell_apart = None
         if is_apart and host.will_step(trainer):
             host.average_gradients(trainer, pl_module)
         self._probe.passed(batch, is_fresh, host.will_step(trainer))
-        self._tell(trainer, pl_module, weighted_by)
-
-    def _tell(self, trainer: Any, pl_module: Any, weighted_by: Any) -> None:
-        assert self.runner is not None, "a batch has passed"
-        runner = self.runner
-        if runner.weighted_by != weighted_by and self._is_guess(runner):
-            inform(
-                trainer,
-                f"Losses of micro-batches are weighted by {runner.weighted_by!r}, since `labels` "
-                "has -100 in it. Pass `loss_weight=` if the loss is the mean over something else.",
-            )
         if self.is_auto and runner.size != self.size:
             self.size = runner.size
-            warn_of_retry(trainer, runner)
+            warn_of_retry(trainer, runner, self.name, self._weighted())
             _warn_of_batch_norm(trainer, pl_module, str(self.size))
-            self._show(trainer)
+            self._show(trainer, pl_module)
 
     # Other processes repeat a batch together with this one, which DDP cannot do: they go without
     # it until two optimizer steps have shown that memory is enough.
@@ -220,9 +255,85 @@ class MicroBatches(Setting):
             "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
         )
 
-    def _is_guess(self, runner: MicroBatchRunner) -> bool:
+    def _may_be_split(self, trainer: Any, batch: Any) -> bool:
+        """Say whether any process has a batch for which the weights will matter."""
+        assert self.runner is not None, "batches pass with a runner"
+        num_samples = samples_of(batch, find_shared_leaves(batch)[0])
+        size = self.runner.size
+        is_large = self.is_auto or num_samples is None or (size or 0) < num_samples
+        return host.smallest(trainer, int(not is_large)) == 0
+
+    def _start_proof(
+        self, trainer: Any, pl_module: Any, batch: Any, parts: host.BatchParts
+    ) -> None:
+        """Find what the losses of micro-batches are weighted by, or yield."""
+        runner = self.runner
+        assert runner is not None, "batches pass with a runner"
+        tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(batch))]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):  # for a prediction
+            runner.whole = find_shared_leaves(batch)[0]
+            runner.weightings = [Weighting("weighted equally", lambda part: 1.0)]
+            runner.needs_proof = False
+            return
+        proof = self._prove(trainer, pl_module, parts, batch, None)
+        if proof.reason and not self.is_auto:
+            raise IncompatibleError(self.name, [_refusal(f"micro_batch_size={self.value}", proof)])
+        if proof.reason:
+            self.proof = proof
+            self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
+        elif proof.weightings:
+            self.proof = proof
+            runner.weightings, runner.whole = proof.weightings, proof.whole
+            self._show(trainer, pl_module)
+        else:
+            return
+        row = self.rows[0]
+        inform(trainer, f"{row.name}={row.value}: {row.status}. {'; '.join(row.details)}.")
+
+    def _tell_apart(
+        self, trainer: Any, pl_module: Any, parts: host.BatchParts, batch: Any, differ: bool
+    ) -> None:
+        """Prove again, with a batch whose micro-batches get other weights by what is known."""
+        if host.smallest(trainer, int(not differ)):
+            return
+        proof = self._prove(trainer, pl_module, parts, batch, self.proof)
+        if proof.reason:
+            problem = _refusal(f"micro_batch_size={self.value}", proof)
+            if self.is_auto:
+                raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
+            raise IncompatibleError(self.name, [problem])
+        if proof.weightings:
+            assert self.runner is not None, "batches pass with a runner"
+            self.proof, self.runner.weightings = proof, proof.weightings
+            self._show(trainer, pl_module)
+
+    def _prove(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        parts: host.BatchParts,
+        batch: Any,
+        known: Proof | None,
+    ) -> Proof:
         assert self.technique is not None, "there is something to run"
-        return self.technique.loss_weight == "auto" and runner.weighted_by != "samples"
+        is_sharded = host.is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy")
+        with contextlib.ExitStack() as stack:
+            if not is_sharded:
+                stack.enter_context(host.alone(trainer))
+            if trainer.world_size == 1:
+                stack.enter_context(host.quiet())
+            question = Question(
+                parts.compute_loss,
+                batch,
+                pl_module,
+                loss_weight=self.technique.loss_weight,
+                split_batch=self.technique.split_batch,
+                known=known,
+            )
+            return prove(question, functools.partial(host.smallest, trainer))
+
+    def _weighted(self) -> str:
+        return self.proof.weightings[0].text if self.proof.weightings else ""
 
     def _check_counts(self, trainer: Any, batch: Any, meets: str) -> None:
         assert self.runner is not None, "batches pass with a runner"
@@ -240,7 +351,7 @@ class MicroBatches(Setting):
                 ],
             )
 
-    def _show(self, trainer: Any) -> None:
+    def _show(self, trainer: Any, pl_module: Any) -> None:
         details = ["batches pass in parts of this size"]
         if self.is_auto:
             details = [
@@ -248,11 +359,18 @@ class MicroBatches(Setting):
                 if self.size is None
                 else f"in parts of {self.size} samples, as memory ran out with more"
             ]
+        details.append(
+            f"losses of micro-batches are {self._weighted()}, proven with two samples in "
+            f"{self.proof.seconds * 1000:.0f} ms"
+            if self.proof.weightings
+            else "what their losses are weighted by is proven before the first one is split"
+        )
         if self.is_auto and trainer.world_size > 1:
             details.append("gradients are shared after backward in the first two steps")
         # More than two processes can sum in an order that is not DDP's.
         is_bitwise = self.is_auto and self.size is None and trainer.world_size <= 2
-        exactness = "bitwise" if is_bitwise else "rounding"
+        in_parts = "approximate" if has_batch_norm(pl_module) else "rounding"
+        exactness = "bitwise" if is_bitwise else in_parts
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
 
 
@@ -297,19 +415,30 @@ def _extent(batch: Any) -> tuple[int, int]:
     )
 
 
-def warn_of_retry(trainer: Any, runner: MicroBatchRunner) -> None:
+def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: str) -> None:
     """Say that memory ran out and that the batch was repeated.
 
     Args:
         trainer: The Trainer.
         runner: What repeated it.
+        name: The argument that begins with this size.
+        weighted: What the losses of micro-batches were proven to be weighted by; may be empty.
     """
+    proven = f" The losses of micro-batches are {weighted}, as proven." if weighted else ""
     warn(
         trainer,
-        f"{runner.retries[-1].capitalize()}, which is kept from now on; nothing was lost. Begin "
-        "with it next time by giving it as the size.",
+        f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven} Begin with "
+        f"`{name}={runner.size}` next time.",
         MemsaveWarning,
     )
+
+
+def _refusal(what: str, proof: Proof) -> Problem:
+    fix = (
+        "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; "
+        "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
+    )
+    return Problem(f"`{what}`", proof.reason, proof.fix or fix)
 
 
 def _warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:

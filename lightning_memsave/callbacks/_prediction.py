@@ -12,7 +12,7 @@ from typing import Any
 from lightning_memsave import host
 from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.callbacks._trial import TrialSettings, run_trial
-from lightning_memsave.core.batches import count_samples, split_samples
+from lightning_memsave.core.batches import count_samples, find_shared_leaves, split_samples
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.planning.cuda_constants import (
     constant_assumptions,
@@ -225,9 +225,10 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
     # A function of the user's splits what is not made of samples.
     if not isinstance(size, int) or arguments["split_batch"] is not None:
         return batch, 0
-    if count_samples(batch) <= MAX_MICRO_BATCHES * size:
+    shared = find_shared_leaves(batch)[0]
+    if count_samples(batch, shared) <= MAX_MICRO_BATCHES * size:
         return batch, 0
-    first = split_samples(batch, MAX_MICRO_BATCHES * size)[0]
+    first = split_samples(batch, MAX_MICRO_BATCHES * size, shared)[0]
     return first, _num_bytes(batch) - _num_bytes(first)
 
 

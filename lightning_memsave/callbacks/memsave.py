@@ -87,7 +87,8 @@ class MemSaveCallback(MonitoredCallback):
         force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
             embeddings, norms or biases.
         loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
-            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` finds out.
+            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
+            batch.
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
         eval_micro_batch_size: The same as ``micro_batch_size`` for validation, test and prediction.

@@ -1,7 +1,8 @@
 """Values that a module logs while a batch passes in parts, put together as for the whole batch."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.core.out_of_memory import with_memory_freed
+from lightning_memsave.host.quiet import silent_logger
+from lightning_memsave.host.trainer import package_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class LoggedValues:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._results = trainer._results
+        self._trainer, self._results = trainer, trainer._results
         self._is_shared = trainer.world_size > 1
         self._values: dict[tuple[str, int], list[_Value]] = {}
         self._weight = 1.0
@@ -61,6 +64,25 @@ class LoggedValues:
     def clear(self) -> None:
         """Forget everything, as the batch will be repeated."""
         self._values = {}
+
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """Let what is logged inside leave no trace, nor loggers see it.
+
+        Yields:
+            Once.
+        """
+        names = set(self._results or ())
+        loggers = self._trainer.loggers
+        if loggers:
+            self._trainer.loggers = [silent_logger(package_of(self._trainer))]
+        try:
+            yield
+        finally:
+            self._trainer.loggers = loggers
+            self.clear()
+            for name in set(self._results or ()) - names:
+                del self._results[name]
 
     def flush(self) -> None:
         """Give Lightning one value for each name; a single part's values go through untouched."""

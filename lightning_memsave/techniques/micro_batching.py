@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.batches import split_samples
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
 from lightning_memsave.techniques._micro_batches.loss_weights import NAMES, LossWeight
@@ -35,8 +34,9 @@ class MicroBatching(Technique[Step]):
         loss_weight: What a loss is the mean over, so that the losses of micro-batches are weighted
             right: ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the
             same without the first of each sequence, as causal language models count; or a function
-            of a micro-batch. ``"auto"`` counts tokens where a batch has ``labels`` of two or more
-            dimensions, some of them -100, and samples otherwise.
+            of a micro-batch. ``"auto"`` proves it with the first batch in a Trainer. In a plain
+            loop it counts tokens where a batch has ``labels`` of two or more dimensions, some of
+            them -100, and samples otherwise.
         split_batch: A function of batch and size that gives a list of batches, for batches that
             `split_samples` cannot split.
         module: The model, whose gradients, buffers and metrics are put back before a batch is
@@ -46,10 +46,11 @@ class MicroBatching(Technique[Step]):
         ConfigurationError: If an argument is wrong.
 
     Note:
-        Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch. Not
-        for losses that are no mean over samples or tokens, such as contrastive ones. Batch
-        normalisation takes its statistics from each micro-batch. Parameters in half precision are
-        refused: their gradients would be summed in half precision.
+        Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch; with
+        batch normalisation *approximate*, as its statistics are those of each micro-batch. A loss
+        that is neither a weighted mean nor a sum, such as a contrastive one, is refused in a
+        Trainer. Parameters in half precision are refused: their gradients would be summed in half
+        precision.
 
     Example:
         >>> model = nn.Linear(3, 1)
@@ -135,21 +136,16 @@ class MicroBatching(Technique[Step]):
             for dtype in sorted(half, key=str)
         ]
 
-    def make_runner(
-        self, agree: Callable[[int], int] = lambda size: size, module: nn.Module | None = None
-    ) -> MicroBatchRunner:
+    def make_runner(self, agree: Callable[[int], int] = lambda size: size) -> MicroBatchRunner:
         """Make what splits and repeats batches, for one training.
 
         Args:
             agree: Of the next size that this process wants: the smallest that any process wants.
-            module: The model, where the technique was made without one.
 
         Returns:
             The runner.
         """
-        split = self.split_batch or split_samples
-        module = module or self.module
-        return MicroBatchRunner(self.micro_batch_size, self.loss_weight, split, module, agree)
+        return MicroBatchRunner(self.micro_batch_size, self.loss_weight, self.split_batch, agree)
 
     def _apply(self, target: Step) -> Handle[Step]:
         runner, module = self.make_runner(), self.module

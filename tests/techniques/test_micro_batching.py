@@ -12,11 +12,15 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemoryExhaustedError
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques._micro_batches.loss_weights import resolve
+from lightning_memsave.techniques._micro_batches.loss_weights import (
+    guess,
+    read_weights,
+    weightings_of,
+)
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques.micro_batching import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
@@ -369,30 +373,54 @@ def test_large_tensors_of_a_module_are_not_copied():
 
 
 IGNORING = {"labels": torch.tensor([[1, 2], [3, -100]])}
-SMALL: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 @pytest.mark.parametrize(
-    ("batch", "make", "expected"),
+    ("batch", "expected"),
     [
-        (IGNORING, None, "tokens"),
-        (IGNORING, lambda: BertForMaskedLM(BertConfig(vocab_size=9, **SMALL)), "tokens"),
-        (
-            IGNORING,
-            lambda: nn.Sequential(
-                GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
-            ),
-            "tokens_shifted",
-        ),
-        ({"labels": torch.tensor([[1, 2]])}, None, "samples"),
-        ({"labels": torch.tensor([1, -100])}, None, "samples"),
-        ({"labels": ["a"]}, None, "samples"),
-        (torch.zeros(3), None, "samples"),
+        (IGNORING, "weighted by the entries of `labels` that are not -100"),
+        ({"labels": torch.tensor([[1, 2]])}, "weighted by samples"),
+        ({"labels": torch.tensor([1, -100])}, "weighted by samples"),
+        ({"labels": ["a"]}, "weighted by samples"),
+        (torch.zeros(3), "weighted by samples"),
     ],
 )
-def test_what_a_loss_is_the_mean_over(batch, make, expected):
-    assert resolve("auto", batch, None if make is None else make()) == expected
-    assert resolve("samples", batch, None) == "samples"
+def test_the_guess_where_nothing_is_proven(batch, expected):
+    assert guess(batch).text == expected
+
+
+def test_weights_of_all_micro_batches_are_read_at_once():
+    """Each number that is read alone is one more wait for a GPU."""
+
+    class Reads(TorchDispatchMode):
+        num_reads = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.num_reads += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
+    parts = [{"labels": part} for part in labels.split(1)]
+    weightings = weightings_of("auto", parts[0])
+    with Reads() as reads:
+        rows = read_weights(weightings, parts)
+    assert reads.num_reads == 0
+    assert dict(zip([w.text for w in weightings], rows, strict=True)) == {
+        "weighted by samples": [1, 1, 1, 1],
+        "weighted by the entries of `labels` that are not -100": [1, 2, 0, 2],
+        "weighted by the entries of `labels` that are not 0": [2, 2, 2, 2],
+        "weighted by the entries of `labels` that are not -1": [2, 2, 2, 2],
+        "weighted by the entries of `labels` that are not -100, without the first of each sample": [
+            *(0, 1, 0, 1)
+        ],
+        "weighted by the entries of `labels` that are not 0, without the first of each sample": [
+            *(1, 1, 1, 1)
+        ],
+        "weighted by the entries of `labels` that are not -1, without the first of each sample": [
+            *(1, 1, 1, 1)
+        ],
+        "added up, as the loss is a sum over samples": [1, 1, 1, 1],
+    }
 
 
 def test_tokens_need_labels():

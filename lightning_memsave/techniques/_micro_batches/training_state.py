@@ -32,7 +32,7 @@ class TrainingState:
 
     def __init__(self, module: nn.Module, *, gradients: Literal["keep", "drop", "leave"]) -> None:
         parameters, modules = list(module.parameters()), list(module.modules())
-        self._random = _RandomState({p.device for p in parameters if p.device.type == "cuda"})
+        self._random = RandomState({p.device for p in parameters if p.device.type == "cuda"})
         self._modes = [(m, m.training) for m in modules]
         self._trained = [(p, p.requires_grad) for p in parameters]
         self._attributes = [_Attributes(m) for m in modules if not _is_of_torch(m)]
@@ -124,7 +124,9 @@ def _write(tensor: Tensor, before: Tensor) -> None:
         tensor.copy_(before)
 
 
-class _RandomState:
+class RandomState:
+    """States of the global random number generators."""
+
     def __init__(self, devices: set[torch.device]) -> None:
         self._cpu = torch.get_rng_state()
         self._python = random.getstate()
@@ -133,6 +135,7 @@ class _RandomState:
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
+        """Put them back; may be called again."""
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:
