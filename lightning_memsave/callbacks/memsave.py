@@ -277,7 +277,9 @@ class MemSaveCallback(MonitoredCallback):
             {name: repr(value) for name, value in self.arguments.items()},
             self.rows,
             measured=None if summary is None else summary.to_dict(),
-            predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
+            predicted=self._prediction.to_dict(
+                None if summary is None else summary.prediction_error
+            ),
             error=error,
         )
 
