@@ -69,7 +69,7 @@ def enable(
     if is_first:
         attributes[_STATE] = []
         undo.append(lambda: attributes.pop(_STATE, None))
-        if _has_configure_optimizers(pl_module):
+        if has_configure_optimizers(pl_module):
             undo.append(patch_method(pl_module, configure_optimizers))
     attributes[_STATE].append(state)
 
@@ -264,7 +264,15 @@ def _with_module(technique: Technique[Optimizer], module: Any) -> Technique[Opti
     return dataclasses.replace(technique, module=module)  # type: ignore[type-var]
 
 
-def _has_configure_optimizers(pl_module: Any) -> bool:
+def has_configure_optimizers(pl_module: Any) -> bool:
+    """Say whether a LightningModule has a ``configure_optimizers`` of its own.
+
+    Args:
+        pl_module: The LightningModule.
+
+    Returns:
+        True also if it was set on the instance.
+    """
     name = "configure_optimizers"
     base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
     own = getattr(type(pl_module), name, None)

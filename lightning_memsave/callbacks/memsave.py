@@ -364,13 +364,13 @@ class MemSaveCallback(MonitoredCallback):
             return
         # What there is in an evaluation is of an earlier fit.
         summary = self._reported.summary if has_started and self._reported is not None else None
-        peak_bytes = None if summary is None else summary.peak_bytes
+        error_of_prediction = None if summary is None else summary.prediction_error
         _report.write_report(
             directory,
             {name: _report.plain(value) for name, value in self.arguments.items()},
             self.rows,
             measured=None if summary is None else summary.to_dict(),
-            predicted=self._prediction.to_dict(peak_bytes) if has_started else None,
+            predicted=self._prediction.to_dict(error_of_prediction) if has_started else None,
             error=error,
             device=trainer.strategy.root_device,
         )

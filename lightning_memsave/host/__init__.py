@@ -26,7 +26,7 @@ from lightning_memsave.host.precision import (
     precision_state,
     set_precision,
 )
-from lightning_memsave.host.quiet import quiet, silent_logger
+from lightning_memsave.host.quiet import forget_metric_names, quiet, silent_logger
 from lightning_memsave.host.signals import leave_signals
 from lightning_memsave.host.trainer import (
     PACKAGES,
@@ -72,6 +72,7 @@ __all__ = [
     "checkpoints_activations_itself",
     "convert_loaded_optimizer_states",
     "first_of",
+    "forget_metric_names",
     "gradient_scaler",
     "half_precision_on_cpu",
     "has_open_window",
