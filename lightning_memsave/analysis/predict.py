@@ -35,6 +35,10 @@ _MATTER = (
     *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     *("max_epochs", "max_steps"),
 )
+_LOSS = (
+    "The loss is the `loss` of what the module gives, or the mean of its first tensor: pass "
+    "`loss=` in Python, or a LightningModule, for another one."
+)
 _DEFAULT_PRECISION = ("32", "32-true")
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
@@ -136,7 +140,7 @@ def predict_memory(
         may_extrapolate=may_extrapolate,
     )
     try:
-        return _without_wrapper(predict(question))
+        prediction = predict(question)
     except (MemsaveError, TimeoutError):
         raise
     except Exception as error:
@@ -151,6 +155,9 @@ def predict_memory(
             f"tensors without data: {remedy_for(error) or _CHECK_BATCH}"
         )
         raise
+    if prediction.modules[0].class_name != "Wrapped":
+        return prediction
+    return _without_wrapper(prediction, () if loss is not None else (_LOSS,))
 
 
 def _made(make: Any) -> nn.Module:
@@ -253,12 +260,12 @@ def _wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
 
 
 # Under the name that it has in the LightningModule around it no one would look for a module.
-def _without_wrapper(prediction: MemoryPrediction) -> MemoryPrediction:
+def _without_wrapper(
+    prediction: MemoryPrediction, assumptions: tuple[str, ...]
+) -> MemoryPrediction:
     def own(name: str) -> str:
         return "" if name == _WRAPPER else name.removeprefix(f"{_WRAPPER}.")
 
-    if prediction.modules[0].class_name != "Wrapped":
-        return prediction
     outer, inner, *others = prediction.modules
     inner = replace(inner, name="", memory=inner.memory + outer.memory)
     return replace(
@@ -268,6 +275,7 @@ def _without_wrapper(prediction: MemoryPrediction) -> MemoryPrediction:
             replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
         ),
         peak_module=own(prediction.peak_module),
+        assumptions=(*assumptions, *prediction.assumptions),
         ineffective={
             name: why.replace("`Wrapped`", f"`{prediction.model}`")
             for name, why in prediction.ineffective.items()

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -142,7 +143,7 @@ def _blocks(
     checked: MemoryPrediction,
     peak_bytes: int,
     depth: int,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     if checked.allocated_bytes is None:
         return {}
     first, second = (found.measurable_bytes - _peak(found.by_phase) for found in (low, high))

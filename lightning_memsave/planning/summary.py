@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.planning.caching_allocator import CachingAllocator, least_capacity
@@ -45,7 +46,7 @@ def summarise(
     """
     extra = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
     peaks = Peaks(recording, extra, phase)
-    blocks: dict[str, int] = {}
+    blocks: dict[str, Any] = {}
     if device == "cuda":
         changes = list(peaks.changes())
         allocator = CachingAllocator()

@@ -400,6 +400,16 @@ def test_says_that_a_step_has_no_loss() -> None:
     assert remarks(nn.Linear(2, 2)) == []
 
 
+def test_says_what_it_takes_for_the_loss() -> None:
+    def remarks(module: nn.Module, **options: Any) -> list[str]:
+        prediction = predict_memory(module, torch.ones(1, 2), device="cpu", **options)
+        return [line for line in prediction.assumptions if line.startswith("The loss is")]
+
+    assert len(remarks(nn.Linear(2, 2))) == 1
+    assert remarks(nn.Linear(2, 2), loss=lambda output, _: output.sum()) == []
+    assert remarks(Lit(nn.Linear(2, 2))) == []
+
+
 class _Endless(Lit):
     def loss(self, batch: Tensor) -> Tensor:
         hidden = self.model(batch)
