@@ -274,3 +274,24 @@ def _has(callback: MemSaveCallback, part: str) -> bool:
     from lightning_memsave.callbacks._stacks import STACKS
 
     return STACKS[callback.arguments["stack"]].get(part) is not None
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_processes_are_not_refused(strategy, stack):
+    """Each process asks itself this before it trains; none has to be started for it."""
+    trainer = make_trainer(pl, strategy="ddp", devices=2)
+    if strategy == "fsdp":  # which the Trainer itself refuses without a GPU
+        trainer.strategy.__class__ = pl.strategies.FSDPStrategy
+        trainer.strategy._precision_plugin = trainer.strategy.mixed_precision = None
+    lit = make_lit()
+    settings = MemSaveCallback(stack=stack, monitor=False)._settings
+    found = {s.name: s.check(trainer, lit) for s in settings._settings}
+    asked = [s.name for s in settings._settings if s.is_asked and found[s.name]]
+    assert asked == []
+    if stack != "classic":
+        (problem,) = found[UPDATES]
+        assert "shares gradients between processes" in problem.why
+        assert "`optimizer_in_backward=None`" in problem.fix
+    if stack != "bitwise" and strategy == "fsdp":
+        assert "shards parameters" in found["optimizer"][0].why
