@@ -273,12 +273,13 @@ def _without_cache(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _cache_makers(model: nn.Module, blocks: Sequence[Block]) -> list[nn.Module]:
-    modeling_utils = sys.modules.get("transformers.modeling_utils")
+    modeling_utils: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling_utils is None or not blocks:
+        return []
     names = {"", *(name for block in blocks for name in ancestors(block.name))}
-    found = [model.get_submodule(name) for name in names] if modeling_utils and blocks else []
     return [
         module
-        for module in found
+        for module in map(model.get_submodule, sorted(names))
         if isinstance(module, modeling_utils.PreTrainedModel)
         and "use_cache" in inspect.signature(type(module).forward).parameters
     ]

@@ -606,7 +606,7 @@ def test_buffers_that_begin_to_change_later_change_once():
 
 
 def test_a_cache_that_is_given_is_filled_over_several_calls():
-    model = WithLoss("gpt2").model.train()
+    model: Any = WithLoss("gpt2").model.train()
     tokens = torch.arange(2, 10).reshape(1, 8)
     cache = transformers.DynamicCache(config=model.config)
     with ActivationCheckpointing().apply(model):

@@ -107,10 +107,10 @@ def recompute(
     if torch.compiler.is_compiling():
         # The compiler replays operations, not side effects, so neither buffers nor arguments need
         # care; and it knows our context function, but not the default one when it is passed.
-        call = functools.partial(run, **kwargs)
+        bound = functools.partial(run, **kwargs)
         if is_selective:
-            return checkpoint(call, *args, use_reentrant=False, context_fn=context_fn)
-        return checkpoint(call, *args, use_reentrant=False)
+            return checkpoint(bound, *args, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(bound, *args, use_reentrant=False)
     if _is_functional(modules):
         warnings.warn(
             f"activation_checkpointing does nothing for `{type(modules[0]).__name__}` here: "
