@@ -9,11 +9,16 @@ from typing import Any
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
 from lightning_memsave.callbacks._accumulation import has_scheduler
-from lightning_memsave.callbacks._backward_conflicts import advice_for, clipping_of, find_conflicts
+from lightning_memsave.callbacks._backward_conflicts import (
+    advice_for,
+    clipping_of,
+    find_conflicts,
+    find_scaler,
+)
 from lightning_memsave.callbacks._module_techniques import off_row
 from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.core.technique import Handle
-from lightning_memsave.errors import Problem
+from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 from lightning_memsave.techniques.optimizer_in_backward import (
     OptimizerInBackward,
@@ -66,14 +71,17 @@ class BackwardUpdates(Setting):
         return find_conflicts(trainer, pl_module, self.technique, what)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap ``configure_optimizers`` and the backward passes.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Wrap ``configure_optimizers`` and the backward passes."""
         if self.technique is None:
             self.rows = [] if self.is_of_stack else [off_row(self.name)]
+            return
+        problems = find_scaler(trainer, f"`{self.name}={self.value}`")
+        if (
+            problems
+        ):  # of the precision that this callback has set; of the Trainer's, `check` says it
+            if not self.is_of_stack:
+                raise IncompatibleError("MemSaveCallback", problems)
+            self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
             return
         clipping, self._clipping = clipping_of(trainer), ""
         self.in_force = dataclasses.replace(self.technique, **clipping)
@@ -83,8 +91,7 @@ class BackwardUpdates(Setting):
             self._undo.append(lambda: setattr(trainer, "gradient_clip_val", clip_val))
             kind = "all values" if "clip_value" in clipping else "the norm of all gradients"
             self._clipping = f"clips {kind} at {clip_val} before the updates, for the Trainer"
-        technique = dataclasses.replace(self.in_force, scaler=host.gradient_scaler(trainer))
-        self._state, undo = configure_optimizers.enable(pl_module, technique)
+        self._state, undo = configure_optimizers.enable(pl_module, self.in_force)
         self._undo += [
             undo,
             host.around_backward(trainer, self._around_backward),
