@@ -239,15 +239,44 @@ class TestOptimizerInBackward:
         )
         assert rows_of(callback)["optimizer_in_backward"].status == "on"
 
-    def test_with_a_gradient_scaler(self, package):
-        lit = make_lit(package)
+    def test_a_gradient_scaler_of_the_trainer_is_refused(self, package):
+        plugins = [host.half_precision_on_cpu(package)]
+        with pytest.raises(IncompatibleError, match=r'Use `precision="bf16-mixed"`, or set'):
+            fit(
+                make_lit(package),
+                only(optimizer_in_backward=True),
+                package=package,
+                plugins=plugins,
+            )
 
-        def plugins() -> list[Any]:
-            return [host.half_precision_on_cpu(package)]
+    def test_a_gradient_scaler_of_the_callback_is_refused_before_training(self, monkeypatch):
+        """Lightning has none on a CPU: the plugin gets its scaler while settings are applied."""
+        callback = only(optimizer_in_backward=True)
+        trainer = make_trainer(LIGHTNING, callback)
+        setting = callback._settings.find(BackwardUpdates)
+        assert setting.check(trainer, make_lit()) == []
+        trainer.strategy.precision_plugin = host.half_precision_on_cpu(LIGHTNING)
+        with pytest.raises(IncompatibleError, match="parameters are updated already"):
+            setting.apply(trainer, make_lit())
 
-        plain = fit(lit, package=package, plugins=plugins())
-        ours = fit(lit, only(optimizer_in_backward=True), package=package, plugins=plugins())
-        assert_same(plain, ours)
+    @pytest.mark.parametrize("part", ["model", "blocks"])
+    def test_a_compiled_model_is_refused_and_compiled_blocks_are_not(self, package, part):
+        lit, callback = make_lit(package), only(optimizer_in_backward=True)
+        trainer = make_trainer(package, callback, max_steps=1)
+        # In place: a copy of a compiled module is not compiled.
+        for module in [lit.model] if part == "model" else lit.model.blocks:
+            module.compile(backend="eager")
+        if part == "blocks":
+            assert callback._settings.find(BackwardUpdates).check(trainer, lit) == []
+            return
+        with pytest.raises(IncompatibleError, match=r"`model` is compiled.* blocks one by one"):
+            trainer.fit(lit)
+
+    def test_a_model_wrapped_by_compile_is_refused(self):
+        lit = make_lit()
+        lit.model = torch.compile(lit.model, backend="eager")
+        with pytest.raises(IncompatibleError, match=r"`model` is compiled as a whole"):
+            make_trainer(LIGHTNING, only(optimizer_in_backward=True)).fit(lit)
 
     @pytest.mark.parametrize("checkpointing", [None, "all"])
     def test_with_micro_batches(self, package, checkpointing):

@@ -80,7 +80,12 @@ def test_uses_what_this_torch_has(version, is_first, monkeypatch):
 
 def test_an_operator_is_looked_for_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(torch, "addmm", lambda *args, **kw: calls.append(1) or addmm(*args, **kw))
+
+    def counted(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return addmm(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "addmm", counted)
     assert find_product(CPU, WIDE, BF16) is find_product(CPU, WIDE, BF16)
     assert len(calls) == 1
 

@@ -92,7 +92,7 @@ def scaled(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_low_precision_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    add = _add_in_tiles
+    add: AddProduct = _add_in_tiles
     if total.device.type == "cuda":  # pragma: no cover (gpu)
         add = find_product(total.device, total.dtype, a.dtype)
     add(total, a, b, 0 if is_first else 1)
