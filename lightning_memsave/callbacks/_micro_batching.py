@@ -12,6 +12,7 @@ from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._foreign_hooks import who_zeroes
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
 from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
+from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.errors import (
     ExactnessWarning,
     IncompatibleError,
@@ -151,7 +152,7 @@ class MicroBatches(Setting):
                 parts(part, weight, num_samples)
 
         def forget() -> None:
-            check_repeatable()
+            check_repeatable(pl_module)
             parts.forget()
 
         runner.run(
@@ -240,7 +241,7 @@ def _warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
 def _exhausted_in_step(optimizer: torch.optim.Optimizer, error: BaseException) -> BaseException:
     return MemoryExhaustedError(
         f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
-        f"complete: {str(error).strip().splitlines()[0]}\n"
+        f"complete: {first_line(error)}\n"
         'Its state needs less with `optimizer="8bit"`, or host memory with '
         '`optimizer="paged_8bit"`; micro-batches do not help here.'
     )

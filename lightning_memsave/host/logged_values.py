@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.out_of_memory import with_memory_freed
+
 
 @dataclass(frozen=True, slots=True)
 class _Value:
@@ -31,6 +33,7 @@ class LoggedValues:
 
     def __init__(self, trainer: Any) -> None:
         self._results = trainer._results
+        self._is_shared = trainer.world_size > 1
         self._values: dict[tuple[str, int], list[_Value]] = {}
         self._weight = 1.0
         self._num_samples: int | None = None
@@ -63,17 +66,30 @@ class LoggedValues:
         """Give Lightning one value for each name; a single part's values go through untouched."""
         values, self._values = self._values, {}
         for (key, _), parts in values.items():
-            metric = self._results[key]
-            log = functools.partial(type(self._results).update_metrics, self._results, key)
-            size = _batch_size(parts)
-            if not metric.is_tensor:
-                log(parts[-1].value, size)
-                if len(parts) > 1:
-                    metric._forward_cache = _mean([p.batch_value for p in parts], parts)
-            elif len(parts) == 1:
-                log(parts[0].value, size)
-            else:
-                log(_combined(metric.meta, parts), size)
+            log = functools.partial(self._log, key, parts)
+            # Processes meet in here: one of them alone must not come twice.
+            log() if self._is_shared else with_memory_freed(log)
+
+    def _log(self, key: str, parts: Sequence[_Value]) -> None:
+        metric = self._results[key]
+        before = dict(vars(metric))  # its values are replaced, never changed in place
+        try:
+            self._update(metric, key, parts)
+        except BaseException:
+            vars(metric).update(before)
+            raise
+
+    def _update(self, metric: Any, key: str, parts: Sequence[_Value]) -> None:
+        log = functools.partial(type(self._results).update_metrics, self._results, key)
+        size = _batch_size(parts)
+        if not metric.is_tensor:
+            log(parts[-1].value, size)
+            if len(parts) > 1:
+                metric._forward_cache = _mean([p.batch_value for p in parts], parts)
+        elif len(parts) == 1:
+            log(parts[0].value, size)
+        else:
+            log(_combined(metric.meta, parts), size)
 
     def _hold(self, key: str, value: Any, batch_size: int) -> None:
         occurrence = self._occurrences.get(key, 0)

@@ -14,7 +14,7 @@ from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, P
 from lightning_memsave.techniques._micro_batches.loss_weights import NAMES, LossWeight
 from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
-from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
+from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD, GradientUpdates
 
 Step: TypeAlias = Callable[[Any], Tensor]
 """Of a batch: its loss, a mean over samples or tokens."""
@@ -158,7 +158,7 @@ class MicroBatching(Technique[Step]):
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
             loss = target(part)
             loss = loss if weight == 1.0 else loss * weight
-            with contextlib.nullcontext() if is_last else _accumulating():
+            with contextlib.nullcontext() if is_last else _accumulating(module):
                 loss.backward()
             losses.append(loss.detach())
             # A cast copy of each weight: around the step, `torch.autocast` would keep them alive.
@@ -168,7 +168,7 @@ class MicroBatching(Technique[Step]):
             return None if module is None else TrainingState(module, gradients="keep")
 
         def forget() -> None:
-            check_repeatable()
+            check_repeatable(module)
             losses.clear()
 
         def step(batch: Any) -> Tensor:
@@ -190,16 +190,20 @@ def _sums_in_half(param: nn.Parameter) -> bool:
     return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
 
 
-def check_repeatable() -> None:
+def check_repeatable(module: nn.Module | None = None) -> None:
     """Make sure that a batch for which memory ran out can be repeated, and let it begin anew.
+
+    Args:
+        module: The model, if it is known: optimizers of others are left alone.
 
     Raises:
         MemoryExhaustedError: If `OptimizerInBackward` has used gradients of it already.
     """
-    for each in IN_BACKWARD.values():
+    updates = _updates_of(module)
+    for each in updates:
         if each.held is not None:  # its gradients wait for the end of backward
             each.forget()
-    if any(each.has_taken for each in IN_BACKWARD.values()):
+    if any(each.has_taken for each in updates):
         raise MemoryExhaustedError(
             "Out of memory in a backward pass that has updated parameters already, as "
             "`optimizer_in_backward` does, so the batch cannot be repeated in parts.\n"
@@ -208,9 +212,9 @@ def check_repeatable() -> None:
 
 
 @contextlib.contextmanager
-def _accumulating() -> Iterator[None]:
+def _accumulating(module: nn.Module | None) -> Iterator[None]:
     """Let no optimizer update its parameters in backward: more parts of the batch will come."""
-    updates = [each for each in IN_BACKWARD.values() if not each.is_accumulating]
+    updates = [each for each in _updates_of(module) if not each.is_accumulating]
     for each in updates:
         each.is_accumulating = True
     try:
@@ -218,3 +222,15 @@ def _accumulating() -> Iterator[None]:
     finally:
         for each in updates:
             each.is_accumulating = False
+
+
+# Another model of the same process may be trained meanwhile.
+def _updates_of(module: nn.Module | None) -> list[GradientUpdates]:
+    if module is None:
+        return list(IN_BACKWARD.values())
+    own = {id(param) for param in module.parameters()}
+    return [
+        updates
+        for optimizer, updates in IN_BACKWARD.items()
+        if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+    ]

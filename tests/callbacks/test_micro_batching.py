@@ -626,6 +626,57 @@ def optimizer_of(name: str, lit: Any) -> torch.optim.Optimizer:
     return result
 
 
+class TestOutOfMemoryAroundTheBatch:
+    """Memory runs out anywhere between the hooks around a batch that no update follows."""
+
+    def run(self, *places: int, size: int | None = None) -> Any:
+        package = PACKAGES["lightning"]
+        mode = OutOfMemoryAt(*places)
+        lit = logging_lit(package, OutOfMemoryAt())
+        lit.norm = nn.BatchNorm1d(5)
+        step = type(lit).training_step
+
+        def training_step(self, batch, batch_idx):
+            return step(self, {**batch, "x": self.norm(batch["x"])}, batch_idx)
+
+        type(lit).training_step = training_step
+        callback = only("auto")
+
+        class Arming(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+                if batch_idx == 1 and size is not None:
+                    callback._micro_batches.size = callback._micro_batches.runner.size = size
+                mode.is_armed = batch_idx == 1  # of a window of three
+
+            def on_train_batch_end(self, *args):
+                mode.is_armed = False
+
+        limits = {"limit_train_batches": 3, "limit_val_batches": 0, "log_every_n_steps": 1}
+        torch.manual_seed(0)
+        with mode:
+            result = fit(lit.double(), callback, Arming(), accumulate_grad_batches=3, **limits)
+        return result, mode, callback._micro_batches.size
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
+    @pytest.mark.parametrize("distance", [None, 1, 6, 25])
+    def test_is_that_of_a_smaller_size_or_of_none(self, distance):
+        """Once, or twice with the second one in what follows the first."""
+        whole, mode, _ = self.run()
+        expected = {None: whole, **{size: self.run(size=size)[0] for size in (6, 3)}}
+        assert mode.num_ops > 150
+        sizes = []
+        for place in range(0, mode.num_ops, 3 if distance is None else 9):
+            places = (place,) if distance is None else (place, place + distance)
+            result, _, size = self.run(*places)
+            sizes.append(size)
+            assert_same(result, expected[size])
+            logged, truth = result[2].callback_metrics, expected[size][2].callback_metrics
+            assert logged.keys() == truth.keys()
+            assert [k for k in truth if not torch.equal(logged[k], truth[k])] == []
+        assert set(sizes) >= ({6, None} if distance is None else {3})
+
+
 class TestOutOfMemoryInTheStep:
     @pytest.mark.parametrize(
         ("name", "optimizer"),

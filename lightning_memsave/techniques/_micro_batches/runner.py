@@ -1,6 +1,6 @@
 """Pass batches in parts, and in smaller ones when memory runs out."""
 
-import gc
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -8,7 +8,11 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.batches import count_samples
-from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.out_of_memory import (
+    find_out_of_memory,
+    first_line,
+    free_unused,
+)
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError
 from lightning_memsave.techniques._micro_batches.loss_weights import (
     LossWeight,
@@ -111,15 +115,15 @@ class MicroBatchRunner:
             batch: A batch.
             pass_part: Passes one part.
             take_down: Gives the state before the batch, to be put back before it is repeated;
-                called for ``"auto"`` only.
+                called for ``"auto"`` only, and again if memory was not enough for it.
             forget: Takes back what ``pass_part`` noted elsewhere.
 
         Raises:
             MemoryExhaustedError: If memory runs out with one sample.
         """
-        state = take_down() if self.is_auto else None
+        before = _Before(take_down if self.is_auto else lambda: None)
         while True:
-            failure = self._try(batch, pass_part)
+            failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
                 return
             wanted = NO_LIMIT if failure is None else self._size_of(batch) // 2
@@ -127,26 +131,29 @@ class MicroBatchRunner:
             if size == NO_LIMIT:
                 return
             # Outside of the handler, whose traceback would keep the tensors of the step alive.
+            before.has_failed = True
             forget()
-            if state is not None:
-                state.restore()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
             if size == 0:
+                self._failure_of(before.prepare)
                 raise MemoryExhaustedError(self._report(failure))
             self._shrink(batch, size)
 
+    def _pass(self, batch: Any, pass_part: PassPart, before: "_Before") -> None:
+        before.prepare()
+        parts, weights, sizes = self.split(batch)
+        for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
+            pass_part(part, weight, size, index == len(parts) - 1)
+
     # Gives what was said when memory ran out.
-    def _try(self, batch: Any, pass_part: PassPart) -> str | None:
+    def _failure_of(self, function: Callable[[], None]) -> str | None:
+        outside = sys.exception()
         try:
-            parts, weights, sizes = self.split(batch)
-            for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
-                pass_part(part, weight, size, index == len(parts) - 1)
+            function()
         except Exception as error:
-            if not self.is_auto or not is_out_of_memory(error):
+            found = find_out_of_memory(error, outside) if self.is_auto else None
+            if found is None:
                 raise
-            return str(error)
+            return first_line(found)
         return None
 
     def _size_of(self, batch: Any) -> int:
@@ -158,7 +165,7 @@ class MicroBatchRunner:
         self.retries.append(f"out of memory with {before} samples at once, repeated with {size}")
 
     def _report(self, failure: str | None) -> str:
-        said = (failure or "another process ran out of memory").strip().splitlines()[0]
+        said = failure or "another process ran out of memory"
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
             f"Out of memory with one sample at once, and there is nothing smaller: {said}\n"
@@ -166,6 +173,22 @@ class MicroBatchRunner:
             'Use `activation_checkpointing="all"`, `optimizer="8bit"`, `precision="bf16-mixed"`, '
             "shorter samples or a smaller model."
         )
+
+
+# Saving and restoring need memory, too: they are part of a try, which fails where there is none.
+class _Before:
+    def __init__(self, take_down: Callable[[], TrainingState | None]) -> None:
+        self.has_failed = False  # a try has failed
+        self._take_down = take_down
+        self._state: TrainingState | None = None
+
+    def prepare(self) -> None:
+        if self.has_failed:
+            free_unused()
+        if self._state is None:
+            self._state = self._take_down()
+        else:
+            self._state.restore()
 
 
 def _samples_of(part: Any) -> int | None:
