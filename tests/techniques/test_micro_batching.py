@@ -13,6 +13,7 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemoryExhaustedError
 from lightning_memsave.measure.live_tensors import LiveTensors
@@ -297,6 +298,7 @@ class Stateful(nn.Module):
         self.counted = torch.zeros(1)
         self.outputs: list[Any] = []
         self.totals = {"calls": 0}
+        self.output = BaseModelOutput(last_hidden_state=torch.zeros(1))
 
     def forward(self, x):
         assert all(p.requires_grad for p in self.parameters())
@@ -313,6 +315,7 @@ class Stateful(nn.Module):
         self.outputs.append(x.detach())
         self.totals["calls"] += 1
         self.added = True
+        self.output = BaseModelOutput(last_hidden_state=torch.ones(1))
         self.requires_grad_(False).eval()
         if len(x) > 4:
             raise torch.OutOfMemoryError(MESSAGE)
@@ -432,8 +435,9 @@ def test_tokens_need_labels():
 def test_updates_in_backward_of_another_model_go_on():
     """Only those of the model whose batch passes in parts wait for the last part."""
     models = [nn.Linear(6, 2), nn.Linear(6, 2)]
-    for model in models:
-        OptimizerInBackward().apply(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for optimizer in optimizers:
+        OptimizerInBackward().apply(optimizer)
     before = copy.deepcopy([model.weight for model in models])
     seen = []
 

@@ -13,7 +13,11 @@ from torch import Tensor, nn
 from lightning_memsave.core.host_copies import host_copies
 
 _MAX_STATE_BYTES = 2**20  # of a tensor that a module keeps as an attribute; a larger one is data
-_CONTAINERS = (list, dict, set, collections.deque)
+# Not their subclasses, which may refuse to be changed, as outputs of Hugging Face's models do.
+_CONTAINERS = {
+    *(list, dict, set, collections.deque),
+    *(collections.OrderedDict, collections.defaultdict, collections.Counter),
+}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -76,7 +80,7 @@ class _Attributes:
         self._module = module
         self._values = dict(_own(module))
         values = list(self._values.values())
-        self._containers = [(v, copy.copy(v)) for v in values if isinstance(v, _CONTAINERS)]
+        self._containers = [(v, copy.copy(v)) for v in values if type(v) in _CONTAINERS]
         is_metric = _is_metric(module)  # its tensors are state, whatever their size
         self._tensors = [
             (value, value.detach().clone())
