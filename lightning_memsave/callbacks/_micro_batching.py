@@ -80,6 +80,7 @@ class MicroBatches(Setting):
         self._probe = _Probe()
         self.proof = Proof()
         """What is known of the loss since the first batch."""
+        self._tie = ""
 
     @property
     def is_auto(self) -> bool:
@@ -114,7 +115,7 @@ class MicroBatches(Setting):
             )
         )
         self._undo.append(self._forget_runner)
-        self.proof = Proof()
+        self.proof, self._tie = Proof(), ""
         self._show(trainer, pl_module)
         if not self.is_auto:
             _warn_of_batch_norm(trainer, pl_module, self.value)
@@ -292,10 +293,10 @@ class MicroBatches(Setting):
 
     def _tell_apart(
         self, trainer: Any, pl_module: Any, parts: host.BatchParts, batch: Any, differ: bool
-    ) -> None:
+    ) -> bool:
         """Prove again, with a batch whose micro-batches get other weights by what is known."""
         if host.smallest(trainer, int(not differ)):
-            return
+            return True
         proof = self._prove(trainer, pl_module, parts, batch, self.proof)
         if proof.reason:
             problem = _refusal(f"micro_batch_size={self.value}", proof)
@@ -305,7 +306,12 @@ class MicroBatches(Setting):
         if proof.weightings:
             assert self.runner is not None, "batches pass with a runner"
             self.proof, self.runner.weightings = proof, proof.weightings
+            others = [w.text for w in proof.weightings[1:]]
+            self._tie = (
+                f"two samples cannot tell this from losses that are {others[0]}" if others else ""
+            )
             self._show(trainer, pl_module)
+        return bool(proof.weightings)
 
     def _prove(
         self,
@@ -365,6 +371,8 @@ class MicroBatches(Setting):
             if self.proof.weightings
             else "what their losses are weighted by is proven before the first one is split"
         )
+        if self._tie:
+            details.append(self._tie)
         if self.is_auto and trainer.world_size > 1:
             details.append("gradients are shared after backward in the first two steps")
         # More than two processes can sum in an order that is not DDP's.

@@ -829,6 +829,17 @@ class TestTheProof:
         assert difference(train(model, batches, masked, callback), truth) < 1e-11
         assert "of `labels` that are not -100" in row(callback).details[1]
 
+    def test_says_what_no_batch_tells_apart(self):
+        """All samples have the same loss, whatever it is the mean over."""
+
+        def loss_of(model, batch):
+            return sum(p.square().sum() for p in model.parameters())
+
+        callback, model = only(3), Tokens()
+        truth = train(model, [labelled()] * 2, loss_of)
+        assert difference(train(model, [labelled()] * 2, loss_of, callback), truth) < 1e-11
+        assert "two samples cannot tell this from losses that are" in row(callback).details[2]
+
     def test_refuses_a_later_batch_that_disproves_it(self):
         batches = [{"x": ids(), "labels": ids()}, labelled()]
         with pytest.raises(IncompatibleError, match="its loss cannot be split"):

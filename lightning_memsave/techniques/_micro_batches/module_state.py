@@ -31,11 +31,7 @@ class ModuleState:
         self._visit(module)
         for _, leaf in leaves_of(batch):
             self._visit(leaf)
-        self._random = RandomState(
-            {torch.device("cuda", index) for index in range(torch.cuda.device_count())}
-            if torch.cuda.is_initialized()
-            else set()
-        )
+        self._random = RandomState({p.device for p in module.parameters() if p.is_cuda})
 
     def owns(self, tensor: Tensor) -> bool:
         """Say whether the module or the batch held this tensor before."""

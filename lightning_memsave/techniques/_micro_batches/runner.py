@@ -75,8 +75,9 @@ class MicroBatchRunner:
         """Leaves of batches that belong to every micro-batch."""
         self.needs_proof = False
         """Batches pass whole while there are no weightings."""
-        self.tell_apart: Callable[[Any, bool], None] | None = None
-        """Called with a batch and whether the weightings give its micro-batches other weights."""
+        self.tell_apart: Callable[[Any, bool], bool] | None = None
+        """Called with a batch and whether the weightings give its micro-batches other weights; says
+        whether the batch may be split."""
         self.asks_together = False
         """All processes call that, or none."""
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
@@ -107,14 +108,15 @@ class MicroBatchRunner:
 
     def _shares(self, batch: Any, parts: Sequence[Any]) -> list[float] | None:
         weightings = self.weightings or self._guessed(batch)
-        if len(parts) == 1 and (self.tell_apart is None or not self.asks_together):
+        asks = self.tell_apart is not None and (self.asks_together or len(parts) > 1)
+        if len(parts) == 1 and not asks:
             return None
         rows = read_weights(weightings, parts)
         shares = [shares_of(*pair) for pair in zip(weightings, rows, strict=True)]
-        if self.tell_apart is not None and len(weightings) > 1:
-            before = self.weightings
-            self.tell_apart(batch, len(parts) > 1 and not _agree_on(shares))
-            shares = [s for w, s in zip(before, shares, strict=True) if w in self.weightings]
+        if self.tell_apart is not None and asks:
+            if not self.tell_apart(batch, len(parts) > 1 and not _agree_on(shares)):
+                return None
+            shares = [s for w, s in zip(weightings, shares, strict=True) if w in self.weightings]
         return shares[0]
 
     def _guessed(self, batch: Any) -> list[Weighting]:
