@@ -96,7 +96,10 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - sorted() gives a list
-__version__ = importlib.metadata.version("lightning-memsave")
+try:
+    __version__ = importlib.metadata.version("lightning-memsave")
+except importlib.metadata.PackageNotFoundError:  # a copy of the source, not installed
+    __version__ = "0+unknown"
 
 
 def __getattr__(name: str) -> Any:

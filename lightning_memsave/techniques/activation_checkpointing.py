@@ -1,5 +1,6 @@
 """Activation checkpointing of repeated blocks, chosen one by one."""
 
+import difflib
 import functools
 import inspect
 import math
@@ -178,15 +179,20 @@ class ActivationCheckpointing(Technique[nn.Module]):
         return blocks[: math.ceil(self.which * len(blocks))]
 
     def _nothing_found(self, model: nn.Module) -> str:
-        sought = (
-            "no repeated block was found"
-            if self.blocks is None
-            else f"nothing matches `blocks={self.blocks!r}`"
+        name, repeated = type(model).__name__, repeated_classes(model)
+        if self.blocks is None:
+            return (
+                f"no repeated block was found in `{name}`: no class of modules that hold layers of "
+                "their own is used twice, and recomputing single layers saves nothing"
+            )
+        selectors = ", ".join(
+            s if isinstance(s, str) else repr(s) for s in as_selectors(self.blocks)
         )
-        return (
-            f"{sought} in `{type(model).__name__}`. Repeated classes are: "
-            f'{repeated_classes(model)}. Pass one of them, for example `blocks="Block"`'
-        )
+        names = {type(module).__name__ for module in model.modules()}
+        close = difflib.get_close_matches(selectors, names, n=1)
+        guess = f". Did you mean `{close[0]}`?" if close else ""
+        others = f". Classes that repeat: {repeated}" if repeated and not close else ""
+        return f"nothing in `{name}` matches `blocks={selectors!r}`{guess}{others}"
 
 
 # `patch_method` needs functions of the name "forward", one per way of recomputing.
