@@ -41,8 +41,7 @@ def find_conflicts(
             )
         )
     problems += _of_clipping(trainer, technique, what)
-    problems += find_scaler(trainer, what)
-    problems += _of_compilation(pl_module, what)
+    problems += find_without_effect(trainer, pl_module, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
     if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
@@ -110,8 +109,12 @@ def _of_clipping(trainer: Any, technique: OptimizerInBackward, what: str) -> lis
     ]
 
 
-def find_scaler(trainer: Any, what: str) -> list[Problem]:
-    """Find a GradScaler, which may leave out a step after its backward pass."""
+def find_without_effect(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
+    """Find a GradScaler or a compiled model, to which this part of a stack yields."""
+    return [*_of_scaler(trainer, what), *_of_compilation(pl_module, what)]
+
+
+def _of_scaler(trainer: Any, what: str) -> list[Problem]:
     if host.gradient_scaler(trainer) is None:
         return []
     why = (

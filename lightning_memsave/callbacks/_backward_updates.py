@@ -13,7 +13,7 @@ from lightning_memsave.callbacks._backward_conflicts import (
     advice_for,
     clipping_of,
     find_conflicts,
-    find_scaler,
+    find_without_effect,
 )
 from lightning_memsave.callbacks._module_techniques import off_row
 from lightning_memsave.callbacks._settings import Row, Setting
@@ -68,17 +68,18 @@ class BackwardUpdates(Setting):
         if self.technique is None:
             return []
         what = f"`{self.name}={self.value}`"
-        return find_conflicts(trainer, pl_module, self.technique, what)
+        problems = find_conflicts(trainer, pl_module, self.technique, what)
+        yields_to = find_without_effect(trainer, pl_module, what) if self.is_of_stack else []
+        return [problem for problem in problems if problem not in yields_to]
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Wrap ``configure_optimizers`` and the backward passes."""
         if self.technique is None:
             self.rows = [] if self.is_of_stack else [off_row(self.name)]
             return
-        problems = find_scaler(trainer, f"`{self.name}={self.value}`")
-        if (
-            problems
-        ):  # of the precision that this callback has set; of the Trainer's, `check` says it
+        # A GradScaler may come with the precision that this callback has just set.
+        problems = find_without_effect(trainer, pl_module, f"`{self.name}={self.value}`")
+        if problems:
             if not self.is_of_stack:
                 raise IncompatibleError("MemSaveCallback", problems)
             self.rows = [Row(self.name, self.value, "off", (problems[0].why,))]
