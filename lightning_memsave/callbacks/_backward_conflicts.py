@@ -41,7 +41,8 @@ def find_conflicts(
             )
         )
     problems += _of_clipping(trainer, technique, what)
-    problems += find_without_effect(trainer, pl_module, what)
+    problems += find_scaler(trainer, what)
+    problems += _of_compilation(pl_module, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
     if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
@@ -50,10 +51,24 @@ def find_conflicts(
                 what,
                 f"`{type(trainer.strategy).__name__}` shares gradients between processes after "
                 "they are complete",
-                f"{_OFF.capitalize()}, or train in one process.",
+                "Set `optimizer_in_backward=None`, or train in one process.",
             )
         )
     return problems
+
+
+def find_risks(pl_module: Any, what: str) -> list[Problem]:
+    """Find what may end the run in a later step, for updates that nobody has asked for by name."""
+    owner = type(pl_module).__name__
+    whys = {
+        "optimizer_step": "may leave out a step, whose backward pass has updated parameters",
+        "backward": "may run several backward passes in a step, and only the last one may update",
+    }
+    return [
+        Problem(what, f"`{owner}.{hook}` {why}", "Set `optimizer_in_backward=True` by name.")
+        for hook, why in whys.items()
+        if has_foreign(pl_module, hook)
+    ]
 
 
 def clipping_of(trainer: Any) -> dict[str, Any]:
@@ -109,12 +124,8 @@ def _of_clipping(trainer: Any, technique: OptimizerInBackward, what: str) -> lis
     ]
 
 
-def find_without_effect(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
-    """Find a GradScaler or a compiled model, to which this part of a stack yields."""
-    return [*_of_scaler(trainer, what), *_of_compilation(pl_module, what)]
-
-
-def _of_scaler(trainer: Any, what: str) -> list[Problem]:
+def find_scaler(trainer: Any, what: str) -> list[Problem]:
+    """Find a GradScaler, which may leave out a step after its backward pass."""
     if host.gradient_scaler(trainer) is None:
         return []
     why = (

@@ -48,6 +48,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         force_8bit: Patterns of names to which the rule for embeddings, norms, biases and other
             vectors does not apply. ``keep_32bit`` wins over it.
         min_8bit_size: Tensors with fewer elements stay 32-bit: they save nothing worth having.
+        min_saved_bytes: The optimizer stays as it is if its whole state shrinks by less.
         module: Owner of the parameters, to know names, embeddings and norms. Without it only what
             the tensors show is known: vectors stay 32-bit, embeddings do not.
 
@@ -86,6 +87,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     keep_32bit: tuple[str, ...] = ()
     force_8bit: tuple[str, ...] = ()
     min_8bit_size: int = 4096
+    min_saved_bytes: int = 0
     module: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -160,6 +162,16 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         old_name = type(target).__name__
         if not named and not counts[""] and not num_later:
             return Handle(target, (), (f"`{old_name}` stays 32-bit: {_kept(counts)}",))
+        in_8bit = [p for p in trained if not reasons[p] and p.numel() >= self.min_8bit_size]
+        after = low_bit_state_bytes(kind, trained, in_8bit)
+        saved = (torch_state_bytes(target) or 0) - after
+        if saved < self.min_saved_bytes:
+            why = (
+                f"8 bits would save {format_bytes(max(saved, 0))}; less than "
+                f"{format_bytes(self.min_saved_bytes)}, which CUDA's allocator takes at once, need "
+                "not change whether a run fits"
+            )
+            return Handle(target, (), (f"`{old_name}` stays 32-bit: {why}",))
 
         on_gpu = any(p.device.type != "cpu" for p in trained)
         new = build(

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from types import TracebackType
 from typing import ClassVar
 
 import torch
@@ -56,6 +57,16 @@ class InBackwardHandle(Handle[Optimizer]):
     @is_accumulating.setter
     def is_accumulating(self, value: bool) -> None:
         self._updates.is_accumulating = value
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None:  # gradients on the host must not come back to a device that is full
+            self._updates.forget()
+        super().__exit__(exc_type, exc, traceback)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:

@@ -21,7 +21,7 @@ from lightning_memsave.callbacks._configure_optimizers import (
 )
 from lightning_memsave.callbacks._optimizer_techniques import OptimizerTechnique
 from lightning_memsave.core.patching import patch_method
-from lightning_memsave.errors import IncompatibleError, NoEffectWarning
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from tests.callbacks.lit import make_lit, make_trainer
 
@@ -496,8 +496,7 @@ class TestForms:
     def test_what_is_not_converted_comes_back_as_it_was(self):
         layer, technique = self.make()
         output = [optim.AdamW(layer.parameters(), amsgrad=True)]
-        with pytest.warns(NoEffectWarning, match="AMSGrad"):
-            converted, (handle,) = convert(output, technique)
+        converted, (handle,) = convert(output, technique)
         assert converted is output
         assert "AMSGrad" in handle.skipped[0]
         assert convert(None, technique) == (None, [])
@@ -527,21 +526,7 @@ class TestForms:
         assert not schedule.use_beta1
 
 
-def test_one_warning_when_no_optimizer_could_be_converted():
-    def configure(module):
-        return [
-            optim.SGD(module.net[0].parameters(), lr=0.1),
-            optim.LBFGS(module.net[2].parameters()),
-        ]
-
-    module = module_class(lightning.pytorch)(configure)
-    enable(module, LowBitOptimizer())
-    with pytest.warns(NoEffectWarning, match="momentum.*LBFGS") as caught:
-        module.configure_optimizers()
-    assert len(caught) == 1
-
-
-def test_no_warning_when_one_of_two_is_converted():
+def test_one_of_two_is_converted():
     def configure(module):
         return [adamw(module), optim.SGD(module.net[2].parameters(), lr=0.1)]
 

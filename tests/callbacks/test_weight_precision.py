@@ -139,9 +139,10 @@ class TestTable:
     def test_of_what_changes_nothing(self):
         lit = make_lit(model=nn.Sequential(nn.LayerNorm(64)))
         type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
-        callback = only()
-        with pytest.warns(UserWarning, match="changed nothing: no tensor is left"):
-            fit(lit, callback, limit_val_batches=0)
+        with pytest.raises(IncompatibleError, match="no tensor is left to convert"):
+            fit(lit, only(), limit_val_batches=0)
+        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        fit(lit, callback, limit_val_batches=0)
         assert row_of(callback).status == "off"
 
     def test_of_manual_optimization_whose_sums_are_float32(self):
@@ -210,11 +211,10 @@ class TestMessages:
     def test_lead_out(self, settings, trainer):
         """Doing what they say is enough."""
         stack: dict[str, Any] = {"stack": "single_gpu", "monitor": False, "predict": False}
+        named = {"low_precision_weights": "stochastic"}
         with pytest.raises(IncompatibleError) as caught:
-            fit(make_lit(), MemSaveCallback(**stack, **settings), **trainer)
-        message = str(caught.value)
-        assert "of `stack='single_gpu'`" in message
-        assert "`low_precision_weights=None`" in message
+            fit(make_lit(), MemSaveCallback(**stack, **settings, **named), **trainer)
+        assert "`low_precision_weights=None`" in str(caught.value)
         out: dict[str, Any] = {"precision": None, "low_precision_weights": None}
         fit(make_lit(), MemSaveCallback(**stack, **out), **trainer)
 
@@ -224,16 +224,16 @@ class TestMessages:
         lit.model.bfloat16()
         way = 'set `low_precision_weights=None` and `precision="bf16-true"`'
         with pytest.raises(IncompatibleError) as caught:
-            fit(lit, MemSaveCallback(**stack))
+            fit(lit, MemSaveCallback(**stack, low_precision_weights="stochastic"))
         assert way in str(caught.value)
         out: dict[str, Any] = {"precision": "bf16-true", "low_precision_weights": None}
         fit(lit, MemSaveCallback(**stack, **out))
 
     @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-    def test_name_the_stack_before_there_is_a_trainer(self, precision):
+    def test_lead_out_before_there_is_a_trainer(self, precision):
         with pytest.raises(ConfigurationError) as caught:
-            MemSaveCallback(stack="single_gpu", precision=precision)
+            MemSaveCallback(precision=precision, low_precision_weights="stochastic")
         message = str(caught.value)
-        assert "`low_precision_weights='stochastic'` of `stack='single_gpu'`" in message
+        assert "`low_precision_weights='stochastic'` computes in bfloat16" in message
         assert "or set `low_precision_weights=None`" in message
         MemSaveCallback(stack="single_gpu", precision=precision, low_precision_weights=None)
