@@ -221,7 +221,7 @@ def _auto_precision(
 ) -> str | None:
     if device != "cuda" or str(trainer_arguments.get("precision", 32)) not in _DEFAULT_PRECISION:
         return None
-    return "bf16-mixed" if gpu is None or gpu.has_bf16 else "16-mixed"
+    return "bf16-mixed" if gpu is None or gpu.has_bf16 else None
 
 
 def _is_lightning(module: nn.Module) -> bool:

@@ -25,10 +25,7 @@ def autocast_calls(model: nn.Module) -> list[Callable[[], None]]:
     return [
         patch_method(module, _Called._call_impl)
         for module in model.modules()
-        # Blocks that `EarlyRelease` has patched are left; the layers inside of them are meant.
-        if "_call_impl" not in vars(module)
-        and not isinstance(module, torch.jit.ScriptModule)
-        and _device_of_bf16(module) is not None
+        if not isinstance(module, torch.jit.ScriptModule) and _device_of_bf16(module) is not None
     ]
 
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any
 from lightning_memsave import host
 from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.callbacks._trial import TrialSettings, run_trial
-from lightning_memsave.core.batches import count_samples, split_samples
+from lightning_memsave.core.batches import count_samples, find_shared_leaves, split_samples
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.planning.cuda_constants import (
     constant_assumptions,
@@ -89,9 +90,10 @@ def predict(question: Question) -> MemoryPrediction:
         TimeoutError: If it takes longer than ``time_limit_s``.
     """
     start_s = time.monotonic()
-    with host.quiet(), fake_tensors() as fakes:
+    deadline_s = math.inf if question.time_limit_s is None else start_s + question.time_limit_s
+    with host.quiet(), fake_tensors(deadline_s) as fakes:
         try:
-            predictor = _Predictor(question, fakes, *question.build(fakes), start_s)
+            predictor = _Predictor(question, fakes, *question.build(fakes), deadline_s)
             prediction, how = None, ""
             stack = predictor.find_stack() if question.may_extrapolate else None
             if stack is not None:
@@ -104,7 +106,7 @@ def predict(question: Question) -> MemoryPrediction:
             raise
         except TimeoutError as error:
             limit_s = question.time_limit_s
-            if limit_s is None or time.monotonic() < start_s + limit_s:
+            if limit_s is None or time.monotonic() < deadline_s:
                 raise
             raise TimeoutError(_out_of_time(limit_s, fakes.values.most_asked)) from error
     assumptions = (*prediction.assumptions, how) if how else prediction.assumptions
@@ -123,11 +125,11 @@ class _Predictor:
     fakes: FakeTensors
     pl_module: Any
     batch: Any
-    start_s: float
+    deadline_s: float
 
     def find_stack(self) -> Stack | None:
         which = self.question.arguments["activation_checkpointing"]
-        if which not in (None, "auto", "all", "selective"):
+        if which not in (None, "auto", "all", "selective", "nested"):
             return None
         return find_stack(self.pl_module, self.question.arguments["blocks"])
 
@@ -149,7 +151,6 @@ class _Predictor:
             trainer_arguments["plugins"] = [host.half_precision_on_cpu(package)]
         callback = question.make_callback(**copy.deepcopy(arguments))
         batch, rest_bytes = _first_micro_batches(self.batch, arguments)
-        limit_s = question.time_limit_s
         emulation = functools.partial(
             cuda_kernels, question.attention, capability=question.capability
         )
@@ -160,7 +161,7 @@ class _Predictor:
             trainer_arguments=trainer_arguments,
             is_running=question.is_running,
             emulation=emulation if on_cuda else contextlib.nullcontext,
-            deadline_s=None if limit_s is None else self.start_s + limit_s,
+            deadline_s=self.deadline_s,
         )
         recording = run_trial(twin, batch, [callback], settings)
         return summarise(
@@ -225,9 +226,10 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
     # A function of the user's splits what is not made of samples.
     if not isinstance(size, int) or arguments["split_batch"] is not None:
         return batch, 0
-    if count_samples(batch) <= MAX_MICRO_BATCHES * size:
+    shared = find_shared_leaves(batch)[0]
+    if count_samples(batch, shared) <= MAX_MICRO_BATCHES * size:
         return batch, 0
-    first = split_samples(batch, MAX_MICRO_BATCHES * size)[0]
+    first = split_samples(batch, MAX_MICRO_BATCHES * size, shared)[0]
     return first, _num_bytes(batch) - _num_bytes(first)
 
 

@@ -106,6 +106,7 @@ def write_report(
     *,
     measured: dict[str, Any] | None,
     predicted: dict[str, Any] | None,
+    device: torch.device,
     error: BaseException | None = None,
 ) -> None:
     """Write ``memsave_report.json``, or warn that it cannot be written.
@@ -116,6 +117,7 @@ def write_report(
         rows: The table at the start of fit.
         measured: What the monitor measured, with ``peak_bytes``; ``None`` without a monitor.
         predicted: What was predicted, with ``peak_bytes``; ``None`` if nothing was to be.
+        device: Where the model was.
         error: What ended the fit, if something did.
     """
     report = {
@@ -125,7 +127,8 @@ def write_report(
         "refusals": [asdict(row) for row in rows if row.status != "on"],
         "measured": measured,
         "predicted": predicted,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        # Not of a GPU that the run has not used: asking for its name makes a context there.
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
     }
     try:

@@ -298,6 +298,8 @@ def _summarize(run: _Run, prediction: RunPrediction | None) -> MemorySummary:
         num_steps=run.num_steps,
         num_samples=run.num_samples,
         seconds=max(run.seconds() - predicted.seconds, 0.0),
+        num_counted_steps=highest.num_counted_steps,
+        had_larger_batches=highest.had_larger_batches,
         notes=tuple(run.probe.notes),
         prediction=predicted.prediction,
         no_prediction=predicted.note,

@@ -1,8 +1,10 @@
 """What is predicted for a CPU is what real training takes there, to the byte."""
 
 import contextlib
+import functools
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
 from tests.analysis.counting import count, count_by_category, predict, settings_for
-from tests.measure.profiler_peak import profiler_peak_bytes
+from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
 
 OFTEN = ("nothing", "checkpointing", "8bit", "micro_batches", "bf16_true", "all", "single_gpu")
 
@@ -35,7 +37,14 @@ def test_predicts_to_the_byte(name: str, chosen: tuple[str, ...]) -> None:
     missed = {}
     for setting in chosen:
         settings = settings_for(architecture, setting)
-        if settings is not None:
+        if settings is None:
+            continue
+        if name == "lstm" and not _runs_lstm_in_autocast() and _is_in_autocast(settings):
+            with pytest.raises(RuntimeError, match="LSTM forward propagation primitive"):
+                count(architecture, settings)
+            with pytest.raises(RuntimeError, match="LSTM forward propagation primitive"):
+                predict(architecture, settings)
+        else:
             counted = count_by_category(architecture, settings)
             prediction = predict(architecture, settings)
             assert not prediction.guesses, setting
@@ -44,6 +53,21 @@ def test_predicts_to_the_byte(name: str, chosen: tuple[str, ...]) -> None:
             ):
                 missed[setting] = prediction.peak, counted
     assert missed == {}
+
+
+# oneDNN has no LSTM in bfloat16 for CPUs without AVX-512, and torch asks it for one all the same.
+@functools.cache
+def _runs_lstm_in_autocast() -> bool:
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(2, 2)(torch.ones(1, 1, 2))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_in_autocast(settings: Mapping[str, Any]) -> bool:
+    return settings.get("precision") == "bf16-mixed" or "stack" in settings
 
 
 # What values that are logged start from, a few numbers, has data in a real step only, and counts
@@ -61,8 +85,16 @@ _IN_A_LOOP: dict[str, dict[str, Any]] = {
 }
 # The allocator is asked for what kernels need for themselves too, which is not predicted: of most
 # steps a hundredth, more where bfloat16 is converted inside of kernels. oneDNN reorders what
-# convolutions and recurrent layers are given: a fifth of these small models.
+# convolutions and recurrent layers are given: a fifth of these small models. Where it has no
+# kernels in bfloat16, those of ATen need any multiple of the tensors.
 _HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
+
+
+def _most_scratch(name: str, technique: str) -> float:
+    if name not in _HAS_SCRATCH:
+        return 0.02 if "bf16" in technique else 0.01
+    has_kernel = "bf16" not in technique or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return 0.22 if has_kernel else 1.0
 
 
 # These two have no `loss` for a loop of our own.
@@ -72,20 +104,22 @@ _HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
 def test_agrees_with_the_allocator(name: str) -> None:
     missed = {}
     for technique, settings in _IN_A_LOOP.items():
+        if technique == "checkpointing" and settings_for(ARCHITECTURES[name], technique) is None:
+            continue  # it has no blocks
         if (name, technique) == ("diffusion", "bf16_true"):
             continue  # the batch of a plain loop stays in 32 bits
-        error = (
-            predict(ARCHITECTURES[name], settings).peak_bytes
-            / _allocated_bytes(ARCHITECTURES[name], technique)
-            - 1
-        )
-        most = 0.22 if name in _HAS_SCRATCH else 0.02 if "bf16" in technique else 0.01
-        if not -most < error < 0.001:
-            missed[technique] = error
+        if (name, technique) == ("lstm", "bf16_mixed") and not _runs_lstm_in_autocast():
+            continue
+        predicted_bytes = predict(ARCHITECTURES[name], settings).peak_bytes
+        allocated = _allocated(ARCHITECTURES[name], technique)
+        error = predicted_bytes / allocated.num_bytes - 1
+        between_kernels = predicted_bytes / allocated.between_kernels_bytes - 1
+        if not -_most_scratch(name, technique) < error < 0.001 or abs(between_kernels) > 0.01:
+            missed[technique] = error, between_kernels
     assert missed == {}
 
 
-def _allocated_bytes(architecture: Architecture, technique: str) -> int:
+def _allocated(architecture: Architecture, technique: str) -> ProfilerPeak:
     """The peak of a loop without Lightning and without this package's callback."""
     torch.manual_seed(0)
     module: Any = architecture.make()
@@ -111,7 +145,7 @@ def _allocated_bytes(architecture: Architecture, technique: str) -> int:
         optimizer.step()
 
     alive = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
-    return profiler_peak_bytes(step, alive)
+    return profiler_peak(step, alive)
 
 
 class _Guessing(Lit):

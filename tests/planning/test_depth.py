@@ -37,7 +37,9 @@ def _make(name: str, num_blocks: int) -> Callable[[], nn.Module]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("checkpointing", [None, "all"], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing", [None, "all", "nested"], ids=["plain", "checkpointed", "nested"]
+)
 @pytest.mark.parametrize(
     ("name", "num_blocks"),
     [
