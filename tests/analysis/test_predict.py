@@ -407,7 +407,7 @@ def test_says_what_it_takes_for_the_loss() -> None:
 
     assert len(remarks(nn.Linear(2, 2))) == 1
     assert remarks(nn.Linear(2, 2), loss=lambda output, _: output.sum()) == []
-    assert remarks(Lit(nn.Linear(2, 2))) == []
+    assert remarks(_NoLoss(nn.Linear(2, 2))) == []
 
 
 class _Endless(Lit):
