@@ -16,11 +16,12 @@ from lightning_memsave.callbacks._backward_conflicts import (
     clipping_of,
     find_conflicts,
     find_risks,
+    find_scaler,
 )
 from lightning_memsave.callbacks._module_techniques import off_rows
 from lightning_memsave.callbacks._settings import Row, Setting, saves
 from lightning_memsave.core.technique import Handle
-from lightning_memsave.errors import Problem
+from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 from lightning_memsave.techniques.optimizer_in_backward import (
     OptimizerInBackward,
@@ -86,14 +87,15 @@ class BackwardUpdates(Setting):
         return saves(sum(sizes) - max(sizes, default=0), "gradients")
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap ``configure_optimizers`` and the backward passes.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Wrap ``configure_optimizers`` and the backward passes."""
         if self.technique is None:
             self.rows = off_rows(self)
+            return
+        # Of the precision that this callback has set; of the Trainer's own, `check` says it.
+        if problems := find_scaler(trainer, f"`{self.name}={self.value}`"):
+            if self.is_asked:
+                raise IncompatibleError("MemSaveCallback", problems)
+            self.yield_to(problems, trainer, pl_module)
             return
         clipping, self._clipping = clipping_of(trainer), ""
         self.in_force = dataclasses.replace(self.technique, **clipping)
@@ -103,8 +105,7 @@ class BackwardUpdates(Setting):
             self._undo.append(lambda: setattr(trainer, "gradient_clip_val", clip_val))
             kind = "all values" if "clip_value" in clipping else "the norm of all gradients"
             self._clipping = f"clips {kind} at {clip_val} before the updates, for the Trainer"
-        technique = dataclasses.replace(self.in_force, scaler=host.gradient_scaler(trainer))
-        self._state, undo = configure_optimizers.enable(pl_module, technique, not self.is_asked)
+        self._state, undo = configure_optimizers.enable(pl_module, self.in_force, not self.is_asked)
         self._undo += [
             undo,
             host.around_backward(trainer, self._around_backward),
@@ -133,8 +134,12 @@ class BackwardUpdates(Setting):
 
     def undo(self) -> None:
         """Restore everything, and let go of the optimizers; a second call does nothing."""
-        super().undo()
+        handles = [] if self._state is None else self._state.handles
+        for handle in handles:  # the step that they wait for will not come
+            if handle.target in IN_BACKWARD:
+                IN_BACKWARD[handle.target].forget()
         self._state = None
+        super().undo()
 
     def _row_of(self, trainer: Any, handle: Handle[Any]) -> Row:
         if not handle.changes:

@@ -9,10 +9,7 @@ from lightning_memsave.callbacks._settings import Row, Setting, Status
 
 
 class EarlyReleases(Setting):
-    """Old gradients are freed before forward, and outputs that nobody sees before backward.
-
-    Lightning's mixed precision keeps no copies of weights, so that there is nothing to release in
-    the module itself, as `EarlyRelease` does in other loops.
+    """The last step's gradients are freed before forward, unused outputs before backward.
 
     Args:
         is_on: Whether to do it.

@@ -74,8 +74,8 @@ class ModuleTechnique(Setting):
 
     def undo(self) -> None:
         """Restore the module; a second call does nothing."""
-        super().undo()
         self._handle = None
+        super().undo()
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         return []

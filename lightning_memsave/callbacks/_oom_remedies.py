@@ -79,6 +79,7 @@ def predict_remedies(
         str(question.trainer_arguments["precision"]),
         question.capability >= BF16_CAPABILITY,
         _num_samples(batch),
+        is_on_cuda=question.device == "cuda",
     )
     # Much is gained by all together: there has to be time left for that.
     helpful = [one for one in _single(now) if helps(one.changes, _SHARE_OF_SINGLE)]

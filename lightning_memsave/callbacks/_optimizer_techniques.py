@@ -1,7 +1,6 @@
 """Techniques that change what the module configures as optimizers, as settings."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from lightning_memsave.callbacks._module_techniques import off_rows, row_of
 from lightning_memsave.callbacks._settings import Row, Setting, saves
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import find_obstacle
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 
 _SLOW_ON_CPU = "its steps are slower on a CPU; `optimizer=None` leaves it out"
@@ -118,16 +118,15 @@ class OptimizerTechnique(Setting):
 
     def undo(self) -> None:
         """Restore module and strategy, and let go of the optimizers; a second call does nothing."""
-        super().undo()
         self._state = None
+        super().undo()
 
     def _problems(self, trainer: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
-        missing = [p for p in self.technique.requires if importlib.util.find_spec(p) is None]
         what, problems = f"`optimizer={self.value}`", []
-        if missing:
-            why, install = f"{' and '.join(missing)} is not installed", " ".join(missing)
-            fix = f"Run `pip install {install}`, or set `optimizer=None`."
+        obstacle = find_obstacle(trainer.strategy.root_device)
+        if obstacle is not None:
+            why, fix = obstacle
             problems.append(Problem(what, why, fix))
         if host.is_strategy(trainer, "ModelParallelStrategy", "FSDPStrategy"):
             strategy = type(trainer.strategy).__name__

@@ -5,7 +5,7 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -88,9 +88,20 @@ def versions() -> dict[str, str]:
     return found
 
 
+def plain(value: Any) -> Any:
+    """Give a value as JSON has it; what JSON does not know as its ``repr``."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return repr(value)
+
+
 def write_report(
     directory: str,
-    settings: dict[str, str],
+    settings: Mapping[str, Any],
     rows: Sequence[Row],
     *,
     measured: dict[str, Any] | None,

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
+from lightning_memsave.core.technique import undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.units import format_bytes
 
@@ -56,6 +57,18 @@ def warn(trainer: Any, message: str, category: type[Warning]) -> None:
     """
     if trainer.is_global_zero:
         warnings.warn(message, category, stacklevel=3)
+
+
+def describe(failure: BaseException) -> str:
+    """Write a failure in one line.
+
+    Args:
+        failure: What was raised.
+
+    Returns:
+        Class and message.
+    """
+    return " ".join(f"{type(failure).__name__}: {failure}".split())
 
 
 class Setting(ABC):
@@ -120,8 +133,7 @@ class Setting(ABC):
 
     def undo(self) -> None:
         """Restore what was there before; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
 
 
 SettingT = TypeVar("SettingT", bound=Setting)
@@ -207,10 +219,19 @@ class Settings:
             self.undo()
         return problems
 
-    def undo(self) -> None:
-        """Restore everything; a second call does nothing."""
+    def undo(self) -> list[str]:
+        """Restore everything; a second call does nothing.
+
+        Returns:
+            What could not be restored, one line each; it keeps nothing else from being restored.
+        """
+        failures = []
         for setting in reversed(self._settings):
-            setting.undo()
+            try:
+                setting.undo()
+            except Exception as failure:
+                failures.append(f"`{setting.name}` is not restored: {describe(failure)}")
+        return failures
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -221,8 +242,9 @@ class Settings:
         """
         try:
             yield
-        except BaseException:
-            self.undo()
+        except BaseException as error:
+            for failure in self.undo():
+                error.add_note(failure)
             raise
 
 

@@ -26,7 +26,6 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
@@ -79,10 +78,11 @@ def _activation_checkpointing(arguments: Arguments) -> Setting:
 
 def _early_release(arguments: Arguments) -> Setting:
     name, wanted = "early_release", arguments["early_release"]
-    is_on = wanted is True or isinstance(wanted, EarlyRelease)
-    if not is_on and wanted not in (False, None):
-        _refuse_other(name, wanted, EarlyRelease, "True")
-    return EarlyReleases(is_on, is_asked(arguments, name))
+    if wanted not in (True, False, None):
+        raise ConfigurationError(
+            f"`{name}={wanted!r}` is not a valid value. Use `{name}=True`, or `None`."
+        )
+    return EarlyReleases(wanted is True, is_asked(arguments, name))
 
 
 def _optimizer(arguments: Arguments) -> Setting:

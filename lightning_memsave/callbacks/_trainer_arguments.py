@@ -6,6 +6,7 @@ from lightning_memsave.callbacks._accumulation import Accumulation
 from lightning_memsave.callbacks._argument_values import (
     Arguments,
     as_given,
+    exactness_limit,
     is_asked,
     read_flag,
     refuse_technique,
@@ -78,7 +79,8 @@ def _micro_batches(arguments: Arguments) -> Setting:
         technique = MicroBatching(wanted, **details)
     if why := why_beyond(arguments, "micro_batch_size", technique.exactness):
         return MicroBatches(None, "None", is_asked=False, off_reason=why)
-    return MicroBatches(technique, repr(technique.micro_batch_size), own)
+    limit = exactness_limit(arguments)
+    return MicroBatches(technique, repr(technique.micro_batch_size), own, limit=limit)
 
 
 def _evaluation_micro_batches(arguments: Arguments) -> Setting:

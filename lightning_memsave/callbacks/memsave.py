@@ -1,6 +1,7 @@
 """The suite as one callback."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,8 +13,14 @@ from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._monitored import MonitoredCallback
+from lightning_memsave.callbacks._oom_facts import (
+    add_advice,
+    attempted,
+    out_of_memory_in,
+    say,
+)
 from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
-from lightning_memsave.callbacks._settings import Row
+from lightning_memsave.callbacks._settings import Row, warn
 from lightning_memsave.callbacks._stacks import with_stack
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
@@ -22,7 +29,6 @@ from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -81,7 +87,8 @@ class MemSaveCallback(MonitoredCallback):
         force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
             embeddings, norms or biases.
         loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
-            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` finds out.
+            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
+            batch.
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
         eval_micro_batch_size: The same as ``micro_batch_size`` for validation, test and prediction.
@@ -120,7 +127,7 @@ class MemSaveCallback(MonitoredCallback):
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
         attention: str | AttentionKernel | None = "auto",
-        early_release: bool | str | EarlyRelease | None = "auto",
+        early_release: bool | str | None = "auto",
         stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
@@ -143,13 +150,16 @@ class MemSaveCallback(MonitoredCallback):
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
+        self._has_warned_of_window = False
         # The Trainer between `setup` and the end of its run; its id, as callbacks are pickled.
         self._user: int | None = None
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
         # ours, which is not driven then.
         self._reported: GPUMemoryMonitor | None = None
-        # Known from the start of fit to its end; asking the Trainer for it needs all ranks.
+        # Known from setup to the end; asking the Trainer for it needs all ranks.
         self._directory: str | None = None
+        self._has_started = False
+        self._outside: BaseException | None = None  # what is handled where the fit was started
 
     def __repr__(self) -> str:
         arguments = ", ".join(
@@ -200,6 +210,8 @@ class MemSaveCallback(MonitoredCallback):
                 stacklevel=2,
             )
             return
+        self._outside = sys.exception()
+        self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
         problems = host.check_host(trainer) or self._settings.apply(trainer, pl_module, is_fit)
         if problems:
@@ -231,7 +243,7 @@ class MemSaveCallback(MonitoredCallback):
         self._prediction.begin()
         if self._reported is not None:
             self._reported.run_prediction = self._prediction
-        self._directory = trainer.log_dir or trainer.default_root_dir
+        self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
             _report.print_table(self.rows)
 
@@ -250,28 +262,50 @@ class MemSaveCallback(MonitoredCallback):
         super().on_before_backward(trainer, pl_module, loss)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Restore the module, as ``teardown`` is not called now, and write what is known."""
+        """Write what is known and restore the module, as ``teardown`` is not called; never raises.
+
+        Where memory ran out, nothing after this needs any on the device: gradients are dropped and
+        the module moves to the host, as Lightning moves it afterwards.
+        """
         if self._user not in (None, id(trainer)):
             return  # the run of another Trainer goes on
         self._user = None
-        if self._driven is not None:
-            self._driven.on_exception(trainer, pl_module, exception)
-        self._settings.undo()
-        self._write_report(trainer, exception)
+        error = out_of_memory_in(exception, self._outside)
+        if error is not None:
+            with attempted(trainer, "There is no advice on memory"):
+                add_advice(trainer, exception, error)
+            for callback in trainer.callbacks:
+                if hasattr(callback, "write_before_undo"):
+                    callback.write_before_undo(trainer, pl_module, exception)
+        with attempted(trainer, "What was measured is lost"):
+            if self._driven is not None:
+                self._driven.on_exception(trainer, pl_module, exception)
+        if error is not None and pl_module is not None:
+            with attempted(trainer, "The module stays on the device"):
+                host.leave_device(trainer, pl_module)
+        self._undo(trainer)
+        with attempted(trainer, f"`{_report.REPORT_NAME}` is not written"):
+            self._write_report(trainer, exception, is_always=error is not None)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the module and write the report, as every monitor has closed its books now."""
         self._user = None
         if self._driven is not None:
             self._driven.teardown(trainer, pl_module, stage)
-        self._settings.undo()
+        self._undo(trainer)
         self._write_report(trainer)
+
+    def _undo(self, trainer: Any) -> None:
+        self._outside = None
+        for failure in self._settings.undo():
+            say(trainer, failure)
 
     # Not `state_dict`, as Lightning refuses a second callback that has one. With this, it names the
     # callback where a run is resumed without it.
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save the micro-batch size that memory was enough for, for a resumed run."""
         if not self._is_disabled:
+            self._warn_of_open_window(trainer)
             state = {"micro_batch_size": self._micro_batches.size}
             checkpoint.setdefault("callbacks", {})[self.state_key] = state
 
@@ -288,6 +322,21 @@ class MemSaveCallback(MonitoredCallback):
                 stacklevel=2,
             )
 
+    def _warn_of_open_window(self, trainer: Any) -> None:
+        if self._has_warned_of_window or not host.has_open_window(trainer):
+            return
+        self._has_warned_of_window = True
+        window = trainer.accumulate_grad_batches
+        warn(
+            trainer,
+            f"A checkpoint is saved in the middle of an accumulation window of {window} batches. "
+            "Checkpoints of Lightning hold no gradients, so a run that resumes from it loses those "
+            "of the batches since the last optimizer step. Save after optimizer steps instead: "
+            "`ModelCheckpoint(every_n_train_steps=...)` does, and so does a `val_check_interval` "
+            f"that is a multiple of {window}.",
+            MemsaveWarning,
+        )
+
     @property
     def _micro_batches(self) -> MicroBatches:
         return self._settings.find(MicroBatches)
@@ -301,17 +350,27 @@ class MemSaveCallback(MonitoredCallback):
         what, fix = "this callback object", "Make one `MemSaveCallback` for each Trainer."
         raise IncompatibleError(type(self).__name__, [Problem(what, why, fix)])
 
-    def _write_report(self, trainer: Any, error: BaseException | None = None) -> None:
+    def _write_report(
+        self, trainer: Any, error: BaseException | None = None, is_always: bool = False
+    ) -> None:
         directory, self._directory = self._directory, None
-        if directory is None or not self.arguments["report"] or not trainer.is_global_zero:
+        has_started, self._has_started = self._has_started, False
+        if (
+            directory is None
+            or not (has_started or is_always)
+            or not self.arguments["report"]
+            or not trainer.is_global_zero
+        ):
             return
-        summary = None if self._reported is None else self._reported.summary
+        # What there is in an evaluation is of an earlier fit.
+        summary = self._reported.summary if has_started and self._reported is not None else None
+        error_of_prediction = None if summary is None else summary.prediction_error
         _report.write_report(
             directory,
-            {name: repr(value) for name, value in self.arguments.items()},
+            {name: _report.plain(value) for name, value in self.arguments.items()},
             self.rows,
             measured=None if summary is None else summary.to_dict(),
-            predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
+            predicted=self._prediction.to_dict(error_of_prediction) if has_started else None,
             error=error,
             device=trainer.strategy.root_device,
         )

@@ -92,6 +92,20 @@ def put_first(trainer: Any, callback: Any) -> None:
     trainer.callbacks = [*first, *(c for c in callbacks if all(c is not f for f in first))]
 
 
+def leave_device(trainer: Any, pl_module: Any) -> None:
+    """Drop gradients and move the module to the host, as the strategy does a moment later.
+
+    Args:
+        trainer: A Trainer whose run is over.
+        pl_module: Its LightningModule.
+    """
+    for parameter in pl_module.parameters():
+        parameter.grad = None
+    # They hold shards of it in places of their own.
+    if not is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+        pl_module.cpu()
+
+
 def first_of(trainer: Any, cls: type[CallbackT]) -> CallbackT | None:
     """Find the first callback of a class.
 

@@ -1,5 +1,6 @@
 """Predict and count the same two steps."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,14 +44,17 @@ class _Counter(pl.Callback):
 
     live: LiveTensors | None = None
 
+    def __init__(self, until_end: contextlib.ExitStack) -> None:
+        self.until_end = until_end
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if self.live is None:
-            self.live = LiveTensors(pl_module, trainer.optimizers, "cpu")
-            self.live.__enter__()
+            counted = LiveTensors(pl_module, trainer.optimizers, "cpu")
+            self.live = self.until_end.enter_context(counted)
         self.live.track_input(batch)
 
     def on_train_end(self, trainer, pl_module):
-        self.live.__exit__(None, None, None)
+        self.until_end.close()
 
 
 def settings_for(architecture: Architecture, name: str) -> dict[str, Any] | None:
@@ -84,9 +88,9 @@ def count(architecture: Architecture, settings: Mapping[str, Any]) -> int:
 
 def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -> MemoryBreakdown:
     """What there is at that peak."""
-    counter = _Counter()
     num_batches = 2 * settings.get("accumulate_grad_batches", 1)
-    with host.quiet():
+    with host.quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
+        counter = _Counter(until_end)
         trainer = pl.Trainer(
             accelerator="cpu",
             max_epochs=1,

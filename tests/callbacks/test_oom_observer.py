@@ -214,7 +214,7 @@ def test_looks_behind_an_error_that_memory_caused(package):
     [
         RuntimeError(oom_messages.CPU.partition(": ")[2]),
         RuntimeError(oom_messages.CUBLAS.partition(": ")[2]),
-        RuntimeError("gloo: out of memory while pairing"),
+        RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"),
         MemoryError(),
     ],
     ids=["CPU", "CUBLAS", "a library's own words", "MemoryError"],

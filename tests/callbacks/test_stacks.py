@@ -15,6 +15,7 @@ from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._stacks import STACKS
 from lightning_memsave.callbacks._weight_precision import WeightPrecision
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
@@ -238,15 +239,52 @@ class TestOptimizerInBackward:
         )
         assert rows_of(callback)["optimizer_in_backward"].status == "on"
 
-    def test_with_a_gradient_scaler(self, package):
-        lit = make_lit(package)
+    def test_a_gradient_scaler_of_the_trainer_is_refused(self, package):
+        plugins = [host.half_precision_on_cpu(package)]
+        with pytest.raises(IncompatibleError, match=r'Use `precision="bf16-mixed"`, or set'):
+            fit(
+                make_lit(package),
+                only(optimizer_in_backward=True),
+                package=package,
+                plugins=plugins,
+            )
 
-        def plugins() -> list[Any]:
-            return [host.half_precision_on_cpu(package)]
+    def test_a_gradient_scaler_of_the_callback_is_refused_before_training(self, monkeypatch):
+        """Lightning has none on a CPU: the plugin gets its scaler while settings are applied."""
+        callback = only(optimizer_in_backward=True)
+        trainer = make_trainer(LIGHTNING, callback)
+        setting = callback._settings.find(BackwardUpdates)
+        assert setting.check(trainer, make_lit()) == []
+        trainer.strategy.precision_plugin = host.half_precision_on_cpu(LIGHTNING)
+        with pytest.raises(IncompatibleError, match="parameters are updated already"):
+            setting.apply(trainer, make_lit())
 
-        plain = fit(lit, package=package, plugins=plugins())
-        ours = fit(lit, only(optimizer_in_backward=True), package=package, plugins=plugins())
-        assert_same(plain, ours)
+    @pytest.mark.parametrize("part", ["model", "blocks"])
+    def test_a_compiled_model_is_refused_and_compiled_blocks_are_not(self, package, part):
+        lit, callback = make_lit(package), only(optimizer_in_backward=True)
+        trainer = make_trainer(package, callback, max_steps=1)
+        # In place: a copy of a compiled module is not compiled.
+        for module in [lit.model] if part == "model" else lit.model.blocks:
+            module.compile(backend="eager")
+        if part == "blocks":
+            assert callback._settings.find(BackwardUpdates).check(trainer, lit) == []
+            return
+        with pytest.raises(IncompatibleError, match=r"`model` is compiled.* blocks one by one"):
+            trainer.fit(lit)
+
+    def test_in_a_stack_it_yields_to_a_scaler(self, package):
+        callback = MemSaveCallback(stack="bitwise", monitor=False, predict=False, report=False)
+        plugins = [host.half_precision_on_cpu(package)]
+        fit(make_lit(package), callback, package=package, plugins=plugins)
+        row = rows_of(callback)["optimizer_in_backward"]
+        assert row.status == "off"
+        assert "parameters are updated already" in row.details[0]
+
+    def test_a_model_wrapped_by_compile_is_refused(self):
+        lit = make_lit()
+        lit.model = torch.compile(lit.model, backend="eager")
+        with pytest.raises(IncompatibleError, match=r"`model` is compiled as a whole"):
+            make_trainer(LIGHTNING, only(optimizer_in_backward=True)).fit(lit)
 
     @pytest.mark.parametrize("checkpointing", [None, "all"])
     def test_with_micro_batches(self, package, checkpointing):
@@ -543,7 +581,8 @@ class TestBadInput:
             ({"low_precision_weights": "random"}, "there is no such rounding"),
             ({"low_precision_weights": 16}, "low_precision_weights=16` is not a choice"),
             ({"attention": "spda"}, "sdpa"),
-            ({"early_release": "soon"}, "early_release='soon'` is not a choice"),
+            ({"early_release": "soon"}, "early_release='soon'` is not a valid value"),
+            ({"early_release": ActivationCheckpointing()}, "Use `early_release=True`"),
             (
                 {"attention": "sdpa", "exactness": "bitwise"},
                 "`exactness='bitwise'` does not allow",
