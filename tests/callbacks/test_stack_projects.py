@@ -215,7 +215,13 @@ PROJECTS = {
         trainer=lambda: {"precision": "bf16-true"},
     ),
     "gradient scaler": Project(
-        make_lit, {"precision": "MixedPrecision", WEIGHTS: "16-mixed"}, trainer=scaler
+        make_lit,
+        {
+            "precision": "MixedPrecision",
+            WEIGHTS: "16-mixed",
+            UPDATES: "only after backward, when parameters are updated already",
+        },
+        trainer=scaler,
     ),
     "weights in half precision": Project(
         half, {"precision": "kept on cpu|bfloat16", WEIGHTS: "32-true", "micro_batch_size": "half"}
