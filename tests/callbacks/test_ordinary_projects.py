@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_memsave.callbacks._memory_summary import MemorySummary
@@ -475,7 +475,8 @@ class TestSummary:
             def __iter__(self) -> Any:
                 yield from ([0, 1], [2, 3], [0, 1], list(range(16)), [0, 1])
 
-        data = DataLoader(torch.randn(24, WIDTH), batch_sampler=Growing())
+        rows = cast("Dataset[Tensor]", torch.randn(24, WIDTH))
+        data = DataLoader(rows, batch_sampler=Growing())
         callback = nothing()
         make_trainer(lightning.pytorch, callback, max_epochs=1).fit(
             lit_with(training_step=training_step), data
