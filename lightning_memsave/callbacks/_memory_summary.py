@@ -70,7 +70,7 @@ class MemorySummary:
         """
         if self.prediction is None or not self.peak_bytes or self._ended_before_state:
             return None
-        return self.prediction.peak_bytes / self.peak_bytes - 1
+        return self.prediction.measurable_bytes / self.peak_bytes - 1
 
     @property
     def _ended_before_state(self) -> bool:
@@ -122,7 +122,8 @@ class MemorySummary:
         if predicted is not None:
             of_measured = "" if error is None else f" ({100 * error:+.2f} %)"
             first = " for the first batch" if self.had_larger_batches else ""
-            peak.append(f"predicted {format_bytes(predicted.peak_bytes)}{first}{of_measured}")
+            size = format_bytes(predicted.measurable_bytes)
+            peak.append(f"predicted {size}{first}{of_measured}")
         rows = [("peak memory", ", ".join(peak))] if peak else []
         foreseen = {} if predicted is None else predicted.peak.by_category()
         for name in foreseen or self.by_category:

@@ -124,7 +124,7 @@ class RunPrediction:
             inform(trainer, f"Memory is not predicted: {self.note}.")
         else:
             guessed = "; ".join(shortened(self.prediction.guesses))
-            size = format_bytes(self.prediction.peak_bytes)
+            size = format_bytes(self.prediction.measurable_bytes)
             guessed = guessed and f", guessing: {guessed}"
             inform(trainer, f"Predicted peak memory: {size}{guessed}.")
 
@@ -144,6 +144,7 @@ class RunPrediction:
         return {
             "peak_bytes": predicted.peak_bytes,
             "by_category": predicted.peak.by_category(),
+            "allocated_bytes": predicted.allocated_bytes,
             "reserved_bytes": predicted.reserved_bytes,
             "modules": [
                 {

@@ -250,6 +250,10 @@ def batch_size_of(batch: object) -> int:
         >>> batch_size_of({"x": zeros(4, 2), "y": zeros(4)}), batch_size_of(["a", "b"])
         (4, 2)
     """
+    # A batch of PyTorch Geometric, whose tensors have a row for each node or edge.
+    num_graphs = getattr(batch, "num_graphs", None)
+    if isinstance(num_graphs, int):
+        return num_graphs
     tensor = next(tensors_in(batch), None)
     if tensor is not None:
         return tensor.shape[0] if tensor.ndim else 1
