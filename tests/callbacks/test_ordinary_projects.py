@@ -357,10 +357,6 @@ class TestArgumentsThatYield:
         fit(lit, callback := MemSaveCallback(force_8bit=["*"], keep_32bit=["nothing*"]))
         assert callback.prediction is not None, callback._prediction.note
 
-    def test_blocks_that_are_not_there(self):
-        fit(make_lit(), callback := MemSaveCallback(blocks="Typo", optimizer=None))
-        assert callback.prediction is not None, callback._prediction.note
-
 
 def guarded(guard: Any) -> Any:
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
