@@ -695,3 +695,7 @@ def test_what_gave_way_in_this_run_is_off_in_the_prediction():
     assert found["precision"] is None
     assert in_force(arguments, rows, None)["micro_batch_size"] == "auto"
     assert in_force(arguments, [], 4)["micro_batch_size"] is None
+    belonging = arguments | {"blocks": "Block", "force_8bit": ["*"]}
+    assert in_force(belonging, rows, None)["blocks"] is None
+    assert in_force(belonging, rows, None)["force_8bit"] == ["*"]
+    assert in_force(belonging, [], None)["force_8bit"] == ()
