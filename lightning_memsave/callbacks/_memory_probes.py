@@ -14,11 +14,14 @@ from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.allocator import read_allocator
 from lightning_memsave.measure.host_memory import read_host_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.measure.nvml import NvmlDevice
+from lightning_memsave.measure.nvml import NvmlDevice, NvmlReading
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.units import GIB
 
 PEAKS = ("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_live_gib")
+
+# In the first step the optimizer makes its state, the second is like all that follow.
+_NUM_EARLY_STEPS = 2
 
 
 @dataclass
@@ -29,6 +32,7 @@ class Highest:
     by_category: dict[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
     nvml_bytes: int | None = None
+    is_nvml_of_gpu: bool = False
     num_counted_steps: int | None = None
     had_larger_batches: bool = False
 
@@ -104,19 +108,33 @@ class Probe(ABC):
             Values under their documented keys; what is not known is left out.
         """
 
+    def pause(self) -> None:  # noqa: B027 - only an allocator goes on measuring by itself
+        """Leave out what comes now, until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Measure again."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Take the rest into account, after training, while the module is still there."""
+
     @abstractmethod
     def close(self) -> None:
         """Give back what was opened; a second call does nothing."""
 
 
 class CudaProbe(Probe):
-    """Reads torch's allocator at each step, and the driver at logged steps."""
+    """Reads torch's allocator around the first two steps and logged ones, and the driver at them.
+
+    Between them the allocator keeps the peak by itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._cleanup = contextlib.ExitStack()
         self._nvml = self._cleanup.enter_context(NvmlDevice(device))
         self._reading = read_allocator(device)
+        self._num_steps = 0
+        self._is_read = False
         if reason := self._nvml.read().reason:
             self.notes.append(reason)
 
@@ -127,7 +145,12 @@ class CudaProbe(Probe):
 
     @override
     def begin_step(self, is_logged: bool) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        is_early = self._num_steps < _NUM_EARLY_STEPS
+        self._is_read = is_logged or is_early
+        if self._is_read and self._num_steps:
+            self._note_peaks()
+        if self._is_read:
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @override
     def begin_batch(
@@ -141,21 +164,50 @@ class CudaProbe(Probe):
 
     @override
     def end_step(self) -> None:
+        self._num_steps += 1
+        if not self._is_read:
+            return
+        self._note_peaks()
+        if self._num_steps <= _NUM_EARLY_STEPS:
+            self._read_nvml()
+
+    @override
+    def pause(self) -> None:
+        if self._num_steps:  # validation before training has peaks of its own
+            self._note_peaks()
+
+    @override
+    def resume(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._note_peaks()
+        self._read_nvml()
+
+    def _note_peaks(self) -> None:
         self._reading = reading = read_allocator(self.device)
         if reading is not None:
             highest = self.highest
             highest.peak_bytes = max(highest.peak_bytes or 0, reading.peak_allocated_bytes)
             highest.reserved_bytes = max(highest.reserved_bytes or 0, reading.peak_reserved_bytes)
 
+    def _read_nvml(self) -> NvmlReading:
+        reserved_bytes = None if self._reading is None else self._reading.reserved_bytes
+        nvml = self._nvml.read(reserved_bytes)
+        seen_bytes = nvml.used_bytes if nvml.process_bytes is None else nvml.process_bytes
+        if seen_bytes is not None:
+            self.highest.nvml_bytes = max(self.highest.nvml_bytes or 0, seen_bytes)
+            self.highest.is_nvml_of_gpu = nvml.process_bytes is None
+        return nvml
+
     @override
     def metrics(self) -> dict[str, float]:
         reading = self._reading
         if reading is None:
             return _host_metrics()
-        nvml = self._nvml.read(reading.reserved_bytes)
-        seen_bytes = nvml.used_bytes if nvml.process_bytes is None else nvml.process_bytes
-        if seen_bytes is not None:
-            self.highest.nvml_bytes = max(self.highest.nvml_bytes or 0, seen_bytes)
+        nvml = self._read_nvml()
         sizes = {
             "memory/allocated_gib": reading.allocated_bytes,
             "memory/reserved_gib": reading.reserved_bytes,
@@ -197,8 +249,7 @@ class LiveTensorsProbe(Probe):
     @override
     def begin_step(self, is_logged: bool) -> None:
         self._step_peak = self._live_bytes = None
-        # In the first step the optimizer makes its state, the second is like all that follow.
-        self._is_counted = self._can_count and (is_logged or self._num_steps < 2)
+        self._is_counted = self._can_count and (is_logged or self._num_steps < _NUM_EARLY_STEPS)
 
     @override
     def begin_batch(

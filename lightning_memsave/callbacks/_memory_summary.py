@@ -25,7 +25,9 @@ class MemorySummary:
         by_category: The peak by category, of rank zero; empty on CUDA.
         peak_reserved_bytes: Peak of what torch's CUDA allocator reserved; ``None`` elsewhere.
         nvml_peak_bytes: Largest value that the driver told for this process, or, where it does not
-            tell that, for the whole GPU; seen at the logged steps only. ``None`` if unknown.
+            tell that, for the whole GPU with all its processes; seen in the first two steps, at
+            logged ones and at the end of training. ``None`` if unknown.
+        is_nvml_of_gpu: That it is for the whole GPU.
         num_steps: Optimizer steps.
         num_samples: Samples in all training batches of all ranks.
         seconds: From the start of training to the end of the last batch, without validation and
@@ -42,6 +44,7 @@ class MemorySummary:
     by_category: Mapping[str, int] = field(default_factory=dict)
     peak_reserved_bytes: int | None = None
     nvml_peak_bytes: int | None = None
+    is_nvml_of_gpu: bool = False
     num_steps: int = 0
     num_samples: int = 0
     seconds: float = 0.0
@@ -100,9 +103,10 @@ class MemorySummary:
             For example ``("peak memory", "1.50 GiB, predicted 1.49 GiB (-0.7 %)")``.
         """
         reserved_bytes = None if self.prediction is None else self.prediction.reserved_bytes
+        nvml = "peak seen by NVML" + (" on the whole GPU" if self.is_nvml_of_gpu else "")
         sizes = {
             "peak reserved": self._beside(self.peak_reserved_bytes, reserved_bytes),
-            "peak seen by NVML": self._beside(self.nvml_peak_bytes, None),
+            nvml: self._beside(self.nvml_peak_bytes, None),
         }
         return [
             ("device", self.device),
