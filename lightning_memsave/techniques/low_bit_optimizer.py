@@ -165,7 +165,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         in_8bit = [p for p in trained if not reasons[p] and p.numel() >= self.min_8bit_size]
         after = low_bit_state_bytes(kind, trained, in_8bit)
         saved = (torch_state_bytes(target) or 0) - after
-        if saved < self.min_saved_bytes:
+        if self.min_saved_bytes > max(saved, 0):
             why = (
                 f"8 bits would save {format_bytes(max(saved, 0))}; less than "
                 f"{format_bytes(self.min_saved_bytes)}, which CUDA's allocator takes at once, need "

@@ -86,7 +86,7 @@ def _check_state(where: str, flat: Mapping[str, Any], param: torch.Tensor) -> No
         check_type(step, int | float | torch.Tensor, f"{where}: `step`")
         if isinstance(step, torch.Tensor) and step.numel() != 1:
             raise _malformed(f"{where}: `step` has {step.numel()} values, not 1")
-    for key in flat.keys() & _MOMENTS:
+    for key in sorted(flat.keys() & _MOMENTS, reverse=True):  # the plain shape first
         moment = flat[key]
         if moment is None and key == "momentum_buffer":  # SGD's before its first step
             continue
