@@ -15,7 +15,6 @@ from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
 from lightning_memsave.callbacks import _settings
 from lightning_memsave.callbacks._backward_conflicts import SHARDED
-from lightning_memsave.callbacks._bf16_calls import autocast_calls
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique
 from lightning_memsave.callbacks._settings import Row, saves
 from lightning_memsave.core.technique import Handle, Technique
@@ -167,7 +166,6 @@ class WeightPrecision(ModuleTechnique):
 
     def _use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
         handle = super()._use(technique, pl_module)
-        self._undo += autocast_calls(pl_module)
         if not pl_module.automatic_optimization:
             self._sum_in_fp32(pl_module)
         return handle

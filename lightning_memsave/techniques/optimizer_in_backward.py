@@ -148,8 +148,9 @@ class OptimizerInBackward(Technique[Optimizer]):
             if (value := getattr(self, setting)) is not None
             and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
         ]
-        if self.trust_optimizer not in (True, False) or type(self.trust_optimizer) is int:
-            what, fix = f"`trust_optimizer={self.trust_optimizer!r}`", "Use True or False."
+        vouches: object = self.trust_optimizer
+        if not isinstance(vouches, bool):
+            what, fix = f"`trust_optimizer={vouches!r}`", "Use True or False."
             problems.append(Problem(what, "it must be a truth value", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)

@@ -272,6 +272,14 @@ class TestOptimizerInBackward:
         with pytest.raises(IncompatibleError, match=r"`model` is compiled.* blocks one by one"):
             trainer.fit(lit)
 
+    def test_in_a_stack_it_yields_to_a_scaler(self, package):
+        callback = MemSaveCallback(stack="bitwise", monitor=False, predict=False, report=False)
+        plugins = [host.half_precision_on_cpu(package)]
+        fit(make_lit(package), callback, package=package, plugins=plugins)
+        row = rows_of(callback)["optimizer_in_backward"]
+        assert row.status == "off"
+        assert "parameters are updated already" in row.details[0]
+
     def test_a_model_wrapped_by_compile_is_refused(self):
         lit = make_lit()
         lit.model = torch.compile(lit.model, backend="eager")

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback, host
-from lightning_memsave.callbacks._bf16_calls import autocast_calls
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from tests.callbacks.lit import PACKAGES, fit, loader, make_lit, make_trainer
 from tests.cases import make_batch, make_model
 from tests.helpers import snapshot
@@ -37,81 +35,25 @@ def package(request):
     return PACKAGES[request.param]
 
 
-class Coder(nn.Module):
-    """Called through a method, as variational autoencoders are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 4)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x))
-
-
 class TestCallsOutsideOfSteps:
-    @pytest.mark.parametrize(
-        "settings",
-        [{}, {"activation_checkpointing": "all"}, {"activation_checkpointing": "nested"}],
-        ids=["alone", "checkpointing", "nested"],
-    )
-    @pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
-    def test_compute_as_inside_and_change_nothing(self, settings, is_late):
-        lit = make_lit()
-        dtypes = set()
+    @pytest.mark.parametrize("is_in_autocast", [True, False])
+    def test_need_autocast(self, is_in_autocast):
+        """Lightning enters it around the steps alone."""
+        lit, dtypes = make_lit(), set()
 
-        class Lit(type(lit)):  # type: ignore[misc]
-            samples = False
+        class Samples(type(lit)):  # type: ignore[misc]
+            def on_train_epoch_end(self) -> None:
+                with torch.no_grad(), torch.autocast("cpu", BF16, enabled=is_in_autocast):
+                    self.model(make_batch(0))
+                    dtypes.add(self.model.head(make_batch(0)).dtype)
 
-            def sample(self) -> None:
-                if self.samples:
-                    with torch.no_grad(), torch.random.fork_rng():
-                        self.model(make_batch(0))
-                        dtypes.add(self.model.head(make_batch(0)).dtype)
-                        for block in self.model.blocks:
-                            block(make_batch(0))
-
-            on_validation_epoch_end = on_train_epoch_end = on_fit_start = sample
-
-        class Late(Lit):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model: Any = None
-
-            def configure_model(self) -> None:
-                if self.model is None:
-                    self.model = make_model("dropout")
-
-            on_fit_start = Lit.sample
-
-        results = []
-        for samples in (False, True):
-            own = copy.deepcopy(lit)
-            own.__class__ = Late if is_late else Lit
-            if is_late:
-                own.model = None
-            own.samples = samples
-            results.append(fit(own, only(**settings)))
-        assert dtypes == {BF16}
-        assert results[0][0] == results[1][0]
-        for key, value in results[0][1].items():
-            assert torch.equal(value, results[1][1][key])
-
-    def test_go_through_methods_too_and_respect_what_somebody_has_decided(self):
-        model = Coder()
-        LowPrecisionWeights().apply(model)
+        lit.__class__ = Samples
+        if is_in_autocast:
+            fit(lit, only())
+            assert dtypes == {BF16}
+            return
         with pytest.raises(RuntimeError, match="dtype"):
-            model.encode(torch.ones(2, 8))
-        undo = autocast_calls(model)
-        assert model.encode(torch.ones(2, 8)).dtype is BF16
-        assert copy.deepcopy(model).encode(torch.ones(2, 8)).dtype is BF16
-        assert not torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu", enabled=False), pytest.raises(RuntimeError, match="dtype"):
-            model.encode(torch.ones(2, 8))
-        assert copy.deepcopy(model).float().encode(torch.ones(2, 8)).dtype is torch.float32
-        for function in undo:
-            function()
-        assert not any("_call_impl" in vars(module) for module in model.modules())
+            fit(lit, only())
 
     def test_are_as_before_when_it_is_over(self, package):
         lit = make_lit(package)
