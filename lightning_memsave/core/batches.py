@@ -110,8 +110,8 @@ def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
 
     Returns:
         Sets of paths, the most likely one first: of tensors whose first dimension is 1 where that
-        of others is not; and of those and tensors that have a number for each sample, which may
-        be weights of as many classes.
+        of others is not; and of those and vectors of floating-point numbers, which may be weights
+        of classes.
     """
     leaves = [(path, value) for path, value in leaves_of(batch) if isinstance(value, Tensor)]
     sizes = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}

@@ -378,6 +378,14 @@ def class_weights_as_many_as_samples(model, batch):
 
 
 @vectors_kind(
+    lambda: classes() | {"weight": torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)},
+    expected="class weights at `y`",
+)
+def class_weights_in_the_batch(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weight"])
+
+
+@vectors_kind(
     lambda: regression() | {"scale": torch.randn(1, CLASSES).double()},
     expected="weighted by samples",
 )

@@ -926,7 +926,7 @@ class TestRefused:
         lit = make_lit(package)
         cls = type(lit)
         cls.training_step = lambda self, batch, batch_idx: self.model(batch[0])
-        batches = [(torch.randn(4, WIDTH), torch.zeros(5))]
+        batches = [(torch.randn(4, WIDTH), torch.zeros(5, 2))]
         cls.train_dataloader = lambda self: loader_of(batches)
         with pytest.raises(IncompatibleError, match=r"\[0\]: 4, \[1\]: 5.*split_batch="):
             fit(lit, only(2), package=package)

@@ -1,5 +1,6 @@
 """Compute a training step without randomness, in float32, and see what its loss is divided by."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +45,9 @@ class LossProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func._schema.name
-        has_aliases = self._save_written(func, args, kwargs)
+        name, written, has_aliases = _facts_of(func)
+        if written:
+            self._save_written(written, dict(_bound(func, args, kwargs)))
         if not (has_aliases or name in _COPIES):
             args, kwargs = tree_map(_float, args), tree_map(_float, kwargs)
         if kwargs.get("dtype") in _HALF:
@@ -68,16 +70,12 @@ class LossProbe(TorchDispatchMode):
             and self._state.owns(args[0])
         )
 
-    def _save_written(self, func: Any, args: Any, kwargs: Any) -> bool:
-        has_aliases = False
-        for argument, value in _bound(func, args, kwargs):
-            is_statistic = argument.name in ("running_mean", "running_var")
-            has_aliases |= argument.alias_info is not None
-            if is_statistic or (argument.alias_info is not None and argument.alias_info.is_write):
-                for tensor in value if isinstance(value, list | tuple) else [value]:
-                    if isinstance(tensor, Tensor):
-                        self._state.save_before_write(tensor)
-        return has_aliases
+    def _save_written(self, written: frozenset[str], values: dict[str, Any]) -> None:
+        for name in written & values.keys():
+            value = values[name]
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor):
+                    self._state.save_before_write(tensor)
 
     def _look(self, name: str, args: Any) -> None:
         self.has_logits |= name in _LOGITS
@@ -94,14 +92,21 @@ class LossProbe(TorchDispatchMode):
                 self.denominators.append(counts.sum())
 
 
-def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[Any, Any]]:
-    """Pair the arguments of an operator with their values."""
+@functools.cache
+def _facts_of(func: Any) -> tuple[str, frozenset[str], bool]:
+    """Give the name of an operator, the arguments that it writes to, and whether it has views."""
     arguments = func._schema.arguments
-    given = {argument.name: argument for argument in arguments}
-    return [
-        *zip(arguments, args, strict=False),
-        *((given[name], value) for name, value in kwargs.items() if name in given),
-    ]
+    aliased = {a.name: a.alias_info for a in arguments if a.alias_info is not None}
+    written = {name for name, alias in aliased.items() if alias.is_write}
+    # Batch normalisation does not declare that it does.
+    written |= {a.name for a in arguments} & {"running_mean", "running_var"}
+    return func._schema.name, frozenset(written), bool(aliased)
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """Pair the names of an operator's arguments with their values."""
+    names = [argument.name for argument in func._schema.arguments]
+    return [*zip(names, args, strict=False), *kwargs.items()]
 
 
 def _float(value: Any) -> Any:
@@ -112,7 +117,7 @@ def _float(value: Any) -> Any:
 def _without_randomness(func: Any, args: Any, kwargs: Any) -> Any:
     """Run a random operator so that every sample gets the same."""
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    given = {argument.name: value for argument, value in _bound(func, args, kwargs)}
+    given = dict(_bound(func, args, kwargs))
     values = {argument.name: argument.default_value for argument in func._schema.arguments} | given
     for rate in ("dropout_p", "dropout"):
         if rate in values:
