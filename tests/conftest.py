@@ -30,6 +30,14 @@ def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S", None)
 
 
+@pytest.fixture(autouse=True)
+def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stack save little, as it can in models of tests, where a test is not about that."""
+    if request.node.get_closest_marker("smallest_saving") is None:
+        name = "lightning_memsave.callbacks._settings.SMALLEST_SAVING_BYTES"
+        monkeypatch.setattr(name, 0)
+
+
 @pytest.fixture
 def only_own_tensors() -> Iterator[None]:
     """Hide what other tests have left in this process, where all that is alive is looked for."""

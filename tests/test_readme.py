@@ -22,13 +22,18 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the pages show what users see; warnings have own tests
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_code_on_the_page_runs(page):
+@pytest.mark.predicts
+def test_code_on_the_page_runs(page, capsys, caplog):
     text = page.read_text()
     names: dict[str, object] = {}
+    caplog.set_level("INFO")
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
         code = compile("\n" * line + match[1], str(page), "exec")
         exec(code, names)
+        # Each fit has its prediction: it prints, and logs, why there is none.
+        said = capsys.readouterr().out + caplog.text
+        assert "not predicted" not in said, f"{name_of(page)}, line {line}: {said}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

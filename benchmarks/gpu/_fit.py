@@ -188,7 +188,7 @@ def run(name: str, device: str) -> Found:
             predicted = {
                 "allocated": prediction.peak_bytes,
                 "reserved": prediction.reserved_bytes or 0,
-                "driver": prediction.device_bytes or 0,
+                "driver": (prediction.reserved_bytes or 0) + prediction.context_bytes,
             }
             found |= {f"{k}_error": predicted[k] / measured[k] - 1 for k in measured}
             found["guesses"] = list(prediction.guesses)

@@ -15,6 +15,7 @@ from lightning_memsave.measure.allocator import read_allocator
 from lightning_memsave.measure.host_memory import read_host_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlDevice
+from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.units import GIB
 
 PEAKS = ("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_live_gib")
@@ -28,6 +29,8 @@ class Highest:
     by_category: dict[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
     nvml_bytes: int | None = None
+    num_counted_steps: int | None = None
+    had_larger_batches: bool = False
 
 
 class Probe(ABC):
@@ -41,6 +44,24 @@ class Probe(ABC):
         self.device = device
         self.highest = Highest()
         self.notes: list[str] = []
+        self._largest_batch_bytes: int | None = None
+
+    def is_larger(self, batch: object) -> bool:
+        """Say whether a batch has more bytes than any before, and remember it.
+
+        Args:
+            batch: Tensors in any nesting, or an object that holds them.
+
+        Returns:
+            True also for the first one.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in_batch(batch))
+        largest = self._largest_batch_bytes
+        if largest is not None and num_bytes <= largest:
+            return False
+        self.highest.had_larger_batches = largest is not None
+        self._largest_batch_bytes = num_bytes
+        return True
 
     @property
     def name(self) -> str:
@@ -112,7 +133,7 @@ class CudaProbe(Probe):
     def begin_batch(
         self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
     ) -> None:
-        pass
+        self.is_larger(batch)
 
     @override
     def end_batch(self) -> None:
@@ -157,7 +178,7 @@ class CudaProbe(Probe):
 
 
 class LiveTensorsProbe(Probe):
-    """Counts live tensors, in the first two steps and in those that are logged."""
+    """Counts live tensors in the first two steps, in those that are logged and in larger ones."""
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
         super().__init__(device)
@@ -184,7 +205,7 @@ class LiveTensorsProbe(Probe):
         self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
     ) -> None:
         self.end_batch()
-        if self._is_counted:
+        if self._can_count and (self.is_larger(batch) or self._is_counted):
             live = LiveTensors(module, optimizers, self.device)
             live.__enter__()
             self._live = live
@@ -204,7 +225,10 @@ class LiveTensorsProbe(Probe):
     def end_step(self) -> None:
         self._num_steps += 1
         peak = self._step_peak
-        if peak is not None and peak.total_bytes > (self.highest.peak_bytes or 0):
+        if peak is None:
+            return
+        self.highest.num_counted_steps = (self.highest.num_counted_steps or 0) + 1
+        if peak.total_bytes > (self.highest.peak_bytes or 0):
             self.highest.peak_bytes = peak.total_bytes
             self.highest.by_category = peak.by_category()
 

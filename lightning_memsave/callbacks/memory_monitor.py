@@ -250,6 +250,10 @@ def batch_size_of(batch: object) -> int:
         >>> batch_size_of({"x": zeros(4, 2), "y": zeros(4)}), batch_size_of(["a", "b"])
         (4, 2)
     """
+    # A batch of PyTorch Geometric, whose tensors have a row for each node or edge.
+    num_graphs = getattr(batch, "num_graphs", None)
+    if isinstance(num_graphs, int):
+        return num_graphs
     tensor = next(tensors_in(batch), None)
     if tensor is not None:
         return tensor.shape[0] if tensor.ndim else 1
@@ -294,6 +298,8 @@ def _summarize(run: _Run, prediction: RunPrediction | None) -> MemorySummary:
         num_steps=run.num_steps,
         num_samples=run.num_samples,
         seconds=max(run.seconds() - predicted.seconds, 0.0),
+        num_counted_steps=highest.num_counted_steps,
+        had_larger_batches=highest.had_larger_batches,
         notes=tuple(run.probe.notes),
         prediction=predicted.prediction,
         no_prediction=predicted.note,

@@ -1,17 +1,26 @@
 """Predict and count the same two steps."""
 
 import contextlib
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memsave import MemSaveCallback, host
+from lightning_memsave import (
+    ActivationCheckpointing,
+    AttentionKernel,
+    ChunkedCrossEntropy,
+    MemSaveCallback,
+    host,
+)
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.callbacks._stacks import with_rest_off
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.technique import Technique
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
 from tests.analysis.architectures import SETTINGS, Architecture
@@ -50,8 +59,26 @@ class _Counter(pl.Callback):
 
 def settings_for(architecture: Architecture, name: str) -> dict[str, Any] | None:
     """What of a setting the architecture takes; none if nothing is left of it."""
-    settings = {k: v for k, v in SETTINGS[name].items() if k not in architecture.without}
+    settings = {
+        k: v
+        for k, v in SETTINGS[name].items()
+        if k not in architecture.without and _finds_something(architecture, k, v)
+    }
     return settings if settings or not SETTINGS[name] else None
+
+
+# A value that finds nothing to change is refused.
+def _finds_something(architecture: Architecture, name: str, value: Any) -> bool:
+    makers: dict[str, Callable[[], Technique[nn.Module]]] = {
+        "activation_checkpointing": lambda: ActivationCheckpointing(value),
+        "chunked_cross_entropy": ChunkedCrossEntropy,
+        "attention": lambda: AttentionKernel(value),
+    }
+    if name not in makers:
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(makers[name]().apply(architecture.make()).changes)
 
 
 def count(architecture: Architecture, settings: Mapping[str, Any]) -> int:

@@ -423,6 +423,7 @@ def test_wrong_arguments(arguments, remedy):
         ({"text": "a"}, 1),
         ([], 1),
         (None, 1),
+        (SimpleNamespace(num_graphs=96, x=torch.zeros(1908, 3)), 96),
     ],
 )
 def test_batch_size(batch, size):
