@@ -53,7 +53,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
-@pytest.mark.parametrize(("settings", "make", "message"), REFUSED, ids=str)
+@pytest.mark.parametrize(("settings", "make", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_what_finds_nothing_is_refused_before_training(settings, make, message, is_late):
     lit = make()
     lit = late(lit) if is_late and lit.model is not None else lit
