@@ -154,7 +154,7 @@ class MicroBatches(Setting):
         return runner
 
     def _forget_runner(self) -> None:
-        self.runner = None
+        self.runner, self.proof = None, Proof()  # a callback that is not used can be pickled
 
     def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"

@@ -1,5 +1,6 @@
 """Count and split the samples of a batch, and put the outputs of its parts together."""
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -75,7 +76,7 @@ def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -
     if size >= num_samples:
         return [batch]
     slices = [slice(start, start + size) for start in range(0, num_samples, size)]
-    return [_map(batch, lambda leaf, part=part: leaf[part], whole) for part in slices]
+    return [_map(batch, operator.itemgetter(part), whole) for part in slices]
 
 
 def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = frozenset()) -> Any:
