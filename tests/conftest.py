@@ -50,7 +50,7 @@ def only_own_tensors() -> Iterator[None]:
 class ProcessState:
     """The settings of this process that all tests share."""
 
-    _SETTINGS = (
+    _SETTINGS: tuple[tuple[Any, Any], ...] = (
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         (torch.is_grad_enabled, torch.set_grad_enabled),

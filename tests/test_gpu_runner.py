@@ -3,6 +3,7 @@
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from benchmarks.gpu import _device_checks, _fit, _technique_checks
 from benchmarks.gpu.__main__ import describe, main, path_of, read_lines, run_step
 from benchmarks.gpu._steps import STEPS, Step
 
-KNOWN = {
+KNOWN: dict[str, Any] = {
     "benchmarks.gpu._device_checks": _device_checks.CHECKS,
     "benchmarks.gpu._technique_checks": _technique_checks.CHECKS,
     "benchmarks.gpu._fit": _fit.FITS,

@@ -51,7 +51,8 @@ def fixed_costs(device: str) -> Iterator[Found]:
 
         weight = nn.Parameter(torch.randn(256, 256, device=device))
         weight.grad = torch.ones_like(weight)
-        bitsandbytes.optim.AdamW8bit([weight]).step()
+        optim: Any = bitsandbytes.optim
+        optim.AdamW8bit([weight]).step()
 
     uses: dict[str, Callable[[], object]] = {
         "zeros": lambda: held.append(torch.zeros(1, device=device)),

@@ -241,7 +241,7 @@ def _installed_package() -> Any:
 
 
 def _wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
-    package = _installed_package()
+    package: Any = _installed_package()
 
     class Wrapped(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -309,7 +309,7 @@ class MemSaveCallback(MonitoredCallback):
             state = {"micro_batch_size": self._micro_batches.size}
             checkpoint.setdefault("callbacks", {})[self.state_key] = state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Any) -> None:
         """Continue with the micro-batch size of the run that wrote the checkpoint."""
         size = state_dict.get("micro_batch_size") if isinstance(state_dict, Mapping) else state_dict
         if type(size) is int and size >= 1:

@@ -188,7 +188,7 @@ class TestOpenWindow:
     """Gradients are in no checkpoint."""
 
     def save_at(self, package: Any, path: Any, batch_idx: int, **settings: Any) -> None:
-        class Saving(package.Callback):  # type: ignore[name-defined, misc]
+        class Saving(package.Callback):  # type: ignore[misc]
             def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
                 if index == batch_idx:
                     trainer.save_checkpoint(path / "first.ckpt")

@@ -28,8 +28,12 @@ def with_optimizer(make: Any) -> Any:
     return lit
 
 
+def name_of(value: Any) -> str:
+    return getattr(value, "__name__", str(value))
+
+
 REFUSED: list[tuple[dict[str, Any], Any, str]] = [
-    ({"activation_checkpointing": "all", "blocks": "Blok"}, make_lit, "Did you mean `Block`"),
+    ({"activation_checkpointing": "all", "blocks": "Blocck"}, make_lit, "Did you mean `Block`"),
     ({"blocks": "Typo"}, make_lit, r"matches `blocks='Typo'`. Classes that repeat: `Block` \(4\)"),
     ({"blocks": "re:.*layers.*"}, make_lit, r"nothing in `Lit` matches `blocks='re:\.\*layers"),
     (
@@ -53,7 +57,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
-@pytest.mark.parametrize(("settings", "make", "message"), REFUSED, ids=lambda value: getattr(value, "__name__", str(value)))
+@pytest.mark.parametrize(("settings", "make", "message"), REFUSED, ids=name_of)
 def test_what_finds_nothing_is_refused_before_training(settings, make, message, is_late):
     lit = make()
     lit = late(lit) if is_late and lit.model is not None else lit
@@ -210,8 +214,13 @@ def test_the_report_names_the_device_of_the_run(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *one: asked.append(one) or "GPU")
-    given = {"measured": None, "predicted": None, "device": torch.device("cpu")}
+
+    def get_device_name(*one):
+        asked.append(one)
+        return "GPU"
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", get_device_name)
+    given: Any = {"measured": None, "predicted": None, "device": torch.device("cpu")}
     _report.write_report(".", {}, [], **given)
     assert asked == []
     assert json.loads(Path("memsave_report.json").read_text())["device"] == "cpu"

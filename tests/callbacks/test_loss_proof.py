@@ -471,9 +471,15 @@ SMALL: dict[str, Any] = {
     "intermediate_size": 16,
     "max_position_embeddings": 16,
 }
-_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+_GPT2: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 8,
+    "n_layer": 1,
+    "n_head": 2,
+    "n_positions": 16,
+}
 _XLM = {"emb_dim": 8, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 16}
-_VIT = {
+_VIT: dict[str, Any] = {
     "image_size": 4,
     "patch_size": 2,
     "hidden_size": 8,
@@ -601,6 +607,10 @@ def row(callback: MemSaveCallback) -> Any:
     return next(row for row in callback.rows if row.name == "micro_batch_size")
 
 
+def loader_of(batches: Any) -> DataLoader[Any]:
+    return DataLoader(batches, batch_size=None)
+
+
 def train(
     model: nn.Module, batches: list[Any], loss_of: Loss, *callbacks: Any
 ) -> list[list[Tensor]]:
@@ -616,7 +626,7 @@ def train(
     cls.on_before_optimizer_step = keep_gradients
     cls.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=0.0)
     cls.on_fit_start = lambda self: trained.extend(self.parameters())
-    cls.train_dataloader = lambda self: DataLoader(batches, batch_size=None)
+    cls.train_dataloader = lambda self: loader_of(batches)
     trained: list[Any] = []
     fit(lit.double(), *callbacks, limit_val_batches=0)
     return seen
@@ -671,6 +681,8 @@ def dropout_batches() -> list[Any]:
 class Counting(nn.Module):
     """Keeps all kinds of things that the proof must not change."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.model = with_dropout()
@@ -680,14 +692,17 @@ class Counting(nn.Module):
         self.unregistered = [torchmetrics.MeanMetric()]
         self.queue = torch.zeros(3)  # neither parameter nor buffer
         self.teacher = nn.Linear(2, 2)
-        self.count, self.losses, self.by_name = 0, [], {"all": []}
-        self.recent, self.sizes = deque(maxlen=2), set()
+        self.count = 0
+        self.losses: list[float] = []
+        self.by_name: dict[str, list[float]] = {"all": []}
+        self.recent: deque[float] = deque(maxlen=2)
+        self.sizes: set[int] = set()
         self.generator = torch.Generator().manual_seed(3)
         self.python, self.numpy = random.Random(3), np.random.default_rng(3)
 
     def loss_of(self, batch: Any) -> Tensor:
         loss = F.mse_loss(self.model(batch["x"]), batch["y"])
-        draws = [torch.rand(()), random.random(), np.random.rand(), self.python.random()]
+        draws: list[Any] = [torch.rand(()), random.random(), np.random.rand(), self.python.random()]
         draws += [self.numpy.random(), torch.rand((), generator=self.generator)]
         with torch.no_grad():
             self.mean.mul_(0.9).add_(loss)
@@ -756,7 +771,7 @@ class TestTheProof:
         cls = type(lit)
         cls.training_step = training_step
         cls.validation_step = lambda self, batch, batch_idx: None
-        cls.train_dataloader = lambda self: DataLoader(dropout_batches(), batch_size=None)
+        cls.train_dataloader = lambda self: loader_of(dropout_batches())
         result = fit(
             lit.double(), only("auto"), logger=Logger("."), log_every_n_steps=1, max_steps=1
         )
@@ -799,7 +814,7 @@ class TestTheProof:
         cls = type(lit)
         cls.training_step = lambda self, batch, batch_idx: self.model(**batch).loss
         cls.validation_step = lambda self, batch, batch_idx: None
-        cls.train_dataloader = lambda self: DataLoader([text()], batch_size=None)
+        cls.train_dataloader = lambda self: loader_of([text()])
         fit(lit, callback)
         assert SHIFTED in row(callback).details[1]
 
@@ -995,7 +1010,7 @@ class TestBatchNorm:
 
     def test_of_a_model_that_is_built_late(self):
         lit = make_lit(model=vectors())
-        type(lit).configure_model = lambda self: setattr(self, "model", lit_model)
         lit_model = self.make()
+        type(lit).configure_model = lambda self: setattr(self, "model", lit_model)
         with pytest.raises(IncompatibleError, match="exactness='rounding'"):
             fit(lit, only(3, exactness="rounding"))

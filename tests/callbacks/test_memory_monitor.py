@@ -9,6 +9,7 @@ import re
 from csv import DictReader
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -546,7 +547,12 @@ def test_the_device_is_read_while_the_module_is_there(package, monkeypatch):
     monkeypatch.setattr(_memory_probes.LiveTensorsProbe, "finish", lambda self: calls.append("end"))
     trainer = make_trainer(package, GPUMemoryMonitor())
     teardown = trainer.strategy.teardown
-    trainer.strategy.teardown = lambda: (calls.append("teardown"), teardown())
+
+    def noted_teardown():
+        calls.append("teardown")
+        teardown()
+
+    trainer.strategy.teardown = noted_teardown
     trainer.fit(make_module(package), loader())
     assert calls == ["end", "teardown"]
 
@@ -633,7 +639,8 @@ def test_values_on_cuda(package, tmp_path):
 
 
 def reduce_on_rank(rank, folder):
-    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    distributed: Any = torch.distributed
+    store = distributed.FileStore(str(folder / "store"), 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = SimpleNamespace(world_size=2, strategy=strategy)

@@ -620,7 +620,7 @@ def long_fit(
     data = Vectors(sum(sizes)).data.split(sizes)
     mode = OutOfMemoryAt(*places)
     lit = armed_lit(PACKAGES["lightning"], "dropout", mode)
-    type(lit).train_dataloader = lambda self: DataLoader(list(data), batch_size=None)
+    type(lit).train_dataloader = lambda self: loader_of(list(data))
     callback = only("auto")
     torch.manual_seed(0)
     with mode:
@@ -735,7 +735,7 @@ class TestOutOfMemoryAroundTheBatch:
             def on_train_batch_end(self, *args):
                 mode.is_armed = False
 
-        limits = {"limit_train_batches": 3, "limit_val_batches": 0, "log_every_n_steps": 1}
+        limits: Any = {"limit_train_batches": 3, "limit_val_batches": 0, "log_every_n_steps": 1}
         torch.manual_seed(0)
         with mode:
             result = fit(lit.double(), callback, Arming(), accumulate_grad_batches=3, **limits)
@@ -747,7 +747,7 @@ class TestOutOfMemoryAroundTheBatch:
     def test_is_that_of_a_smaller_size_or_of_none(self, distance):
         """Once, or twice with the second one in what follows the first."""
         whole, mode, _ = self.run()
-        expected = {None: whole, **{size: self.run(size=size)[0] for size in (6, 3)}}
+        expected: Any = {None: whole} | {size: self.run(size=size)[0] for size in (6, 3)}
         assert mode.num_ops > 150
         sizes = []
         for place in range(0, mode.num_ops, 3 if distance is None else 9):

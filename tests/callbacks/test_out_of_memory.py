@@ -96,11 +96,11 @@ class TestUndo:
         assert "not restored" not in caplog.text
         assert json.loads(REPORT.read_text())["status"].startswith("OutOfMemoryError")
 
-    def test_of_one_part_does_not_depend_on_the_others(self, package, caplog):
+    def test_of_one_part_does_not_depend_on_the_others(self, package: Any, caplog):
         callback = everything(low_precision_weights=None, precision=None)
-        broken = callback._settings._settings[2]
+        broken: Any = callback._settings._settings[2]
 
-        class Breaking(package.Callback):
+        class Breaking(package.Callback):  # type: ignore[misc]
             def on_train_start(self, trainer, pl_module):
                 broken._undo.insert(0, lambda: 1 / 0)
                 broken._undo.append(lambda: 1 / 0)

@@ -224,7 +224,8 @@ def test_tf32_is_set_and_put_back():
 
 def test_tf32_beside_torchs_new_setting():
     """Which makes torch raise where the old one is read: issue 12, cuda.md A 15."""
-    new = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    cudnn: Any = torch.backends.cudnn
+    new = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     seen: list[list[str]] = []
     lit = make_lit()
 

@@ -53,7 +53,8 @@ class Gan(pl.LightningModule):
         self.discriminator = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
 
     def training_step(self, batch: Tensor) -> None:
-        for_generator, for_discriminator = self.optimizers()
+        optimizers: Any = self.optimizers()
+        for_generator, for_discriminator = optimizers
         made = self.generator(torch.randn_like(batch))
         for optimizer, inputs in ((for_discriminator, made.detach()), (for_generator, made)):
             self.toggle_optimizer(optimizer)
@@ -69,7 +70,8 @@ class Gan(pl.LightningModule):
         ]
 
     def train_dataloader(self) -> Any:
-        return DataLoader(torch.randn(24, 64), batch_size=4)
+        data: Any = torch.randn(24, 64)
+        return DataLoader(data, batch_size=4)
 
 
 def log_gradients(self: Any, *_: Any) -> None:

@@ -188,7 +188,7 @@ def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_stack(cls, packa
 
     lit = Table()
     before = lit.table.weight.detach().clone()
-    off = dict.fromkeys(("optimizer", "attention", "chunked_cross_entropy"))
+    off: Any = dict.fromkeys(("optimizer", "attention", "chunked_cross_entropy"))
     callback = MemSaveCallback(None, stack="single_gpu", report=False, predict=False, **off)
     make_trainer(package, callback).fit(lit, loader())
     assert layouts == {torch.sparse_coo}
@@ -211,7 +211,7 @@ class TestMessages:
     def test_lead_out(self, settings, trainer):
         """Doing what they say is enough."""
         stack: dict[str, Any] = {"stack": "single_gpu", "monitor": False, "predict": False}
-        named = {"low_precision_weights": "stochastic"}
+        named: Any = {"low_precision_weights": "stochastic"}
         with pytest.raises(IncompatibleError) as caught:
             fit(make_lit(), MemSaveCallback(**stack, **settings, **named), **trainer)
         assert "`low_precision_weights=None`" in str(caught.value)

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
@@ -35,7 +36,8 @@ def train(module, batch, callback):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
+    batches: Any = [batch] * 4
+    trainer.fit(module, DataLoader(batches, batch_size=None))
 
 
 def without_time(found):
@@ -229,8 +231,8 @@ class TestText:
         assert main([*arguments]) == 2
         said = capsys.readouterr().err
         assert "`activation_checkpointing='selective'`: no repeated block" in said
-        arguments = ("predict", *small, "--batch", "float32[8,4],int64[8]<4", *options[:2])
-        assert main([*arguments]) == 2
+        alone = ("predict", *small, "--batch", "float32[8,4],int64[8]<4", *options[:2])
+        assert main([*alone]) == 2
         assert "`optimizer='8bit'`: `Adam` stays 32-bit" in capsys.readouterr().err
 
     def test_accumulation_of_the_file_is_named(self, capsys, project):

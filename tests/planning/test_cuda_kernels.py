@@ -165,7 +165,7 @@ class TestAttention:
             qkv = [leaf(1, 4, num_tokens, 8, dtype=torch.half) for _ in range(3)]
             mask = torch.zeros(1, 1, num_tokens, num_tokens, dtype=torch.half)
             return kept_bytes(
-                lambda *qkv: functional.scaled_dot_product_attention(*qkv, mask), *qkv
+                lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, mask), *qkv
             )
 
         with fake_cuda(capability=(9, 0)):

@@ -95,7 +95,7 @@ class TestRecovery:
                 raise torch.OutOfMemoryError(MESSAGE)
             passed.append(len(part))
 
-        state = SimpleNamespace(restore=restore)
+        state: Any = SimpleNamespace(restore=restore)
         runner.run(
             torch.zeros(8, 1), pass_part, take_down=save or (lambda: state), forget=passed.clear
         )
@@ -288,6 +288,9 @@ def test_state_is_put_back():
 class Stateful(nn.Module):
     """Changes what a module can hold in every way that was seen in projects."""
 
+    in_place: torch.Tensor
+    replaced: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(6, 2)
@@ -439,7 +442,7 @@ def test_updates_in_backward_of_another_model_go_on():
     for optimizer in optimizers:
         OptimizerInBackward().apply(optimizer)
     before = copy.deepcopy([model.weight for model in models])
-    seen = []
+    seen: list[list[bool]] = []
 
     def loss_of(batch):
         loss = models[0](batch).square().mean()

@@ -33,7 +33,7 @@ class LossProbe(TorchDispatchMode):
     """
 
     def __init__(self, state: ModuleState, *, is_sharp: bool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.denominators: list[Tensor] = []
         """What calls of cross-entropy divide by."""
         self.ignored: set[int] = set()

@@ -31,7 +31,7 @@ def split_batch_with(
     """
     if own is None:
         return split_samples(batch, size, whole)
-    given = own(batch, size)
+    given: Any = own(batch, size)  # the user may return anything
     parts = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else []
     if not parts:
         shown = "an empty list" if isinstance(given, Sequence) else f"`{type(given).__name__}`"
