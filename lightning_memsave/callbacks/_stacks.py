@@ -33,12 +33,13 @@ STACKS: Mapping[str, Mapping[str, Any]] = {
         "attention": None,
         "early_release": True,
     },
-    # All that leaves training bit for bit as it was.
+    # All that leaves training bit for bit as it was. A batch that does not fit is split all the
+    # same, which changes the rounding of a run that would have ended.
     "bitwise": {
         "activation_checkpointing": "all",
         "optimizer": None,
         "precision": None,
-        "micro_batch_size": None,
+        "micro_batch_size": "auto",
         "chunked_cross_entropy": None,
         "optimizer_in_backward": True,
         "low_precision_weights": None,
