@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_memsave.analysis._explain_attention import attention_of
 from lightning_memsave.analysis._explain_trials import Trials
+from lightning_memsave.analysis._predict_checks import check_arguments
 from lightning_memsave.analysis._targets_building import explained
 from lightning_memsave.analysis.targets import BatchSpec, Target, load_target, make_batch_spec
 from lightning_memsave.callbacks._stacks import with_rest_off
@@ -17,7 +18,7 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning.batch_sizes import find_sequence
 from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.planning.gpus import Gpu, parse_gpu
+from lightning_memsave.planning.gpus import Gpu, as_gpu
 from lightning_memsave.planning.parameter_table import parameter_table
 
 
@@ -51,6 +52,7 @@ def make_trials(
     Raises:
         ConfigurationError: If an argument is wrong.
     """
+    check_arguments(device, options.get("time_limit_s"))
     if isinstance(model, str | os.PathLike):
         model = load_target(model)
     source: Any = model
@@ -84,7 +86,7 @@ def make_trials(
         _name_of(optimizer, source),
         attention_of(source) if is_module else None,
         None if batch is None else find_sequence(batch, sequence_axis),
-        parse_gpu(gpu) if isinstance(gpu, str) else gpu,
+        as_gpu(gpu),
         device,
         {"optimizer": optimizer, **options},
     )

@@ -34,6 +34,11 @@ def find_factory(text: str) -> Factory:
             cannot make a module.
     """
     where, _, name = text.rpartition(":")
+    if not where:
+        raise ConfigurationError(
+            f"`{text}` does not name a class and its module. Write `module:Class`, or "
+            "`path/to/file.py:Class`."
+        )
     with importable(_folder_of(where)):
         module = _import_file(where) if where.endswith(".py") else _import_module(where)
         found = _attribute(module, where, name)

@@ -64,6 +64,7 @@ def read_lightning_config(
     optimizer = found.get("optimizer")
     if isinstance(optimizer, str):
         optimizer = {"class_path": optimizer}
+    optimizer = _section(path, {"optimizer": optimizer}, "optimizer") or None
     if optimizer is not None and "class_path" not in optimizer:
         notes.append("`optimizer` names no class: the model's `configure_optimizers` is used")
         optimizer = None
@@ -98,7 +99,7 @@ def _maker(
             "`LightningCLI`. Give it too: `--model module:Class`."
         )
     if "class_path" in section:
-        section["init_args"] = {**(section.get("init_args") or {}), **arguments}
+        section["init_args"] = {**_section(path, section, "init_args"), **arguments}
     else:
         section |= arguments
     return _parsed(path, section, model, optimizer)
@@ -156,8 +157,9 @@ def _settings(path: str, found: dict[str, Any], trainer: dict[str, Any]) -> dict
     callbacks = trainer.get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         given: Any = {"class_path": callback} if isinstance(callback, str) else callback
+        given = _section(path, {"trainer.callbacks": given}, "trainer.callbacks")
         if str(given.get("class_path", "")).rpartition(".")[2] == "MemSaveCallback":
-            return with_instances(dict(given.get("init_args") or {}))
+            return with_instances(dict(_section(path, given, "init_args")))
     return None
 
 

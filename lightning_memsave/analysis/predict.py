@@ -11,7 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.analysis._predict_checks import check_arguments, check_batch
+from lightning_memsave.analysis._predict_checks import (
+    check_arguments,
+    check_batch,
+    check_functions,
+    check_mapping,
+    check_trainer_values,
+)
 from lightning_memsave.analysis._targets_building import remedy_for
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks._stacks import with_rest_off, with_stack
@@ -22,7 +28,7 @@ from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.host import PACKAGES
 from lightning_memsave.planning.cuda_constants import DETERMINISTIC_WORKSPACE
 from lightning_memsave.planning.fake_models import FakeTensors, real_tensors
-from lightning_memsave.planning.gpus import Gpu, parse_gpu
+from lightning_memsave.planning.gpus import Gpu, as_gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
 
 TIME_LIMIT_S = 300.0
@@ -108,10 +114,12 @@ def predict_memory(
         (88840, 177696)
     """
     check_arguments(device, time_limit_s)
+    check_functions(optimizer, loss)
     arguments = _arguments(settings)
-    trainer_settings = _trainer_settings(trainer_arguments or {})
-    is_deterministic = bool((trainer_arguments or {}).get("deterministic"))
-    card = parse_gpu(gpu) if isinstance(gpu, str) else gpu
+    trainer_arguments = {} if trainer_arguments is None else trainer_arguments
+    trainer_settings = _trainer_settings(trainer_arguments)
+    is_deterministic = bool(trainer_arguments.get("deterministic"))
+    card = as_gpu(gpu)
     if with_stack(arguments)["precision"] == "auto":
         arguments["precision"] = _auto_precision(device, card, trainer_settings)
 
@@ -186,7 +194,8 @@ def _made(make: Any) -> nn.Module:
 def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str, Any]:
     if isinstance(settings, MemSaveCallback):
         return dict(settings.arguments)
-    settings = settings or {}
+    settings = {} if settings is None else settings
+    check_mapping(settings, "settings", '{"optimizer": "8bit"}')
     known = inspect.signature(MemSaveCallback).parameters
     unknown = [name for name in settings if name not in known]
     if unknown:
@@ -201,6 +210,7 @@ def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str
 
 
 def _trainer_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    check_mapping(given, "trainer_arguments", '{"precision": "bf16-mixed"}')
     known = inspect.signature(_installed_package().Trainer).parameters
     for name in given:
         if name not in known:
@@ -210,6 +220,7 @@ def _trainer_settings(given: Mapping[str, Any]) -> dict[str, Any]:
                 + (f"Did you mean {near[0]!r}?" if near else "Remove it.")
             )
     matter = {name: given[name] for name in _MATTER if given.get(name) is not None}
+    check_trainer_values(matter)
     if 0 <= matter.get("max_steps", -1) < NUM_STEPS:
         del matter["max_steps"]
     return matter
@@ -250,13 +261,30 @@ def _wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             output = _call(self.wrapped, batch)
-            return _loss_of(output) if loss is None else loss(output, batch)
+            return _loss_of(output) if loss is None else _checked_loss(loss(output, batch))
 
         def configure_optimizers(self) -> Any:
             parameters = [p for p in self.wrapped.parameters() if p.requires_grad]
-            return (optimizer or torch.optim.AdamW)(parameters)
+            made = (optimizer or torch.optim.AdamW)(parameters)
+            if made is None:
+                raise ConfigurationError(
+                    "`optimizer=` gave `None`. Return the optimizer, or pass its class: "
+                    "`optimizer=torch.optim.AdamW`."
+                )
+            return made
 
     return Wrapped()
+
+
+def _checked_loss(found: Any) -> Any:
+    is_tensor = isinstance(found, Tensor)
+    if is_tensor and tuple(found.shape) in ((), (1,)):
+        return found
+    what = f"a tensor of shape {tuple(found.shape)}" if is_tensor else type(found).__name__
+    raise ConfigurationError(
+        f"`loss=` gave {what}, not a tensor with one value. Reduce it: "
+        "for example `loss=lambda output, batch: (output - batch[1]).square().mean()`."
+    )
 
 
 # Under the name that it has in the LightningModule around it no one would look for a module.

@@ -52,6 +52,10 @@ def find_suspects(trials: Trials, names: Collection[str] | None = None) -> tuple
     Raises:
         ConfigurationError: If there is no suspect of that name.
     """
+    if names is not None and (isinstance(names, str) or not isinstance(names, Collection)):
+        raise ConfigurationError(
+            f'`suspects={names!r}` is not a list. Write for example `suspects=["batch size"]`.'
+        )
     for name in names or ():
         if name not in SUSPECTS:
             raise ConfigurationError(

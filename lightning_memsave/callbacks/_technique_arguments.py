@@ -27,7 +27,7 @@ from lightning_memsave.techniques.activation_checkpointing import ActivationChec
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.techniques.low_precision_weights import ROUNDINGS, LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 
 _BF16 = "bf16-mixed"
@@ -51,10 +51,10 @@ def _chunked_cross_entropy(arguments: Arguments) -> Setting:
         technique = ChunkedCrossEntropy()
     elif wanted is False:
         technique = None
-    elif type(wanted) is int:
+    elif type(wanted) is int and wanted > 0:
         technique = ChunkedCrossEntropy(chunk_size=wanted)
     elif wanted is not None:
-        _refuse_other(name, wanted, ChunkedCrossEntropy, "True or a number of rows")
+        _refuse_other(name, wanted, ChunkedCrossEntropy, f"True`, `{name}=512")
     return _module_technique(name, arguments, technique, _short(wanted), LossWithoutLogits)
 
 
@@ -78,7 +78,7 @@ def _activation_checkpointing(arguments: Arguments) -> Setting:
 
 def _early_release(arguments: Arguments) -> Setting:
     name, wanted = "early_release", arguments["early_release"]
-    if wanted not in (True, False, None):
+    if wanted is not None and not isinstance(wanted, bool):
         raise ConfigurationError(
             f"`{name}={wanted!r}` is not a valid value. Use `{name}=True`, or `None`."
         )
@@ -111,7 +111,8 @@ def _optimizer(arguments: Arguments) -> Setting:
 
 def _low_precision_weights(arguments: Arguments) -> Setting:
     name, wanted = "low_precision_weights", arguments["low_precision_weights"]
-    technique = LowPrecisionWeights(wanted) if isinstance(wanted, str) else wanted
+    is_rounding = isinstance(wanted, str) and wanted in ROUNDINGS
+    technique = LowPrecisionWeights(wanted) if is_rounding else wanted
     own = is_asked(arguments, name)
 
     def off(why: str = "") -> WeightPrecision:
@@ -119,7 +120,7 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
 
     if technique is None:
         return off()
-    _refuse_other(name, technique, LowPrecisionWeights, '"stochastic" or "kahan"')
+    _refuse_other(name, technique, LowPrecisionWeights, f'"stochastic"`, `{name}="kahan"')
     if why := why_beyond(arguments, name, technique.exactness):
         return off(why)
     precision = arguments["precision"]
@@ -139,7 +140,9 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
 
 def _optimizer_in_backward(arguments: Arguments) -> Setting:
     name, wanted = "optimizer_in_backward", arguments["optimizer_in_backward"]
-    technique = OptimizerInBackward() if wanted is True else wanted or None
+    technique = OptimizerInBackward() if wanted is True else wanted
+    if wanted is False:
+        technique = None
     if technique is not None:
         _refuse_other(name, technique, OptimizerInBackward, "True")
         why_beyond(arguments, name, technique.exactness)

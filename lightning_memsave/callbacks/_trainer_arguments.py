@@ -72,6 +72,7 @@ def _micro_batches(arguments: Arguments) -> Setting:
         )
     own = is_asked(arguments, "micro_batch_size")
     if wanted is None:
+        MicroBatching(**details)  # refuses what is wrong with them
         return MicroBatches(None, "None", own)
     technique = wanted
     if not isinstance(wanted, MicroBatching):

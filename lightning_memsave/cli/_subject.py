@@ -215,6 +215,6 @@ def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) ->
 def _strategy_notes(found: Mapping[str, Any]) -> list[str]:
     strategy, notes = found.get("strategy"), []
     if strategy not in _ONE_DEVICE:
-        name = strategy["class_path"] if isinstance(strategy, dict) else strategy
+        name = strategy.get("class_path") if isinstance(strategy, dict) else strategy
         notes.append(f"`strategy: {name}` is not used: one device is assumed to hold everything")
     return notes

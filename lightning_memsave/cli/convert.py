@@ -58,7 +58,9 @@ def run(arguments: argparse.Namespace) -> None:
         ConfigurationError: If ``--keep-32bit`` is given where all states get 32 bits.
     """
     source: Path = arguments.checkpoint
-    output: Path = arguments.output or source.with_stem(f"{source.stem}-{arguments.to}")
+    output: Path = arguments.output or source.parent / (
+        f"{source.stem}-{arguments.to}{source.suffix}"  # `with_stem` refuses "."
+    )
     _check_output(output, arguments.force)
     if arguments.keep_32bit is not None and arguments.to == "32bit":
         raise ConfigurationError(
@@ -107,12 +109,16 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             "Save a full one: `FSDPStrategy(state_dict_type='full')`."
         )
     if not path.exists():
-        raise ConfigurationError(f"`{path}` does not exist.")
+        raise ConfigurationError(
+            f"`{path}` does not exist. Give a file that `ModelCheckpoint` or "
+            "`trainer.save_checkpoint` has written."
+        )
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise ConfigurationError(_refusal(path, error)) from error
-    except (RuntimeError, EOFError, ValueError) as error:
+    # Files that are no checkpoint raise all kinds.
+    except Exception as error:
         raise ConfigurationError(_unreadable(path, error)) from error
     if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
         raise ConfigurationError(
@@ -164,5 +170,9 @@ def _refusal(path: Path, error: Exception) -> str:
 
 def _unreadable(path: Path, error: Exception) -> str:
     reason = str(error).strip().splitlines()
-    why = f" ({reason[0]})" if reason else ""
-    return f"`{path}` cannot be read by torch{why}. Is it whole, and was it written by Lightning?"
+    # What pickle raises on any other file may be no more than a byte.
+    why = f" ({reason[0].rstrip('.')})" if reason and " " in reason[0] else ""
+    return (
+        f"`{path}` cannot be read by torch{why}. Give an earlier file that `ModelCheckpoint` or "
+        "`trainer.save_checkpoint` has written."
+    )

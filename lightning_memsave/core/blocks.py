@@ -97,7 +97,7 @@ def as_selectors(
     for selector in several:
         if isinstance(selector, str) and selector.startswith("re:"):
             _compile(selector)
-        elif not selector or not (isinstance(selector, str | re.Pattern) or callable(selector)):
+        elif not _is_selector(selector):
             raise ConfigurationError(
                 f"`blocks={selector!r}` does not choose blocks. Pass a class name such as "
                 '"BertLayer", a class, "re:" and a regular expression over module names, or a '
@@ -106,6 +106,14 @@ def as_selectors(
     if not several:
         raise ConfigurationError("`blocks=()` chooses nothing. Pass a class name, or `None`.")
     return several
+
+
+def _is_selector(selector: object) -> bool:
+    if isinstance(selector, type):
+        return issubclass(selector, nn.Module)
+    if isinstance(selector, str | re.Pattern):
+        return bool(selector)
+    return callable(selector) and not isinstance(selector, nn.Module)
 
 
 def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:

@@ -110,6 +110,11 @@ def _of_module(module: nn.Module) -> Iterator[_Keyed]:
 
 def _of_mapping(source: Mapping[str, Any]) -> Iterator[_Keyed]:
     for name, value in source.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"`{name!r}` is not the name of a tensor. Give a mapping such as "
+                "`{'head.weight': (10, 4)}`, or a `state_dict`."
+            )
         if name.endswith("_extra_state"):
             continue
         if isinstance(value, Tensor):

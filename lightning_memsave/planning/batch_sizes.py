@@ -99,9 +99,9 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
     """
     tensors = list(tensors_in_batch(batch))
     if axis is not None:
-        if axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
+        if type(axis) is not int or axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
             raise ConfigurationError(
-                f"`sequence_axis={axis}` is no axis of a sequence in this batch: it must be from "
+                f"`sequence_axis={axis!r}` is no axis of a sequence in this batch: it must be from "
                 f"1 to {max([t.ndim for t in tensors], default=1) - 1}. For tensors of shape "
                 "(samples, tokens, features) it is 1."
             )

@@ -157,6 +157,28 @@ def parse_gpu(text: str) -> Gpu:
     )
 
 
+def as_gpu(gpu: object) -> Gpu | None:
+    """Give a card by its name or size; a card and ``None`` as they are.
+
+    Args:
+        gpu: What a user gave.
+
+    Returns:
+        The card.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if gpu is None or isinstance(gpu, Gpu):
+        return gpu
+    if not isinstance(gpu, str):
+        raise ConfigurationError(
+            f'`gpu={gpu!r}` is not a text. Use `gpu="T4"`, or the size of its memory: '
+            '`gpu="12GiB"`.'
+        )
+    return parse_gpu(gpu)
+
+
 def _named(text: str) -> list[Gpu]:
     spelled = _key(text)
     for key in (spelled, "rtx" + spelled, "gtx" + spelled) if spelled else ():

@@ -94,6 +94,11 @@ def _cost_of(entries: Iterable[TensorEntry], costs: FixedCosts) -> int:
 def _cardinality(
     table: ParameterTable, tables: Sequence[TensorEntry], cardinalities: Mapping[str, int]
 ) -> list[str]:
+    if not isinstance(cardinalities, Mapping):
+        raise ConfigurationError(
+            f"`cardinalities={cardinalities!r}` is not a mapping of columns to numbers of "
+            "categories. Write for example `cardinalities={'country': 195}`."
+        )
     for column, number in cardinalities.items():
         if type(number) is not int or number < 0:
             raise ConfigurationError(

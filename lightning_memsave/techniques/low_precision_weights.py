@@ -26,7 +26,7 @@ from lightning_memsave.techniques._weights.half_layers import keep_in_bfloat16
 from lightning_memsave.techniques._weights.rounded_updates import RoundedStep, install
 from lightning_memsave.units import format_bytes
 
-_ROUNDINGS = ("stochastic", "kahan", "nearest")
+ROUNDINGS = ("stochastic", "kahan", "nearest")
 _HOW = {
     "stochastic": "rounded up or down at random",
     "kahan": "with what rounding loses kept in bfloat16",
@@ -97,8 +97,8 @@ class LowPrecisionWeights(Technique[nn.Module]):
         problems = problems_of_patterns("keep_fp32", self.keep_fp32)
         if not problems:
             object.__setattr__(self, "keep_fp32", tuple(self.keep_fp32))
-        if self.rounding not in _ROUNDINGS:
-            choices = ", ".join(f'"{word}"' for word in _ROUNDINGS)
+        if self.rounding not in ROUNDINGS:
+            choices = ", ".join(f'"{word}"' for word in ROUNDINGS)
             problems.append(
                 Problem(
                     f"`rounding={self.rounding!r}`",

@@ -5,16 +5,24 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
+from torch import nn
 
 from lightning_memsave import (
     ActivationCheckpointing,
+    AttentionKernel,
+    ChunkedCrossEntropy,
     GPUMemoryMonitor,
     LowBitOptimizer,
+    LowPrecisionWeights,
     MemSaveCallback,
+    MicroBatching,
+    OptimizerInBackward,
 )
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from tests.callbacks.lit import fit, make_lit, make_trainer
 from tests.helpers import snapshot
+
+NAN, INF = float("nan"), float("inf")
 
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing": "some"}, r'Use "all", "nested", "selective"'),
@@ -72,6 +80,118 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"monitor": "yes"}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`"),
     ({"monitor": GPUMemoryMonitor}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`"),
     ({"report": "memsave.json"}, r"Use one of `report=True`"),
+    *(({"stack": wrong}, r"Use 'off', 'classic', 'bitwise'") for wrong in ("all", "", 1, True)),
+    ({"stack": ["bitwise"]}, r"Use 'off', 'classic', 'bitwise'"),
+    *(
+        ({"activation_checkpointing": wrong}, r'Use "all", "nested"')
+        for wrong in ("al", "", NAN, INF, 0.0, -0.5, "every:1.5", {"which": "all"}, b"all", False)
+    ),
+    ({"activation_checkpointing": nn.Linear(1, 1)}, r'Use "all", "nested"'),
+    ({"activation_checkpointing": torch.tensor(3)}, r'Use "all", "nested"'),
+    *(
+        ({"blocks": wrong}, r'Pass a class name such as "BertLayer"')
+        for wrong in ("", [""], {"Block": 1}, b"Block", True, nn.Linear(1, 1), int, [int])
+    ),
+    ({"blocks": ["re:("]}, r"Write for example \"re:encoder"),
+    *(
+        ({"optimizer": wrong}, r'Choose one of "8bit"')
+        for wrong in ("", True, False, 8.0, {"optimizer": "8bit"}, nn.Linear(1, 1))
+    ),
+    ({"optimizer": "AdamW"}, r'Did you mean "adamw_8bit"'),
+    ({"optimizer": ["8bit"]}, r'Did you mean "8bit"'),
+    ({"optimizer_kwargs": {"lr": 1}}, r'name an optimizer such as "adamw_8bit"'),
+    *(
+        ({"optimizer": "lion_8bit", "optimizer_kwargs": wrong}, remedy)
+        for wrong, remedy in (
+            ("betas", r'Write for example `optimizer_kwargs=\{"weight_decay": 0\.1\}`'),
+            ([("weight_decay", 1)], r'Write for example `optimizer_kwargs=\{"weight_decay"'),
+            ({"lr": "high"}, r"Set them in `configure_optimizers`"),
+            ({"betas": 0.9}, r"Use for example \(0\.9, 0\.999\)"),
+            ({"betas": (0.9, 1.5)}, r"Use for example \(0\.9, 0\.999\)"),
+            ({"weight_decay": -1}, r"The default is 0\.0"),
+            ({"weight_decay": "0.1"}, r"The default is 0\.0"),
+            ({3: 0.9}, r"It takes .*weight_decay"),
+        )
+    ),
+    *(
+        ({name: wrong}, rf'Write for example `{name}=\("\*\.lm_head\.weight",\)`')
+        for name in ("keep_32bit", "force_8bit")
+        for wrong in (3, [None], [""], {"head": 1}, True, b"head")
+    ),
+    ({"force_8bit": "emb*"}, r"Write `force_8bit=\('emb\*',\)`"),
+    *(
+        ({"precision": wrong}, r'Use "auto", `None` or one of 32-true')
+        for wrong in ("", "bf16-mixd", 17, 16.5, NAN, ["16"], {}, b"16", torch.bfloat16)
+    ),
+    *(
+        ({"accumulate_grad_batches": wrong}, r"Use `accumulate_grad_batches=4`")
+        for wrong in (-1, "4", NAN, [4], {0: 4}, torch.tensor(4))
+    ),
+    *(({"tf32": wrong}, r"Use one of `tf32=True`") for wrong in ("on", 0, [True], {})),
+    *(
+        ({"exactness": wrong}, r"Use 'bitwise' or 'rounding'")
+        for wrong in ("", "Bitwise", None, 1, True, ["bitwise"], {})
+    ),
+    ({"exactness": "bitwise", "micro_batch_size": 2}, r"or `micro_batch_size=None`"),
+    ({"exactness": "bitwise", "chunked_cross_entropy": True}, r"or `chunked_cross_entropy=None`"),
+    ({"exactness": "bitwise", "attention": "sdpa"}, r"or `attention=None`"),
+    ({"exactness": "bitwise", "accumulate_grad_batches": 2}, r"Use `exactness='rounding'`"),
+    (
+        {"exactness": "bitwise", "low_precision_weights": "kahan"},
+        r"or `low_precision_weights=None`",
+    ),
+    *(
+        ({"monitor": wrong}, r"Use `monitor=GPUMemoryMonitor\(every_n_steps=10\)`")
+        for wrong in (None, 0, 1, {"every_n_steps": 1}, [GPUMemoryMonitor()], MemSaveCallback)
+    ),
+    *(({"report": wrong}, r"Use one of `report=True`") for wrong in (None, 1, ["x"])),
+    *(
+        ({"predict": wrong}, r"Use `predict=60`")
+        for wrong in ("yes", "60", 0, -5, NAN, INF, None, [60])
+    ),
+    *(
+        ({name: wrong}, rf'Use `{name}=1`.*or `"auto"`')
+        for name in ("micro_batch_size", "eval_micro_batch_size")
+        for wrong in (0, -4, 2.0, NAN, "8", "atuo", True, [2])
+    ),
+    ({"micro_batch_size": MicroBatching}, r"Use `micro_batch_size=MicroBatching\(\)`"),
+    ({"micro_batch_size": LowBitOptimizer()}, r"Use `micro_batch_size=MicroBatching\(\)`"),
+    ({"micro_batch_size": MicroBatching(2), "loss_weight": "samples"}, r"Pass `MicroBatching\("),
+    *(
+        ({"micro_batch_size": size, "loss_weight": wrong}, r"Use one of 'auto', 'samples'")
+        for size in ("auto", None)
+        for wrong in ("token", "", 3, True, ["tokens"])
+    ),
+    *(
+        ({"micro_batch_size": size, "split_batch": wrong}, r"Pass one of batch and size")
+        for size in ("auto", None)
+        for wrong in ("rows", 3)
+    ),
+    *(
+        ({"chunked_cross_entropy": wrong}, r"Use `chunked_cross_entropy=True`, `chunked_.*=512`")
+        for wrong in ("yes", 0, -1, 1.5, NAN, [256], ChunkedCrossEntropy, LowBitOptimizer())
+    ),
+    *(({"attention": wrong}, r"Use one of 'sdpa'") for wrong in ("flash2", "", "SDPA")),
+    *(
+        ({"attention": wrong}, r'Use `attention="sdpa"`')
+        for wrong in (1, True, False, ["sdpa"], AttentionKernel)
+    ),
+    *(
+        ({"early_release": wrong}, r"Use `early_release=True`, or `None`")
+        for wrong in ("yes", 2, 0, [True], torch.ones(2))
+    ),
+    *(
+        ({"low_precision_weights": wrong}, r'Use `low_precision_weights="stochastic"`, `low_')
+        for wrong in ("bf16", "", True, False, 1, ["kahan"], LowPrecisionWeights)
+    ),
+    (
+        {"low_precision_weights": "kahan", "precision": "16-mixed"},
+        r"Use `precision='bf16-mixed'`, or set `low_precision_weights=None`",
+    ),
+    *(
+        ({"optimizer_in_backward": wrong}, r"Use `optimizer_in_backward=True`, `optimizer_in_")
+        for wrong in ("yes", "", 0, 1, ["x"], OptimizerInBackward, torch.ones(2))
+    ),
 ]
 
 
@@ -99,6 +219,22 @@ CONFLICTS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         {"accumulate_grad_batches": 3},
         r"or pass `accumulate_grad_batches=3` here too",
     ),
+    ({"activation_checkpointing": 5}, {}, r'Use a number up to 4, or "all"'),
+    ({"blocks": "Blok"}, {}, r"Did you mean `Block`.*or set `activation_checkpointing=None`"),
+    (
+        {"optimizer": "8bit", "keep_32bit": ["no.*"]},
+        {},
+        r"a pattern .* such as `model\.head\.bias`",
+    ),
+    (
+        {"optimizer": "8bit", "force_8bit": ["no.*"]},
+        {},
+        r"a pattern .* such as `model\.head\.bias`",
+    ),
+    ({"attention": "sdpa"}, {}, r"Set `attention=None`"),
+    ({"chunked_cross_entropy": True}, {}, r"Set `chunked_cross_entropy=None`"),
+    ({"low_precision_weights": "kahan"}, {"precision": "bf16-true"}, r"Remove one of the two"),
+    ({"precision": "64-true"}, {"precision": "bf16-mixed"}, r"Remove one of the two"),
 ]
 
 

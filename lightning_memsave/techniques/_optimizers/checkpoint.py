@@ -87,6 +87,7 @@ def convert_optimizer_states(
     """
     states = checkpoint["optimizer_states"]
     check_type(states, Sequence, "`optimizer_states`")
+    check_type(checkpoint.get("state_dict", {}), Mapping, "`state_dict`")
     for state_dict in states:
         check_structure(state_dict)
     names = [_names(state_dict, checkpoint) for state_dict in states]
@@ -181,6 +182,8 @@ def _stand_in(state_dict: StateDict) -> Optimizer | _Kept:
     families = {family_of(state, group) for state, group in pairs}
     if len(families) > 1:
         return _Kept(f"it keeps state of several kinds ({', '.join(sorted(families))})")
+    if not families:
+        return _Kept("its state belongs to no parameter of its groups")
     family = families.pop()
     if family not in _TORCH_CLASSES:
         why = f"its state is that of {FAMILY_NAMES.get(family, family)}"
@@ -210,6 +213,7 @@ def _empty_parameter(state: Mapping[str, Any] | None) -> torch.nn.Parameter:
     moment = flat.get("state1", next(tensors, None))
     if moment is None:
         return torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    check_type(moment, torch.Tensor, "`state1`")
     dtype = moment.dtype if moment.is_floating_point() else torch.float32
     return torch.nn.Parameter(torch.empty(moment.shape, dtype=dtype, device="meta"))
 

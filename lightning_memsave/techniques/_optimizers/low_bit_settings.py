@@ -134,7 +134,7 @@ def _problem_of_key(kind: Kind, key: str, value: Any) -> tuple[str, str]:
         return why, "Set them in `configure_optimizers`."
     if key == "min_8bit_size":
         return "it is a setting of its own", f"Write `LowBitOptimizer(..., min_8bit_size={value})`."
-    close = difflib.get_close_matches(key, kind.defaults, n=1)
+    close = difflib.get_close_matches(str(key), kind.defaults, n=1)
     hint = f"Did you mean `{close[0]}`? " if close else ""
     return f"{kind.class_name} has no such setting", f"{hint}It takes {', '.join(kind.defaults)}."
 

@@ -14,6 +14,7 @@ from lightning_memsave.techniques._optimizers.state_checks import (
     check_rests,
     check_states,
     check_structure,
+    check_type,
     flat_state,
 )
 from lightning_memsave.techniques._optimizers.state_precision import BLOCKSIZE
@@ -125,6 +126,7 @@ def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
     """
     flat = flat_state(state)
     if "state2" in flat:
+        check_type(flat["state2"], torch.Tensor, "`state2`")
         # AdEMAMix keeps two moments in its first tensor.
         return "ademamix" if flat["state1"].ndim > flat["state2"].ndim else "adam"
     if "state1" in flat:

@@ -14,6 +14,7 @@ from lightning_memsave.techniques._weights.rounded_updates import COMPENSATION, 
 NESTED = "__bnb_optimizer_quant_state__"
 _MOMENTS = frozenset({"state1", "state2"}).union(*(kind.state_keys for kind in KINDS))
 _TABLE_SIZE = 256
+_SETTINGS = {"lr": int | float | torch.Tensor, "betas": Sequence, "param_names": Sequence}
 WEIGHTS_ONLY = (
     "load its weights only: `MyModule.load_from_checkpoint(path)` and `trainer.fit(module)` "
     "without `ckpt_path`."
@@ -34,11 +35,7 @@ def check_structure(state_dict: Any) -> None:
             raise _malformed(f"it has no `{key}`")
         check_type(state_dict[key], kind, f"`{key}`")
     for i, group in enumerate(state_dict["param_groups"]):
-        where = f"`param_groups[{i}]`"
-        check_type(group, Mapping, where)
-        if "params" not in group:
-            raise _malformed(f"{where} has no `params`")
-        check_type(group["params"], Sequence, f"{where}: `params`")
+        _check_group(f"`param_groups[{i}]`", group)
     for key, state in state_dict["state"].items():
         where = f"`state[{key!r}]`"
         check_type(state, Mapping, where)
@@ -49,6 +46,21 @@ def check_structure(state_dict: Any) -> None:
                 raise _malformed(f"{where}: `{SEED}` is {state[SEED]}, not from 0 to 2**32 - 1")
         if COMPENSATION in state:
             check_type(state[COMPENSATION], torch.Tensor, f"{where}: `{COMPENSATION}`")
+
+
+def _check_group(where: str, group: Any) -> None:
+    check_type(group, Mapping, where)
+    if "params" not in group:
+        raise _malformed(f"{where} has no `params`")
+    check_type(group["params"], Sequence, f"{where}: `params`")
+    for key in group["params"]:
+        check_type(key, int | str, f"{where}: one of its `params`")
+    for name, kind in _SETTINGS.items():
+        if name in group:
+            check_type(group[name], kind, f"{where}: `{name}`")
+    num_names, num_params = len(group.get("param_names", group["params"])), len(group["params"])
+    if num_names != num_params:
+        raise _malformed(f"{where} has {num_names} `param_names` for {num_params} `params`")
 
 
 def check_rests(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:

@@ -1,0 +1,175 @@
+"""Every checkpoint that `memsave convert` cannot use: one message with what to do instead."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave.cli.main import main
+from lightning_memsave.techniques._optimizers.state_checks import NESTED
+from lightning_memsave.techniques._weights.rounded_updates import COMPENSATION, SEED
+from tests.cli.shell import message_of
+
+
+@pytest.fixture(autouse=True)
+def files():
+    Path("notes.txt").write_text("hello")
+    Path("folder").mkdir()
+    Path("empty.ckpt").write_bytes(b"")
+    torch.save({"a": torch.ones(200, 200)}, "weights.pt")
+    whole = Path("weights.pt").read_bytes()
+    Path("cut.ckpt").write_bytes(whole[: len(whole) // 2])
+
+
+LIGHTNING = {"pytorch-lightning_version": "2.6.6", "state_dict": {}}
+EARLIER = "Use an earlier checkpoint, or load its weights only"
+AS_IT_IS = "Resume from the checkpoint as it is"
+WRITTEN = "`trainer.save_checkpoint` has written"
+
+
+@functools.cache
+def adamw_state() -> dict[str, Any]:
+    weight = nn.Parameter(torch.ones(512, 512))
+    optimizer = torch.optim.AdamW([weight])
+    weight.sum().backward()
+    optimizer.step()
+    return {"state_dict": {"w": weight.detach()}, "optimizer_states": [optimizer.state_dict()]}
+
+
+def saved(**changes: Any) -> dict[str, Any]:
+    return {**LIGHTNING, **adamw_state(), **changes}
+
+
+def with_group(**changes: Any) -> dict[str, Any]:
+    (state,) = adamw_state()["optimizer_states"]
+    group = {**state["param_groups"][0], **changes}
+    return saved(optimizer_states=[{**state, "param_groups": [group]}])
+
+
+def with_state(**changes: Any) -> dict[str, Any]:
+    (state,) = adamw_state()["optimizer_states"]
+    return saved(optimizer_states=[{**state, "state": {0: {**state["state"][0], **changes}}}])
+
+
+def with_8bit_state(**changes: Any) -> dict[str, Any]:
+    torch.save(saved(), "wide.ckpt")
+    assert main(["convert", "wide.ckpt", "--to", "8bit"]) == 0
+    checkpoint: dict[str, Any] = torch.load("wide-8bit.ckpt")
+    state = checkpoint["optimizer_states"][0]["state"][0]
+    state.update(changes)
+    for name in [name for name, value in changes.items() if value is ...]:
+        del state[name]
+    return checkpoint
+
+
+def of_states(*states: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: saved(optimizer_states=list(states))
+
+
+class TestConvert:
+    @pytest.mark.parametrize(
+        ("source", "said"),
+        [
+            ("", "Save a full one: `FSDPStrategy(state_dict_type='full')`"),
+            (".", "Save a full one: `FSDPStrategy(state_dict_type='full')`"),
+            ("folder", "Save a full one: `FSDPStrategy(state_dict_type='full')`"),
+            ("nowhere.ckpt", WRITTEN),
+            ("empty.ckpt", WRITTEN),
+            ("cut.ckpt", WRITTEN),
+            ("notes.txt", WRITTEN),
+            ("weights.pt", WRITTEN),
+        ],
+    )
+    @pytest.mark.parametrize("to", ["8bit", "32bit"])
+    def test_files(self, source, said, to, capsys):
+        assert said in message_of(capsys, "convert", source, "--to", to, status=1)
+
+    @pytest.mark.parametrize(
+        ("options", "said"),
+        [
+            (["--output", ""], "Give the name of a file in it"),
+            (["--output", "folder"], "Give the name of a file in it"),
+            (["--output", "nowhere/x.ckpt"], "Make it first"),
+            (["--output", "notes.txt/x.ckpt"], "Make it first"),
+            (["--output", "notes.txt"], "Pass --force, or another --output"),
+            (["--keep-32bit", "nope*"], "Use a pattern over names such as w"),
+            (["--keep-32bit", ""], "Use a pattern over names such as w"),
+        ],
+    )
+    def test_options(self, options, said, capsys):
+        torch.save(saved(), "last.ckpt")
+        arguments = ("convert", "last.ckpt", "--to", "8bit", *options)
+        assert said in message_of(capsys, *arguments, status=1)
+
+    @pytest.mark.parametrize(
+        ("checkpoint", "said"),
+        [
+            (lambda: saved(optimizer_states=None), "It loads as it is"),
+            (lambda: saved(optimizer_states=3), EARLIER),
+            (lambda: saved(optimizer_states="x"), EARLIER),
+            (lambda: saved(optimizer_states={"a": 1}), EARLIER),
+            (of_states(3), EARLIER),
+            (of_states(None), EARLIER),
+            (of_states({}), EARLIER),
+            (of_states({"state": {}}), EARLIER),
+            (of_states({"state": [1], "param_groups": []}), EARLIER),
+            (of_states({"state": {}, "param_groups": 3}), EARLIER),
+            (of_states({"state": {}, "param_groups": [3]}), EARLIER),
+            (of_states({"state": {}, "param_groups": [{}]}), EARLIER),
+            (of_states({"state": {}, "param_groups": [{"params": 3}]}), EARLIER),
+            (of_states({"state": {0: 3}, "param_groups": [{"params": [0]}]}), EARLIER),
+            (lambda: saved(state_dict=3), EARLIER),
+            (lambda: saved(state_dict=None), EARLIER),
+            (lambda: saved(state_dict=[1]), EARLIER),
+            (lambda: with_group(params=[[0]]), EARLIER),
+            (lambda: with_group(lr="fast"), EARLIER),
+            (lambda: with_group(betas=3), EARLIER),
+            (lambda: with_group(param_names=[]), EARLIER),
+            (lambda: with_group(param_names=3), EARLIER),
+            (lambda: with_group(params=[1]), AS_IT_IS),
+            (lambda: with_state(exp_avg="x"), EARLIER),
+            (lambda: with_state(exp_avg=3), EARLIER),
+            (lambda: with_state(step="x"), EARLIER),
+            (lambda: with_state(step=torch.ones(3)), EARLIER),
+            (lambda: with_state(bogus="x"), AS_IT_IS),
+            (lambda: with_state(**{SEED: -1}), EARLIER),
+            (lambda: with_state(**{SEED: "x"}), EARLIER),
+            (lambda: with_state(**{COMPENSATION: "x"}), EARLIER),
+            (lambda: with_state(**{COMPENSATION: torch.ones(3)}), EARLIER),
+        ],
+    )
+    def test_checkpoints_to_8bit(self, checkpoint, said, capsys):
+        torch.save(checkpoint(), "bad.ckpt")
+        assert said in message_of(capsys, "convert", "bad.ckpt", "--to", "8bit", status=1)
+        assert not Path("bad-8bit.ckpt").exists()
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("step", "x"),
+            ("step", ...),
+            ("state1", "x"),
+            ("state1", torch.zeros(3, dtype=torch.uint8)),
+            ("state1", torch.zeros(512, 512, dtype=torch.int64)),
+            ("state2", None),
+            ("state2", "x"),
+            ("absmax1", "x"),
+            ("absmax1", ...),
+            ("absmax1", torch.ones(1)),
+            ("qmap1", None),
+            ("qmap1", torch.ones(3)),
+            (NESTED, "x"),
+            (SEED, "x"),
+            (COMPENSATION, 3),
+        ],
+        ids=lambda value: str(value)[:20],
+    )
+    def test_8bit_checkpoints_to_32bit(self, name, value, capsys):
+        torch.save(with_8bit_state(**{name: value}), "bad.ckpt")
+        said = message_of(capsys, "convert", "bad.ckpt", "--to", "32bit", status=1)
+        assert "load its weights only: `MyModule.load_from_checkpoint(path)`" in said
+        assert not Path("bad-32bit.ckpt").exists()
