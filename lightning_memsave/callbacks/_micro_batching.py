@@ -335,6 +335,7 @@ class MicroBatches(Setting):
                 loss_weight=self.technique.loss_weight,
                 split_batch=self.technique.split_batch,
                 known=known,
+                needs_split=not self.is_auto,
             )
             return prove(question, functools.partial(host.smallest, trainer))
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from lightning_memsave.callbacks import _arguments
+from lightning_memsave.callbacks import _arguments, _settings
 
 Notes = dict[str, Any]
 Report = Callable[[str], list[Notes]]
@@ -37,6 +37,7 @@ def write_notes(scenarios: Mapping[str, Callable[[], Notes]], arguments: list[st
     folder, *names = arguments
     # As in `conftest`: predictions take time, and call the hooks that tests listen to.
     vars(_arguments)["TIME_LIMIT_S"] = None
+    vars(_settings)["SMALLEST_SAVING_BYTES"] = 0  # of small models, too
     for name in names or scenarios:
         faulthandler.dump_traceback_later(SCENARIO_SECONDS, exit=True)
         print(f"--- {name}", flush=True)  # noqa: T201

@@ -488,7 +488,7 @@ class TestSummary:
     def test_what_prints_the_same_is_printed_once(self):
         summary = MemorySummary("cpu", 2**30, {"activation": 2**30 + 8}, num_steps=2)
         predicted = SimpleNamespace(
-            peak_bytes=2**30 + 8,
+            measurable_bytes=2**30 + 8,
             peak=MemoryBreakdown(activation_bytes=2**30),
             reserved_bytes=None,
             guesses=(),

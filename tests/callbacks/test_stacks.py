@@ -578,7 +578,10 @@ class TestBadInput:
             ({"chunked_cross_entropy": 0}, "chunked_cross_entropy=0` is not a choice"),
             ({"optimizer_in_backward": 3}, "optimizer_in_backward=3` is not a choice"),
             ({"optimizer_in_backward": OptimizerInBackward}, "is not a choice"),
-            ({"low_precision_weights": "random"}, "low_precision_weights='random'` is not a choice"),
+            (
+                {"low_precision_weights": "random"},
+                "low_precision_weights='random'` is not a choice",
+            ),
             ({"low_precision_weights": 16}, "low_precision_weights=16` is not a choice"),
             ({"attention": "spda"}, "sdpa"),
             ({"early_release": "soon"}, "early_release='soon'` is not a valid value"),

@@ -18,7 +18,7 @@ from lightning_memsave.core.batches import (
     pick_samples,
     split_samples,
 )
-from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.out_of_memory import find_out_of_memory, is_out_of_memory
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques._micro_batches.loss_probe import LossProbe
 from lightning_memsave.techniques._micro_batches.loss_weights import (
@@ -85,6 +85,7 @@ class Question:
         loss_weight: What the user wrote.
         split_batch: The user's function for batches that `split_samples` cannot split.
         known: What was found with an earlier batch; only that is left.
+        needs_split: The user gave a size, so that no batch can pass whole.
     """
 
     compute_loss: ComputeLoss
@@ -94,6 +95,7 @@ class Question:
     loss_weight: LossWeight = "auto"
     split_batch: SplitBatch | None = None
     known: Proof | None = None
+    needs_split: bool = False
 
     def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
         """List what the loss may be the mean over."""
@@ -150,6 +152,8 @@ def _prove_with(question: Question, whole: Whole) -> Proof:
             problem = error.problems[0]
             return Proof(reason=f"{problem.what}: {problem.why}", fix=problem.fix)
         except Exception as error:
+            if question.needs_split and find_out_of_memory(error) is not None:
+                raise  # two samples are too many: that says more than that nothing is proven
             return Proof(reason=f"that its loss can be split cannot be proven: {_words(error)}")
         finally:
             state.restore()
