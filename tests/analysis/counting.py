@@ -4,9 +4,9 @@ import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
@@ -96,7 +96,8 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
     proven = Proof((Weighting("weighted equally", lambda part: 1.0),), is_settled=True)
     with host.quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
         # A prediction is of the training steps, without the proof before the first one.
-        until_end.enter_context(mock.patch.object(MicroBatches, "_prove", return_value=proven))
+        patch = until_end.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(MicroBatches, "_prove", lambda *_: proven)
         counter = _Counter(until_end)
         trainer = pl.Trainer(
             accelerator="cpu",
