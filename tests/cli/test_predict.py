@@ -182,7 +182,7 @@ class TestCards:
         arguments = ("predict", "gpt2", "--batch", "2x16", "--set", "precision=auto")
         old = json_of(capsys, *arguments, "--gpu", "T4")
         new = json_of(capsys, *arguments, "--gpu", "L4")
-        assert old["settings"]["precision"] == "16-mixed"
+        assert old["settings"]["precision"] == "32-true"
         assert new["settings"]["precision"] == "bf16-mixed"
 
 
