@@ -457,6 +457,10 @@ def ops_of_batches(model: str, settings: tuple[tuple[str, Any], ...] = ()) -> li
     return [*mode.starts, mode.num_ops]
 
 
+# Their losses are no mean over samples, so that "auto" yields.
+INSEPARABLE = ("tuple_output", "new_tensors", "classifier", "transformer")
+
+
 def unfrozen(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
     return {k: dict(v) if isinstance(v, tuple) else v for k, v in settings}
 
@@ -497,9 +501,7 @@ class TestOutOfMemory:
             for model in MODELS
             for accumulation in ((), (("accumulate_grad_batches", 2),))
             for checkpointing in (None, "all")
-            if not (model == "unrepeated" and checkpointing)
-            # Their blocks take a mean over the batch, so it yields.
-            and model not in ("tuple_output", "new_tensors")
+            if not (model == "unrepeated" and checkpointing) and model not in INSEPARABLE
         ]
         own = matrix[part::6]
         for number in range(num_places):

@@ -131,7 +131,8 @@ def test_two_gradients_of_a_tied_weight_are_one_sum_in_place(num_tokens):
             loss = nn.functional.cross_entropy(model(tokens), tokens)
         loss.backward()
 
-    expected = profiler_peak(step, [*model.parameters(), tokens]).num_bytes
+    # Products in bfloat16 have scratch where the CPU has no instructions for them.
+    expected = profiler_peak(step, [*model.parameters(), tokens]).between_kernels_bytes
 
     with LiveTensors(model) as live:
         live.track_input(tokens)
