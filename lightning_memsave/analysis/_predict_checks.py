@@ -1,7 +1,7 @@
 """Refuse what nothing can be predicted for."""
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -113,7 +113,7 @@ def check_trainer_values(arguments: Mapping[str, Any]) -> None:
     """
     if "precision" in arguments:
         full_name(arguments["precision"])
-    rules = {
+    rules: dict[str, tuple[Callable[[Any], bool], Any]] = {
         "accumulate_grad_batches": (lambda v: type(v) is int and v >= 1, 4),
         "gradient_clip_val": (_is_number, 1.0),
         "gradient_clip_algorithm": (lambda v: v in ("norm", "value"), "norm"),

@@ -90,7 +90,8 @@ def compare_memory(
         module   before   after  difference  what
         (whole)  11,000  33,000     +22,000  weight 1,000 x 10 -> 3,000 x 10; bias 1,000 -> 3,000
     """
-    if labels is not None and not (isinstance(labels, tuple | list) and len(labels) == 2):
+    given: Any = labels
+    if given is not None and not (isinstance(given, tuple | list) and len(given) == 2):
         raise ConfigurationError(
             f"`labels={labels!r}` does not name both sides. Write for example "
             '`labels=("before", "after")`.'

@@ -24,6 +24,11 @@ from tests.helpers import snapshot
 
 NAN, INF = float("nan"), float("inf")
 
+
+def any_of(*values: Any) -> tuple[Any, ...]:
+    return values
+
+
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"activation_checkpointing": "some"}, r'Use "all", "nested", "selective"'),
     ({"activation_checkpointing": 0}, r"a number of blocks such as 6"),
@@ -121,16 +126,16 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"force_8bit": "emb*"}, r"Write `force_8bit=\('emb\*',\)`"),
     *(
         ({"precision": wrong}, r'Use "auto", `None` or one of 32-true')
-        for wrong in ("", "bf16-mixd", 17, 16.5, NAN, ["16"], {}, b"16", torch.bfloat16)
+        for wrong in any_of("", "bf16-mixd", 17, 16.5, NAN, ["16"], {}, b"16", torch.bfloat16)
     ),
     *(
         ({"accumulate_grad_batches": wrong}, r"Use `accumulate_grad_batches=4`")
         for wrong in (-1, "4", NAN, [4], {0: 4}, torch.tensor(4))
     ),
-    *(({"tf32": wrong}, r"Use one of `tf32=True`") for wrong in ("on", 0, [True], {})),
+    *(({"tf32": wrong}, r"Use one of `tf32=True`") for wrong in any_of("on", 0, [True], {})),
     *(
         ({"exactness": wrong}, r"Use 'bitwise' or 'rounding'")
-        for wrong in ("", "Bitwise", None, 1, True, ["bitwise"], {})
+        for wrong in any_of("", "Bitwise", None, 1, True, ["bitwise"], {})
     ),
     ({"exactness": "bitwise", "micro_batch_size": 2}, r"or `micro_batch_size=None`"),
     ({"exactness": "bitwise", "chunked_cross_entropy": True}, r"or `chunked_cross_entropy=None`"),

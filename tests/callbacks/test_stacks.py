@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ class TestStacks:
         assert rows_of(callback)["optimizer"].status == "unchanged"
         assert "None` was asked for" in rows_of(callback)["optimizer"].details[0]
         report = json.loads(Path("memsave_report.json").read_text())
-        assert report["settings"]["stack"] == "'classic'"
+        assert report["settings"]["stack"] == "classic"
 
     def test_bare_callback_says_what_it_leaves_off(self):
         lit, callback = make_lit(), MemSaveCallback(monitor=False)
@@ -109,16 +110,19 @@ class TestStacks:
     def test_bare_callback_is_the_classic_stack(self):
         lit, bare, named = make_lit(), MemSaveCallback(), MemSaveCallback(stack="classic")
         assert_same(fit(lit, bare), fit(lit, named))
-        assert {r for r in bare.rows if r.name != "stack"} == {
-            r for r in named.rows if r.name != "stack"
-        }
+        rows = [
+            # The proof of the loss says how long it took.
+            re.sub(r"in \d+ ms", "in some ms", str([r for r in c.rows if r.name != "stack"]))
+            for c in (bare, named)
+        ]
+        assert rows[0] == rows[1]
 
     def test_of_nothing_a_stack_says_that_it_was_asked_for(self):
         callback = MemSaveCallback(stack="bitwise", monitor=False)
         fit(make_lit(), callback)
         assert "asked for" not in str(callback.rows)
         off = rows_of(callback)["stack"].details[1]
-        assert off.startswith("off in it: optimizer, precision, micro_batch_size, ")
+        assert off.startswith("off in it: optimizer, precision, chunked_cross_entropy, ")
 
     def test_off_leaves_all_but_what_is_named(self, package):
         lit, callback = make_lit(package), MemSaveCallback(stack="off", monitor=False)
