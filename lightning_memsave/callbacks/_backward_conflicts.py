@@ -41,7 +41,8 @@ def find_conflicts(
             )
         )
     problems += _of_clipping(trainer, technique, what)
-    problems += find_scaler(trainer, what)
+    if not host.is_strategy(trainer, *SHARDED):  # refused below, whatever its precision
+        problems += find_scaler(trainer, what)
     problems += _of_compilation(pl_module, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
