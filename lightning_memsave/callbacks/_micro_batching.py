@@ -235,10 +235,8 @@ class MicroBatches(Setting):
     def _is_apart(self, trainer: Any) -> bool:
         if not self.is_auto or trainer.world_size == 1:
             return False
-        is_split = self.size is not None
-        return self._probe.num_steps < _PROBED_STEPS or (
-            is_split and host.has_static_graph(trainer)  # which cannot skip sharing in some parts
-        )
+        # A static graph is that of DDP's first pass, and cannot skip sharing in some parts.
+        return self._probe.num_steps < _PROBED_STEPS or host.has_static_graph(trainer)
 
     def _agree(self, trainer: Any, size: int) -> int:
         return host.smallest(trainer, size) if self._is_apart(trainer) else size
