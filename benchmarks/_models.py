@@ -93,9 +93,9 @@ class Other:
     """A model of another kind, on a batch that it takes by keyword.
 
     Args:
-        name: A class of Hugging Face with its config, without ``Config`` and the task.
+        name: Of a Hugging Face model, as in the name of its config.
         config: Arguments of the config.
-        task: What comes after the name in the class of the model.
+        task: The rest of the name of its class, such as ``ForCausalLM``.
         batch: Shapes of its floating-point inputs by name, and of token ids; the first dimension is
             that of the samples.
     """
@@ -116,7 +116,7 @@ class Other:
         """
         torch.manual_seed(seed)
         config = getattr(transformers, f"{self.name}Config")(**self.config)
-        model: nn.Module = getattr(transformers, f"{self.name}For{self.task}")(config)
+        model: nn.Module = getattr(transformers, f"{self.name}{self.task}")(config)
         return model.train()
 
     def make_batch(self, *, seed: int = 0) -> dict[str, Tensor]:
@@ -151,10 +151,10 @@ OTHERS = {
             "num_attention_heads": 12,
             "num_key_value_heads": 4,
         },
-        "CausalLM",
+        "ForCausalLM",
         {"input_ids": (8, 512)},
     ),
-    "ViT": Other("ViT", {}, "ImageClassification", {"pixel_values": (32, 3, 224, 224)}),
-    "ResNet": Other("ResNet", {}, "ImageClassification", {"pixel_values": (32, 3, 224, 224)}),
+    "ViT": Other("ViT", {}, "ForImageClassification", {"pixel_values": (32, 3, 224, 224)}),
+    "ResNet": Other("ResNet", {}, "ForImageClassification", {"pixel_values": (32, 3, 224, 224)}),
 }
 """134 million, 86 million and 24 million parameters."""

@@ -63,7 +63,7 @@ def main() -> int:
         folder = Path(name)
         quiet: dict[str, Any] = {"report": False, "monitor": False}
         first = folder / "first.ckpt"
-        train([MemSaveCallback(**quiet)], num_batches, first)
+        train([MemSaveCallback(optimizer="8bit", **quiet)], num_batches, first)
 
         print("\n8-bit to 32-bit")
         on_load = train(
@@ -76,10 +76,14 @@ def main() -> int:
         print(f"converted on load, and in the file for a Trainer without memsave: same {to_32bit}")
 
         print("\n32-bit to 8-bit")
-        on_load = train([MemSaveCallback(**quiet)], num_batches, folder / "b.ckpt", plain)
+        on_load = train(
+            [MemSaveCallback(optimizer="8bit", **quiet)], num_batches, folder / "b.ckpt", plain
+        )
         memsave(["convert", str(plain), "--to", "8bit"])
         converted = folder / "plain-8bit.ckpt"
-        in_file = train([MemSaveCallback(**quiet)], num_batches, folder / "c.ckpt", converted)
+        in_file = train(
+            [MemSaveCallback(optimizer="8bit", **quiet)], num_batches, folder / "c.ckpt", converted
+        )
         to_8bit = is_same(on_load, in_file)
         print(f"converted on load, and in the file: same {to_8bit}")
     return 0 if to_32bit and to_8bit else 1

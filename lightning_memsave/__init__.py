@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.chunked_cross_entropy import (
         ChunkedCrossEntropy as ChunkedCrossEntropy,
     )
-    from lightning_memsave.techniques.early_release import EarlyRelease as EarlyRelease
     from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
     from lightning_memsave.techniques.low_precision_weights import (
         LowPrecisionWeights as LowPrecisionWeights,
@@ -66,7 +65,6 @@ _MODULES = {
     "CheckpointedTransformerMixin": "modules.checkpointed_transformer",
     "ChunkedCrossEntropy": "techniques.chunked_cross_entropy",
     "ConfigurationError": "errors",
-    "EarlyRelease": "techniques.early_release",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
@@ -98,7 +96,10 @@ _MODULES = {
 }
 
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - sorted() gives a list
-__version__ = importlib.metadata.version("lightning-memsave")
+try:
+    __version__ = importlib.metadata.version("lightning-memsave")
+except importlib.metadata.PackageNotFoundError:  # a copy of the source, not installed
+    __version__ = "0+unknown"
 
 
 def __getattr__(name: str) -> Any:

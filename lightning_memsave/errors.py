@@ -13,7 +13,7 @@ MemsaveWarning(UserWarning)
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,26 @@ class Problem:
 
 
 def _listed(head: str, problems: Sequence[Problem | str]) -> str:
+    problems = _grouped(problems)
     if len(problems) == 1:
         return f"{head}: {problems[0]}"
     lines = "".join(f"\n  - {problem}" for problem in problems)
     return f"{head} ({len(problems)} problems):{lines}"
+
+
+# A model with many equal blocks has the same problem in each.
+def _grouped(problems: Sequence[Problem | str]) -> list[Problem | str]:
+    groups: dict[Any, list[Any]] = {}
+    for problem in problems:
+        key = (problem.why, problem.fix) if isinstance(problem, Problem) else problem
+        groups.setdefault(key, []).append(problem)
+    grouped: list[Problem | str] = []
+    for first, *others in groups.values():
+        if others and isinstance(first, Problem):
+            grouped.append(Problem(f"{first.what} and {len(others)} more", first.why, first.fix))
+        else:
+            grouped.append(first)
+    return grouped
 
 
 class MemsaveError(Exception):
@@ -47,6 +63,9 @@ class MemsaveError(Exception):
 
 class ConfigurationError(MemsaveError, ValueError):
     """An argument is wrong on its own; raised by constructors."""
+
+    problems: Sequence[Problem | str] = ()
+    """Each of them, where there may be several."""
 
     @classmethod
     def from_problems(cls, owner: str, problems: Sequence[Problem | str]) -> Self:
@@ -59,7 +78,9 @@ class ConfigurationError(MemsaveError, ValueError):
         Returns:
             The error, to be raised by the caller.
         """
-        return cls(_listed(f"{owner} cannot be created", problems))
+        error = cls(_listed(f"{owner} cannot be created", problems))
+        error.problems = tuple(problems)
+        return error
 
 
 class IncompatibleError(MemsaveError, RuntimeError):

@@ -11,7 +11,6 @@ from lightning_memsave.core.technique import Technique
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -104,7 +103,7 @@ class FrozenModel(Model):
 
 
 class MutatingModel(Model):
-    """Blocks that change what they are given: a dictionary, a list, an object, a tensor."""
+    """Blocks that change what they are given: a dictionary, a list, an object."""
 
     def run_blocks(self, x: Tensor) -> Tensor:
         state = State(x)
@@ -135,9 +134,24 @@ class MutatingBlock(nn.Module):
     def forward(self, flags: Any, *, state: Any, log: Any, out: Any) -> Any:
         flags["x"] = flags["x"] + 1.0
         log.append(flags["x"])
-        out += self.inner(state.x) * sum(log)
+        out = out + self.inner(state.x) * sum(log) * 0.1
         state.x = state.x + out * flags["x"]
         return state
+
+
+class NewTensorsBlock(Block):
+    """It makes tensors of the default dtype, on the default device, in its forward pass."""
+
+    def forward(self, x: Any, *, scale: Tensor | None = None) -> Any:
+        noise = torch.rand(WIDTH) + torch.full((WIDTH,), 0.25) + torch.tensor(1 / 3)
+        y = super().forward(x * noise.sin(), scale=scale)
+        return y + (noise * y.mean()).cos()
+
+
+class NewTensorsModel(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([NewTensorsBlock(self.make_norm()) for _ in range(3)])
 
 
 class TwiceModel(Model):
@@ -241,6 +255,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dict_input": DictModel,
     "frozen": FrozenModel,
     "mutating": MutatingModel,
+    "new_tensors": NewTensorsModel,
     "used_twice": TwiceModel,
     "tied": TiedModel,
     "classifier": ClassifierModel,
@@ -306,7 +321,6 @@ CASES: dict[str, Case] = {
         ),
         needs_blocks=True,
     ),
-    EarlyRelease.name: Case(variants=(EarlyRelease(),), needs_blocks=True),
     LowBitOptimizer.name: Case(
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
         loss_factor=1.05,

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,14 @@ def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr("lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S", None)
 
 
+@pytest.fixture(autouse=True)
+def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a stack save little, as it can in models of tests, where a test is not about that."""
+    if request.node.get_closest_marker("smallest_saving") is None:
+        name = "lightning_memsave.callbacks._settings.SMALLEST_SAVING_BYTES"
+        monkeypatch.setattr(name, 0)
+
+
 @pytest.fixture
 def only_own_tensors() -> Iterator[None]:
     """Hide what other tests have left in this process, where all that is alive is looked for."""
@@ -38,28 +47,46 @@ def only_own_tensors() -> Iterator[None]:
     gc.unfreeze()
 
 
+class ProcessState:
+    """The settings of this process that all tests share."""
+
+    _SETTINGS = (
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+    )
+
+    def __init__(self) -> None:
+        self._before: list[Any] = [read() for read, _ in self._SETTINGS]
+
+    def restore(self) -> list[str]:
+        """Set everything as it was at first; name what was different."""
+        changed = []
+        for mode in reversed(_get_current_dispatch_mode_stack()):
+            changed.append(type(mode).__name__)
+            mode.__exit__(None, None, None)
+        if _has_any_global_hook():
+            changed.append("global hooks of modules")
+            for name, hooks in vars(torch.nn.modules.module).items():
+                if name.startswith("_global_") and isinstance(hooks, dict):
+                    hooks.clear()
+        for (read, write), before in zip(self._SETTINGS, self._before, strict=True):
+            if read() != before:
+                changed.append(write.__name__)
+                write(before)
+        return changed
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in an empty folder from a fixed seed; fail a test that changes the process for others."""
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    before = (
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
+    before = ProcessState()
     threads = set(threading.enumerate())
     yield
-    assert _get_current_dispatch_mode_stack() == []
-    assert not _has_any_global_hook()
-    after = (
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.is_grad_enabled(),
-        torch.are_deterministic_algorithms_enabled(),
-    )
-    assert after == before
+    assert before.restore() == []
     started = [t for t in set(threading.enumerate()) - threads if not t.daemon]
     for thread in started:  # those of a pool that was told to stop may still be on their way out
         thread.join(timeout=5)

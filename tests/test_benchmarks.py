@@ -7,15 +7,11 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from benchmarks._common import markdown_table, write_results
 from benchmarks._paired import Turns, summarise, time_pairs
-from benchmarks.gpu.__main__ import compare_losses, make_table
-from benchmarks.gpu.__main__ import main as run_ladder
-from benchmarks.gpu._rungs import BITWISE, RUNGS
 from benchmarks.predict.__main__ import main as compare_predictions
 from benchmarks.predict.__main__ import make_text as lay_out
 
@@ -31,122 +27,6 @@ def _run(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env=os.environ | {"HF_HUB_OFFLINE": "1"},
     )
-
-
-@pytest.mark.slow
-def test_ladder_runs_dry(tmp_path):
-    rungs = ["nothing", "checkpointing all", "all", "micro-batches, out of memory"]
-
-    done = _run(
-        *("benchmarks.gpu", "--dry-run", "--no-tests", "--results", str(tmp_path)),
-        *("--rungs", *rungs),
-    )
-
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "gpu_dry_run.json").read_text())
-    assert list(found["rungs"]) == rungs
-    assert found["provenance"]["versions"]["torch"]
-    nothing, checkpointing, everything, micro_batches = found["rungs"].values()
-    assert checkpointing["losses"] == nothing["losses"]
-    assert everything["peak_allocated_bytes"] < checkpointing["peak_allocated_bytes"]
-    assert checkpointing["peak_allocated_bytes"] < nothing["peak_allocated_bytes"]
-    # A dry run has memory enough, so that whole batches pass.
-    assert micro_batches["losses"] == nothing["losses"]
-    assert ["whole batches; halved when memory runs out"] in [
-        row["details"] for row in micro_batches["settings"] if row["name"] == "micro_batch_size"
-    ]
-    assert "\n| checkpointing all " in (tmp_path / "gpu_dry_run.md").read_text()
-
-
-def test_a_rung_that_fails_is_recorded_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
-    def fail_first(name, steps, limit_s, *, is_dry):
-        if name == "nothing":
-            return {"error": "CUDA out of memory"}
-        return {"peak_allocated_bytes": 1, "peak_reserved_bytes": 2, "losses": [1.0]} | {
-            "median_step_s": 0.1
-        }
-
-    monkeypatch.setattr("benchmarks.gpu.__main__.run_rung", fail_first)
-
-    arguments = ["--dry-run", "--no-tests", "--results", str(tmp_path), "--rungs", "nothing", "all"]
-    assert run_ladder(arguments) == 1
-
-    text = (tmp_path / "gpu_dry_run.md").read_text()
-    assert "CUDA out of memory" in text
-    assert json.loads((tmp_path / "gpu_dry_run.json").read_text())["rungs"]["all"]["losses"] == [1]
-
-
-def test_a_rung_that_breaks_bitwise_equality_fails_the_ladder(tmp_path, monkeypatch, capsys):
-    losses = {"nothing": [1.0, 2.0], "nothing, again": [1.0, 2.0], "checkpointing all": [1.0, 2.1]}
-
-    def found(name, steps, limit_s, *, is_dry):
-        return {"peak_allocated_bytes": 1, "peak_reserved_bytes": 2, "losses": losses[name]} | {
-            "median_step_s": 0.1
-        }
-
-    monkeypatch.setattr("benchmarks.gpu.__main__.run_rung", found)
-    arguments = ["--dry-run", "--no-tests", "--results", str(tmp_path), "--rungs", *losses]
-
-    assert run_ladder(arguments) == 1
-    assert "Not bitwise, though they should be: checkpointing all" in capsys.readouterr().out
-
-    losses["nothing, again"] = [1.0, 2.05]
-    assert run_ladder(arguments) == 0
-
-
-def test_each_prediction_stands_beside_what_was_measured():
-    found = {
-        "peak_allocated_bytes": 100 * 2**20,
-        "peak_reserved_bytes": 200 * 2**20,
-        "nvml_process_bytes": 800 * 2**20,
-        "predicted": {
-            "peak_allocated_bytes": 101 * 2**20,
-            "peak_reserved_bytes": 190 * 2**20,
-            "device_bytes": 880 * 2**20,
-        },
-        "median_step_s": 0.1,
-        "losses": [1.0],
-    }
-    row = make_table({"nothing": found}).splitlines()[2]
-    cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[1:8] == ["100", "1.000", "+1.0 %", "200", "-5.0 %", "800", "+10.0 %"]
-
-
-def test_losses_are_compared_with_those_without_the_callback():
-    rungs: dict[str, dict[str, Any]] = {
-        "nothing": {"losses": [3.0, 2.0]},
-        "all": {"losses": [3.0, 2.5]},
-        "x": {"error": "?"},
-    }
-
-    compare_losses(rungs)
-
-    assert rungs["nothing"]["max_loss_difference"] == 0.0
-    assert rungs["all"]["max_loss_difference"] == 0.5
-    assert "max_loss_difference" not in rungs["x"]
-
-
-def test_every_rung_is_accepted_by_the_callback():
-    from lightning_memsave import MemSaveCallback
-
-    for settings in RUNGS.values():
-        if settings is not None:
-            MemSaveCallback(**settings)
-    assert set(BITWISE) < set(RUNGS)
-
-
-def test_table_of_the_ladder_has_ratios_to_nothing():
-    def found(peak_bytes, step_s):
-        return {"peak_allocated_bytes": peak_bytes, "median_step_s": step_s} | {
-            "peak_reserved_bytes": None,
-            "losses": [1.5],
-        }
-
-    table = make_table({"nothing": found(4 * 2**20, 0.1), "all": found(2**20, 0.15)})
-
-    cells = [cell.strip() for cell in table.splitlines()[3].split("|")]
-    assert cells[1:4] == ["all", "1", "0.250"]
-    assert cells[9:11] == ["150.0", "1.500"]
 
 
 @pytest.mark.slow

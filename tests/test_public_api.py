@@ -1,6 +1,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -44,3 +45,18 @@ def test_importing_the_package_loads_nothing_heavy():
         f"assert {heavy} == before and 'bitsandbytes' not in before, before"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+def test_imports_from_a_copy_without_metadata(tmp_path: Path) -> None:
+    (tmp_path / "lightning_memsave").symlink_to(Path(lightning_memsave.__file__).parent)
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "import lightning_memsave; print(lightning_memsave.__version__)"
+    )
+    done = subprocess.run(  # -I and -S: no installed package is seen
+        [sys.executable, "-I", "-S", "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "0+unknown\n", done.stderr

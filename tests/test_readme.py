@@ -22,13 +22,21 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the pages show what users see; warnings have own tests
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_code_on_the_page_runs(page):
+@pytest.mark.predicts
+def test_code_on_the_page_runs(page, capsys, caplog, monkeypatch):
+    # A loaded machine is no reason for a prediction not to be there.
+    monkeypatch.setattr("lightning_memsave.callbacks._arguments.TIME_LIMIT_S", 600.0)
     text = page.read_text()
     names: dict[str, object] = {}
+    caplog.set_level("INFO")
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
         code = compile("\n" * line + match[1], str(page), "exec")
         exec(code, names)
+        # Each fit has its prediction: it prints, and logs, why there is none.
+        said = capsys.readouterr().out + caplog.text
+        reasons = [text for text in said.splitlines() if "not predicted" in text]
+        assert reasons == [], f"{name_of(page)}, line {line}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

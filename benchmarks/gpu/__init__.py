@@ -1,1 +1,1 @@
-"""Each technique alone and all together on one GPU, after the tests that need one."""
+"""What only a GPU can tell, most valuable first: `python -m benchmarks.gpu --list`."""

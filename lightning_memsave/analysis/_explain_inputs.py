@@ -36,7 +36,8 @@ def make_trials(
 
     Args:
         model: A module, a function that makes one, a `Target`, or what `load_target` takes.
-        batch: A batch, a function that gives one; for a target also what `make_batch_spec` takes.
+        batch: A batch, a function that gives one, or a text that `make_batch_spec` takes; for a
+            target whatever that takes.
         optimizer: As for `predict_memory`.
         settings: As for `predict_memory`; without them those of the target.
         device: As for `predict_memory`.
@@ -59,14 +60,14 @@ def make_trials(
         given = options.get("trainer_arguments") or {}
         options["trainer_arguments"] = {**model.trainer_arguments, **given}
         if isinstance(batch, str | Mapping | list | tuple) and not _has_tensors(batch):
-            batch = make_batch_spec(batch, model).build()
+            batch = make_batch_spec(batch, model)
         source, model = model.parameter_source(), model.make
     elif not isinstance(model, nn.Module):
         source = _made_without_data(model)
-    elif not _has_tensors(batch) and isinstance(batch, str):
-        batch = make_batch_spec(batch).build()
+    if isinstance(batch, str):
+        batch = make_batch_spec(batch)
     if isinstance(batch, BatchSpec):
-        batch = batch.build()
+        batch = batch.build_for_prediction()
     elif inspect.isroutine(batch):
         batch = batch()
     arguments = (

@@ -56,8 +56,8 @@ def _peak(base: MemoryPrediction) -> str:
     on_device = ""
     if base.device_bytes != base.peak_bytes:
         on_device = (
-            f" {format_bytes(base.device_bytes)} of the device are taken, with the allocator's "
-            "slack and CUDA's context."
+            f" The device must have {format_bytes(base.device_bytes)}, with gaps between blocks of "
+            "the allocator and CUDA's context."
         )
     return (
         f"A step takes {format_bytes(base.peak_bytes)} in tensors at its peak, which is in "

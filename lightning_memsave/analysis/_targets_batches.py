@@ -1,6 +1,7 @@
 """Batches described by dtypes and shapes, and tensors made of them."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.planning.known_values import mark_random
+from lightning_memsave.planning.known_values import MAX_KNOWN_NUMEL, mark_random
 
 MAX_NUMEL = 2**40
 """No tensor of a batch is larger; what is, is a slip of the keyboard."""
@@ -102,6 +103,17 @@ class BatchSpec:
         """
         generator = torch.Generator().manual_seed(seed)
         return _map(self.structure, lambda spec: spec.build(generator))
+
+    def build_for_prediction(self) -> Any:
+        """Make the batch without what a prediction does not read: large tensors are on ``meta``."""
+        generator = torch.Generator().manual_seed(0)
+
+        def make(spec: TensorSpec) -> Tensor:
+            if math.prod(spec.shape) > MAX_KNOWN_NUMEL:
+                return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            return spec.build(generator)
+
+        return _map(self.structure, make)
 
     @property
     def num_samples(self) -> int:

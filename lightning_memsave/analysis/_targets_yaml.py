@@ -1,6 +1,7 @@
 """Model, Trainer's arguments and our settings out of a configuration for LightningCLI."""
 
 import functools
+import importlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ def read_lightning_config(
     if "data" in found:
         notes.append("`data` is not used: the batch is the one that is asked for")
     optimizer = found.get("optimizer")
+    if isinstance(optimizer, str):
+        optimizer = {"class_path": optimizer}
     if optimizer is not None and "class_path" not in optimizer:
         notes.append("`optimizer` names no class: the model's `configure_optimizers` is used")
         optimizer = None
@@ -140,21 +143,41 @@ def _parsed(
 
 def _make_optimizer(module: nn.Module, path: str, optimizer: dict[str, Any]) -> Any:
     with importable(), explained(f"`optimizer` of `{path}`", "Check its class and arguments."):
+        # LightningCLI takes the name alone for torch's own.
         where, _, name = optimizer["class_path"].rpartition(".")
-        cls = getattr(__import__(where, fromlist=[name]), name)
+        cls = getattr(importlib.import_module(where or "torch.optim"), name)
         return cls(module.parameters(), **(optimizer.get("init_args") or {}))
 
 
 def _settings(path: str, found: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any] | None:
     if found.get("memsave") is not None:
         settings = dict(_section(path, found, "memsave"))
-        return settings if settings.pop("enabled", True) else None
+        return with_instances(settings) if settings.pop("enabled", True) else None
     callbacks = trainer.get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         given: Any = {"class_path": callback} if isinstance(callback, str) else callback
         if str(given.get("class_path", "")).rpartition(".")[2] == "MemSaveCallback":
-            return dict(given.get("init_args") or {})
+            return with_instances(dict(given.get("init_args") or {}))
     return None
+
+
+def with_instances(settings: dict[str, Any]) -> dict[str, Any]:
+    """Make the techniques that arguments of `MemSaveCallback` name by their ``class_path``."""
+    nested = {n for n, v in settings.items() if isinstance(v, dict) and "class_path" in v}
+    if not nested:
+        return settings
+    from jsonargparse import ArgumentParser  # noqa: PLC0415
+
+    from lightning_memsave.callbacks.memsave import MemSaveCallback  # noqa: PLC0415
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(MemSaveCallback, "memsave", fail_untyped=False, sub_configs=True)
+    with explained("Reading the settings of `MemSaveCallback`", "Check classes and arguments."):
+        config = parser.parse_object({"memsave": settings})
+        # The old name is deprecated from 4.49 on.
+        instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
+        callback = instantiate(config).memsave
+    return settings | {name: callback.arguments[name] for name in nested}
 
 
 def _section(path: str, found: Any, name: str) -> dict[str, Any]:

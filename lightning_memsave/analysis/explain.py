@@ -1,6 +1,6 @@
 """Say where the memory goes, why, and what would lower it."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from lightning_memsave.analysis.remedies import Remedy, cheapest_that_fits, reme
 from lightning_memsave.analysis.suspects import Suspect, find_suspects
 from lightning_memsave.analysis.targets import Target
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.planning._page_data import PageTable
 from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.parameter_table import ParameterTable
 from lightning_memsave.planning.parameter_tree import as_plain_text, parameter_tree
@@ -25,6 +26,9 @@ from lightning_memsave.units import format_bytes
 
 _SHOWN_TENSORS = 8
 _SHOWN_DEPTH = 3
+_SUSPECTS, _SUSPECT_COLUMNS = "The usual suspects", ("", "suspect", "memory", "answer")
+_REMEDIES = "What would lower the peak, the cheapest first"
+_REMEDY_COLUMNS = ("", "saves", "device needs", "fits", "remedy", "exactness", "cost")
 _ORDER = {"matters": 0, "unknown": 1, "does not matter": 2}
 
 
@@ -99,9 +103,9 @@ class MemoryExplanation:
         shown += [Text(), parameter_tree(self.table, max_depth=_SHOWN_DEPTH)]
         if self.largest_tensors:
             shown += [Text(), Text("Largest tensors at the peak"), self._tensors()]
-        shown += [Text(), Text("The usual suspects"), self._suspects()]
+        shown += [Text(), Text(_SUSPECTS), self._suspects()]
         if self.remedies is not None:
-            shown += [Text(), Text("What would lower the peak, the cheapest first")]
+            shown += [Text(), Text(_REMEDIES)]
             shown += self._remedies(self.remedies)
         return shown
 
@@ -117,30 +121,39 @@ class MemoryExplanation:
             )
         return table
 
-    def _suspects(self) -> Table:
-        table = _table("", "suspect", "memory", "answer", right=0)
+    def tables(self) -> tuple[PageTable, ...]:
+        """Give suspects and remedies as tables of texts, for `write_page`.
+
+        Returns:
+            What the terminal shows; what to type stands beside each remedy.
+        """
+        found = [PageTable(_SUSPECTS, _SUSPECT_COLUMNS, tuple(self._answers()))]
+        if self.remedies:
+            columns = (*_REMEDY_COLUMNS, "what to type")
+            rows = ((*_cells(n, r), f"`{r.how}`") for n, r in enumerate(self.remedies, 1))
+            found.append(PageTable(_REMEDIES, columns, tuple(rows)))
+        return tuple(found)
+
+    def _answers(self) -> Iterator[tuple[str, str, str, str]]:
         mark = {"matters": "!", "unknown": "?", "does not matter": ""}
         for suspect in sorted(
             self.suspects, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0))
         ):
             size = "-" if suspect.num_bytes is None else format_bytes(suspect.num_bytes)
-            table.add_row(mark[suspect.verdict], suspect.name, size, Text(suspect.sentence))
+            yield mark[suspect.verdict], suspect.name, size, suspect.sentence
+
+    def _suspects(self) -> Table:
+        table = _table(*_SUSPECT_COLUMNS, right=0)
+        for row in self._answers():
+            table.add_row(*map(Text, row))
         return table
 
     def _remedies(self, remedies: tuple[Remedy, ...]) -> list[RenderableType]:
         if not remedies:
             return [Text("Nothing that is known lowers it.")]
-        table = _table("", "saves", "device needs", "fits", "remedy", "exactness", "cost", right=3)
+        table = _table(*_REMEDY_COLUMNS, right=3)
         for number, remedy in enumerate(remedies, 1):
-            table.add_row(
-                str(number),
-                format_bytes(remedy.saved_bytes),
-                format_bytes(remedy.device_bytes),
-                {None: "", True: "yes", False: "no"}[remedy.fits],
-                remedy.name,
-                remedy.exactness,
-                remedy.cost,
-            )
+            table.add_row(*_cells(number, remedy))
         shown: list[RenderableType] = [table, Text(), Text("What to type")]
         shown.append(_items((f"{number:>2}.", r.how) for number, r in enumerate(remedies, 1)))
         return [*shown, *self._verdict(self.gpu)]
@@ -254,6 +267,14 @@ def explain_memory(
 
 
 # Lines that are too long go on below the text, not below the mark.
+def _cells(number: int, remedy: Remedy) -> tuple[str, ...]:
+    return (
+        *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),
+        {None: "", True: "yes", False: "no"}[remedy.fits],
+        *(remedy.name, remedy.exactness, remedy.cost),
+    )
+
+
 def _items(marked: Iterable[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 1), pad_edge=False)
     grid.add_column(no_wrap=True)

@@ -1,5 +1,6 @@
 """Predict the peak memory of training, without a GPU and without the memory of the model."""
 
+import difflib
 import importlib
 import importlib.util
 import inspect
@@ -14,10 +15,12 @@ from lightning_memsave.analysis._predict_checks import check_arguments, check_ba
 from lightning_memsave.analysis._targets_building import remedy_for
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks._stacks import with_rest_off, with_stack
+from lightning_memsave.callbacks._trial import NUM_STEPS
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.nesting import items_of
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.host import PACKAGES
+from lightning_memsave.planning.cuda_constants import DETERMINISTIC_WORKSPACE
 from lightning_memsave.planning.fake_models import FakeTensors, real_tensors
 from lightning_memsave.planning.gpus import Gpu, parse_gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
@@ -32,6 +35,11 @@ _MATTER = (
     *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     *("max_epochs", "max_steps"),
 )
+_LOSS = (
+    "The loss is the `loss` of what the module gives, or the mean of its first tensor: pass "
+    "`loss=` in Python, or a LightningModule, for another one."
+)
+_DEFAULT_PRECISION = ("32", "32-true")
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 
 
@@ -72,8 +80,8 @@ def predict_memory(
         gpu: The GPU that is meant, such as ``"T4"``: it decides which precision ``"auto"`` is.
         attention: CUDA's attention kernel, ``"flash"``, ``"efficient"`` or ``"math"``; without it
             the one that torch would choose.
-        trainer_arguments: Arguments of the Trainer; ``precision``, accumulation and gradient
-            clipping matter for memory, others are not used.
+        trainer_arguments: Arguments of the Trainer; ``precision``, accumulation, gradient
+            clipping and ``deterministic`` matter for memory, others are not used.
         may_extrapolate: Whether models of 30 blocks and more may be predicted from copies with
             fewer, which takes seconds instead of minutes.
         time_limit_s: Give up after this time; ``None`` for never. A step that repeats itself until
@@ -101,9 +109,8 @@ def predict_memory(
     """
     check_arguments(device, time_limit_s)
     arguments = _arguments(settings)
-    trainer_settings = {
-        name: value for name, value in (trainer_arguments or {}).items() if name in _MATTER
-    }
+    trainer_settings = _trainer_settings(trainer_arguments or {})
+    is_deterministic = bool((trainer_arguments or {}).get("deterministic"))
     card = parse_gpu(gpu) if isinstance(gpu, str) else gpu
     if with_stack(arguments)["precision"] == "auto":
         arguments["precision"] = _auto_precision(device, card, trainer_settings)
@@ -128,11 +135,12 @@ def predict_memory(
         attention=attention,
         capability=(card and card.compute_capability) or (8, 0),
         trainer_arguments=trainer_settings,
+        workspace_config=DETERMINISTIC_WORKSPACE if is_deterministic else None,
         time_limit_s=time_limit_s,
         may_extrapolate=may_extrapolate,
     )
     try:
-        return _without_wrapper(predict(question))
+        prediction = predict(question)
     except (MemsaveError, TimeoutError):
         raise
     except Exception as error:
@@ -147,6 +155,9 @@ def predict_memory(
             f"tensors without data: {remedy_for(error) or _CHECK_BATCH}"
         )
         raise
+    if prediction.modules[0].class_name != "Wrapped":
+        return prediction
+    return _without_wrapper(prediction, () if loss is not None else (_LOSS,))
 
 
 def _made(make: Any) -> nn.Module:
@@ -189,12 +200,28 @@ def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str
     return arguments
 
 
+def _trainer_settings(given: Mapping[str, Any]) -> dict[str, Any]:
+    known = inspect.signature(_installed_package().Trainer).parameters
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            raise ConfigurationError(
+                f"`trainer_arguments` has {name!r}, which is no argument of Lightning's Trainer. "
+                + (f"Did you mean {near[0]!r}?" if near else "Remove it.")
+            )
+    matter = {name: given[name] for name in _MATTER if given.get(name) is not None}
+    if 0 <= matter.get("max_steps", -1) < NUM_STEPS:
+        del matter["max_steps"]
+    return matter
+
+
+# Lightning's default cannot be told from no choice, which the callback changes on CUDA.
 def _auto_precision(
     device: str, gpu: Gpu | None, trainer_arguments: Mapping[str, Any]
 ) -> str | None:
-    if device != "cuda" or "precision" in trainer_arguments:
+    if device != "cuda" or str(trainer_arguments.get("precision", 32)) not in _DEFAULT_PRECISION:
         return None
-    return "bf16-mixed" if gpu is None or gpu.has_bf16 else "16-mixed"
+    return "bf16-mixed" if gpu is None or gpu.has_bf16 else None
 
 
 def _is_lightning(module: nn.Module) -> bool:
@@ -207,9 +234,14 @@ def _trainers(module: Any) -> list[Any]:
     return [] if trainer is None else [trainer]
 
 
-def _wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
+def _installed_package() -> Any:
+    """Import the first of Lightning's two packages that is installed."""
     installed = (name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]))
-    package: Any = importlib.import_module(next(installed))
+    return importlib.import_module(next(installed))
+
+
+def _wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
+    package = _installed_package()
 
     class Wrapped(package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -228,12 +260,12 @@ def _wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
 
 
 # Under the name that it has in the LightningModule around it no one would look for a module.
-def _without_wrapper(prediction: MemoryPrediction) -> MemoryPrediction:
+def _without_wrapper(
+    prediction: MemoryPrediction, assumptions: tuple[str, ...]
+) -> MemoryPrediction:
     def own(name: str) -> str:
         return "" if name == _WRAPPER else name.removeprefix(f"{_WRAPPER}.")
 
-    if prediction.modules[0].class_name != "Wrapped":
-        return prediction
     outer, inner, *others = prediction.modules
     inner = replace(inner, name="", memory=inner.memory + outer.memory)
     return replace(
@@ -243,6 +275,7 @@ def _without_wrapper(prediction: MemoryPrediction) -> MemoryPrediction:
             replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
         ),
         peak_module=own(prediction.peak_module),
+        assumptions=(*assumptions, *prediction.assumptions),
         ineffective={
             name: why.replace("`Wrapped`", f"`{prediction.model}`")
             for name, why in prediction.ineffective.items()

@@ -18,6 +18,7 @@ from lightning_memsave.callbacks._remedy_candidates import (
     single_candidates,
 )
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.planning._dominant_parts import dominant_embedding
 from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
@@ -155,6 +156,8 @@ def remedies_of(trials: Trials) -> list[Remedy]:
         trials.precision,
         trials.gpu is None or trials.gpu.has_bf16,
         trials.num_samples or 0,
+        dominant_embedding(trials.table),
+        trials.device == "cuda",
     )
     found: list[tuple[Candidate, Remedy]] = []
     for candidate in single_candidates(now):
@@ -162,7 +165,8 @@ def remedies_of(trials: Trials) -> list[Remedy]:
     _try_parts(trials, part_candidates(now), found)
     for candidate in joint_candidates(now, [helped for helped, _ in found]):
         _try(trials, candidate, found)
-        if trials.gpu is None or any(remedy.fits for _, remedy in found):
+        # Of a large embedding most can be saved by the stack, which comes last.
+        if any(r.fits for _, r in found) or (trials.gpu is None and not now.embedding):
             break
     return [remedy for _, remedy in found]
 

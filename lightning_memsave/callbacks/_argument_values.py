@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.errors import ConfigurationError
 
@@ -32,8 +31,13 @@ def exactness_limit(arguments: Arguments) -> Exactness:
         ) from error
 
 
-def is_beyond(arguments: Arguments, name: str, exactness: Exactness) -> bool:
-    """Say whether the limit switches off what was left to us.
+def is_asked(arguments: Arguments, name: str) -> bool:
+    """Say whether the user wrote an argument by name, and not the stack."""
+    return name not in arguments["from_stack"] and arguments[name] != "auto"
+
+
+def why_beyond(arguments: Arguments, name: str, exactness: Exactness) -> str:
+    """Say why the limit switches off what is left to a stack.
 
     Args:
         arguments: All arguments of ``MemSaveCallback`` by name.
@@ -41,16 +45,16 @@ def is_beyond(arguments: Arguments, name: str, exactness: Exactness) -> bool:
         exactness: What its value declares.
 
     Returns:
-        True if it is to be off.
+        The reason; empty if it may be on.
 
     Raises:
         ConfigurationError: If the user asked for it by name.
     """
     limit = exactness_limit(arguments)
     if limit.allows(exactness):
-        return False
-    if arguments[name] == "auto":
-        return True
+        return ""
+    if not is_asked(arguments, name):
+        return f"it is {exactness.value}, which `exactness={limit.value!r}` does not allow"
     raise ConfigurationError(
         f"{as_given(arguments, name)} is {exactness.value}, which "
         f"`exactness={limit.value!r}` does not allow. Use `exactness={exactness.value!r}`, or "
@@ -68,23 +72,9 @@ def as_given(arguments: Arguments, name: str) -> str:
     Returns:
         Code for a message.
     """
-    is_own = arguments["stack"] is None or name not in arguments.get("from_stack", ())
-    of_stack = "" if is_own else f" of `stack={arguments['stack']!r}`"
+    is_of_stack = arguments["stack"] is not None and name in arguments["from_stack"]
+    of_stack = f" of `stack={arguments['stack']!r}`" if is_of_stack else ""
     return f"`{name}={arguments[name]!r}`{of_stack}"
-
-
-def off_row(arguments: Arguments, name: str) -> Row:
-    """Write that the limit has switched a setting off.
-
-    Args:
-        arguments: All arguments of ``MemSaveCallback`` by name.
-        name: Name of the setting.
-
-    Returns:
-        A line of the table.
-    """
-    reason = f"`exactness={arguments['exactness']!r}` does not allow it"
-    return Row(name, "auto", "off", (reason,))
 
 
 def refuse_technique(name: str, value: object, expected: type[Technique[Any]]) -> None:

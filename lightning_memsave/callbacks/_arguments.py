@@ -5,13 +5,15 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from lightning_memsave.callbacks._argument_values import Arguments, exactness_limit, read_flag
+from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks._settings import Settings
 from lightning_memsave.callbacks._stacks import Stack, with_stack
 from lightning_memsave.callbacks._technique_arguments import TECHNIQUE_MAKERS
 from lightning_memsave.callbacks._trainer_arguments import TRAINER_MAKERS
+from lightning_memsave.callbacks._weight_precision import WeightPrecision
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.errors import ConfigurationError, Problem
 
 T = TypeVar("T")
 
@@ -29,19 +31,18 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
     Raises:
         ConfigurationError: If any argument is wrong; the message lists every problem.
     """
-    problems: list[str] = []
-    given = arguments
+    problems: list[Problem | str] = []
     try:
-        arguments = with_stack(given)
+        arguments = with_stack(arguments)
     except ConfigurationError as error:
         problems.append(str(error))
-        arguments = with_stack({**given, "stack": None})
+        arguments = with_stack({**arguments, "stack": None})
 
     def attempt(make: Callable[[Arguments], T]) -> T | None:
         try:
             return make(arguments)
         except ConfigurationError as error:
-            problems.append(str(error))
+            problems.extend(error.problems or [str(error)])
             return None
 
     attempt(exactness_limit)
@@ -52,10 +53,11 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
     if problems:
         failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
         raise failure
-    made = [setting for setting in settings if setting is not None]
-    # What it stands for comes before its settings, what is not used after them.
-    stack = Stack(given)
-    return Settings([*made, stack] if given["stack"] is None else [stack, *made]), monitor
+    found = [setting for setting in settings if setting is not None]
+    stack = Stack(arguments)
+    made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
+    made.find(MicroBatches).weights = made.find(WeightPrecision)
+    return made, monitor
 
 
 def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:

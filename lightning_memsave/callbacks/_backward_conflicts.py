@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from torch.nn.parameter import is_lazy
+
 from lightning_memsave import host
 from lightning_memsave.callbacks._foreign_hooks import has_foreign, owners_of
 from lightning_memsave.errors import Problem
@@ -39,6 +41,8 @@ def find_conflicts(
             )
         )
     problems += _of_clipping(trainer, technique, what)
+    problems += find_scaler(trainer, what)
+    problems += _of_compilation(pl_module, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
     if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
@@ -47,10 +51,24 @@ def find_conflicts(
                 what,
                 f"`{type(trainer.strategy).__name__}` shares gradients between processes after "
                 "they are complete",
-                f"{_OFF.capitalize()}, or train in one process.",
+                "Set `optimizer_in_backward=None`, or train in one process.",
             )
         )
     return problems
+
+
+def find_risks(pl_module: Any, what: str) -> list[Problem]:
+    """Find what may end the run in a later step, for updates that nobody has asked for by name."""
+    owner = type(pl_module).__name__
+    whys = {
+        "optimizer_step": "may leave out a step, whose backward pass has updated parameters",
+        "backward": "may run several backward passes in a step, and only the last one may update",
+    }
+    return [
+        Problem(what, f"`{owner}.{hook}` {why}", "Set `optimizer_in_backward=True` by name.")
+        for hook, why in whys.items()
+        if has_foreign(pl_module, hook)
+    ]
 
 
 def clipping_of(trainer: Any) -> dict[str, Any]:
@@ -104,6 +122,43 @@ def _of_clipping(trainer: Any, technique: OptimizerInBackward, what: str) -> lis
         for setting, bound in clipping_of(trainer).items()
         if (own := getattr(technique, setting)) not in (None, bound)
     ]
+
+
+def find_scaler(trainer: Any, what: str) -> list[Problem]:
+    """Find a GradScaler, which may leave out a step after its backward pass."""
+    if host.gradient_scaler(trainer) is None:
+        return []
+    why = (
+        f"`precision={trainer.precision!r}` scales losses, and whether a step is left out is known "
+        "only after backward, when parameters are updated already"
+    )
+    return [Problem(what, why, f'Use `precision="bf16-mixed"`, or {_OFF}.')]
+
+
+def _of_compilation(pl_module: Any, what: str) -> list[Problem]:
+    total = _trained_bytes(pl_module)
+    if getattr(pl_module, "_compiler_ctx", None):  # as Lightning marks a compiled LightningModule
+        compiled = [(type(pl_module).__name__, pl_module)]
+    else:
+        compiled = [
+            (name or type(pl_module).__name__, module)
+            for name, module in pl_module.named_modules()
+            if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+        ]
+    return [
+        Problem(
+            what,
+            f"`{name}` is compiled as a whole: its graph gives all gradients at once, so nothing "
+            "would be saved",
+            f"Compile its blocks one by one, or {_OFF}.",
+        )
+        for name, module in compiled[:1]
+        if 2 * _trained_bytes(module) > total
+    ]
+
+
+def _trained_bytes(module: Any) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.requires_grad and not is_lazy(p))
 
 
 def _of_module(pl_module: Any, what: str) -> list[Problem]:

@@ -6,14 +6,22 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+from torch.nn.parameter import is_lazy
+
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
 from lightning_memsave.callbacks._accumulation import has_scheduler
-from lightning_memsave.callbacks._backward_conflicts import advice_for, clipping_of, find_conflicts
-from lightning_memsave.callbacks._module_techniques import off_row
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._backward_conflicts import (
+    advice_for,
+    clipping_of,
+    find_conflicts,
+    find_risks,
+    find_scaler,
+)
+from lightning_memsave.callbacks._module_techniques import off_rows
+from lightning_memsave.callbacks._settings import Row, Setting, saves
 from lightning_memsave.core.technique import Handle
-from lightning_memsave.errors import Problem
+from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 from lightning_memsave.techniques.optimizer_in_backward import (
     OptimizerInBackward,
@@ -27,8 +35,9 @@ class BackwardUpdates(Setting):
     Args:
         technique: The settings, or ``None`` to update all parameters after backward.
         value: What the user wrote for it.
-        is_of_stack: The user did not ask for it by itself: no line for ``None``.
+        is_asked: The user wrote it by name: it is set, or refused.
         halves_batches: Batches pass whole until memory runs out.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
     """
 
     name = "optimizer_in_backward"
@@ -37,11 +46,13 @@ class BackwardUpdates(Setting):
         self,
         technique: OptimizerInBackward | None,
         value: str,
-        is_of_stack: bool = False,
+        is_asked: bool = True,
         halves_batches: bool = False,
+        off_reason: str = "",
     ) -> None:
         super().__init__()
-        self.is_of_stack = is_of_stack
+        self.is_asked = is_asked
+        self.off_reason = off_reason
         self.halves_batches = halves_batches
         self.technique = technique
         self.value = value
@@ -63,17 +74,28 @@ class BackwardUpdates(Setting):
         if self.technique is None:
             return []
         what = f"`{self.name}={self.value}`"
-        return find_conflicts(trainer, pl_module, self.technique, what)
+        problems = find_conflicts(trainer, pl_module, self.technique, what)
+        return problems if self.is_asked else problems + find_risks(pl_module, what)
+
+    def savings(self, pl_module: Any) -> str:
+        """Say how large the gradients are."""
+        sizes = [
+            p.numel() * p.element_size()
+            for p in pl_module.parameters()
+            if p.requires_grad and not is_lazy(p)
+        ]
+        return saves(sum(sizes) - max(sizes, default=0), "gradients")
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap ``configure_optimizers`` and the backward passes.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Wrap ``configure_optimizers`` and the backward passes."""
         if self.technique is None:
-            self.rows = [] if self.is_of_stack else [off_row(self.name)]
+            self.rows = off_rows(self)
+            return
+        # Of the precision that this callback has set; of the Trainer's own, `check` says it.
+        if problems := find_scaler(trainer, f"`{self.name}={self.value}`"):
+            if self.is_asked:
+                raise IncompatibleError("MemSaveCallback", problems)
+            self.yield_to(problems, trainer, pl_module)
             return
         clipping, self._clipping = clipping_of(trainer), ""
         self.in_force = dataclasses.replace(self.technique, **clipping)
@@ -83,8 +105,7 @@ class BackwardUpdates(Setting):
             self._undo.append(lambda: setattr(trainer, "gradient_clip_val", clip_val))
             kind = "all values" if "clip_value" in clipping else "the norm of all gradients"
             self._clipping = f"clips {kind} at {clip_val} before the updates, for the Trainer"
-        technique = dataclasses.replace(self.in_force, scaler=host.gradient_scaler(trainer))
-        self._state, undo = configure_optimizers.enable(pl_module, technique)
+        self._state, undo = configure_optimizers.enable(pl_module, self.in_force, not self.is_asked)
         self._undo += [
             undo,
             host.around_backward(trainer, self._around_backward),
@@ -101,6 +122,9 @@ class BackwardUpdates(Setting):
         """
         if self._state is None:
             return
+        if self._state.problems:
+            self.yield_to(self._state.problems, trainer, pl_module)
+            return
         self.rows = [self._row_of(trainer, handle) for handle in self._state.handles] or [
             Row(self.name, self.value, "off", ("the module configures no optimizer",))
         ]
@@ -110,8 +134,12 @@ class BackwardUpdates(Setting):
 
     def undo(self) -> None:
         """Restore everything, and let go of the optimizers; a second call does nothing."""
-        super().undo()
+        handles = [] if self._state is None else self._state.handles
+        for handle in handles:  # the step that they wait for will not come
+            if handle.target in IN_BACKWARD:
+                IN_BACKWARD[handle.target].forget()
         self._state = None
+        super().undo()
 
     def _row_of(self, trainer: Any, handle: Handle[Any]) -> Row:
         if not handle.changes:

@@ -1,18 +1,18 @@
 """Exchange the optimizers that ``configure_optimizers`` returns, in every form that it may have."""
 
-import contextlib
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
-from lightning_memsave.core.technique import Handle, Technique
-from lightning_memsave.errors import NoEffectWarning
+from lightning_memsave.core.technique import Handle, Technique, undo_all
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques._optimizers.kinds import is_low_bit
 from lightning_memsave.techniques._optimizers.state import convert_state_dict
+from lightning_memsave.techniques._optimizers.state_checks import check_type
 
 Undo = Callable[[], None]
 OptimizerHandle = Handle[Optimizer]
@@ -29,17 +29,22 @@ class TechniqueState:
         technique: What is applied to each optimizer.
     """
 
-    def __init__(self, technique: Technique[Optimizer]) -> None:
+    def __init__(self, technique: Technique[Optimizer], yields: bool = False) -> None:
         self.technique = technique
+        self.yields = yields
         self.handles: list[OptimizerHandle] = []
         """One for each optimizer of the latest call, in the order in which they were returned."""
+        self.problems: list[Problem] = []
+        """Why it was applied to none of them, where it yields."""
         self.undo: list[Undo] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"technique": self.technique, "handles": [], "undo": []}
+        return {**vars(self), "handles": [], "problems": [], "undo": []}
 
 
-def enable(pl_module: Any, technique: Technique[Optimizer]) -> tuple[TechniqueState, Undo]:
+def enable(
+    pl_module: Any, technique: Technique[Optimizer], yields: bool = False
+) -> tuple[TechniqueState, Undo]:
     """Let a LightningModule configure its optimizers with a technique.
 
     Several techniques are applied one after the other, each to what the one before has given. A
@@ -49,6 +54,7 @@ def enable(pl_module: Any, technique: Technique[Optimizer]) -> tuple[TechniqueSt
     Args:
         pl_module: The LightningModule.
         technique: Its field ``module``, if it has one, is filled in when it is applied.
+        yields: Leave all optimizers as they are where one of them does not go with it.
 
     Returns:
         The state, whose ``handles`` are there once Lightning has asked for the optimizers, and a
@@ -57,46 +63,41 @@ def enable(pl_module: Any, technique: Technique[Optimizer]) -> tuple[TechniqueSt
     """
     attributes = vars(pl_module)
     # Filled in for each call: a copy of the module must not hold on to the original.
-    state = TechniqueState(_with_module(technique, None))
+    state = TechniqueState(_with_module(technique, None), yields)
     is_first = _STATE not in attributes or not is_patched_with(pl_module, configure_optimizers)
     undo: list[Undo] = []
     if is_first:
         attributes[_STATE] = []
         undo.append(lambda: attributes.pop(_STATE, None))
-        if _has_configure_optimizers(pl_module):
+        if has_configure_optimizers(pl_module):
             undo.append(patch_method(pl_module, configure_optimizers))
     attributes[_STATE].append(state)
 
     def restore() -> None:
-        _run(state.undo)
+        undo_all(state.undo)
         if state in attributes.get(_STATE, ()):
             attributes[_STATE].remove(state)
-        _run(undo)
+        undo_all(undo)
 
     return state, restore
 
 
 def configure_optimizers(self: Any) -> Any:
-    """Give what the module's own ``configure_optimizers`` gives, with all techniques applied.
-
-    Args:
-        self: The LightningModule, which ``enable`` has seen.
-
-    Returns:
-        The same form as the module's own.
-    """
+    """Give what the module's own ``configure_optimizers`` gives, with all techniques applied."""
     output = previous_method(self, "configure_optimizers")()
     states: list[TechniqueState] = vars(self)[_STATE]
     for state in states:
         exchange = _Exchange(_with_module(state.technique, self))
-        output = exchange.convert(output)
+        try:
+            output = exchange.convert(output)
+        except IncompatibleError as error:
+            if not state.yields:
+                raise
+            state.problems = list(error.problems)
+            continue
         exchange.replace_attributes(self)
         state.handles = exchange.handles
         state.undo += [handle.undo for handle in exchange.handles]
-        if state.handles and not any(handle.changes for handle in state.handles):
-            reasons = "; ".join(reason for handle in state.handles for reason in handle.skipped)
-            message = f"{state.technique.name} changed nothing: {reasons}."
-            rank_zero_warn(message, category=NoEffectWarning)
     return output
 
 
@@ -108,13 +109,26 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
         checkpoint: As loaded; it is not changed.
     """
     states = checkpoint.get("optimizer_states", [])
+    check_type(states, Sequence, "`optimizer_states`")
     translated = [
         convert_state_dict(state, optimizer)
         for state, optimizer in zip(states, self.optimizers, strict=False)
     ]
-    if any(new is not old for new, old in zip(translated, states, strict=False)):
-        checkpoint = {**checkpoint, "optimizer_states": translated}
+    paged = [
+        (optimizer, state)
+        for state, optimizer in zip(translated, self.optimizers, strict=False)
+        if is_low_bit(optimizer) and optimizer.is_paged
+    ]
+    # Lightning moves what it has loaded to the GPU. State that may not fit there comes afterwards.
+    shown = [
+        {**state, "state": {}} if any(state is one for _, one in paged) else state
+        for state in translated
+    ]
+    if any(new is not old for new, old in zip(shown, states, strict=False)):
+        checkpoint = {**checkpoint, "optimizer_states": shown}
     previous_method(self, "load_optimizer_state_dict")(checkpoint)
+    for optimizer, state in paged:
+        optimizer.load_state_dict(state)
 
 
 def rebind_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer) -> list[Undo]:
@@ -157,7 +171,7 @@ class _Exchange:
             for optimizer in _leaves(output, Optimizer):
                 self._apply(optimizer)
         except BaseException:
-            _run([handle.undo for handle in self.handles])
+            undo_all([handle.undo for handle in self.handles])
             raise
         self._rebind(_leaves(output, object))
         return self._mapped(output)
@@ -244,20 +258,21 @@ def _setter(attributes: dict[str, Any], values: dict[str, Any]) -> Undo:
     return lambda: attributes.update(values)
 
 
-def _run(undo: list[Undo]) -> None:
-    with contextlib.ExitStack() as stack:
-        for function in undo:
-            stack.callback(function)
-    undo.clear()
-
-
 def _with_module(technique: Technique[Optimizer], module: Any) -> Technique[Optimizer]:
     if "module" not in getattr(technique, "__dataclass_fields__", {}):
         return technique
     return dataclasses.replace(technique, module=module)  # type: ignore[type-var]
 
 
-def _has_configure_optimizers(pl_module: Any) -> bool:
+def has_configure_optimizers(pl_module: Any) -> bool:
+    """Say whether a LightningModule has a ``configure_optimizers`` of its own.
+
+    Args:
+        pl_module: The LightningModule.
+
+    Returns:
+        True also if it was set on the instance.
+    """
     name = "configure_optimizers"
     base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
     own = getattr(type(pl_module), name, None)

@@ -4,26 +4,23 @@ from typing import Any
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._foreign_hooks import owner_of, who_zeroes
-from lightning_memsave.callbacks._module_techniques import off_row
+from lightning_memsave.callbacks._module_techniques import off_rows
 from lightning_memsave.callbacks._settings import Row, Setting, Status
 
 
 class EarlyReleases(Setting):
-    """Old gradients are freed before forward, and outputs that nobody sees before backward.
-
-    Lightning's mixed precision keeps no copies of weights, so that there is nothing to release in
-    the module itself, as `EarlyRelease` does in other loops.
+    """The last step's gradients are freed before forward, unused outputs before backward.
 
     Args:
         is_on: Whether to do it.
-        is_of_stack: The user did not ask for it by itself: no line for ``None``.
+        is_asked: The user wrote it by name.
     """
 
     name = "early_release"
 
-    def __init__(self, is_on: bool, is_of_stack: bool) -> None:
+    def __init__(self, is_on: bool, is_asked: bool) -> None:
         super().__init__()
-        self.is_on, self.is_of_stack = is_on, is_of_stack
+        self.is_on, self.is_asked = is_on, is_asked
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the training loop.
@@ -34,7 +31,7 @@ class EarlyReleases(Setting):
         """
         self.rows = []
         if not self.is_on:
-            self.rows = [] if self.is_of_stack else [off_row(self.name)]
+            self.rows = off_rows(self)
         elif not pl_module.automatic_optimization:
             name = type(pl_module).__name__
             reason = f"`{name}.automatic_optimization=False`: the module runs its own steps"

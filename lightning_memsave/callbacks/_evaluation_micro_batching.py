@@ -60,15 +60,15 @@ class EvaluationMicroBatches(Setting):
         self.rows = []
         if self.technique is None:
             return
-        self._runner = self.technique.make_runner(module=pl_module)
+        self._runner = self.technique.make_runner()
         self._undo.append(host.split_evaluation_batches(trainer, self._run_batch))
         value = repr(self.technique.micro_batch_size)
         self.rows = [Row(self.name, value, "on", ("outputs are put together",), "rounding")]
 
     def undo(self) -> None:
         """Restore the steps; a second call does nothing."""
-        super().undo()
         self._runner = None
+        super().undo()
 
     def _run_batch(
         self, trainer: Any, batch: Any, step: Callable[[Any], Any], logged: host.LoggedValues
@@ -92,7 +92,7 @@ class EvaluationMicroBatches(Setting):
             forget=forget,
         )
         if self._runner.size != size:
-            warn_of_retry(trainer, self._runner)
+            warn_of_retry(trainer, self._runner, self.name, "")
         outputs, sizes, weights = zip(*passed, strict=True)
         return outputs[0] if len(outputs) == 1 else _merged(outputs, sizes, weights)
 

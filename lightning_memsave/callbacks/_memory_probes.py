@@ -14,10 +14,14 @@ from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.allocator import read_allocator
 from lightning_memsave.measure.host_memory import read_host_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.measure.nvml import NvmlDevice
+from lightning_memsave.measure.nvml import NvmlDevice, NvmlReading
+from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.units import GIB
 
 PEAKS = ("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_live_gib")
+
+# In the first step the optimizer makes its state, the second is like all that follow.
+_NUM_EARLY_STEPS = 2
 
 
 @dataclass
@@ -28,6 +32,9 @@ class Highest:
     by_category: dict[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
     nvml_bytes: int | None = None
+    is_nvml_of_gpu: bool = False
+    num_counted_steps: int | None = None
+    had_larger_batches: bool = False
 
 
 class Probe(ABC):
@@ -41,6 +48,24 @@ class Probe(ABC):
         self.device = device
         self.highest = Highest()
         self.notes: list[str] = []
+        self._largest_batch_bytes: int | None = None
+
+    def is_larger(self, batch: object) -> bool:
+        """Say whether a batch has more bytes than any before, and remember it.
+
+        Args:
+            batch: Tensors in any nesting, or an object that holds them.
+
+        Returns:
+            True also for the first one.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in_batch(batch))
+        largest = self._largest_batch_bytes
+        if largest is not None and num_bytes <= largest:
+            return False
+        self.highest.had_larger_batches = largest is not None
+        self._largest_batch_bytes = num_bytes
+        return True
 
     @property
     def name(self) -> str:
@@ -83,19 +108,33 @@ class Probe(ABC):
             Values under their documented keys; what is not known is left out.
         """
 
+    def pause(self) -> None:  # noqa: B027 - only an allocator goes on measuring by itself
+        """Leave out what comes now, until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Measure again."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Take the rest into account, after training, while the module is still there."""
+
     @abstractmethod
     def close(self) -> None:
         """Give back what was opened; a second call does nothing."""
 
 
 class CudaProbe(Probe):
-    """Reads torch's allocator at each step, and the driver at logged steps."""
+    """Reads torch's allocator around the first two steps and logged ones, and the driver at them.
+
+    Between them the allocator keeps the peak by itself.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._cleanup = contextlib.ExitStack()
         self._nvml = self._cleanup.enter_context(NvmlDevice(device))
         self._reading = read_allocator(device)
+        self._num_steps = 0
+        self._is_read = False
         if reason := self._nvml.read().reason:
             self.notes.append(reason)
 
@@ -106,13 +145,18 @@ class CudaProbe(Probe):
 
     @override
     def begin_step(self, is_logged: bool) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        is_early = self._num_steps < _NUM_EARLY_STEPS
+        self._is_read = is_logged or is_early
+        if self._is_read and self._num_steps:
+            self._note_peaks()
+        if self._is_read:
+            torch.cuda.reset_peak_memory_stats(self.device)
 
     @override
     def begin_batch(
         self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
     ) -> None:
-        pass
+        self.is_larger(batch)
 
     @override
     def end_batch(self) -> None:
@@ -120,21 +164,50 @@ class CudaProbe(Probe):
 
     @override
     def end_step(self) -> None:
+        self._num_steps += 1
+        if not self._is_read:
+            return
+        self._note_peaks()
+        if self._num_steps <= _NUM_EARLY_STEPS:
+            self._read_nvml()
+
+    @override
+    def pause(self) -> None:
+        if self._num_steps:  # validation before training has peaks of its own
+            self._note_peaks()
+
+    @override
+    def resume(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._note_peaks()
+        self._read_nvml()
+
+    def _note_peaks(self) -> None:
         self._reading = reading = read_allocator(self.device)
         if reading is not None:
             highest = self.highest
             highest.peak_bytes = max(highest.peak_bytes or 0, reading.peak_allocated_bytes)
             highest.reserved_bytes = max(highest.reserved_bytes or 0, reading.peak_reserved_bytes)
 
+    def _read_nvml(self) -> NvmlReading:
+        reserved_bytes = None if self._reading is None else self._reading.reserved_bytes
+        nvml = self._nvml.read(reserved_bytes)
+        seen_bytes = nvml.used_bytes if nvml.process_bytes is None else nvml.process_bytes
+        if seen_bytes is not None:
+            self.highest.nvml_bytes = max(self.highest.nvml_bytes or 0, seen_bytes)
+            self.highest.is_nvml_of_gpu = nvml.process_bytes is None
+        return nvml
+
     @override
     def metrics(self) -> dict[str, float]:
         reading = self._reading
         if reading is None:
             return _host_metrics()
-        nvml = self._nvml.read(reading.reserved_bytes)
-        seen_bytes = nvml.used_bytes if nvml.process_bytes is None else nvml.process_bytes
-        if seen_bytes is not None:
-            self.highest.nvml_bytes = max(self.highest.nvml_bytes or 0, seen_bytes)
+        nvml = self._read_nvml()
         sizes = {
             "memory/allocated_gib": reading.allocated_bytes,
             "memory/reserved_gib": reading.reserved_bytes,
@@ -157,7 +230,7 @@ class CudaProbe(Probe):
 
 
 class LiveTensorsProbe(Probe):
-    """Counts live tensors, in the first two steps and in those that are logged."""
+    """Counts live tensors in the first two steps, in those that are logged and in larger ones."""
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
         super().__init__(device)
@@ -176,15 +249,14 @@ class LiveTensorsProbe(Probe):
     @override
     def begin_step(self, is_logged: bool) -> None:
         self._step_peak = self._live_bytes = None
-        # In the first step the optimizer makes its state, the second is like all that follow.
-        self._is_counted = self._can_count and (is_logged or self._num_steps < 2)
+        self._is_counted = self._can_count and (is_logged or self._num_steps < _NUM_EARLY_STEPS)
 
     @override
     def begin_batch(
         self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
     ) -> None:
         self.end_batch()
-        if self._is_counted:
+        if self._can_count and (self.is_larger(batch) or self._is_counted):
             live = LiveTensors(module, optimizers, self.device)
             live.__enter__()
             self._live = live
@@ -204,7 +276,10 @@ class LiveTensorsProbe(Probe):
     def end_step(self) -> None:
         self._num_steps += 1
         peak = self._step_peak
-        if peak is not None and peak.total_bytes > (self.highest.peak_bytes or 0):
+        if peak is None:
+            return
+        self.highest.num_counted_steps = (self.highest.num_counted_steps or 0) + 1
+        if peak.total_bytes > (self.highest.peak_bytes or 0):
             self.highest.peak_bytes = peak.total_bytes
             self.highest.by_category = peak.by_category()
 

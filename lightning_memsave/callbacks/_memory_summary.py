@@ -1,7 +1,7 @@
 """What a fit needed, at its end."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,6 +10,8 @@ from rich.table import Table
 
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
+
+MAX_LINES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +25,15 @@ class MemorySummary:
         by_category: The peak by category, of rank zero; empty on CUDA.
         peak_reserved_bytes: Peak of what torch's CUDA allocator reserved; ``None`` elsewhere.
         nvml_peak_bytes: Largest value that the driver told for this process, or, where it does not
-            tell that, for the whole GPU; seen at the logged steps only. ``None`` if unknown.
+            tell that, for the whole GPU with all its processes; seen in the first two steps, at
+            logged ones and at the end of training. ``None`` if unknown.
+        is_nvml_of_gpu: That it is for the whole GPU.
         num_steps: Optimizer steps.
         num_samples: Samples in all training batches of all ranks.
         seconds: From the start of training to the end of the last batch, without validation and
             without the time that a prediction took.
+        num_counted_steps: Steps in which memory was measured; ``None`` for all of them.
+        had_larger_batches: Whether a batch came that has more bytes than the first.
         notes: What was not measured and why, one line each.
         prediction: What `MemSaveCallback` predicted before the first step.
         no_prediction: Why there is none, if there was to be one.
@@ -38,9 +44,12 @@ class MemorySummary:
     by_category: Mapping[str, int] = field(default_factory=dict)
     peak_reserved_bytes: int | None = None
     nvml_peak_bytes: int | None = None
+    is_nvml_of_gpu: bool = False
     num_steps: int = 0
     num_samples: int = 0
     seconds: float = 0.0
+    num_counted_steps: int | None = None
+    had_larger_batches: bool = False
     notes: tuple[str, ...] = ()
     prediction: MemoryPrediction | None = None
     no_prediction: str = ""
@@ -57,10 +66,20 @@ class MemorySummary:
 
     @property
     def prediction_error(self) -> float | None:
-        """Predicted peak over measured peak, less 1; ``None`` if one of them is not known."""
-        if self.prediction is None or not self.peak_bytes:
+        """Predicted peak over measured peak, less 1; ``None`` if there is nothing to compare.
+
+        The optimizer makes its state at the end of the first step, so that a run of one step has
+        not the peak that is predicted for all others.
+        """
+        if self.prediction is None or not self.peak_bytes or self._ended_before_state:
             return None
-        return self.prediction.peak_bytes / self.peak_bytes - 1
+        return self.prediction.measurable_bytes / self.peak_bytes - 1
+
+    @property
+    def _ended_before_state(self) -> bool:
+        predicted = self.prediction
+        has_state = predicted is not None and predicted.peak.optimizer_state_bytes > 0
+        return has_state and self.num_steps < 2
 
     def to_dict(self) -> dict[str, Any]:
         """Give what was measured as plain values, for JSON.
@@ -84,13 +103,15 @@ class MemorySummary:
             For example ``("peak memory", "1.50 GiB, predicted 1.49 GiB (-0.7 %)")``.
         """
         reserved_bytes = None if self.prediction is None else self.prediction.reserved_bytes
+        nvml = "peak seen by NVML" + (" on the whole GPU" if self.is_nvml_of_gpu else "")
         sizes = {
             "peak reserved": self._beside(self.peak_reserved_bytes, reserved_bytes),
-            "peak seen by NVML": self._beside(self.nvml_peak_bytes, None),
+            nvml: self._beside(self.nvml_peak_bytes, None),
         }
         return [
             ("device", self.device),
             *self._peak_rows(),
+            *self._limits(),
             *((name, size) for name, size in sizes.items() if size),
             *([("not predicted", self.no_prediction)] if self.no_prediction else []),
             ("time", f"{self.seconds:.1f} s"),
@@ -104,7 +125,9 @@ class MemorySummary:
         peak = [] if self.peak_bytes is None else [format_bytes(self.peak_bytes)]
         if predicted is not None:
             of_measured = "" if error is None else f" ({100 * error:+.2f} %)"
-            peak.append(f"predicted {format_bytes(predicted.peak_bytes)}{of_measured}")
+            first = " for the first batch" if self.had_larger_batches else ""
+            size = format_bytes(predicted.measurable_bytes)
+            peak.append(f"predicted {size}{first}{of_measured}")
         rows = [("peak memory", ", ".join(peak))] if peak else []
         foreseen = {} if predicted is None else predicted.peak.by_category()
         for name in foreseen or self.by_category:
@@ -115,13 +138,38 @@ class MemorySummary:
                 rows.append((f"  {name.replace('_', ' ')}", size))
         return rows
 
+    # What must be known to compare the two.
+    def _limits(self) -> list[tuple[str, str]]:
+        rows = []
+        if self.num_counted_steps is not None and self.num_counted_steps < self.num_steps:
+            rows.append(("counted in", f"{self.num_counted_steps} of {self.num_steps} steps"))
+        if self.prediction is not None and self.had_larger_batches:
+            rows.append(("not comparable", "later batches were larger than the first"))
+        if self._ended_before_state:
+            rows.append(("not comparable", "optimizer state comes with the second step"))
+        guesses = () if self.prediction is None else self.prediction.guesses
+        return rows + [("guessed", guess) for guess in shortened(guesses)]
+
     # Where both are the same there is one figure.
     @staticmethod
     def _beside(measured: int | None, predicted: int | None) -> str:
         sizes = [] if measured is None else [format_bytes(measured)]
-        if predicted is not None and predicted != measured:
+        if predicted is not None and format_bytes(predicted) not in sizes:
             sizes.append(f"predicted {format_bytes(predicted)}")
         return ", ".join(sizes)
+
+
+def shortened(lines: Sequence[str]) -> list[str]:
+    """Give the first three of some lines, and how many more there are.
+
+    Args:
+        lines: Any number of them.
+
+    Returns:
+        At most four lines.
+    """
+    more = len(lines) - MAX_LINES
+    return [*lines[:MAX_LINES], *([f"and {more} more"] if more > 0 else [])]
 
 
 def print_summary(summary: MemorySummary, console: Console | None = None) -> None:

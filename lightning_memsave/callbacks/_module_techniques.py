@@ -7,11 +7,16 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting, warn
+from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting
+from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.core.technique import Handle, Technique
-from lightning_memsave.errors import NoEffectWarning, Problem
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques._attention.models import find_parts, has_kernel
+from lightning_memsave.techniques._logits.heads import find_heads
 from lightning_memsave.techniques._logits.numbers_after_all import compute_kept_logits
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
+from lightning_memsave.units import format_bytes
 
 
 class ModuleTechnique(Setting):
@@ -20,10 +25,9 @@ class ModuleTechnique(Setting):
     Args:
         name: Name of the argument that sets it.
         technique: The technique, or ``None`` to leave the module as it is.
-        value: What the user wrote for it.
-        is_auto: The user did not ask for it by name: conflicts switch it off with a reason.
-        is_of_stack: The user did not ask for it by itself: no line for ``None``, no warning where
-            it finds nothing to do.
+        value: What the user or the stack wrote for it.
+        is_asked: The user wrote it by name: it is set, or refused.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
     """
 
     def __init__(
@@ -31,67 +35,47 @@ class ModuleTechnique(Setting):
         name: str,
         technique: Technique[nn.Module] | None,
         value: str,
-        is_auto: bool,
-        is_of_stack: bool = False,
+        is_asked: bool,
+        off_reason: str = "",
     ) -> None:
         super().__init__()
         self.name = name
         self.technique = technique
         self.value = value
-        self.is_auto = is_auto
-        self.is_of_stack = is_of_stack
+        self.is_asked = is_asked
+        self.off_reason = off_reason
         self._handle: Handle[nn.Module] | None = None
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the strategy and the module as far as it is built.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems; none for a choice of our own, which gives way.
-        """
-        if self.technique is None or self.is_auto:
+        """Find conflicts with the strategy and the module as far as it is built."""
+        if self.technique is None:
             return []
         technique = self._for_trainer(self.technique, trainer)
         return technique.check(pl_module) + self._conflicts(trainer)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Change the module, unless it makes its layers later.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Change the module, unless it makes its layers later."""
         self.rows = []  # those of an earlier Trainer
         if self.technique is None:
-            self.rows = [] if self.is_of_stack else [off_row(self.name)]
-        elif self._gives_way(trainer):
-            reason = self._conflicts(trainer)[0].why
-            self.rows = [Row(self.name, self.value, "unchanged", (reason,))]
+            self.rows = off_rows(self)
         elif not host.builds_model_late(pl_module):
             self._use(self._for_trainer(self.technique, trainer), pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Change a module that made its layers after ``setup``.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Change a module that made its layers after ``setup``."""
         is_done = self._handle is not None and bool(self._handle.changes)
-        if self.technique is None or is_done or self._gives_way(trainer):
+        if self.technique is None or is_done:
             return
-        handle = self._use(self._for_trainer(self.technique, trainer), pl_module)
-        if not handle.changes and not self.is_of_stack:
-            reasons = "; ".join(handle.skipped)
-            warn(trainer, f"{self.name} changed nothing: {reasons}.", NoEffectWarning)
+        technique = self._for_trainer(self.technique, trainer)
+        if not self.is_asked and (problems := technique.check(pl_module)):
+            self.yield_to(problems, trainer, pl_module)
+            return
+        self._use(technique, pl_module)
 
     def undo(self) -> None:
         """Restore the module; a second call does nothing."""
-        super().undo()
         self._handle = None
+        super().undo()
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         return []
@@ -100,21 +84,36 @@ class ModuleTechnique(Setting):
     def _for_trainer(self, technique: Technique[nn.Module], trainer: Any) -> Technique[nn.Module]:
         return technique
 
-    def _gives_way(self, trainer: Any) -> bool:
-        return self.is_auto and bool(self._conflicts(trainer))
+    def _is_served(self, pl_module: nn.Module) -> bool:
+        """Return whether the module has what is asked for without any change."""
+        return False
+
+    def _advice(self) -> str:
+        return f"Set `{self.name}=None`."
 
     def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         with warnings.catch_warnings():
-            # A module may make its layers later, and each rank would say it.
+            # What is left to a stack has a line in the table; what is not is refused.
             warnings.simplefilter("ignore", NoEffectWarning)
             handle = self._handle = technique.apply(pl_module)
         self._undo.append(handle.undo)
+        if not handle.changes and self.is_asked and not self._is_served(pl_module):
+            what, why = f"`{self.name}={self.value}`", "; ".join(handle.skipped)
+            raise IncompatibleError("MemSaveCallback", [Problem(what, why, self._advice())])
         self.rows = [row_of(self.name, self.value, handle, technique.exactness.value)]
         return handle
 
 
 class Checkpointing(ModuleTechnique):
     """Activation checkpointing, which a strategy may do already."""
+
+    technique: ActivationCheckpointing | None
+
+    def savings(self, pl_module: Any) -> str:
+        """Say which blocks would have been recomputed."""
+        assert self.technique is not None, "only what is on can yield"
+        blocks = find_blocks(pl_module, self.technique.blocks)
+        return f"it would free the activations of {len(blocks)} blocks" if blocks else ""
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         if not host.checkpoints_activations_itself(trainer):
@@ -127,6 +126,13 @@ class Checkpointing(ModuleTechnique):
                 f"Remove that setting from `{strategy}`, or set `{self.name}=None` here.",
             )
         ]
+
+    def _is_served(self, pl_module: nn.Module) -> bool:
+        assert self.technique is not None, "it was applied"
+        return bool(find_blocks(pl_module, self.technique.blocks))
+
+    def _advice(self) -> str:
+        return f"Use `blocks=` with the class of the blocks, or set `{self.name}=None`."
 
 
 class LossWithoutLogits(ModuleTechnique):
@@ -143,6 +149,13 @@ class LossWithoutLogits(ModuleTechnique):
         # In its own optimization the step is not over, and may look at its logits as it likes.
         if self._handle is not None and pl_module.automatic_optimization:
             compute_kept_logits(pl_module)
+
+    def savings(self, pl_module: Any) -> str:
+        """Say how large the logits are."""
+        heads, _ = find_heads(pl_module, None)
+        widths = [len(head.module.weight) for head in heads]  # type: ignore[arg-type]
+        size = format_bytes(16 * max(widths, default=0))
+        return f"it would save up to {size} for each token of a batch" if widths else ""
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         if not host.is_strategy(trainer, "FSDPStrategy", "DeepSpeedStrategy"):
@@ -164,17 +177,16 @@ class FusedAttention(ModuleTechnique):
         assert isinstance(technique, AttentionKernel), "the argument takes no other"
         return dataclasses.replace(technique, device=trainer.strategy.root_device)
 
+    def _is_served(self, pl_module: nn.Module) -> bool:
+        assert isinstance(self.technique, AttentionKernel), "it was applied"
+        return any(has_kernel(part, self.technique.kernel) for part in find_parts(pl_module))
 
-def off_row(name: str) -> Row:
-    """Write that the user wants nothing done.
 
-    Args:
-        name: Name of the argument.
-
-    Returns:
-        A line of the table.
-    """
-    return Row(name, "None", "unchanged", (AS_IT_IS,))
+def off_rows(setting: Setting) -> list[Row]:
+    """Write why a setting does nothing: a limit, or the user's ``None``; none for a stack's."""
+    if setting.off_reason:
+        return [Row(setting.name, "auto", "off", (setting.off_reason,))]
+    return [Row(setting.name, "None", "unchanged", (AS_IT_IS,))] if setting.is_asked else []
 
 
 def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:

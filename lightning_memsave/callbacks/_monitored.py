@@ -48,6 +48,11 @@ class MonitoredCallback(CallbackBase):
         if self._driven is not None:
             self._driven.on_validation_end(trainer, pl_module)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_end(trainer, pl_module)
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Pass the hook on to the monitor."""
         if self._driven is not None:

@@ -1,5 +1,6 @@
 """Gather what is known when memory ran out."""
 
+import contextlib
 import logging
 import os
 from collections import Counter
@@ -11,37 +12,40 @@ from torch import Tensor
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._oom_report import BatchTensor, OutOfMemoryReport, trace_of
+from lightning_memsave.callbacks._settings import describe
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
 from lightning_memsave.measure.alive_tensors import AliveTensor, find_alive_tensors
 from lightning_memsave.measure.allocator import AllocatorReading, read_allocator
 from lightning_memsave.measure.host_memory import read_host_memory
 from lightning_memsave.measure.nvml import read_nvml
-from lightning_memsave.planning.oom_diagnosis import diagnose
+from lightning_memsave.planning.oom_diagnosis import Diagnosis, diagnose
 from lightning_memsave.planning.out_of_memory import OutOfMemory, read_out_of_memory
 
 T = TypeVar("T")
 
+_EVALUATION = ("sanity_check", "validate", "test", "predict")
+_SMALLER_EVALUATION = (
+    'Pass `MemSaveCallback(eval_micro_batch_size="auto")`, or a smaller `batch_size` to that '
+    "DataLoader: there is no backward pass, so what saves activations or optimizer state does not "
+    "help."
+)
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def out_of_memory_in(error: BaseException | None) -> BaseException | None:
+def out_of_memory_in(error: BaseException, outside: BaseException | None) -> BaseException | None:
     """Find out whether memory that ran out is what ended a run.
 
     Args:
         error: What was raised.
+        outside: What was being handled when the run began.
 
     Returns:
-        It, or the cause that it was explicitly raised from; ``None`` if it was something else.
+        It, or what it was raised from; ``None`` if it was something else.
     """
-    for _ in range(20):  # causes may form a circle
-        if error is None:
-            break
-        if isinstance(error, MemoryExhaustedError) or is_out_of_memory(error):
-            return error
-        error = error.__cause__
-    return None
+    ours = (e for e in errors_behind(error, outside) if isinstance(e, MemoryExhaustedError))
+    return next(ours, None) or find_out_of_memory(error, outside)
 
 
 def make_report(
@@ -74,12 +78,11 @@ def make_report(
 
     device = trainer.strategy.root_device
     trace = attempt("The traceback", lambda: trace_of(error), "")
-    oom = _read(trace or str(error), error, device)
-    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    diagnosis = _diagnose(trainer, error, trace)
     alive: list[AliveTensor] = attempt(
         "The tensors that are alive",
         lambda: find_alive_tensors(
-            device, pl_module, trainer.optimizers, batch, error, phase=oom.phase
+            device, pl_module, trainer.optimizers, batch, error, phase=diagnosis.oom.phase
         ),
         [],
     )
@@ -93,7 +96,7 @@ def make_report(
             "attempt were freed: they are not among the tensors that were alive."
         )
     return OutOfMemoryReport(
-        diagnosis=diagnose(oom, settings, has_memsave=_has_memsave(trainer)),
+        diagnosis=diagnosis,
         error=f"{type(error).__name__}: {error}",
         where=attempt("Where it happened", lambda: _where(trainer, device), {}),
         alive=_by_category(alive),
@@ -105,6 +108,26 @@ def make_report(
         trace=trace,
         notes=notes,
     )
+
+
+def add_advice(trainer: Any, exception: BaseException, error: BaseException) -> None:
+    """Let an exception say what to do, below its traceback.
+
+    Args:
+        trainer: The Trainer, in whatever state.
+        exception: What ends the run.
+        error: What says that memory ran out, in it or behind it.
+    """
+    if isinstance(error, MemoryExhaustedError):  # says it itself
+        return
+    diagnosis = _diagnose(trainer, error, trace_of(error))
+    advice = list(diagnosis.advice)
+    if getattr(trainer.state.stage, "value", None) in _EVALUATION:
+        advice.insert(0, _SMALLER_EVALUATION)
+    lines = [f"  {number}. {line}" for number, line in enumerate(advice, 1)]
+    note = "\n".join([diagnosis.summary, "What to do:", *lines])
+    if note not in getattr(exception, "__notes__", ()):  # of another callback of ours
+        exception.add_note(note)
 
 
 def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
@@ -136,18 +159,6 @@ def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
             yield from describe_batch(getattr(batch, field.name, None), f"{name}.{field.name}")
 
 
-def describe(failure: BaseException) -> str:
-    """Write a failure in one line.
-
-    Args:
-        failure: What was raised.
-
-    Returns:
-        Class and message.
-    """
-    return " ".join(f"{type(failure).__name__}: {failure}".split())
-
-
 def say(trainer: Any, message: str) -> None:
     """Log a warning on the rank where it happened: a Python warning could be made an error.
 
@@ -156,6 +167,29 @@ def say(trainer: Any, message: str) -> None:
         message: One line.
     """
     logging.getLogger(f"{host.package_of(trainer).__name__}.memsave").warning(message)
+
+
+def _diagnose(trainer: Any, error: BaseException, trace: str) -> Diagnosis:
+    oom = _read(trace or str(error), error, trainer.strategy.root_device)
+    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    return diagnose(oom, settings, has_memsave=_has_memsave(trainer))
+
+
+@contextlib.contextmanager
+def attempted(trainer: Any, otherwise: str) -> Iterator[None]:
+    """Log what fails inside, and raise nothing: what ended the run must be seen.
+
+    Args:
+        trainer: The Trainer.
+        otherwise: What is missing then.
+
+    Yields:
+        Once.
+    """
+    try:
+        yield
+    except Exception as failure:
+        say(trainer, f"{otherwise}: {describe(failure)}")
 
 
 # By name: `MemSaveCallback` may have an observer of its own, so that importing it makes a circle.

@@ -19,7 +19,7 @@ from lightning_memsave.callbacks._remedy_candidates import (
 )
 from lightning_memsave.callbacks._run_prediction import obstacle, question_of
 from lightning_memsave.callbacks._stacks import OFF_BY_NONE
-from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.memsave import MemSaveCallback, is_default
 from lightning_memsave.core.batches import count_samples
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.planning.gpus import BF16_CAPABILITY
@@ -57,6 +57,9 @@ def predict_remedies(
     arguments = given.arguments_in_force() if has_begun else dict(given.arguments)
     question = question_of(trainer, pl_module, batch, MemSaveCallback)
     question = replace(question, arguments=arguments)
+    typed = {"stack": "off"} if callback is None else dict(callback.arguments)
+    if isinstance(arguments.get("micro_batch_size"), int):
+        typed["micro_batch_size"] = arguments["micro_batch_size"]
     found: dict[str, MemoryPrediction] = {}
 
     def helps(changes: Mapping[str, Any], share: float) -> bool:
@@ -64,7 +67,7 @@ def predict_remedies(
         prediction = None if left_s <= 0 else _predicted(question, changes, left_s)
         if prediction is None or prediction.peak_bytes >= found[AS_IT_IS].peak_bytes:
             return False
-        found[_typed(changes)] = prediction
+        found[_typed(typed, changes)] = prediction
         return True
 
     as_it_is = _predicted(question, {}, limit_s)
@@ -76,6 +79,7 @@ def predict_remedies(
         str(question.trainer_arguments["precision"]),
         question.capability >= BF16_CAPABILITY,
         _num_samples(batch),
+        is_on_cuda=question.device == "cuda",
     )
     # Much is gained by all together: there has to be time left for that.
     helpful = [one for one in _single(now) if helps(one.changes, _SHARE_OF_SINGLE)]
@@ -149,10 +153,11 @@ def _single(now: Situation) -> list[Candidate]:
     ]
 
 
-def _typed(changes: Mapping[str, Any]) -> str:
-    shown = {n: v for n, v in changes.items() if v != "auto" or "stack" not in changes}
-    arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-    return f"MemSaveCallback({arguments})"
+# All that is to be written, since what is left out has a default that is on.
+def _typed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
+    arguments = {**given, **changes}
+    shown = (f"{n}={v!r}" for n, v in arguments.items() if not is_default(n, v))
+    return f"MemSaveCallback({', '.join(shown)})"
 
 
 def _num_samples(batch: Any) -> int:

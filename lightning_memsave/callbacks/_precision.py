@@ -6,8 +6,10 @@ import torch
 from torch import nn
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting
+from lightning_memsave.callbacks._module_techniques import off_rows
+from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.planning.gpus import BF16_CAPABILITY
 
 PRECISIONS = (
     "32-true",
@@ -21,6 +23,11 @@ PRECISIONS = (
 )
 _SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _HALF = (torch.float16, torch.bfloat16)
+_EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
+_NOT_FLOAT16 = (
+    "kept: this GPU has no native bfloat16, and in float16 the activations of some models overflow "
+    '(T5, mT5, Gemma); pass `precision="16-mixed"` where they do not'
+)
 
 
 def full_name(precision: str | int) -> str:
@@ -50,37 +57,47 @@ class TrainerPrecision(Setting):
     Lightning's own connector builds the plugin, so the gradient scaler is the one that it picks.
 
     Args:
-        precision: A long name, ``"auto"``, or ``None`` to leave the Trainer's. ``"auto"`` means on
-            CUDA ``"bf16-mixed"`` where the GPU has bfloat16 natively and ``"16-mixed"`` where not,
-            unless the Trainer or a plugin says otherwise; elsewhere it changes nothing.
+        precision: A long name, ``"auto"``, or ``None`` to leave the Trainer's. ``"auto"`` means
+            ``"bf16-mixed"`` on CUDA GPUs with native bfloat16, unless the Trainer or a plugin says
+            otherwise; elsewhere it changes nothing.
         written: How messages name it; the argument, if nothing is given.
         is_for_weights: Weights in bfloat16 need it, and cannot stay without.
+        is_asked: The user wrote it, or weights in bfloat16, by name: it is set, or refused.
+        off_reason: Why the Trainer's stays, where it is not the user's ``None``.
     """
 
     name = "precision"
     is_for_evaluation = True
 
     def __init__(
-        self, precision: str | None, written: str = "", is_for_weights: bool = False
+        self,
+        precision: str | None,
+        written: str = "",
+        is_for_weights: bool = False,
+        is_asked: bool = True,
+        off_reason: str = "",
     ) -> None:
         super().__init__()
         self.precision = precision
+        self.value = repr(precision)
+        self.is_asked = is_asked
+        self.off_reason = off_reason
         self.written = written
         self.is_for_weights = is_for_weights
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what stands against the precision that was asked for; ``"auto"`` gives way.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems.
-        """
-        if self.precision is None or self.precision == "auto":
+        """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
+        wanted = self.precision
+        if wanted is None or wanted == "auto":
             return []
-        return find_conflicts(trainer, pl_module, self.precision, self.written, self.is_for_weights)
+        problems = find_conflicts(trainer, pl_module, wanted, self.written, self.is_for_weights)
+        if not self.is_asked and wanted != str(trainer.precision) and _emulates(trainer, wanted):
+            problems.append(Problem(self.written, _EMULATED, f"Set `precision={wanted!r}`."))
+        return problems
+
+    def savings(self, pl_module: Any) -> str:
+        """Say which tensors would be smaller."""
+        return "it would halve the activations of matrix products"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Set the precision, or say why it stays as it is.
@@ -92,9 +109,7 @@ class TrainerPrecision(Setting):
         current = host.precision_state(trainer).current
         wanted, reason = self.precision, ""
         if self.precision is None:
-            # A reason that was there from the start stays; what an earlier Trainer left goes.
-            given = [row for row in self.rows if row.status == "off"]
-            self.rows = given or [Row(self.name, current, "unchanged", (AS_IT_IS,))]
+            self.rows = off_rows(self)
             return
         if self.precision == "auto":
             wanted, reason = _choose(trainer, pl_module)
@@ -105,6 +120,8 @@ class TrainerPrecision(Setting):
             host.set_precision(trainer, wanted)
         got = host.precision_state(trainer).current
         details = [reason] if reason else []
+        if _emulates(trainer, wanted):
+            details.append(_EMULATED)
         if got != wanted:
             details.append(f"Lightning replaced {wanted} on this device")
         exactness = "" if got in ("32-true", "64-true") else "approximate"
@@ -194,9 +211,17 @@ def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:
         return None, "kept: the Trainer was given it"
     if device.type != "cuda":
         return None, f"kept on {device.type}; pass a precision to change it"
-    is_native = torch.cuda.is_bf16_supported(including_emulation=False)
-    wanted = "bf16-mixed" if is_native else "16-mixed"
+    wanted = "bf16-mixed"
+    if _emulates(trainer, wanted):
+        return None, _NOT_FLOAT16
     conflicts = find_conflicts(trainer, pl_module, wanted)
     if conflicts:
         return None, f"kept: {conflicts[0].what} is not possible, as {conflicts[0].why}"
-    return wanted, "" if is_native else "this GPU has no native bfloat16"
+    return wanted, ""
+
+
+def _emulates(trainer: Any, precision: str) -> bool:
+    device = trainer.strategy.root_device
+    if device.type != "cuda" or not precision.startswith("bf16"):
+        return False
+    return torch.cuda.get_device_capability(device) < BF16_CAPABILITY

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,23 +13,22 @@ from typing import Any
 from lightning_memsave import host
 from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.callbacks._trial import TrialSettings, run_trial
-from lightning_memsave.core.batches import count_samples, split_samples
-from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.batches import count_samples, find_shared_leaves, split_samples
 from lightning_memsave.measure.storages import storages_of, tensors_in
-from lightning_memsave.planning.cuda_kernels import assumptions_for, cuda_kernels, workspace_bytes
+from lightning_memsave.planning.cuda_constants import (
+    constant_assumptions,
+    context_bytes,
+    workspaces,
+)
+from lightning_memsave.planning.cuda_kernels import ASSUMPTIONS, cuda_kernels, module_assumptions
 from lightning_memsave.planning.depth import Stack, extrapolate, find_stack
 from lightning_memsave.planning.fake_models import FakeTensors, fake_tensors
 from lightning_memsave.planning.prediction import MemoryPrediction
+from lightning_memsave.planning.step_profile import Recording
 from lightning_memsave.planning.summary import summarise
-from lightning_memsave.units import MIB, format_bytes
 
 MAX_MICRO_BATCHES = 2
 """The second one finds the gradients of the first, as all later ones do."""
-CONTEXT_BYTES = 500 * MIB
-_CONTEXT = (
-    f"A CUDA context takes {format_bytes(CONTEXT_BYTES)}: not measured; 300 MiB to 1 GiB, by GPU "
-    "and driver."
-)
 _SCRATCH = (
     "Not counted: what kernels need for themselves for a moment, such as those of convolutions, "
     "recurrent layers and bfloat16."
@@ -57,6 +57,7 @@ class Question:
         time_limit_s: Give up after this time.
         may_extrapolate: Whether deep models may be predicted from copies with fewer blocks.
         other_bytes: What there is all the time and no trial has, such as what a strategy holds.
+        workspace_config: As ``CUBLAS_WORKSPACE_CONFIG``; ``None`` reads that variable.
     """
 
     build: Callable[[FakeTensors], tuple[Any, Any]]
@@ -71,6 +72,7 @@ class Question:
     time_limit_s: float | None = None
     may_extrapolate: bool = True
     other_bytes: int = 0
+    workspace_config: str | None = None
 
 
 def predict(question: Question) -> MemoryPrediction:
@@ -88,9 +90,10 @@ def predict(question: Question) -> MemoryPrediction:
         TimeoutError: If it takes longer than ``time_limit_s``.
     """
     start_s = time.monotonic()
-    with host.quiet(), fake_tensors() as fakes:
+    deadline_s = math.inf if question.time_limit_s is None else start_s + question.time_limit_s
+    with host.quiet(), fake_tensors(deadline_s) as fakes:
         try:
-            predictor = _Predictor(question, fakes, *question.build(fakes), start_s)
+            predictor = _Predictor(question, fakes, *question.build(fakes), deadline_s)
             prediction, how = None, ""
             stack = predictor.find_stack() if question.may_extrapolate else None
             if stack is not None:
@@ -103,7 +106,7 @@ def predict(question: Question) -> MemoryPrediction:
             raise
         except TimeoutError as error:
             limit_s = question.time_limit_s
-            if limit_s is None or time.monotonic() < start_s + limit_s:
+            if limit_s is None or time.monotonic() < deadline_s:
                 raise
             raise TimeoutError(_out_of_time(limit_s, fakes.values.most_asked)) from error
     assumptions = (*prediction.assumptions, how) if how else prediction.assumptions
@@ -122,15 +125,17 @@ class _Predictor:
     fakes: FakeTensors
     pl_module: Any
     batch: Any
-    start_s: float
+    deadline_s: float
 
     def find_stack(self) -> Stack | None:
         which = self.question.arguments["activation_checkpointing"]
-        if which not in (None, "auto", "all", "selective"):
+        if which not in (None, "auto", "all", "selective", "nested"):
             return None
         return find_stack(self.pl_module, self.question.arguments["blocks"])
 
-    def predict(self, stack: Stack | None = None, depth: int = 0) -> MemoryPrediction:
+    def predict(
+        self, stack: Stack | None = None, depth: int = 0, phase: str | None = None
+    ) -> MemoryPrediction:
         with contextlib.nullcontext() if stack is None else stack.cut(self.pl_module, depth):
             twin = self.fakes.copy_module(self.pl_module)
         question, package = self.question, host.package_of(self.pl_module)
@@ -146,7 +151,6 @@ class _Predictor:
             trainer_arguments["plugins"] = [host.half_precision_on_cpu(package)]
         callback = question.make_callback(**copy.deepcopy(arguments))
         batch, rest_bytes = _first_micro_batches(self.batch, arguments)
-        limit_s = question.time_limit_s
         emulation = functools.partial(
             cuda_kernels, question.attention, capability=question.capability
         )
@@ -157,18 +161,18 @@ class _Predictor:
             trainer_arguments=trainer_arguments,
             is_running=question.is_running,
             emulation=emulation if on_cuda else contextlib.nullcontext,
-            deadline_s=None if limit_s is None else self.start_s + limit_s,
+            deadline_s=self.deadline_s,
         )
         recording = run_trial(twin, batch, [callback], settings)
         return summarise(
             recording,
             device=question.device,
             model=_shown_name(self.pl_module),
-            extra=MemoryBreakdown(
-                input_bytes=rest_bytes,
-                other_bytes=question.other_bytes
-                + (workspace_bytes(question.capability) if on_cuda else 0),
-            ),
+            extra=[("input", rest_bytes), ("other", question.other_bytes)],
+            workspaces=workspaces(question.capability, question.workspace_config)
+            if on_cuda
+            else (),
+            phase=phase,
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in callback.rows if row.status == "on"}
@@ -176,12 +180,18 @@ class _Predictor:
             ineffective=_ineffective(callback.rows),
             assumptions=[
                 *assumptions,
-                *(assumptions_for(question.capability) if on_cuda else (_SCRATCH,)),
+                *(self._cuda_assumptions(recording) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
             guesses=self.fakes.guesses,
-            context_bytes=CONTEXT_BYTES if on_cuda else 0,
+            context_bytes=context_bytes(question.capability) if on_cuda else 0,
         )
+
+    def _cuda_assumptions(self, recording: Recording) -> tuple[str, ...]:
+        question = self.question
+        constants = constant_assumptions(question.capability, question.workspace_config)
+        operators = {event.op for event in recording.events}
+        return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
 
 
 # The trial needs no more batches than two.
@@ -198,7 +208,7 @@ def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
 
 def _trial_arguments(question: Question) -> tuple[dict[str, Any], list[str]]:
     arguments = {**question.arguments, "monitor": False, "report": False, "predict": False}
-    assumptions = [_CONTEXT] if question.device == "cuda" else []
+    assumptions = []
     optimizer = arguments["optimizer"]
     if isinstance(optimizer, str) and optimizer.startswith(_PAGED):
         arguments["optimizer"] = optimizer.removeprefix(_PAGED)
@@ -216,9 +226,10 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
     # A function of the user's splits what is not made of samples.
     if not isinstance(size, int) or arguments["split_batch"] is not None:
         return batch, 0
-    if count_samples(batch) <= MAX_MICRO_BATCHES * size:
+    shared = find_shared_leaves(batch)[0]
+    if count_samples(batch, shared) <= MAX_MICRO_BATCHES * size:
         return batch, 0
-    first = split_samples(batch, MAX_MICRO_BATCHES * size)[0]
+    first = split_samples(batch, MAX_MICRO_BATCHES * size, shared)[0]
     return first, _num_bytes(batch) - _num_bytes(first)
 
 

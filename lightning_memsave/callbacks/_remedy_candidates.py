@@ -38,12 +38,16 @@ class Situation:
         precision: Of the Trainer.
         has_bf16: Whether the device computes in bfloat16.
         num_samples: Of the batch; 0 if they cannot be counted.
+        embedding: Name of a parameter of an embedding that dominates the model; empty without one.
+        is_on_cuda: Whether it trains on a GPU.
     """
 
     arguments: Mapping[str, Any]
     precision: str
     has_bf16: bool
     num_samples: int
+    embedding: str = ""
+    is_on_cuda: bool = True
 
     @property
     def mixed(self) -> str | None:
@@ -193,9 +197,16 @@ def _mixed_precision(now: Situation) -> list[Candidate]:
 
 
 def _low_bit(now: Situation) -> list[Candidate]:
-    if now.is_on("optimizer"):
-        return []
-    return [Candidate("8-bit optimizer", {"optimizer": "8bit"}, "approximate", _NOTHING)]
+    found = []
+    cost = "a kernel of its own on a GPU" if now.is_on_cuda else "slower optimizer steps on a CPU"
+    changes: dict[str, Any] = {"optimizer": "8bit"}
+    if not now.is_on("optimizer"):
+        found.append(Candidate("8-bit optimizer", changes, "approximate", cost))
+    if now.embedding and not now.arguments.get("force_8bit"):
+        changes = changes | {"force_8bit": (f"*{now.embedding}",)}
+        name = "8-bit optimizer, also for the embedding"
+        found.append(Candidate(name, changes, "approximate", f"{cost}; less exact rare rows"))
+    return found
 
 
 def _half_weights(now: Situation) -> list[Candidate]:

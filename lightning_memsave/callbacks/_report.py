@@ -5,7 +5,7 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -88,13 +88,25 @@ def versions() -> dict[str, str]:
     return found
 
 
+def plain(value: Any) -> Any:
+    """Give a value as JSON has it; what JSON does not know as its ``repr``."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return repr(value)
+
+
 def write_report(
     directory: str,
-    settings: dict[str, str],
+    settings: Mapping[str, Any],
     rows: Sequence[Row],
     *,
     measured: dict[str, Any] | None,
     predicted: dict[str, Any] | None,
+    device: torch.device,
     error: BaseException | None = None,
 ) -> None:
     """Write ``memsave_report.json``, or warn that it cannot be written.
@@ -105,6 +117,7 @@ def write_report(
         rows: The table at the start of fit.
         measured: What the monitor measured, with ``peak_bytes``; ``None`` without a monitor.
         predicted: What was predicted, with ``peak_bytes``; ``None`` if nothing was to be.
+        device: Where the model was.
         error: What ended the fit, if something did.
     """
     report = {
@@ -114,7 +127,8 @@ def write_report(
         "refusals": [asdict(row) for row in rows if row.status != "on"],
         "measured": measured,
         "predicted": predicted,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        # Not of a GPU that the run has not used: asking for its name makes a context there.
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
     }
     try:

@@ -1,22 +1,26 @@
 """The prediction that a run makes of itself, before its first step."""
 
-import copy
+import linecache
+import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._memory_probes import is_compiled
+from lightning_memsave.callbacks._memory_summary import shortened
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.core.patching import unpatch
+from lightning_memsave.errors import MemsaveError
 from lightning_memsave.planning.fake_models import FakeTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
@@ -37,6 +41,13 @@ _DECIDED = (
     "attention",
     "early_release",
 )
+# Arguments that are refused beside an owner that is off, and what they are then.
+_BELONGS_TO: Mapping[str, tuple[str, Any]] = {
+    "blocks": ("activation_checkpointing", None),
+    "optimizer_kwargs": ("optimizer", None),
+    "keep_32bit": ("optimizer", ()),
+    "force_8bit": ("optimizer", ()),
+}
 # The precision is in force, whoever has set it; the others have no part in training steps.
 _LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
 
@@ -112,17 +123,20 @@ class RunPrediction:
         if self.prediction is None:
             inform(trainer, f"Memory is not predicted: {self.note}.")
         else:
-            inform(trainer, f"Predicted peak memory: {format_bytes(self.prediction.peak_bytes)}.")
+            guessed = "; ".join(shortened(self.prediction.guesses))
+            size = format_bytes(self.prediction.measurable_bytes)
+            guessed = guessed and f", guessing: {guessed}"
+            inform(trainer, f"Predicted peak memory: {size}{guessed}.")
 
-    def to_dict(self, measured_bytes: int | None) -> dict[str, Any] | None:
+    def to_dict(self, error: float | None) -> dict[str, Any] | None:
         """Give what the report says of it.
 
         Args:
-            measured_bytes: The measured peak; ``None`` if it is not known.
+            error: The predicted peak over the measured one less 1; ``None`` if it is not known.
 
         Returns:
-            ``peak_bytes``, ``by_category``, ``modules`` (of each, what it has) and ``error``, the
-            predicted peak over the measured one less 1; or why there is no prediction.
+            ``peak_bytes``, ``by_category``, ``modules`` (of each, what it has) and ``error``; or
+            why there is no prediction.
         """
         if self.prediction is None:
             return {"note": self.note} if self.note else None
@@ -130,6 +144,7 @@ class RunPrediction:
         return {
             "peak_bytes": predicted.peak_bytes,
             "by_category": predicted.peak.by_category(),
+            "allocated_bytes": predicted.allocated_bytes,
             "reserved_bytes": predicted.reserved_bytes,
             "modules": [
                 {
@@ -140,7 +155,7 @@ class RunPrediction:
                 }
                 for module in predicted.modules
             ],
-            "error": predicted.peak_bytes / measured_bytes - 1 if measured_bytes else None,
+            "error": error,
             "seconds": self.seconds,
             "is_extrapolated": predicted.is_extrapolated,
             "assumptions": list(predicted.assumptions),
@@ -165,6 +180,9 @@ def in_force(
     off = [name for name in _DECIDED if name not in on]
     result = {**arguments, **dict.fromkeys([*off, *_LEFT_OUT])}
     result.pop("from_stack", None)
+    for name, (owner, value) in _BELONGS_TO.items():
+        if result[owner] is None:
+            result[name] = value
     if micro_batch_size is not None and "micro_batch_size" in on:
         result["micro_batch_size"] = micro_batch_size
     return result
@@ -191,9 +209,36 @@ def obstacle(trainer: Any, pl_module: Any) -> str:
     return ""
 
 
+# In words of the project: which of its lines ends the prediction, and not what torch says.
 def _reason(error: BaseException) -> str:
-    first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    what = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    what = f"{type(error).__name__}: {what}" if what else type(error).__name__
+    if isinstance(error, MemsaveError | TimeoutError):
+        return what
+    own = [
+        (Path(frame.f_code.co_filename), number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_OF_A_PROJECT
+    ]
+    if not own:
+        return what
+    path, number = own[-1]
+    where = f"{path.name}, line {number}"
+    if type(error).__name__ in _OF_VALUES or any(text in str(error) for text in _WITHOUT_VALUES):
+        code = linecache.getline(str(path), number).strip()
+        return f"{where} needs the values of a tensor, which only a real step has: `{code}`"
+    return f"{where} raises {what} where the step is followed without the values of its tensors"
+
+
+_NOT_OF_A_PROJECT = {
+    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("lightning_utilities", "lightning_memsave", *sys.stdlib_module_names),
+} - {"__main__"}
+_OF_VALUES = {"DataDependentOutputException", "DynamicOutputShapeException"}
+_WITHOUT_VALUES = (
+    *("data is not allocated", "unallocated storage", "data pointer", "meta tensor"),
+    "not supported for tensor subclasses",
+)
 
 
 def question_of(
@@ -215,7 +260,7 @@ def question_of(
         twin = fakes.copy_module(pl_module, without=[trainer])
         for part in twin.modules():
             unpatch(part)
-        return twin, _copy_batch(fakes, batch)
+        return twin, fakes.copy_whole_batch(batch)
 
     device = trainer.strategy.root_device
     return Question(
@@ -245,16 +290,6 @@ def _bucket_bytes(trainer: Any, pl_module: Any) -> int:
     if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
         return 0
     return sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
-
-
-# With all that is no tensor, which steps may change too.
-def _copy_batch(fakes: FakeTensors, batch: Any) -> Any:
-    original = Tensor.__deepcopy__
-    Tensor.__deepcopy__ = lambda tensor, memo: fakes.copy_batch(tensor)  # type: ignore[method-assign]
-    try:
-        return copy.deepcopy(batch)
-    finally:
-        Tensor.__deepcopy__ = original  # type: ignore[method-assign]
 
 
 def _finite(num_batches: float) -> int:

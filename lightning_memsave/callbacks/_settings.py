@@ -1,6 +1,7 @@
 """What ``MemSaveCallback`` can set, each behind the same few methods."""
 
 import contextlib
+import functools
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -9,12 +10,17 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 
-from lightning_memsave.errors import Problem
+from lightning_memsave.core.technique import undo_all
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.units import format_bytes
 
 Status = Literal["on", "off", "unchanged"]
 
 
 AS_IT_IS = "left as it is: `None` was asked for"
+SMALLEST_SAVING_BYTES = 20 * 2**20
+"""What is left to a stack stays off below this: CUDA's allocator takes memory from the GPU in
+segments of 20 MiB, so that less need not change whether a run fits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,11 @@ class Row:
     exactness: str = ""
 
 
+def saves(num_bytes: int, what: str) -> str:
+    """Say what a setting that has yielded would save; nothing for nothing."""
+    return f"it would save up to {format_bytes(num_bytes)} of {what}" if num_bytes else ""
+
+
 def warn(trainer: Any, message: str, category: type[Warning]) -> None:
     """Give a warning on rank zero.
 
@@ -48,15 +59,34 @@ def warn(trainer: Any, message: str, category: type[Warning]) -> None:
         warnings.warn(message, category, stacklevel=3)
 
 
+def describe(failure: BaseException) -> str:
+    """Write a failure in one line.
+
+    Args:
+        failure: What was raised.
+
+    Returns:
+        Class and message.
+    """
+    return " ".join(f"{type(failure).__name__}: {failure}".split())
+
+
 class Setting(ABC):
     """One thing that the callback sets in a Trainer or a module, and takes back."""
 
     name: str
+    value: str
+    """What the user, or the stack, wrote for it."""
     is_for_evaluation: ClassVar[bool] = False
     """It matters in validation, test and prediction too."""
+    is_asked = True
+    """The user wrote it by name: a conflict is an error. Otherwise it yields, with the reason."""
+    off_reason = ""
+    """Why it is off from the start: a limit of the user's, or a stack that is without it."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
+        self.has_yielded = False
         self._undo: list[Callable[[], None]] = []
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
@@ -80,6 +110,19 @@ class Setting(ABC):
             pl_module: Its LightningModule.
         """
 
+    def yield_to(self, problems: Sequence[Problem], trainer: Any, pl_module: Any) -> None:
+        """Stay off, and show why and what it would have saved."""
+        self.undo()
+        self.has_yielded = True
+        own = f"`{self.name}="
+        reasons = (p.why if p.what.startswith(own) else f"{p.what}: {p.why}" for p in problems)
+        details = [*dict.fromkeys(reasons), self.savings(pl_module)]
+        self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
+
+    def savings(self, pl_module: Any) -> str:
+        """Say what it would have saved."""
+        return ""
+
     def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
         """Make what could not be done in ``setup``, in ``on_fit_start``.
 
@@ -90,8 +133,7 @@ class Setting(ABC):
 
     def undo(self) -> None:
         """Restore what was there before; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
 
 
 SettingT = TypeVar("SettingT", bound=Setting)
@@ -135,28 +177,61 @@ class Settings:
             Every conflict; nothing has been changed if there is one.
         """
         chosen = [s for s in self._settings if is_fit or s.is_for_evaluation]
-        problems = [problem for s in chosen for problem in s.check(trainer, pl_module)]
-        if not problems:
-            with self.undone_on_error():
-                for setting in chosen:
+        problems = [p for s in chosen if s.is_asked for p in s.check(trainer, pl_module)]
+        if problems:
+            return problems
+        # What finds nothing to change is known only when it is applied.
+        with self.undone_on_error():
+            for setting in chosen:
+                setting.has_yielded = False
+                # Only now: those before it decide what it finds, as the precision does.
+                against = [] if setting.is_asked else setting.check(trainer, pl_module)
+                if against:
+                    setting.yield_to(against, trainer, pl_module)
+                    continue
+                try:
                     setting.apply(trainer, pl_module)
+                except IncompatibleError as error:
+                    problems += error.problems
+        if problems:
+            self.undo()
         return problems
 
-    def start(self, trainer: Any, pl_module: Any) -> None:
+    def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Make what could not be done before, in ``on_fit_start``.
 
         Args:
             trainer: The Trainer.
             pl_module: Its LightningModule.
+
+        Returns:
+            Every conflict; everything is restored if there is one.
         """
+        problems: list[Problem] = []
         with self.undone_on_error():
             for setting in self._settings:
-                setting.start(trainer, pl_module)
+                try:
+                    if not setting.has_yielded:
+                        setting.start(trainer, pl_module)
+                except IncompatibleError as error:
+                    problems += error.problems
+        if problems:
+            self.undo()
+        return problems
 
-    def undo(self) -> None:
-        """Restore everything; a second call does nothing."""
+    def undo(self) -> list[str]:
+        """Restore everything; a second call does nothing.
+
+        Returns:
+            What could not be restored, one line each; it keeps nothing else from being restored.
+        """
+        failures = []
         for setting in reversed(self._settings):
-            setting.undo()
+            try:
+                setting.undo()
+            except Exception as failure:
+                failures.append(f"`{setting.name}` is not restored: {describe(failure)}")
+        return failures
 
     @contextlib.contextmanager
     def undone_on_error(self) -> Iterator[None]:
@@ -167,8 +242,9 @@ class Settings:
         """
         try:
             yield
-        except BaseException:
-            self.undo()
+        except BaseException as error:
+            for failure in self.undo():
+                error.add_note(failure)
             raise
 
 
@@ -195,9 +271,7 @@ class TensorFloat32(Setting):
         """
         if self.is_allowed is None:
             return
-        matmul, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-        self._undo.append(lambda: _set_tf32(matmul, cudnn))
-        _set_tf32("high" if self.is_allowed else "highest", self.is_allowed)
+        self._undo.append(_set_tf32(self.is_allowed))
         on_cuda = trainer.strategy.root_device.type == "cuda"
         status: Status = "on" if self.is_allowed and on_cuda else "off"
         details = () if on_cuda or not self.is_allowed else ("it has an effect on CUDA only",)
@@ -205,6 +279,26 @@ class TensorFloat32(Setting):
         self.rows = [Row(self.name, str(self.is_allowed), status, details, exactness)]
 
 
-def _set_tf32(matmul: str, is_allowed_in_cudnn: bool) -> None:
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = is_allowed_in_cudnn
+def _set_tf32(is_allowed: bool) -> Callable[[], None]:
+    """Set it, and return what restores it."""
+    try:
+        matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # a project that uses `fp32_precision` must not read or set the old names
+        cudnn: Any = torch.backends.cudnn
+        backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+        before = [backend.fp32_precision for backend in backends]
+        _set_all(backends, ["tf32" if is_allowed else "ieee"] * len(backends))
+        return functools.partial(_set_all, backends, before)
+    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolution
+
+    return restore
+
+
+def _set_all(backends: Sequence[Any], precisions: Sequence[str]) -> None:
+    for backend, precision in zip(backends, precisions, strict=True):
+        backend.fp32_precision = precision

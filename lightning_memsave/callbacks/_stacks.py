@@ -7,7 +7,21 @@ from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.errors import ConfigurationError
 
 STACKS: Mapping[str, Mapping[str, Any]] = {
-    # What everybody has; also what `MemSaveCallback()` does on a GPU.
+    # Nothing but what is named beside it.
+    "off": dict.fromkeys(
+        (
+            "activation_checkpointing",
+            "optimizer",
+            "precision",
+            "micro_batch_size",
+            "chunked_cross_entropy",
+            "optimizer_in_backward",
+            "low_precision_weights",
+            "attention",
+            "early_release",
+        )
+    ),
+    # What everybody has; also what `MemSaveCallback()` does.
     "classic": {
         "activation_checkpointing": "all",
         "optimizer": "8bit",
@@ -47,6 +61,9 @@ STACKS: Mapping[str, Mapping[str, Any]] = {
 }
 """Arguments of `MemSaveCallback` by the name of their stack."""
 
+BARE = "classic"
+"""The stack of a callback that is given none."""
+
 OFF_BY_NONE = (
     "activation_checkpointing",
     "optimizer",
@@ -55,15 +72,6 @@ OFF_BY_NONE = (
     "early_release",
 )
 """Arguments of `MemSaveCallback` that do something unless they are ``None``."""
-
-# Of a bare `MemSaveCallback()`, which asks for none of what is new to a project.
-_WITHOUT_STACK = {
-    "chunked_cross_entropy": None,
-    "optimizer_in_backward": None,
-    "low_precision_weights": None,
-    "attention": None,
-    "early_release": True,
-}
 
 
 def with_rest_off(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,26 +94,19 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
         arguments: All arguments of `MemSaveCallback` by name.
 
     Returns:
-        The arguments, none of which is ``"auto"`` where the stack or a bare callback has a value;
-        and as ``from_stack`` the names of those that the user has not given.
+        The arguments with the values of the stack, or of `BARE`, where they were ``"auto"``; and as
+        ``from_stack`` the names of those that the user has not given.
 
     Raises:
         ConfigurationError: If there is no such stack.
     """
-    missing = _missing(arguments)
-    return {**arguments, **missing, "from_stack": tuple(missing)}
-
-
-def _missing(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    wanted = arguments["stack"]
-    if wanted is None:
-        values: Mapping[str, Any] = _WITHOUT_STACK
-    elif isinstance(wanted, str) and wanted in STACKS:
-        values = STACKS[wanted]
-    else:
+    wanted = BARE if arguments["stack"] is None else arguments["stack"]
+    if not isinstance(wanted, str) or wanted not in STACKS:
         raise ConfigurationError(
-            f"`stack={wanted!r}` is no stack. Use {', '.join(map(repr, STACKS))}, or `None`."
+            f"`stack={wanted!r}` is not a valid stack. Use {', '.join(map(repr, STACKS))}, or "
+            "`None`."
         )
+    values = STACKS[wanted]
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
     # Which parameters have 8 bits is the stack's choice with every 8-bit optimizer, where nothing
     # else is said; a `LowBitOptimizer` says it itself.
@@ -113,37 +114,34 @@ def _missing(arguments: Mapping[str, Any]) -> dict[str, Any]:
     is_8bit = isinstance(optimizer, str) and "8bit" in optimizer
     if is_8bit and "force_8bit" in values and not arguments["force_8bit"]:
         missing["force_8bit"] = values["force_8bit"]
-    return missing
+    return {**arguments, **missing, "from_stack": tuple(missing)}
 
 
 class Stack(Setting):
-    """Says what a stack stands for; the settings themselves do the work.
+    """Shows the settings of a stack; the settings themselves do the work.
 
     Args:
-        arguments: As the user gave them.
+        arguments: As `with_stack` gives them.
     """
 
     name = "stack"
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
-        settings = _missing(arguments)
-        if arguments["stack"] is None:
-            unused = ", ".join(name for name, value in settings.items() if value is None)
-            row = Row(self.name, "None", "unchanged", (f"not used: {unused}",))
-            self._rows = [row] if unused else []
-        else:
-            given = sorted(set(STACKS[arguments["stack"]]) - set(settings) - {"force_8bit"})
-            details = [", ".join(f"{name}={value!r}" for name, value in settings.items())]
-            if given:
-                details.append(f"set beside it: {', '.join(given)}")
-            self._rows = [Row(self.name, repr(arguments["stack"]), "on", tuple(details))]
+        given = arguments["stack"]
+        own = [n for n in STACKS[given or BARE] if n not in arguments["from_stack"]]
+        settings = {name: arguments[name] for name in arguments["from_stack"]}
+        on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
+        off = ", ".join(name for name, value in settings.items() if value is None)
+        beside = ", ".join(name for name in own if name != "force_8bit")
+        texts = {"": on, "off in it: ": off, "set beside it: ": beside}
+        details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
+        self._row = Row(self.name, repr(given), "on" if on else "off", details)
+        if given is None:
+            meaning = f'"auto" is what `stack={BARE!r}` has'
+            details = (f"{meaning}, without {off}" if off else meaning,)
+            self._row = Row(self.name, "None", "unchanged", details)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Say what the stack stands for.
-
-        Args:
-            trainer: Not used.
-            pl_module: Not used.
-        """
-        self.rows = self._rows
+        """Show the settings of the stack."""
+        self.rows = [self._row]

@@ -5,9 +5,9 @@ from typing import Any
 from lightning_memsave.callbacks._argument_values import (
     Arguments,
     as_given,
-    is_beyond,
-    off_row,
+    is_asked,
     refuse_technique,
+    why_beyond,
 )
 from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._early_release import EarlyReleases
@@ -26,7 +26,6 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
@@ -65,23 +64,25 @@ def _activation_checkpointing(arguments: Arguments) -> Setting:
     if wanted is None or isinstance(wanted, ActivationCheckpointing):
         if blocks is not None:
             raise ConfigurationError(
-                f"`blocks={blocks!r}` is not used with `{name}={wanted!r}`. Use "
+                f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
                 f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."
             )
         technique = wanted
     else:
         refuse_technique(name, wanted, ActivationCheckpointing)
-        technique = ActivationCheckpointing("all" if wanted == "auto" else wanted, blocks=blocks)
+        technique = ActivationCheckpointing(wanted, blocks=blocks)
     value = "None" if technique is None else repr(technique.which)
-    return Checkpointing(name, technique, value, is_auto=wanted == "auto")
+    own = is_asked(arguments, name) or blocks is not None
+    return Checkpointing(name, technique, value, own)
 
 
 def _early_release(arguments: Arguments) -> Setting:
     name, wanted = "early_release", arguments["early_release"]
-    is_on = wanted is True or isinstance(wanted, EarlyRelease)
-    if not is_on and wanted not in (False, None):
-        _refuse_other(name, wanted, EarlyRelease, "True")
-    return EarlyReleases(is_on, is_of_stack=name in arguments["from_stack"])
+    if wanted not in (True, False, None):
+        raise ConfigurationError(
+            f"`{name}={wanted!r}` is not a valid value. Use `{name}=True`, or `None`."
+        )
+    return EarlyReleases(wanted is True, is_asked(arguments, name))
 
 
 def _optimizer(arguments: Arguments) -> Setting:
@@ -95,39 +96,44 @@ def _optimizer(arguments: Arguments) -> Setting:
         if details:
             raise ConfigurationError(
                 f"{', '.join(f'`{name}`' for name in details)} is not used with "
-                f"`optimizer={wanted!r}`. Pass `optimizer=LowBitOptimizer(...)` with them, "
-                'or use `optimizer="8bit"`.'
+                f"{as_given(arguments, 'optimizer')}. Pass `optimizer=LowBitOptimizer(...)` with "
+                'them, or use `optimizer="8bit"`.'
             )
         technique = wanted
     else:
         refuse_technique("optimizer", wanted, LowBitOptimizer)
-        technique = LowBitOptimizer("8bit" if wanted == "auto" else wanted, **details)
+        technique = LowBitOptimizer(wanted, **details)
     value = "None" if technique is None else repr(technique.optimizer)
-    if technique and is_beyond(arguments, "optimizer", technique.exactness):
-        setting = OptimizerTechnique(None, "None", is_auto=True)
-        setting.rows = [off_row(arguments, "optimizer")]
-        return setting
-    return OptimizerTechnique(technique, value, is_auto=wanted == "auto")
+    if technique and (why := why_beyond(arguments, "optimizer", technique.exactness)):
+        return OptimizerTechnique(None, "None", is_asked=False, off_reason=why)
+    return OptimizerTechnique(technique, value, is_asked(arguments, "optimizer"))
 
 
 def _low_precision_weights(arguments: Arguments) -> Setting:
     name, wanted = "low_precision_weights", arguments["low_precision_weights"]
     technique = LowPrecisionWeights(wanted) if isinstance(wanted, str) else wanted
+    own = is_asked(arguments, name)
+
+    def off(why: str = "") -> WeightPrecision:
+        return WeightPrecision(None, "None", brings_precision=False, is_asked=own, off_reason=why)
+
     if technique is None:
-        is_of_stack = name in arguments["from_stack"]
-        return WeightPrecision(None, "None", brings_precision=False, is_of_stack=is_of_stack)
+        return off()
     _refuse_other(name, technique, LowPrecisionWeights, '"stochastic" or "kahan"')
-    is_beyond(arguments, name, technique.exactness)
+    if why := why_beyond(arguments, name, technique.exactness):
+        return off(why)
     precision = arguments["precision"]
     brings = precision == "auto" or (precision is not None and full_name(precision) == _BF16)
     what = as_given(arguments, name)
+    if not brings and precision is not None and not own:
+        return off(f"it computes in {_BF16}, and `precision={precision!r}` was given")
     if not brings and precision is not None:
         raise ConfigurationError(
             f"{what} computes in bfloat16 and does not go with "
             f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{name}=None`."
         )
     return WeightPrecision(
-        technique, repr(technique.rounding), brings_precision=brings, written=what
+        technique, repr(technique.rounding), brings_precision=brings, written=what, is_asked=own
     )
 
 
@@ -136,12 +142,12 @@ def _optimizer_in_backward(arguments: Arguments) -> Setting:
     technique = OptimizerInBackward() if wanted is True else wanted or None
     if technique is not None:
         _refuse_other(name, technique, OptimizerInBackward, "True")
-        is_beyond(arguments, name, technique.exactness)
+        why_beyond(arguments, name, technique.exactness)
     parts = arguments["micro_batch_size"]
     return BackwardUpdates(
         technique,
         _short(wanted),
-        is_of_stack=name in arguments["from_stack"],
+        is_asked=is_asked(arguments, name),
         halves_batches=getattr(parts, "micro_batch_size", parts) == "auto",
     )
 
@@ -153,10 +159,10 @@ def _module_technique(
     value: str,
     kind: type[ModuleTechnique] = ModuleTechnique,
 ) -> ModuleTechnique:
-    if technique is not None:
-        is_beyond(arguments, name, technique.exactness)
-    is_of_stack = name in arguments["from_stack"]
-    return kind(name, technique, value, is_auto=False, is_of_stack=is_of_stack)
+    own = is_asked(arguments, name)
+    if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
+        return kind(name, None, "None", own, why)
+    return kind(name, technique, value, own)
 
 
 def _refuse_other(name: str, value: object, expected: type[Technique[Any]], choices: str) -> None:

@@ -6,10 +6,11 @@ from lightning_memsave.callbacks._accumulation import Accumulation
 from lightning_memsave.callbacks._argument_values import (
     Arguments,
     as_given,
-    is_beyond,
-    off_row,
+    exactness_limit,
+    is_asked,
     read_flag,
     refuse_technique,
+    why_beyond,
 )
 from lightning_memsave.callbacks._evaluation_micro_batching import EvaluationMicroBatches
 from lightning_memsave.callbacks._micro_batching import MicroBatches
@@ -21,30 +22,30 @@ from lightning_memsave.techniques.micro_batching import MicroBatching
 
 
 def _precision(arguments: Arguments) -> Setting:
-    wanted = arguments["precision"]
+    wanted, own = arguments["precision"], is_asked(arguments, "precision")
     if wanted is None:
-        return TrainerPrecision(None)
-    if wanted == "auto" and arguments["low_precision_weights"] is not None:
+        return TrainerPrecision(None, is_asked=own)
+    has_weights = arguments["low_precision_weights"] is not None
+    if wanted == "auto" and has_weights:
         wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
     if wanted != "auto":
         wanted = full_name(wanted)
     # "32-true" is what Lightning does by itself; it cannot be told from no choice.
     exactness = Exactness.BITWISE if wanted == "32-true" else Exactness.APPROXIMATE
-    if is_beyond(arguments, "precision", exactness):
-        setting = TrainerPrecision(None)
-        setting.rows = [off_row(arguments, "precision")]
-        return setting
+    if why := why_beyond(arguments, "precision", exactness):
+        return TrainerPrecision(None, is_asked=False, off_reason=why)
     return TrainerPrecision(
         wanted,
         written=as_given({**arguments, "precision": wanted}, "precision"),
-        is_for_weights=arguments["low_precision_weights"] is not None,
+        is_for_weights=has_weights,
+        is_asked=own or (has_weights and is_asked(arguments, "low_precision_weights")),
     )
 
 
 def _tf32(arguments: Arguments) -> Setting:
     wanted = read_flag(arguments, "tf32", (True, False, None))
     if wanted:
-        is_beyond(arguments, "tf32", Exactness.APPROXIMATE)
+        why_beyond(arguments, "tf32", Exactness.APPROXIMATE)
     return TensorFloat32(wanted)
 
 
@@ -56,6 +57,8 @@ def _accumulation(arguments: Arguments) -> Setting:
             "number of at least 1. Use `accumulate_grad_batches=4` for a step every four batches, "
             "or `None` to leave it to the Trainer."
         )
+    if wanted is not None and wanted > 1:
+        why_beyond(arguments, "accumulate_grad_batches", Exactness.ROUNDING)
     return Accumulation(wanted)
 
 
@@ -67,18 +70,17 @@ def _micro_batches(arguments: Arguments) -> Setting:
             f"{', '.join(f'`{name}`' for name in details)} is not used with "
             f"`micro_batch_size={wanted!r}`. Pass `MicroBatching(...)` with it."
         )
+    own = is_asked(arguments, "micro_batch_size")
     if wanted is None:
-        return MicroBatches(None, "None")
+        return MicroBatches(None, "None", own)
     technique = wanted
     if not isinstance(wanted, MicroBatching):
         refuse_technique("micro_batch_size", wanted, MicroBatching)
         technique = MicroBatching(wanted, **details)
-    if is_beyond(arguments, "micro_batch_size", technique.exactness):
-        setting = MicroBatches(None, "None")
-        setting.rows = [off_row(arguments, "micro_batch_size")]
-        return setting
-    takes_half = arguments["low_precision_weights"] is not None
-    return MicroBatches(technique, repr(technique.micro_batch_size), takes_half)
+    if why := why_beyond(arguments, "micro_batch_size", technique.exactness):
+        return MicroBatches(None, "None", is_asked=False, off_reason=why)
+    limit = exactness_limit(arguments)
+    return MicroBatches(technique, repr(technique.micro_batch_size), own, limit=limit)
 
 
 def _evaluation_micro_batches(arguments: Arguments) -> Setting:
@@ -90,6 +92,7 @@ def _evaluation_micro_batches(arguments: Arguments) -> Setting:
     except ConfigurationError as error:
         message = str(error).replace("`micro_batch_size=", "`eval_micro_batch_size=")
         raise ConfigurationError(message) from None
+    why_beyond(arguments, "eval_micro_batch_size", technique.exactness)
     return EvaluationMicroBatches(technique)
 
 

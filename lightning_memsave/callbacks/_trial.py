@@ -10,7 +10,9 @@ import torch
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._base import CallbackBase
+from lightning_memsave.callbacks._configure_optimizers import has_configure_optimizers
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.copies import with_parameters_of
 from lightning_memsave.planning.fake_models import again
 from lightning_memsave.planning.step_profile import Recording, StepProfile
 
@@ -77,6 +79,8 @@ def run_trial(
     # Callbacks that the module brings would write their files for a fit that never was.
     skipped = [*(_START_HOOKS if settings.is_running else ()), *_END_HOOKS, "configure_callbacks"]
     _skip(pl_module, skipped)
+    _train_own_parameters(pl_module)
+    host.forget_metric_names(pl_module)
     observer = _Observer(NUM_STEPS * accumulated, settings.deadline_s)
     trainer = settings.package.Trainer(
         **{
@@ -188,6 +192,17 @@ def _skip(pl_module: Any, hooks: Sequence[str]) -> None:
         # Lightning takes a module that has it for one that was written for it.
         if not getattr(type(pl_module), hook, _do_nothing).__module__.startswith(host.PACKAGES):
             object.__setattr__(pl_module, hook, _do_nothing)
+
+
+# A function that was set on the instance may give an optimizer of the module that was copied.
+def _train_own_parameters(pl_module: Any) -> None:
+    if has_configure_optimizers(pl_module):
+        configure = pl_module.configure_optimizers
+
+        def configure_optimizers() -> Any:
+            return with_parameters_of(pl_module, configure())
+
+        object.__setattr__(pl_module, "configure_optimizers", configure_optimizers)
 
 
 def _do_nothing(*args: Any, **kwargs: Any) -> None:

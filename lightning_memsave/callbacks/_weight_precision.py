@@ -6,22 +6,25 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
+from lightning_memsave.callbacks import _settings
 from lightning_memsave.callbacks._backward_conflicts import SHARDED
-from lightning_memsave.callbacks._bf16_calls import autocast_calls
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique
-from lightning_memsave.callbacks._settings import Row, warn
+from lightning_memsave.callbacks._settings import Row, saves
 from lightning_memsave.core.technique import Handle, Technique
-from lightning_memsave.errors import NoEffectWarning, Problem
+from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.low_precision_weights import (
     LowPrecisionWeights,
     describe_updates,
     rounds_any,
 )
+from lightning_memsave.units import format_bytes
 
 _ALWAYS_SUMMED = (
     "gradients summed in float32, for 4 bytes each: with `automatic_optimization=False` only the "
@@ -37,7 +40,8 @@ class WeightPrecision(ModuleTechnique):
         value: What the user wrote for it.
         brings_precision: The Trainer is given bf16 autocast at the same time.
         written: How messages name it.
-        is_of_stack: The user did not ask for it by itself: no line for ``None``.
+        is_asked: The user wrote it by name: it is set, or refused.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
     """
 
     technique: LowPrecisionWeights | None
@@ -46,12 +50,14 @@ class WeightPrecision(ModuleTechnique):
         self,
         technique: LowPrecisionWeights | None,
         value: str,
+        *,
         brings_precision: bool,
         written: str = "",
-        is_of_stack: bool = False,
+        is_asked: bool = True,
+        off_reason: str = "",
     ) -> None:
         name = LowPrecisionWeights.name
-        super().__init__(name, technique, value, is_auto=False, is_of_stack=is_of_stack)
+        super().__init__(name, technique, value, is_asked, off_reason)
         self.brings_precision = brings_precision
         self.written = written or f"`{name}={value}`"
         self._optimizers: Any = None
@@ -68,7 +74,8 @@ class WeightPrecision(ModuleTechnique):
         if self.technique is None:
             return
         updates = _RoundedUpdates(self.technique)
-        self._optimizers, undo = configure_optimizers.enable(pl_module, updates)
+        yields = not self.is_asked
+        self._optimizers, undo = configure_optimizers.enable(pl_module, updates, yields)
         context = functools.partial(self._around_backward, pl_module)
         self._undo += [undo, host.around_backward(trainer, context)]
 
@@ -85,14 +92,18 @@ class WeightPrecision(ModuleTechnique):
         if self.technique is None:
             return []
         problems = super().check(trainer, pl_module)
-        # Weights that are made later are converted after every callback's `setup`.
         late = host.builds_model_late(pl_module)
+        limit = _settings.SMALLEST_SAVING_BYTES
+        if not self.is_asked and not late and _saved_bytes(pl_module) < limit:
+            why = f"less than {format_bytes(limit)} need not change whether a run fits"
+            problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))
+        # Weights that are made later are converted after every callback's `setup`.
         averaging = [] if late else _averaging_after(trainer)
         problems += [
             Problem(
                 f"{self.written} beside `{type(callback).__name__}`",
-                "that callback stands after `MemSaveCallback` and would copy the weights in "
-                "bfloat16: the average would lose what is small",
+                f"`{type(callback).__name__}` comes after `MemSaveCallback` and would copy the "
+                "weights in bfloat16: the average would lose small updates",
                 f"Put `{type(callback).__name__}` before `MemSaveCallback` in "
                 f"`Trainer(callbacks=[...])`, or set `{self.name}=None`.",
             )
@@ -101,7 +112,8 @@ class WeightPrecision(ModuleTechnique):
         problems += [
             Problem(
                 f"{self.written} beside `{type(callback).__name__}`",
-                "pruning puts float32 tensors in place of weights whose gradients are bfloat16",
+                f"`{type(callback).__name__}` puts float32 tensors in place of weights whose "
+                "gradients are bfloat16",
                 f"Remove that callback, or set `{self.name}=None`.",
             )
             for callback in trainer.callbacks
@@ -110,13 +122,11 @@ class WeightPrecision(ModuleTechnique):
         return problems
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Convert weights that were made after ``setup``, and say what becomes of all.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Convert weights that were made after ``setup``, and say what becomes of all."""
         if self.technique is None:
+            return
+        if self._optimizers.problems:
+            self.yield_to(self._optimizers.problems, trainer, pl_module)
             return
         if self._handle is None or not self._handle.changes:
             self._use(self.technique, pl_module)
@@ -135,19 +145,27 @@ class WeightPrecision(ModuleTechnique):
             exactness = self.technique.exactness.value
             self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
             return
+        if self.is_asked:
+            problem = Problem(self.written, "; ".join(handle.skipped), self._advice())
+            raise IncompatibleError("MemSaveCallback", [problem])
         self.rows = [Row(self.name, self.value, "off", tuple(details))]
-        reasons = "; ".join(handle.skipped)
-        warn(trainer, f"{self.name} changed nothing: {reasons}.", NoEffectWarning)
 
     def undo(self) -> None:
         """Restore module and optimizers; a second call does nothing."""
-        super().undo()
         self._optimizers = None
         self._sums_in_fp32 = False
+        super().undo()
+
+    def savings(self, pl_module: Any) -> str:
+        """Say how much smaller the weights would be."""
+        return saves(_saved_bytes(pl_module), "weights")
+
+    # Optimizers may round bfloat16 weights even where there is nothing to convert.
+    def _is_served(self, pl_module: Any) -> bool:
+        return True
 
     def _use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
         handle = super()._use(technique, pl_module)
-        self._undo += autocast_calls(pl_module)
         if not pl_module.automatic_optimization:
             self._sum_in_fp32(pl_module)
         return handle
@@ -165,8 +183,9 @@ class WeightPrecision(ModuleTechnique):
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         what, problems = self.written, []
-        # Ours comes with it; another one has been chosen by the user.
-        if not self.brings_precision and str(trainer.precision) != "bf16-mixed":
+        # Where it is asked for, its precision is as well, and is refused if it cannot be set.
+        is_set = self.brings_precision and self.is_asked
+        if not is_set and str(trainer.precision) != "bf16-mixed":
             problems.append(
                 Problem(
                     what,
@@ -185,6 +204,11 @@ class WeightPrecision(ModuleTechnique):
                 )
             )
         return problems
+
+
+def _saved_bytes(module: nn.Module) -> int:
+    trained = [p for p in module.parameters() if p.dtype is torch.float32 and not is_lazy(p)]
+    return 2 * sum(p.numel() for p in trained)
 
 
 def _averaging_after(trainer: Any) -> list[Any]:

@@ -14,7 +14,7 @@ from lightning_memsave.callbacks._memory_probes import (
     Probe,
 )
 from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
-from lightning_memsave.callbacks._ranks import over_ranks
+from lightning_memsave.callbacks._ranks import reduce_over_ranks
 from lightning_memsave.callbacks._run_prediction import RunPrediction
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
@@ -43,8 +43,9 @@ class _Run:
 class GPUMemoryMonitor(CallbackBase):
     """Log the memory of training to every logger, and sum it up at the end of fit.
 
-    On CUDA the allocator is read after each optimizer step and its peaks are reset before the next,
-    and at logged steps the driver is asked through NVML. On other devices the bytes of live tensors
+    On CUDA the allocator is read, and its peaks are reset, around the first two optimizer steps and
+    those that are logged, when the driver is asked through NVML too; other steps cost nothing, and
+    their peak counts in the summary. On other devices the bytes of live tensors
     are counted, which makes a step slower: it is done in the first two steps and in logged ones.
 
     **Logged metrics**, in GiB (2**30 bytes) where the key says so. What is not known, for example
@@ -73,7 +74,7 @@ class GPUMemoryMonitor(CallbackBase):
 
     Args:
         every_n_steps: Log at every n-th optimizer step, as Lightning counts its ``step`` for
-            loggers. Independent of the Trainer's ``log_every_n_steps``.
+            loggers; ``None`` for the Trainer's ``log_every_n_steps``.
         print_summary: Print peak, time, steps and samples per second at the end of fit.
 
     Raises:
@@ -83,8 +84,8 @@ class GPUMemoryMonitor(CallbackBase):
         Training is the same bit for bit with and without. Values do not enter
         ``Trainer.callback_metrics``. Time includes the steps that counting makes slower.
         Because peaks are reset, ``torch.cuda.max_memory_allocated()`` in your own code means the
-        current step. Modules with ``torch.compile`` are not counted outside CUDA. In one Trainer
-        the first monitor works and others do nothing.
+        steps since they were; peaks of validation are left out. Modules with ``torch.compile`` are
+        not counted outside CUDA. In one Trainer the first monitor works and others do nothing.
 
     Example:
         >>> monitor = GPUMemoryMonitor(every_n_steps=10)
@@ -92,7 +93,7 @@ class GPUMemoryMonitor(CallbackBase):
         True
     """
 
-    def __init__(self, every_n_steps: int = 50, *, print_summary: bool = True) -> None:
+    def __init__(self, every_n_steps: int | None = None, *, print_summary: bool = True) -> None:
         super().__init__()
         _check_arguments(type(self).__name__, every_n_steps, print_summary)
         self.every_n_steps = every_n_steps
@@ -142,7 +143,8 @@ class GPUMemoryMonitor(CallbackBase):
             return
         if run.step_before is None:
             run.step_before = trainer.global_step
-            run.is_logged = (host.logged_step(trainer) + 1) % self.every_n_steps == 0
+            every = self.every_n_steps or trainer.log_every_n_steps
+            run.is_logged = every > 0 and (host.logged_step(trainer) + 1) % every == 0
             run.probe.begin_step(run.is_logged)
         run.probe.begin_batch(pl_module, trainer.optimizers, batch)
 
@@ -164,8 +166,8 @@ class GPUMemoryMonitor(CallbackBase):
         if run.is_logged:
             metrics = run.probe.metrics()
             # Loggers write on rank zero only, so that the peaks of the others must come to it.
-            peaks = {key: metrics[key] for key in PEAKS if key in metrics}
-            metrics |= over_ranks(trainer, "max", peaks)
+            peaks = {key: metrics.get(key) for key in PEAKS}
+            metrics |= reduce_over_ranks(trainer, "max", peaks)
             for logger in trainer.loggers:
                 logger.log_metrics(metrics, step=host.logged_step(trainer))
 
@@ -173,6 +175,7 @@ class GPUMemoryMonitor(CallbackBase):
         """Stop the clock."""
         if self._run is not None:
             self._run.probe.end_batch()
+            self._run.probe.pause()
             self._run.validation_start_s = time.perf_counter()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
@@ -182,6 +185,7 @@ class GPUMemoryMonitor(CallbackBase):
             now_s = time.perf_counter()
             run.validation_s += now_s - run.validation_start_s
             run.validation_start_s = None
+            run.probe.resume()
             # So that what is subtracted lies before the end, also after the last batch.
             if run.end_s is not None:
                 run.end_s = now_s
@@ -191,16 +195,25 @@ class GPUMemoryMonitor(CallbackBase):
         if self._run is not None:
             self._run.probe.end_batch()
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for the device, and read it while the module is there."""
+        run = self._run
+        if run is None:
+            return
+        run.probe.end_batch()
+        start_s = time.perf_counter()
+        run.probe.finish()
+        if run.end_s is not None:  # what the device still had to do was training
+            run.end_s += time.perf_counter() - start_s
+
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Sum up, over all ranks."""
         run = self._run
         if run is None:
             return
-        run.probe.end_batch()
-        run.probe.metrics()  # asks NVML, which a short fit has not done yet
         summary = _summarize(run, self.run_prediction)
         self._close()
-        highest = over_ranks(
+        highest = reduce_over_ranks(
             trainer,
             "max",
             {
@@ -209,7 +222,7 @@ class GPUMemoryMonitor(CallbackBase):
                 "nvml_peak_bytes": summary.nvml_peak_bytes,
             },
         )
-        total = over_ranks(trainer, "sum", {"num_samples": summary.num_samples})
+        total = reduce_over_ranks(trainer, "sum", {"num_samples": summary.num_samples})
         whole: dict[str, Any] = {n: int(value) for n, value in (highest | total).items()}
         self._summary = replace(summary, **whole)
         if self.print_summary and trainer.is_global_zero:
@@ -250,6 +263,10 @@ def batch_size_of(batch: object) -> int:
         >>> batch_size_of({"x": zeros(4, 2), "y": zeros(4)}), batch_size_of(["a", "b"])
         (4, 2)
     """
+    # A batch of PyTorch Geometric, whose tensors have a row for each node or edge.
+    num_graphs = getattr(batch, "num_graphs", None)
+    if isinstance(num_graphs, int):
+        return num_graphs
     tensor = next(tensors_in(batch), None)
     if tensor is not None:
         return tensor.shape[0] if tensor.ndim else 1
@@ -263,12 +280,13 @@ def batch_size_of(batch: object) -> int:
 
 def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -> None:
     problems = []
-    if type(every_n_steps) is not int or every_n_steps < 1:
+    if every_n_steps is not None and (type(every_n_steps) is not int or every_n_steps < 1):
         problems.append(
             Problem(
                 f"`every_n_steps={every_n_steps!r}`",
                 "it must be a whole number of optimizer steps, at least 1",
-                "Use `every_n_steps=1` to log at every step, or `every_n_steps=50`.",
+                "Use `every_n_steps=1` to log at every step, or `None` for the Trainer's "
+                "`log_every_n_steps`.",
             )
         )
     if not isinstance(print_summary, bool):
@@ -291,9 +309,12 @@ def _summarize(run: _Run, prediction: RunPrediction | None) -> MemorySummary:
         by_category=highest.by_category,
         peak_reserved_bytes=highest.reserved_bytes,
         nvml_peak_bytes=highest.nvml_bytes,
+        is_nvml_of_gpu=highest.is_nvml_of_gpu,
         num_steps=run.num_steps,
         num_samples=run.num_samples,
         seconds=max(run.seconds() - predicted.seconds, 0.0),
+        num_counted_steps=highest.num_counted_steps,
+        had_larger_batches=highest.had_larger_batches,
         notes=tuple(run.probe.notes),
         prediction=predicted.prediction,
         no_prediction=predicted.note,

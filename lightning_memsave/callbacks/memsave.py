@@ -1,6 +1,7 @@
 """The suite as one callback."""
 
 import inspect
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -12,17 +13,22 @@ from lightning_memsave.callbacks._backward_updates import BackwardUpdates
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._monitored import MonitoredCallback
+from lightning_memsave.callbacks._oom_facts import (
+    add_advice,
+    attempted,
+    out_of_memory_in,
+    say,
+)
 from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
-from lightning_memsave.callbacks._settings import Row
+from lightning_memsave.callbacks._settings import Row, warn
 from lightning_memsave.callbacks._stacks import with_stack
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
-from lightning_memsave.errors import IncompatibleError, MemsaveWarning
+from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -32,16 +38,19 @@ from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackwa
 class MemSaveCallback(MonitoredCallback):
     """Train with less memory, by one line in an existing project.
 
-    Without arguments: the activations of every repeated block are recomputed in backward, the
-    optimizer that the module configures keeps its state in 8 bits (embeddings, norms and biases
-    stay 32-bit), mixed precision is switched on where the device is a CUDA GPU and the Trainer
-    names no other, a batch that does not fit is repeated in parts, and memory is measured. At the
-    start of fit one table says what was switched on and what was not, and why;
-    ``memsave_report.json`` in the run's log directory says it again, with the memory that was
-    measured.
+    Without arguments, as with ``stack="classic"``: the activations of every repeated block are
+    recomputed in backward, the optimizer that the module configures keeps its state in 8 bits
+    (embeddings, norms and biases stay 32-bit), mixed precision is switched on where the device is a
+    CUDA GPU with native bfloat16 and the Trainer names no other, a batch that does not fit is
+    repeated in parts, and memory is measured. At the start of fit one table says what was switched
+    on and what was not, and why; ``memsave_report.json`` in the run's log directory says it again,
+    with the memory that was measured.
 
-    Each of the first four arguments takes ``"auto"`` (as above; what conflicts with it is left
-    alone and said), ``None`` (leave it as it is) or a value, which is set or refused.
+    Each argument from ``activation_checkpointing`` to ``early_release`` takes ``"auto"``, which is
+    the value of the stack, ``None``, which leaves the project as it is, or a value, which is set or
+    refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack stays
+    off where it conflicts with the project, finds nothing to change, or would save less than
+    20 MiB; the table shows the reason.
 
     Args:
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
@@ -68,9 +77,9 @@ class MemSaveCallback(MonitoredCallback):
         early_release: Free what is kept longer than it is needed; bit for bit the same training.
         stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
             optimizer, micro-batches), ``"bitwise"`` (all that leaves training bit for bit as it
-            was) or ``"single_gpu"`` (the least memory without that of the host). What is given
-            beside it wins. Without one, ``"auto"`` leaves the five settings before this one off,
-            but for ``early_release``.
+            was), ``"single_gpu"`` (the least memory without that of the host) or ``"off"`` (nothing
+            but what is given beside it). What is given beside a stack wins. ``None`` is
+            ``"classic"``.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
         optimizer_kwargs: Settings of an optimizer that is chosen by name.
@@ -78,13 +87,14 @@ class MemSaveCallback(MonitoredCallback):
         force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
             embeddings, norms or biases.
         loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
-            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` finds out.
+            ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
+            batch.
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
         eval_micro_batch_size: The same as ``micro_batch_size`` for validation, test and prediction.
         tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-            What moves them further is switched off if it is ``"auto"`` and refused if not.
+            What moves them further is switched off in a stack, and refused if it is given.
         monitor: Measure memory; ``False`` for not; or a `GPUMemoryMonitor` with its own settings.
         predict: Predict the peak of memory before the first step, by training two steps on tensors
             without data, unless that takes more than 20 seconds; ``False`` for not, or a number of
@@ -95,9 +105,10 @@ class MemSaveCallback(MonitoredCallback):
         ConfigurationError: If arguments are wrong on their own; the message lists all that are.
 
     Note:
-        Conflicts with the Trainer and the module end in an `IncompatibleError` at the start of fit
-        that lists all of them; nothing has been changed then. A second `MemSaveCallback` in one
-        Trainer does nothing. After fit, or an exception, the module is as it was.
+        Conflicts of what is given with the Trainer and the module end in an `IncompatibleError` at
+        the start of fit that lists all of them; nothing has been changed then. A second
+        `MemSaveCallback` in one Trainer does nothing; one object serves one Trainer at a time.
+        After fit, or an exception, the module is as it was.
 
     Example:
         >>> MemSaveCallback(activation_checkpointing="all", optimizer=None)
@@ -116,8 +127,8 @@ class MemSaveCallback(MonitoredCallback):
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
         attention: str | AttentionKernel | None = "auto",
-        early_release: bool | str | EarlyRelease | None = "auto",
-        stack: Literal["classic", "bitwise", "single_gpu"] | None = None,
+        early_release: bool | str | None = "auto",
+        stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
@@ -139,17 +150,22 @@ class MemSaveCallback(MonitoredCallback):
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
+        self._has_warned_of_window = False
+        # The Trainer between `setup` and the end of its run; its id, as callbacks are pickled.
+        self._user: int | None = None
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
         # ours, which is not driven then.
         self._reported: GPUMemoryMonitor | None = None
-        # Known from the start of fit to its end; asking the Trainer for it needs all ranks.
+        # Known from setup to the end; asking the Trainer for it needs all ranks.
         self._directory: str | None = None
+        self._has_started = False
+        self._outside: BaseException | None = None  # what is handled where the fit was started
 
     def __repr__(self) -> str:
         arguments = ", ".join(
             f"{name}={value!r}"
             for name, value in self.arguments.items()
-            if not _is_default(name, value)
+            if not is_default(name, value)
         )
         return f"{type(self).__name__}({arguments})"
 
@@ -185,6 +201,7 @@ class MemSaveCallback(MonitoredCallback):
             IncompatibleError: If a setting conflicts with the Trainer or the module; the message
                 lists every conflict, and nothing has been changed.
         """
+        self._refuse_second_use(trainer)
         self._is_disabled = host.first_of(trainer, MemSaveCallback) is not self
         if self._is_disabled:
             warnings.warn(
@@ -193,10 +210,13 @@ class MemSaveCallback(MonitoredCallback):
                 stacklevel=2,
             )
             return
+        self._outside = sys.exception()
+        self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
         problems = host.check_host(trainer) or self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
+        self._user = id(trainer)
         with self._settings.undone_on_error():
             if is_fit:
                 host.put_first(trainer, self)
@@ -212,14 +232,18 @@ class MemSaveCallback(MonitoredCallback):
         Args:
             trainer: The Trainer.
             pl_module: Its LightningModule.
+
+        Raises:
+            IncompatibleError: If a value that was given finds nothing to change.
         """
         if self._is_disabled:
             return
-        self._settings.start(trainer, pl_module)
+        if problems := self._settings.start(trainer, pl_module):
+            raise IncompatibleError(type(self).__name__, problems)
         self._prediction.begin()
         if self._reported is not None:
             self._reported.run_prediction = self._prediction
-        self._directory = trainer.log_dir or trainer.default_root_dir
+        self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
             _report.print_table(self.rows)
 
@@ -238,55 +262,125 @@ class MemSaveCallback(MonitoredCallback):
         super().on_before_backward(trainer, pl_module, loss)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Restore the module, as ``teardown`` is not called now, and write what is known."""
-        if self._driven is not None:
-            self._driven.on_exception(trainer, pl_module, exception)
-        self._settings.undo()
-        self._write_report(trainer, exception)
+        """Write what is known and restore the module, as ``teardown`` is not called; never raises.
+
+        Where memory ran out, nothing after this needs any on the device: gradients are dropped and
+        the module moves to the host, as Lightning moves it afterwards.
+        """
+        if self._user not in (None, id(trainer)):
+            return  # the run of another Trainer goes on
+        self._user = None
+        error = out_of_memory_in(exception, self._outside)
+        if error is not None:
+            with attempted(trainer, "There is no advice on memory"):
+                add_advice(trainer, exception, error)
+            for callback in trainer.callbacks:
+                if hasattr(callback, "write_before_undo"):
+                    callback.write_before_undo(trainer, pl_module, exception)
+        with attempted(trainer, "What was measured is lost"):
+            if self._driven is not None:
+                self._driven.on_exception(trainer, pl_module, exception)
+        if error is not None and pl_module is not None:
+            with attempted(trainer, "The module stays on the device"):
+                host.leave_device(trainer, pl_module)
+        self._undo(trainer)
+        with attempted(trainer, f"`{_report.REPORT_NAME}` is not written"):
+            self._write_report(trainer, exception, is_always=error is not None)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the module and write the report, as every monitor has closed its books now."""
+        self._user = None
         if self._driven is not None:
             self._driven.teardown(trainer, pl_module, stage)
-        self._settings.undo()
+        self._undo(trainer)
         self._write_report(trainer)
 
-    # Not `state_dict`: Lightning refuses a second callback that has one, and warns of a checkpoint
-    # whose callbacks are not all there.
+    def _undo(self, trainer: Any) -> None:
+        self._outside = None
+        for failure in self._settings.undo():
+            say(trainer, failure)
+
+    # Not `state_dict`, as Lightning refuses a second callback that has one. With this, it names the
+    # callback where a run is resumed without it.
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save the micro-batch size that memory was enough for, for a resumed run."""
-        if self._micro_batches.size is not None:
-            checkpoint[_CHECKPOINT_KEY] = {"micro_batch_size": self._micro_batches.size}
+        if not self._is_disabled:
+            self._warn_of_open_window(trainer)
+            state = {"micro_batch_size": self._micro_batches.size}
+            checkpoint.setdefault("callbacks", {})[self.state_key] = state
 
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Go on with the micro-batch size of the run that wrote the checkpoint."""
-        saved = checkpoint.get(_CHECKPOINT_KEY, {})
-        self._micro_batches.size = saved.get("micro_batch_size", self._micro_batches.size)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the micro-batch size of the run that wrote the checkpoint."""
+        size = state_dict.get("micro_batch_size") if isinstance(state_dict, Mapping) else state_dict
+        if type(size) is int and size >= 1:
+            self._micro_batches.size = size
+        elif size is not None:
+            warnings.warn(
+                f"The checkpoint has `micro_batch_size={size!r}` for `{self.state_key}`, which is "
+                "not a number of samples, and is ignored.",
+                MemsaveWarning,
+                stacklevel=2,
+            )
+
+    def _warn_of_open_window(self, trainer: Any) -> None:
+        if self._has_warned_of_window or not host.has_open_window(trainer):
+            return
+        self._has_warned_of_window = True
+        window = trainer.accumulate_grad_batches
+        warn(
+            trainer,
+            f"A checkpoint is saved in the middle of an accumulation window of {window} batches. "
+            "Checkpoints of Lightning hold no gradients, so a run that resumes from it loses those "
+            "of the batches since the last optimizer step. Save after optimizer steps instead: "
+            "`ModelCheckpoint(every_n_train_steps=...)` does, and so does a `val_check_interval` "
+            f"that is a multiple of {window}.",
+            MemsaveWarning,
+        )
 
     @property
     def _micro_batches(self) -> MicroBatches:
         return self._settings.find(MicroBatches)
 
-    def _write_report(self, trainer: Any, error: BaseException | None = None) -> None:
-        directory, self._directory = self._directory, None
-        if directory is None or not self.arguments["report"] or not trainer.is_global_zero:
+    def _refuse_second_use(self, trainer: Any) -> None:
+        if self._user is None:
             return
-        summary = None if self._reported is None else self._reported.summary
+        why = "another Trainer is in a run with it"
+        if self._user == id(trainer):
+            why = "the Trainer has it twice among its callbacks"
+        what, fix = "this callback object", "Make one `MemSaveCallback` for each Trainer."
+        raise IncompatibleError(type(self).__name__, [Problem(what, why, fix)])
+
+    def _write_report(
+        self, trainer: Any, error: BaseException | None = None, is_always: bool = False
+    ) -> None:
+        directory, self._directory = self._directory, None
+        has_started, self._has_started = self._has_started, False
+        if (
+            directory is None
+            or not (has_started or is_always)
+            or not self.arguments["report"]
+            or not trainer.is_global_zero
+        ):
+            return
+        # What there is in an evaluation is of an earlier fit.
+        summary = self._reported.summary if has_started and self._reported is not None else None
+        error_of_prediction = None if summary is None else summary.prediction_error
         _report.write_report(
             directory,
-            {name: repr(value) for name, value in self.arguments.items()},
+            {name: _report.plain(value) for name, value in self.arguments.items()},
             self.rows,
             measured=None if summary is None else summary.to_dict(),
-            predicted=self._prediction.to_dict(None if summary is None else summary.peak_bytes),
+            predicted=self._prediction.to_dict(error_of_prediction) if has_started else None,
             error=error,
+            device=trainer.strategy.root_device,
         )
 
 
-_CHECKPOINT_KEY = "lightning_memsave"
 _PARAMETERS = inspect.signature(MemSaveCallback).parameters
 
 
-def _is_default(name: str, value: object) -> bool:
+def is_default(name: str, value: object) -> bool:
+    """Say whether an argument of `MemSaveCallback` need not be written."""
     default = _PARAMETERS[name].default
     # Command lines and YAML write an empty list for `()`.
     return bool(value == default) or (default == () and not value)

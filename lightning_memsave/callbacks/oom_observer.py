@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,8 @@ from typing_extensions import override
 from lightning_memsave.callbacks._arguments import time_limit
 from lightning_memsave.callbacks._base import CallbackBase
 from lightning_memsave.callbacks._oom_facts import (
-    describe,
+    add_advice,
+    attempted,
     describe_batch,
     make_report,
     out_of_memory_in,
@@ -24,6 +26,7 @@ from lightning_memsave.callbacks._oom_report import (
     OutOfMemoryReport,
     write_files,
 )
+from lightning_memsave.callbacks._settings import describe
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 
@@ -96,6 +99,8 @@ class OOMObserver(CallbackBase):
         self._report: OutOfMemoryReport | None = None
         self._directory = self.dirpath
         self._is_recording = False
+        self._is_written = False
+        self._outside: BaseException | None = None  # what is handled where the fit was started
         self._batch_idx: int | None = None
         self._batch: tuple[BatchTensor, ...] = ()
         self._batch_at_hand: Any = None
@@ -122,11 +127,12 @@ class OOMObserver(CallbackBase):
             self.extra(report)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_batch_at_hand": None}
+        return self.__dict__ | {"_batch_at_hand": None, "_outside": None}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Find the directory while all ranks are alive, and begin to record."""
         self._forget_batch()
+        self._is_written, self._outside = False, sys.exception()
         # Asks rank zero, which must not be done in `on_exception`: it may be gone by then.
         self._directory = self.dirpath or trainer.log_dir or trainer.default_root_dir
         if self.record_history and trainer.strategy.root_device.type == "cuda":
@@ -168,20 +174,38 @@ class OOMObserver(CallbackBase):
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Write the report if memory ran out; never raises."""
-        error = out_of_memory_in(exception)
-        # `Exception`, and nothing raised or warned: what ended the run must be seen.
-        try:
-            if error is not None:
-                self._write(trainer, pl_module, error)
-        except Exception as failure:
-            say(trainer, f"The report on memory is not complete: {describe(failure)}")
-        finally:
-            self._stop_recording()
-            self._forget_batch()
+        """Write the report if memory ran out, and add to it; never raises."""
+        self.write_before_undo(trainer, pl_module, exception)
+        self._is_written = False
+        error = out_of_memory_in(exception, self._outside)
+        with attempted(trainer, "The report on memory is not complete"):
+            if error is not None and self._report is not None:
+                self._extend(self._report, trainer, pl_module)
+        self._stop_recording()
+        self._forget_batch()
+
+    def write_before_undo(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Write what is known while all of it is still in place: `MemSaveCallback` calls it first.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+            exception: What ends the run.
+        """
+        if self._is_written:
+            return
+        self._is_written, self._report = True, None
+        error = out_of_memory_in(exception, self._outside)
+        if error is None:
+            return
+        with attempted(trainer, "There is no advice on memory"):
+            add_advice(trainer, exception, error)
+        with attempted(trainer, "The report on memory is not complete"):
+            self._write(trainer, pl_module, error)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop recording."""
+        self._outside = None
         self._stop_recording()
         self._forget_batch()
 
@@ -192,17 +216,24 @@ class OOMObserver(CallbackBase):
         report.where["batch"] = self._batch_idx
         if report.allocator is not None:
             report.add_file(SNAPSHOT_NAME, pickle.dumps(torch.cuda.memory._snapshot()))
-        directory = self._directory or trainer.default_root_dir
-        rank = trainer.global_rank if trainer.world_size > 1 else None
-        path = write_files(report, directory, rank)
+        path = self._save(report, trainer)
         say(trainer, f"{report.diagnosis.summary} See `{path}`.")
+
+    def _save(self, report: OutOfMemoryReport, trainer: Any) -> str:
+        directory = self._directory or trainer.default_root_dir
+        return write_files(
+            report, directory, trainer.global_rank if trainer.world_size > 1 else None
+        )
+
+    # Afterwards: predictions take time, and are about the module as the user wrote it.
+    def _extend(self, report: OutOfMemoryReport, trainer: Any, pl_module: Any) -> None:
         before = report.to_dict(), set(report.files)
         try:
             self.extend(report, trainer, pl_module)
         except Exception as failure:
             report.notes.append(f"An addition to this report failed: {describe(failure)}")
         if before != (report.to_dict(), set(report.files)):
-            write_files(report, directory, rank)
+            self._save(report, trainer)
 
     def _note_batch(self, batch: object, batch_idx: int) -> None:
         self._batch_idx = batch_idx

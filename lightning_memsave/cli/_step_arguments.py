@@ -70,7 +70,8 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, needs_batch: bool) ->
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an argument of MemSaveCallback, such as activation_checkpointing=all; repeat it",
+        help="an argument of MemSaveCallback, such as activation_checkpointing=all, as text or as "
+        "JSON: 'force_8bit=emb*' or 'force_8bit=[\"emb*\", \"head*\"]'; repeat it",
     )
     group.add_argument("--precision", help="such as bf16-mixed; the same as --set precision=...")
     group.add_argument(

@@ -1,12 +1,11 @@
 """What `predict`, `explain` and `compare` are about: model, batch, settings and cards."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.units import GIB
 
 if TYPE_CHECKING:
     from lightning_memsave.analysis.targets import BatchSpec, Target
@@ -14,16 +13,8 @@ if TYPE_CHECKING:
     from lightning_memsave.planning.gpus import Gpu
     from lightning_memsave.planning.prediction import MemoryPrediction
 
-# What else a Trainer is given names machines and files, which a prediction has none of.
-_TRAINER_ARGUMENTS = (
-    *("precision", "accumulate_grad_batches"),
-    *("gradient_clip_val", "gradient_clip_algorithm"),
-)
+_PATTERNS = ("keep_32bit", "force_8bit")
 _ONE_DEVICE = (None, "auto", "ddp", "single_device")
-_MAX_REAL_BYTES = GIB
-_TECHNIQUES = ("activation_checkpointing", "optimizer", "precision", "micro_batch_size")
-# They do not change a step, and a prediction has its own.
-_NO_TECHNIQUES = ("monitor", "predict", "report")
 
 
 @dataclass(frozen=True)
@@ -34,7 +25,7 @@ class Subject:
         target: The model.
         batch: The batch, if one was given.
         settings: Of `MemSaveCallback`.
-        trainer_arguments: Of the Trainer, those that matter.
+        trainer_arguments: Of the Trainer.
         optimizer: For a model that is no LightningModule; ``None`` for AdamW.
         device: ``"cuda"`` or ``"cpu"``.
         attention: CUDA's attention kernel.
@@ -99,26 +90,8 @@ class Subject:
         }
 
     def make_batch(self) -> Any:
-        """Make the batch.
-
-        Returns:
-            Real tensors, whose integers decide about masks and labels; of more than 1 GiB
-            tensors on the meta device.
-        """
-        import torch
-        from torch.utils._pytree import tree_leaves, tree_map_only
-
-        from lightning_memsave.planning.fake_models import fake_tensors
-
-        if self.batch is None:
-            return None
-        with fake_tensors():
-            batch = self.batch.build()
-        if sum(getattr(leaf, "nbytes", 0) for leaf in tree_leaves(batch)) <= _MAX_REAL_BYTES:
-            return self.batch.build()
-        return tree_map_only(
-            torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), batch
-        )
+        """Make the batch, with large tensors on the meta device; ``None`` if none was given."""
+        return None if self.batch is None else self.batch.build_for_prediction()
 
     def predict_on_cards(
         self, settings: Mapping[str, Any] | None = None
@@ -133,12 +106,12 @@ class Subject:
         """
         from lightning_memsave.planning.gpu_fit import GpuFit
 
-        # Cards of one generation (8.0, 8.6 and 8.9) run the same kernels, and a prediction knows
-        # no other difference between them.
+        # GPUs of one generation run the same kernels, but for those of 8.6 and 8.9 beside 8.0.
         found: dict[object, MemoryPrediction] = {}
         fits = []
         for gpu in self.gpus or (None,):
-            key = gpu and ((gpu.compute_capability or (8, 0))[0], gpu.has_bf16)
+            major, minor = (gpu and gpu.compute_capability) or (8, 0)
+            key = gpu and (major, minor > 0, gpu.has_bf16)
             if key not in found:
                 found[key] = self.predict(gpu, settings)
             if gpu is not None:
@@ -181,19 +154,18 @@ def read_subject(name: str, arguments: argparse.Namespace) -> Subject:
         optimizer = find_optimizer(arguments.optimizer, arguments.optimizer_arg)
         if optimizer is not None:
             _check_optimizer(target)
-        trainer_arguments, notes = _trainer_arguments(target.trainer_arguments)
         settings = _settings(target.settings, arguments)
     return Subject(
         target,
         batch,
         settings,
-        trainer_arguments,
+        target.trainer_arguments,
         optimizer,
         arguments.device,
         arguments.attention,
         gpus,
         arguments.time_limit,
-        (*target.notes, *notes),
+        (*target.notes, *_strategy_notes(target.trainer_arguments)),
     )
 
 
@@ -215,10 +187,20 @@ def _check_optimizer(target: "Target") -> None:
         )
 
 
-def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) -> dict[str, Any]:
+def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read ``NAME=VALUE`` of arguments of `MemSaveCallback`; one pattern need not be a list."""
     from lightning_memsave.analysis.targets import parse_arguments
 
-    given = parse_arguments(arguments.set)
+    given = parse_arguments(pairs)
+    single = {name: (given[name],) for name in _PATTERNS if isinstance(given.get(name), str)}
+    return given | single
+
+
+def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) -> dict[str, Any]:
+    from lightning_memsave.analysis._targets_yaml import with_instances
+    from lightning_memsave.callbacks.memsave import MemSaveCallback
+
+    given = read_settings(arguments.set)
     precision = arguments.precision
     if precision is not None and str(given.setdefault("precision", precision)) != precision:
         raise ConfigurationError(
@@ -226,36 +208,13 @@ def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) ->
             "disagree. Remove one of the two."
         )
     if arguments.memsave or (found is not None and arguments.memsave is None):
-        # What the callback does without being told, where a prediction would leave it out.
-        start = dict.fromkeys(_TECHNIQUES, "auto") | (dict(found or {}))
-        given = {n: v for n, v in start.items() if n not in _NO_TECHNIQUES} | given
-    return _instantiated(given)
+        given = {**MemSaveCallback().arguments, **(found or {}), **given}
+    return with_instances(given)
 
 
-# A YAML file may have techniques with a `class_path`.
-def _instantiated(settings: dict[str, Any]) -> dict[str, Any]:
-    nested = {n for n, v in settings.items() if isinstance(v, dict) and "class_path" in v}
-    if not nested:
-        return settings
-    from jsonargparse import ArgumentParser
-
-    from lightning_memsave.analysis._targets_building import explained
-    from lightning_memsave.callbacks.memsave import MemSaveCallback
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(MemSaveCallback, "memsave", fail_untyped=False, sub_configs=True)
-    with explained("Reading the settings of `MemSaveCallback`", "Check classes and arguments."):
-        config = parser.parse_object({"memsave": settings})
-        # The old name is deprecated from 4.49 on.
-        instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
-        callback = instantiate(config).memsave
-    return settings | {name: callback.arguments[name] for name in nested}
-
-
-def _trainer_arguments(found: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    used = {n: found[n] for n in _TRAINER_ARGUMENTS if found.get(n) is not None}
+def _strategy_notes(found: Mapping[str, Any]) -> list[str]:
     strategy, notes = found.get("strategy"), []
     if strategy not in _ONE_DEVICE:
         name = strategy["class_path"] if isinstance(strategy, dict) else strategy
         notes.append(f"`strategy: {name}` is not used: one device is assumed to hold everything")
-    return used, notes
+    return notes

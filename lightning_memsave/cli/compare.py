@@ -95,6 +95,12 @@ def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case]
     models = [
         n for n, p, is_report in zip(names, saved, reports, strict=True) if not (p or is_report)
     ]
+    for model in models:
+        if Path(model).suffix == ".json" and not Path(model).exists():
+            raise ConfigurationError(
+                f"`{model}` does not exist. Give a config.json, or what `memsave predict --json` "
+                "or a run has written."
+            )
     if models and arguments.batch is None and len(models) == 1:
         other = next(name for name in names if name != models[0])
         raise ConfigurationError(

@@ -16,7 +16,7 @@ from lightning_memsave.cli._step_arguments import (
 )
 from lightning_memsave.cli._subject import Subject, read_subject
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.units import MIB, format_bytes
+from lightning_memsave.units import MIB
 
 if TYPE_CHECKING:
     from lightning_memsave.analysis.explain import MemoryExplanation
@@ -205,8 +205,6 @@ def _write_page(
     from lightning_memsave.planning.page import write_page
 
     assert explanation.prediction is not None, "--html was refused without --batch"
-    remedies = [f"{r.how}: {format_bytes(r.saved_bytes)} less" for r in explanation.remedies or ()]
-    answers = [s.sentence for s in explanation.suspects if s.verdict == "matters"]
     write_page(
         path,
         [("as given", explanation.prediction)],
@@ -219,7 +217,6 @@ def _write_page(
             *(f"It {fit}." for fit in fits),
             *subject.notes,
             *explanation.sentences,
-            *answers,
-            *remedies,
         ),
+        tables=explanation.tables(),
     )

@@ -13,7 +13,7 @@ from lightning_memsave.cli._step_arguments import (
     show_notes,
     whole_number,
 )
-from lightning_memsave.cli._subject import Subject, read_subject
+from lightning_memsave.cli._subject import Subject, read_settings, read_subject
 from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -99,10 +99,8 @@ class _Case:
 
 
 def _case(subject: Subject, variant: str) -> _Case:
-    from lightning_memsave.analysis.targets import parse_arguments
-
     try:
-        settings = parse_arguments(shlex.split(variant))
+        settings = read_settings(shlex.split(variant))
     except ValueError as error:
         raise ConfigurationError(
             f"--variant {variant!r} cannot be read ({error}). Write settings as in a shell: "

@@ -1,8 +1,7 @@
 """Count and split the samples of a batch, and put the outputs of its parts together."""
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,13 +13,18 @@ from lightning_memsave.errors import IncompatibleError, Problem
 _PER_SAMPLE = (str, bytes, int, float, bool, type(None))
 
 
-def count_samples(batch: Any) -> int:
+Path: TypeAlias = tuple[Any, ...]
+"""Where in a batch something is: keys, indices and names of fields."""
+
+
+def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
     """Count the samples of a batch.
 
     Args:
         batch: Tensors of shape (samples, ...) and lists of strings or numbers, one per sample, in
             any nesting of lists, tuples, named tuples, mappings and dataclasses. Scalars and
             strings belong to the whole batch.
+        whole: Paths of what belongs to the whole batch, too.
 
     Returns:
         The size that all of them share.
@@ -32,10 +36,10 @@ def count_samples(batch: Any) -> int:
         >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0})
         4
     """
-    sizes = dict(_sizes(batch, ""))
+    sizes = {path: size for path, size in _sizes(batch) if path not in whole}
     if len(set(sizes.values())) == 1:
         return next(iter(sizes.values()))
-    found = ", ".join(f"{path or 'batch'}: {size}" for path, size in sizes.items()) or "none"
+    found = ", ".join(f"{_indices(path)}: {size}" for path, size in sizes.items()) or "none"
     raise IncompatibleError(
         "micro_batching",
         [
@@ -49,12 +53,13 @@ def count_samples(batch: Any) -> int:
     )
 
 
-def split_samples(batch: Any, size: int) -> list[Any]:
+def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -> list[Any]:
     """Split a batch into batches of at most a number of samples.
 
     Args:
         batch: As for `count_samples`.
         size: Samples in each part; the last one may have fewer.
+        whole: Paths of what belongs to every part.
 
     Returns:
         Batches of the same type that share memory with the batch; itself if it is small enough.
@@ -66,11 +71,105 @@ def split_samples(batch: Any, size: int) -> list[Any]:
         >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(5, 2)}, 2)]
         [2, 2, 1]
     """
-    num_samples = count_samples(batch)
+    num_samples = count_samples(batch, whole)
     if size >= num_samples:
         return [batch]
     slices = [slice(start, start + size) for start in range(0, num_samples, size)]
-    return [_map(batch, operator.itemgetter(part)) for part in slices]
+    return [_map(batch, lambda leaf, part=part: leaf[part], whole) for part in slices]
+
+
+def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = frozenset()) -> Any:
+    """Copy some samples of a batch.
+
+    Args:
+        batch: As for `count_samples`.
+        indices: Which ones.
+        whole: Paths of what belongs to every sample.
+
+    Returns:
+        A batch of these samples; it shares memory with the batch only where that is not split.
+
+    Example:
+        >>> pick_samples({"x": torch.tensor([5, 6, 7]), "names": ["a", "b", "c"]}, [2, 0])
+        {'x': tensor([7, 5]), 'names': ['c', 'a']}
+    """
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[torch.tensor([*indices], device=leaf.device)]
+        return type(leaf)(leaf[index] for index in indices)
+
+    return _map(batch, pick, whole)
+
+
+def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
+    """List what may belong to every sample of a batch.
+
+    Args:
+        batch: As for `count_samples`.
+
+    Returns:
+        Sets of paths, the most likely one first: of tensors whose first dimension is 1 where that
+        of others is not; and of those and vectors of floating-point numbers, which may be weights
+        of classes.
+    """
+    leaves = [(path, value) for path, value in leaves_of(batch) if isinstance(value, Tensor)]
+    sizes = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
+    single = {path for path, leaf in leaves if leaf.ndim and leaf.shape[0] == 1 and len(sizes) > 1}
+    vectors = {path for path, leaf in leaves if leaf.ndim == 1 and leaf.is_floating_point()}
+    both = frozenset(single | vectors)
+    is_all = len(both) == sum(1 for _ in _sizes(batch))
+    return [frozenset(single)] + ([both] if vectors - single and not is_all else [])
+
+
+def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Find all tensors and lists of samples in a batch.
+
+    Args:
+        value: A batch, or what is in it.
+        path: Where it is.
+
+    Yields:
+        Where each of them is, and itself.
+    """
+    if isinstance(value, Tensor) or _is_list_of_samples(value):
+        yield path, value
+    else:
+        for name, item in items_of(value):
+            yield from leaves_of(item, (*path, name))
+
+
+def leaf_at(batch: Any, path: Path) -> Any:
+    """Get what `leaves_of` has found.
+
+    Args:
+        batch: A batch.
+        path: Where to look.
+
+    Returns:
+        A tensor or a list of samples.
+    """
+    for name in path:
+        batch = dict(items_of(batch))[name]
+    return batch
+
+
+def path_text(path: Path) -> str:
+    """Write a path for people.
+
+    Args:
+        path: Where something is in a batch.
+
+    Returns:
+        Its name where it has one.
+
+    Example:
+        >>> path_text(("labels",)), path_text((1,)), path_text(())
+        ('`labels`', '`batch[1]`', 'the batch')
+    """
+    if len(path) == 1 and isinstance(path[0], str):
+        return f"`{path[0]}`"
+    return f"`batch{_indices(path)}`" if path else "the batch"
 
 
 def merge_outputs(
@@ -152,15 +251,16 @@ def _holds_one_per_sample(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     )
 
 
-def _sizes(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    if isinstance(value, Tensor):
-        if value.ndim:
-            yield path, value.shape[0]
-    elif _is_list_of_samples(value):
-        yield path, len(value)
-    else:
-        for name, item in items_of(value):
-            yield from _sizes(item, f"{path}[{name!r}]")
+def _sizes(batch: Any) -> Iterator[tuple[Path, int]]:
+    for path, leaf in leaves_of(batch):
+        if not isinstance(leaf, Tensor):
+            yield path, len(leaf)
+        elif leaf.ndim:
+            yield path, leaf.shape[0]
+
+
+def _indices(path: Path) -> str:
+    return "".join(f"[{name!r}]" for name in path) or "batch"
 
 
 def _is_list_of_samples(value: Any) -> bool:
@@ -169,10 +269,14 @@ def _is_list_of_samples(value: Any) -> bool:
 
 
 # Rebuilds a batch with a function applied to all that has one entry per sample.
-def _map(value: Any, function: Callable[[Any], Any]) -> Any:
+def _map(
+    value: Any, function: Callable[[Any], Any], whole: frozenset[Path], path: Path = ()
+) -> Any:
+    if path in whole:
+        return value
     if isinstance(value, Tensor):
         return function(value) if value.ndim else value
     if _is_list_of_samples(value):
         return function(value)
-    items = {name: _map(item, function) for name, item in items_of(value)}
+    items = {name: _map(item, function, whole, (*path, name)) for name, item in items_of(value)}
     return with_items(value, items) if items else value

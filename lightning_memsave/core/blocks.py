@@ -128,22 +128,22 @@ def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:
 
 
 def repeated_classes(model: nn.Module, limit: int = 8) -> str:
-    """Name the classes that a model repeats, for messages.
+    """Name the classes that a model repeats and that could be blocks, for messages.
 
     Args:
         model: Any module.
         limit: How many classes to name at most.
 
     Returns:
-        For example ```Block` (24), `MLP` (24)``, most frequent first; "none" if nothing repeats.
+        For example ```Block` (24), `MLP` (24)``, most frequent first; empty if nothing repeats.
     """
     counts = Counter(
-        type(m).__name__
-        for m in model.modules()
-        if not isinstance(m, _CONTAINERS) and any(True for _ in m.parameters())
+        type(module).__name__
+        for name, module in model.named_modules()
+        if not isinstance(module, _CONTAINERS) and _can_be_block(name, module)
     )
     repeated = [f"`{name}` ({count})" for name, count in counts.most_common(limit) if count > 1]
-    return ", ".join(repeated) or "none"
+    return ", ".join(repeated)
 
 
 def _compile(selector: str | re.Pattern[str]) -> re.Pattern[str]:

@@ -1,5 +1,6 @@
 """The protocol that every technique follows: check, apply, undo."""
 
+import contextlib
 import enum
 import warnings
 from abc import ABC, abstractmethod
@@ -39,6 +40,17 @@ class Exactness(enum.Enum):
         return order.index(other) <= order.index(self)
 
 
+def undo_all(functions: list[Callable[[], None]]) -> None:
+    """Call functions that take something back, the last one first, whatever others of them raise.
+
+    Args:
+        functions: Each is called once: the list is empty afterwards.
+    """
+    with contextlib.ExitStack() as stack:
+        while functions:
+            stack.callback(functions.pop(0))
+
+
 class Handle(Generic[TargetT]):
     """What ``Technique.apply`` did, and the way back; also a context manager.
 
@@ -66,8 +78,7 @@ class Handle(Generic[TargetT]):
 
     def undo(self) -> None:
         """Restore what was there before; a second call does nothing."""
-        while self._undo:
-            self._undo.pop()()
+        undo_all(self._undo)
 
     def __enter__(self) -> Self:
         return self
@@ -78,7 +89,13 @@ class Handle(Generic[TargetT]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.undo()
+        try:
+            self.undo()
+        except Exception as failure:
+            if exc is None:
+                raise
+            # What was raised first must be seen.
+            exc.add_note(f"Not all of it is undone: {type(failure).__name__}: {failure}")
 
 
 class Technique(ABC, Generic[TargetT]):

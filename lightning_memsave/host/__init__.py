@@ -7,6 +7,7 @@ names are missing in another release before anything is changed.
 
 from lightning_memsave.host.batch_parts import BatchParts
 from lightning_memsave.host.evaluation import split_evaluation_batches
+from lightning_memsave.host.inner_backward import GradientMarks
 from lightning_memsave.host.logged_values import LoggedValues
 from lightning_memsave.host.parallel import (
     alone,
@@ -25,7 +26,7 @@ from lightning_memsave.host.precision import (
     precision_state,
     set_precision,
 )
-from lightning_memsave.host.quiet import quiet, silent_logger
+from lightning_memsave.host.quiet import forget_metric_names, quiet, silent_logger
 from lightning_memsave.host.signals import leave_signals
 from lightning_memsave.host.trainer import (
     PACKAGES,
@@ -36,15 +37,18 @@ from lightning_memsave.host.trainer import (
     convert_loaded_optimizer_states,
     first_of,
     is_strategy,
+    leave_device,
     logged_step,
     package_of,
     prunes_weights,
     put_first,
+    unfreezes_later,
 )
 from lightning_memsave.host.training_loop import (
     adjust_losses,
     around_backward,
     around_step,
+    has_open_window,
     may_split_batches,
     pass_batches,
     release_early,
@@ -54,6 +58,7 @@ from lightning_memsave.host.training_loop import (
 __all__ = [
     "PACKAGES",
     "BatchParts",
+    "GradientMarks",
     "LoggedValues",
     "PrecisionState",
     "adjust_losses",
@@ -67,10 +72,13 @@ __all__ = [
     "checkpoints_activations_itself",
     "convert_loaded_optimizer_states",
     "first_of",
+    "forget_metric_names",
     "gradient_scaler",
     "half_precision_on_cpu",
+    "has_open_window",
     "has_static_graph",
     "is_strategy",
+    "leave_device",
     "leave_signals",
     "logged_step",
     "may_split_batches",
@@ -88,6 +96,7 @@ __all__ = [
     "silent_logger",
     "smallest",
     "split_evaluation_batches",
+    "unfreezes_later",
     "will_step",
     "without_sync",
 ]

@@ -72,9 +72,23 @@ class BatchParts:
         result = scaled(result, weight * self._factor)
         if result.closure_loss is not None and self._backward is not None:
             self._loop.run_backward(self._backward, result.closure_loss, is_last)
-        if weight != 1.0:
+        if self._passed or not is_last:
             result = _detached(result)
         self._passed.append((result, weight, num_samples))
+
+    def compute_loss(self, part: Any) -> Tensor | None:
+        """Run the training step for its loss alone; nothing is logged.
+
+        Args:
+            part: A batch.
+
+        Returns:
+            The loss; ``None`` if the training step gives none.
+        """
+        assert self.logged is not None, "parts pass while values are held back"
+        with self.logged.forgotten():
+            loss = self._loop.run_step({**self._kwargs, "batch": part}).closure_loss
+        return None if loss is None else cast(Tensor, loss)
 
     # A backward pass in `training_step` leaves gradients. Lightning zeroes after the step, so that
     # they are gone; and where it does not, they count with those of the batches before.

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.technique import undo_all
 from lightning_memsave.host.logged_values import LoggedValues
 from lightning_memsave.host.parallel import share_buffers
 
@@ -30,12 +31,8 @@ def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], 
     vars(strategy)[_RUNS] = (trainer, run_batch)
     undo = [patch_method(strategy, f) for f in (validation_step, test_step, predict_step)]
 
-    def take_back() -> None:
-        for function in undo:
-            function()
-        vars(strategy).pop(_RUNS, None)
-
-    return take_back
+    undo.append(lambda: vars(strategy).pop(_RUNS, None))
+    return functools.partial(undo_all, undo)
 
 
 def validation_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:

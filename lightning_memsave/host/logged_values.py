@@ -1,12 +1,17 @@
 """Values that a module logs while a batch passes in parts, put together as for the whole batch."""
 
+import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_memsave.core.out_of_memory import with_memory_freed
+from lightning_memsave.host.quiet import silent_logger
+from lightning_memsave.host.trainer import package_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,8 @@ class LoggedValues:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._results = trainer._results
+        self._trainer, self._results = trainer, trainer._results
+        self._is_shared = trainer.world_size > 1
         self._values: dict[tuple[str, int], list[_Value]] = {}
         self._weight = 1.0
         self._num_samples: int | None = None
@@ -59,21 +65,53 @@ class LoggedValues:
         """Forget everything, as the batch will be repeated."""
         self._values = {}
 
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """Let what is logged inside leave no trace, nor loggers see it.
+
+        Yields:
+            Once.
+        """
+        names = set(self._results or ())
+        loggers = self._trainer.loggers
+        if loggers:
+            self._trainer.loggers = [silent_logger(package_of(self._trainer))]
+        try:
+            yield
+        finally:
+            self._trainer.loggers = loggers
+            self.clear()
+            for name in set(self._results or ()) - names:
+                del self._results[name]
+
     def flush(self) -> None:
         """Give Lightning one value for each name; a single part's values go through untouched."""
         values, self._values = self._values, {}
         for (key, _), parts in values.items():
-            metric = self._results[key]
-            log = functools.partial(type(self._results).update_metrics, self._results, key)
-            size = _batch_size(parts)
-            if not metric.is_tensor:
-                log(parts[-1].value, size)
-                if len(parts) > 1:
-                    metric._forward_cache = _mean([p.batch_value for p in parts], parts)
-            elif len(parts) == 1:
-                log(parts[0].value, size)
-            else:
-                log(_combined(metric.meta, parts), size)
+            log = functools.partial(self._log, key, parts)
+            # Processes meet in here: one of them alone must not come twice.
+            log() if self._is_shared else with_memory_freed(log)
+
+    def _log(self, key: str, parts: Sequence[_Value]) -> None:
+        metric = self._results[key]
+        before = dict(vars(metric))  # its values are replaced, never changed in place
+        try:
+            self._update(metric, key, parts)
+        except BaseException:
+            vars(metric).update(before)
+            raise
+
+    def _update(self, metric: Any, key: str, parts: Sequence[_Value]) -> None:
+        log = functools.partial(type(self._results).update_metrics, self._results, key)
+        size = _batch_size(parts)
+        if not metric.is_tensor:
+            log(parts[-1].value, size)
+            if len(parts) > 1:
+                metric._forward_cache = _mean([p.batch_value for p in parts], parts)
+        elif len(parts) == 1:
+            log(parts[0].value, size)
+        else:
+            log(_combined(metric.meta, parts), size)
 
     def _hold(self, key: str, value: Any, batch_size: int) -> None:
         occurrence = self._occurrences.get(key, 0)

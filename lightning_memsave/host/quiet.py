@@ -64,6 +64,15 @@ def silent_logger(package: ModuleType) -> Any:
     return importlib.import_module(f"{package.__name__}.loggers.logger").DummyLogger()
 
 
+def forget_metric_names(pl_module: Any) -> None:
+    """Let Lightning look for the metrics of a copy, and not for those of the original.
+
+    Args:
+        pl_module: A copy of a LightningModule, which remembers metrics by their ids.
+    """
+    pl_module._metric_attributes = None
+
+
 class _Muted:
     """A stream that drops what one thread writes.
 

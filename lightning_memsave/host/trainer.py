@@ -92,6 +92,20 @@ def put_first(trainer: Any, callback: Any) -> None:
     trainer.callbacks = [*first, *(c for c in callbacks if all(c is not f for f in first))]
 
 
+def leave_device(trainer: Any, pl_module: Any) -> None:
+    """Drop gradients and move the module to the host, as the strategy does a moment later.
+
+    Args:
+        trainer: A Trainer whose run is over.
+        pl_module: Its LightningModule.
+    """
+    for parameter in pl_module.parameters():
+        parameter.grad = None
+    # They hold shards of it in places of their own.
+    if not is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
+        pl_module.cpu()
+
+
 def first_of(trainer: Any, cls: type[CallbackT]) -> CallbackT | None:
     """Find the first callback of a class.
 
@@ -127,6 +141,18 @@ def prunes_weights(callback: Any) -> bool:
         True for ``ModelPruning`` and subclasses.
     """
     return _is_of(callback, ("ModelPruning",))
+
+
+def unfreezes_later(trainer: Any) -> bool:
+    """Say whether a callback of Lightning gives the optimizer more parameters in the course of fit.
+
+    Args:
+        trainer: A Trainer.
+
+    Returns:
+        True for ``BackboneFinetuning`` and other subclasses of ``BaseFinetuning``.
+    """
+    return any(_is_of(callback, ("BaseFinetuning",)) for callback in trainer.callbacks)
 
 
 # Not imported: older releases have not all of them, and either package may be missing.

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -9,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.out_of_memory import find_out_of_memory, with_memory_freed
 from lightning_memsave.host.batch_parts import BatchParts, scaled, without_outputs
 from lightning_memsave.host.logged_values import LoggedValues
 
@@ -135,6 +136,15 @@ def will_step(trainer: Any) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def has_open_window(trainer: Any) -> bool:
+    """Say whether gradients have accumulated that no step of the optimizer has used yet."""
+    if trainer.state.fn != "fit" or trainer.accumulate_grad_batches == 1:
+        return False
+    is_automatic = trainer.lightning_module.automatic_optimization
+    has_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
+    return bool(is_automatic and has_batches and not will_step(trainer))
+
+
 def may_split_batches(trainer: Any) -> bool:
     """Say whether `pass_batches` is in force.
 
@@ -158,9 +168,10 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
     if not hasattr(loop, "replaced"):
         original = loop
         loop = _loop_class(cast(Any, type(original)))(trainer)
-        # Progress objects are shared, so loop state in checkpoints is as without us.
+        # Progress objects are shared, so loop state in checkpoints is that of a run without us.
         vars(loop).update(vars(original))
-        loop.replaced = original
+        # In a tuple: Lightning saves the state of each loop that is an attribute.
+        loop.replaced = (original,)
         epoch_loop.automatic_optimization = loop
     vars(loop).update(hooks)
 
@@ -170,8 +181,9 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
         is_unused = not any(name in vars(loop) for name in (*_HOOKS, *_FLAGS))
         if is_unused and epoch_loop.automatic_optimization is loop:
             own = {name: value for name, value in vars(loop).items() if name != "replaced"}
-            vars(loop.replaced).update(own)
-            epoch_loop.automatic_optimization = loop.replaced
+            (original,) = loop.replaced
+            vars(original).update(own)
+            epoch_loop.automatic_optimization = original
 
     return undo
 
@@ -180,7 +192,7 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
 class _Loop:
     trainer: Any
     _skip_backward: bool
-    replaced: Any
+    replaced: tuple[Any]
     is_in_step = False  # the batch has passed, and the optimizer has its turn
     adjust: Adjust | None = None
     pass_batch: PassBatch | None = None
@@ -260,16 +272,18 @@ class _Loop:
         if self.before_step is not None and will_step(self.trainer):
             self.is_in_step = True
             self.before_step(optimizer)
-        return parts.result()
+        return with_memory_freed(parts.result)
 
     def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
-        failure = None
+        failure, outside = None, sys.exception()
+        self.is_in_step = False
         try:
             super()._optimizer_step(batch_idx, closure)  # type: ignore[misc]
         except Exception as error:
-            if self.on_out_of_memory is None or not (self.is_in_step and is_out_of_memory(error)):
+            found = find_out_of_memory(error, outside)
+            if self.on_out_of_memory is None or not self.is_in_step or found is None:
                 raise
-            failure = self.on_out_of_memory(self.trainer.optimizers[0], error)
+            failure = self.on_out_of_memory(self.trainer.optimizers[0], found)
         # Not inside of the handler, whose traceback would keep the tensors of the step alive.
         if failure is not None:
             raise failure

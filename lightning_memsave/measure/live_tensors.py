@@ -207,11 +207,12 @@ class LiveTensors(TorchDispatchMode):
         self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
 
-    def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._num_running_steps += 1
         for group in optimizer.param_groups:  # gradients that someone assigned
             for parameter in group["params"]:
                 self._claim_gradient(parameter)
+        return None
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._num_running_steps -= 1

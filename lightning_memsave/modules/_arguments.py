@@ -19,7 +19,8 @@ _FIXES = {
     "lr_schedule": f"Use {' or '.join(map(repr, SCHEDULES))}.",
     "warmup": "Use a whole number of optimizer steps, or a share such as `warmup=0.1`.",
     "max_steps": "Use a whole number of optimizer steps, or `None` to ask the Trainer.",
-    "num_labels": "Use a whole number of at least 2, or `None` to ask the config.",
+    "num_labels": "Use the number of classes, at least 2, or `None` to ask the config. One label "
+    "is regression in transformers: subclass and write your own `training_step` for it.",
     "stable_embedding": "Use `True` or `False`.",
     "task": f"Use {' or '.join(map(repr, TASKS))}, or `None` to ask the config.",
 }

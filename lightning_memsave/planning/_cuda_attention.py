@@ -76,13 +76,41 @@ class Attention:
             inputs: The arguments of attention.
 
         Returns:
-            One of `KERNELS`: the first that is switched on and can take the arguments.
+            One of `KERNELS`, or ``"cudnn"``: the first that is switched on and fits the arguments.
         """
         if self._kernel == "math":
             return "math"
+        # Without a mask cuDNN's kernel keeps what flash keeps.
+        if self._kernel is None and inputs.mask is not None and self._cudnn_fits(inputs):
+            return "cudnn"
         fits = {"flash": self._flash_fits, "efficient": self._efficient_fits}
         order = reversed(fits) if self._kernel == "efficient" else iter(fits)
         return next((kernel for kernel in order if fits[kernel](inputs)), "math")
+
+    # `check_prefer_cudnn_attention`, since torch 2.9; `check_cudnn_tensor_shapes`.
+    def _cudnn_fits(self, inputs: _Inputs) -> bool:
+        sizes = {t.size(-1) for t in inputs[:3]}
+        return (
+            torch.backends.cuda.cudnn_sdp_enabled()
+            and self._capability in {(9, 0), (10, 0)}
+            and inputs.query.dtype in _HALF
+            and _is_regular(inputs, may_share_heads=True)
+            and len(sizes) == 1
+            and all(size % 8 == 0 and size <= self._cudnn_limit for size in sizes)
+        )
+
+    @property
+    def _cudnn_limit(self) -> int:
+        return 256 if self._capability == (9, 0) else 128
+
+    # `check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120`.
+    def _flash_differentiates(self, inputs: _Inputs) -> bool:
+        size = inputs.query.size(-1)
+        is_small = self._capability[0] == 12 or (8, 6) <= self._capability <= (8, 9)
+        needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in inputs[:3])
+        return not (
+            is_small and needs_grad and (192 < size <= 224 or (size > 224 and inputs.dropout_p > 0))
+        )
 
     def _flash_fits(self, inputs: _Inputs) -> bool:
         query, key, value = inputs[:3]
@@ -94,6 +122,7 @@ class Attention:
             and _is_regular(inputs, may_share_heads=True)
             and query.size(-1) == key.size(-1) == value.size(-1) <= 256
             and not (inputs.is_causal and query.size(-2) != key.size(-2))
+            and self._flash_differentiates(inputs)
         )
 
     def _efficient_fits(self, inputs: _Inputs) -> bool:
@@ -149,6 +178,17 @@ def _efficient(inputs: _Inputs) -> Tensor:
     return output
 
 
+def _cudnn(inputs: _Inputs) -> Tensor:
+    tensors, mask = inputs[:3], inputs.mask
+    assert mask is not None, "without one it counts as flash"
+    needs_statistics = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    mask = mask.expand(*inputs.query.shape[:-1], inputs.key.size(-2))
+    output: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        *(*tensors, mask, needs_statistics, inputs.dropout_p, inputs.is_causal), scale=inputs.scale
+    )[0]
+    return output
+
+
 def _math(inputs: _Inputs) -> Tensor:
     output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
         *inputs[:6], scale=inputs.scale, enable_gqa=inputs.enable_gqa
@@ -156,7 +196,7 @@ def _math(inputs: _Inputs) -> Tensor:
     return output
 
 
-_RUN = {"flash": _flash, "efficient": _efficient, "math": _math}
+_RUN = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "math": _math}
 
 
 # preprocess_mask: a mask whose rows begin at unaligned addresses is copied.

@@ -30,8 +30,8 @@ class Overrides:
         if not hasattr(torch.library, "get_kernel"):
             raise MissingDependencyError(
                 f"Emulating CUDA's kernels needs `torch.library.get_kernel`, which torch "
-                f"{torch.__version__} does not have. Run `pip install 'torch>=2.13'`, or predict "
-                "for a CPU."
+                f"{torch.__version__} does not have. Predictions for CUDA work from "
+                "torch 2.9 on: run `pip install 'torch>=2.9'`, or predict for a CPU."
             )
         self._library = torch.library.Library("aten", "IMPL")
 

@@ -69,6 +69,13 @@ def embedding_tables(table: ParameterTable) -> list[TensorEntry]:
     return large or found[:1]
 
 
+def dominant_embedding(table: ParameterTable) -> str:
+    """Name the embedding with at least half of all parameters; empty if there is none."""
+    tables = embedding_tables(table)
+    is_dominant = bool(tables) and 2 * tables[0].num_elements >= table.num_parameters
+    return tables[0].name if is_dominant else ""
+
+
 def _is_embedding(table: ParameterTable, entry: TensorEntry) -> bool:
     if entry.shape is None or len(entry.shape) != 2:
         return False

@@ -1,7 +1,7 @@
 """What the HTML page is given: predictions without repetition, so that the file stays small."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -24,11 +24,27 @@ CATEGORIES = {
 MAX_TENSORS = 50
 
 
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """A table of texts, in which backticks mark code.
+
+    Args:
+        title: What is in it.
+        columns: Headers.
+        rows: Texts of each row, one for each column.
+    """
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
 def page_data(
     predictions: Sequence[tuple[str, MemoryPrediction]],
     title: str,
     device_capacity_bytes: int | None,
     notes: Sequence[str],
+    tables: Sequence[PageTable] = (),
     *,
     device_name: str = "",
     max_points: int,
@@ -41,6 +57,7 @@ def page_data(
         title: Headline.
         device_capacity_bytes: Memory of the device, if known.
         notes: Lines to print on the page.
+        tables: Tables to draw below the headline.
         device_name: What to call the device; empty for its size.
         max_points: About as many points of each timeline are kept.
         max_modules: Of larger trees, the deepest modules are summed into those above.
@@ -59,6 +76,7 @@ def page_data(
         "device_capacity_bytes": device_capacity_bytes,
         "device_name": device_name,
         "notes": list(notes),
+        "tables": [asdict(table) for table in tables],
         "categories": list(CATEGORIES.items()),
         "module_names": list(names),
         "predictions": compact,

@@ -1,10 +1,11 @@
 """Results whose shape depends on numbers that are not there: as large as they can be."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -22,6 +23,57 @@ def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     make = _LARGEST.get(func)
     return NotImplemented if make is None else make(*args, **kwargs)
+
+
+def packed_sequence(tensor: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Make what ``pack_padded_sequence`` makes of sequences.
+
+    Args:
+        tensor: The padded sequences.
+        lengths: Of the sequences, the longest first.
+
+    Returns:
+        The packed tensor, and how many sequences each step has: with data, which the kernels of
+        recurrent layers read.
+    """
+    sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
+    packed = tensor.new_empty((sum(sizes), *tensor.shape[2:]))
+    with _disable_current_modes():
+        return packed, torch.tensor(sizes)
+
+
+def padded_sequence(
+    data: Tensor,
+    batch_sizes: Tensor,
+    is_batch_first: bool,
+    padding: float,
+    total_length: int,
+) -> tuple[Tensor, Tensor]:
+    """Do what torch's ``_pad_packed_sequence`` does, which reads its input's memory.
+
+    Args:
+        data: The packed tensor.
+        batch_sizes: How many sequences each step has.
+        is_batch_first: Whether the first axis of the result is that of the sequences.
+        padding: What fills up shorter sequences.
+        total_length: Of the result, if it is more than that of the longest sequence.
+
+    Returns:
+        The padded sequences and their lengths.
+    """
+    sizes = batch_sizes.tolist()
+    shape = (max(total_length, len(sizes)), sizes[0], *data.shape[1:])
+    padded = data.new_full(shape, padding)
+    start = offset = 0
+    for end in range(1, len(sizes) + 1):
+        size = sizes[start]
+        if end == len(sizes) or sizes[end] != size:
+            part = data.narrow(0, offset, size * (end - start))
+            rows = part.view(end - start, size, *data.shape[1:])
+            padded.narrow(0, start, end - start).narrow(1, 0, size).copy_(rows)
+            offset, start = offset + size * (end - start), end
+    lengths = torch.tensor([sum(size > i for size in sizes) for i in range(sizes[0])])
+    return padded.transpose(0, 1) if is_batch_first else padded, lengths
 
 
 def _nonzero(tensor: Tensor) -> Tensor:

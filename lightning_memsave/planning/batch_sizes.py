@@ -1,5 +1,6 @@
 """Make batches with fewer or more samples, or shorter ones, out of one batch."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from lightning_memsave.core.nesting import (
 )
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
+from lightning_memsave.planning.known_values import MAX_KNOWN_NUMEL
 
 _IDS = 2  # axes of token ids: samples and tokens
 
@@ -52,6 +54,8 @@ def sample_count(batch: Any) -> int | None:
 def with_samples(batch: Any, num_samples: int) -> Any:
     """Give the batch with another number of samples; if there are more, they repeat.
 
+    Tensors with more values than a prediction reads are on the meta device.
+
     Args:
         batch: One with a `sample_count`.
         num_samples: At least 1.
@@ -69,8 +73,7 @@ def with_samples(batch: Any, num_samples: int) -> Any:
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
             return tensor
-        chosen = torch.arange(num_samples, device=tensor.device) % now
-        return tensor.detach().index_select(0, chosen)
+        return _resized_axis(tensor, 0, num_samples)
 
     return _mapped(batch, _once(change), lambda of_list: _resized(of_list, now, num_samples))
 
@@ -133,6 +136,8 @@ def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
 def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
     """Give the batch with shorter or longer sequences; longer ones repeat.
 
+    Tensors with more values than a prediction reads are on the meta device.
+
     Args:
         batch: One in which `find_sequence` found something.
         sequence: What it found.
@@ -150,13 +155,19 @@ def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
 
     def change(tensor: Tensor) -> Tensor:
         axes = [a for a in range(sequence.axis, tensor.ndim) if tensor.shape[a] == sequence.length]
-        chosen = torch.arange(length, device=tensor.device) % sequence.length
-        changed = tensor.detach()
         for axis in axes:
-            changed = changed.index_select(axis, chosen)
-        return changed if axes else tensor
+            tensor = _resized_axis(tensor, axis, length)
+        return tensor
 
     return _mapped(batch, _once(change), lambda of_list: of_list)
+
+
+def _resized_axis(tensor: Tensor, axis: int, size: int) -> Tensor:
+    shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
+    if math.prod(shape) > MAX_KNOWN_NUMEL:
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    chosen = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+    return tensor.detach().index_select(axis, chosen)
 
 
 # A tensor that is in the batch twice must stay one.

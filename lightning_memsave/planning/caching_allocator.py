@@ -1,6 +1,6 @@
 """A model of the allocator that stands between torch's tensors and the memory of a CUDA device."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
@@ -277,6 +277,40 @@ class CachingAllocator:
             f"{format_bytes(self.allocated_bytes)} are in use and {format_bytes(self.slack_bytes)} "
             "are reserved around them. Lower the peak, or raise `capacity_bytes`."
         )
+
+
+def least_capacity(events: Sequence[tuple[int, int]], low: int, high: int) -> int:
+    """Find the least memory with which torch gets through allocations.
+
+    Before it gives up, torch returns cached segments to the driver and tries again: so it is less
+    than what it reserves where there is room.
+
+    Args:
+        events: As for ``CachingAllocator.replay``.
+        low: Less is not enough: the peak of allocated bytes.
+        high: This is enough, such as the peak of reserved bytes.
+
+    Returns:
+        Bytes, exact to the larger of one small segment and 0.4 % of ``high``.
+
+    Example:
+        >>> mib = 2**20
+        >>> events = [(1, 30 * mib), (1, -30 * mib), (2, 40 * mib)]
+        >>> CachingAllocator().reserved_bytes, least_capacity(events, 40 * mib, 70 * mib) // mib
+        (0, 40)
+    """
+    step = max(_SMALL_SEGMENT_BYTES, high >> 8)
+    low -= 1  # it may be enough itself
+    while high - low > step:
+        middle = (low + high) // (2 * _SMALL_SEGMENT_BYTES) * _SMALL_SEGMENT_BYTES
+        if middle <= low:
+            break
+        try:
+            CachingAllocator(middle).replay(events)
+            high = middle
+        except MemoryExhaustedError:
+            low = middle
+    return high
 
 
 def _rounded_up(value: int, step: int) -> int:

@@ -1,10 +1,10 @@
 """Let tensors without data take the memory on a CPU that they would take on CUDA."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning._cuda_attention import KERNELS, Attention
@@ -16,19 +16,18 @@ from lightning_memsave.planning._cuda_operators import (
     add_scratch,
 )
 from lightning_memsave.planning._cuda_optimizers import foreach_optimizers
-from lightning_memsave.units import KIB, MIB, format_bytes
 
 ASSUMPTIONS: tuple[str, ...] = (
     "Dropout keeps a mask of one byte for each element.",
     "Attention (`scaled_dot_product_attention`) runs torch's flash kernel in float16 and bfloat16 "
     "without mask, else its memory-efficient kernel, and plain matrix products where neither takes "
-    "the arguments; cuDNN's kernel, which Hopper and Blackwell may choose, counts as flash.",
+    "the arguments; cuDNN's kernel, which Hopper and Blackwell choose first, counts as flash where "
+    "there is no mask, and does not copy one where there is.",
     "Autocast follows CUDA's lists: layer norm, softmax, powers, sums and losses in float32.",
     "Layer norm keeps its statistics in float32; RMS norm is one kernel.",
     "Optimizers and gradient clipping use the `foreach` implementation unless told otherwise.",
     "Backward of attention and of embeddings takes the scratch memory that torch 2.13 allocates.",
-    "Not counted: workspaces of cuDNN (convolutions, recurrent layers), scratch of reductions, "
-    "and what libraries other than torch allocate.",
+    "Not counted: scratch of reductions, and what libraries other than torch allocate.",
 )
 
 
@@ -110,37 +109,26 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
     return _ATTENTION[-1](*args, **kwargs)
 
 
-def assumptions_for(capability: tuple[int, int] = (8, 0)) -> tuple[str, ...]:
-    """Say what is taken for granted, one line each.
+def module_assumptions(modules: Iterable[nn.Module], operators: Iterable[str]) -> tuple[str, ...]:
+    """Say what is not known of the kernels that some modules have on CUDA, one line each.
 
     Args:
-        capability: Compute capability of the device.
+        modules: Of the model.
+        operators: Those that its step has run, such as ``"aten.convolution"``.
 
     Returns:
-        `ASSUMPTIONS` and what cuBLAS takes on that device.
+        The lines; none where the model has no such modules.
     """
-    workspace = (
-        f"cuBLAS keeps {format_bytes(workspace_bytes(capability))} for matrix products, which are "
-        "counted under `other`; the variable `CUBLAS_WORKSPACE_CONFIG` changes that."
-    )
-    return (*ASSUMPTIONS, workspace)
-
-
-def workspace_bytes(capability: tuple[int, int] = (8, 0)) -> int:
-    """Give what cuBLAS holds from the first matrix product on, in torch's allocator.
-
-    One workspace for the thread of the forward pass and one for that of the backward pass
-    (``parseChosenWorkspaceSize`` in ``CublasHandlePool.cpp``).
-
-    Args:
-        capability: Compute capability of the device.
-
-    Returns:
-        Bytes, with ``CUBLAS_WORKSPACE_CONFIG`` not set.
-
-    Example:
-        >>> workspace_bytes(), workspace_bytes((9, 0))
-        (17039360, 67108864)
-    """
-    one = 32 * MIB if capability[0] in {9, 10} else 8 * MIB + 128 * KIB
-    return 2 * one
+    lines = []
+    if any("convolution" in operator for operator in operators):
+        lines.append(
+            "Not counted: cuDNN's workspaces of convolutions, which exist while one runs. They "
+            "are from nothing to several GiB, and larger with `torch.backends.cudnn.benchmark`."
+        )
+    if any(isinstance(module, nn.RNNBase) for module in modules):
+        lines.append(
+            "Recurrent layers keep for backward what they keep on a CPU; cuDNN's reserve space has "
+            "another layout, and may be 30 to 100 % larger or smaller. Its workspaces are not "
+            "counted."
+        )
+    return tuple(lines)

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import nn
 
@@ -75,7 +76,7 @@ def find_stack(
 
 
 def extrapolate(
-    stack: Stack, predict: Callable[[int], MemoryPrediction]
+    stack: Stack, predict: Callable[[int, str | None], MemoryPrediction]
 ) -> tuple[MemoryPrediction | None, str]:
     """Predict a stack from copies with fewer blocks, phase by phase.
 
@@ -84,28 +85,24 @@ def extrapolate(
 
     Args:
         stack: What is deep.
-        predict: Predicts the model with a number of blocks.
+        predict: Predicts the model with a number of blocks, and shows the peak of a phase, or the
+            highest.
 
     Returns:
         The prediction, or ``None`` if the line through two depths misses a third; and one line that
         says how it went.
     """
-    low, high = (predict(depth) for depth in DEPTHS)
-    checked = predict(CHECKED_DEPTH)
+    low, high = (predict(depth, None) for depth in DEPTHS)
+    by_phase = _at(low, high, stack.num_blocks)
+    phase = max(by_phase, key=lambda name: by_phase[name].total_bytes)
+    checked = predict(CHECKED_DEPTH, phase)
     expected = _at(low, high, CHECKED_DEPTH)
-    miss = abs(_peak(expected) / checked.peak_bytes - 1)
+    miss = abs(_peak(expected) / _peak(checked.by_phase) - 1)
     if miss > TOLERANCE:
         return None, (
             f"Predicted directly: with {CHECKED_DEPTH} blocks, the line through "
             f"{DEPTHS[0]} and {DEPTHS[1]} is {100 * miss:.2f} % off."
         )
-    by_phase = _at(low, high, stack.num_blocks)
-    phase = max(by_phase, key=lambda name: by_phase[name].total_bytes)
-    reserved_bytes = None
-    if checked.reserved_bytes is not None:
-        # Fragments are about as large as the largest tensors, which depth does not change.
-        slack_bytes = checked.reserved_bytes - checked.peak_bytes
-        reserved_bytes = by_phase[phase].total_bytes + max(slack_bytes, 0)
     prediction = replace(
         checked,
         peak=by_phase[phase],
@@ -113,7 +110,7 @@ def extrapolate(
         peak_phase=phase,
         modules=_modules(checked, stack, by_phase[phase]),
         timeline=_timeline(checked, by_phase, phase),
-        reserved_bytes=reserved_bytes,
+        **_blocks(low, high, checked, _peak(by_phase), stack.num_blocks),
         is_extrapolated=True,
     )
     return prediction, (
@@ -127,11 +124,37 @@ def _peak(by_phase: Mapping[str, MemoryBreakdown]) -> int:
     return max(memory.total_bytes for memory in by_phase.values())
 
 
+def _steps_to(depth: int) -> float:
+    return (depth - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
+
+
 def _at(low: MemoryPrediction, high: MemoryPrediction, depth: int) -> dict[str, MemoryBreakdown]:
-    steps = (depth - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
     return {
-        phase: memory + (memory + low.by_phase[phase] * -1) * steps
+        phase: memory + (memory + low.by_phase[phase] * -1) * _steps_to(depth)
         for phase, memory in high.by_phase.items()
+    }
+
+
+# What rounding adds grows with the number of tensors; gaps between blocks of the allocator are
+# about as large as the largest tensors, which depth does not change.
+def _blocks(
+    low: MemoryPrediction,
+    high: MemoryPrediction,
+    checked: MemoryPrediction,
+    peak_bytes: int,
+    depth: int,
+) -> dict[str, Any]:
+    if checked.allocated_bytes is None:
+        return {}
+    first, second = (found.measurable_bytes - _peak(found.by_phase) for found in (low, high))
+    rounding = second + round((second - first) * _steps_to(depth))
+    allocated = peak_bytes + max(rounding, 0)
+    return {
+        "allocated_bytes": allocated,
+        **{
+            name: allocated + (getattr(checked, name) - checked.allocated_bytes)
+            for name in ("reserved_bytes", "least_reserved_bytes")
+        },
     }
 
 
@@ -173,9 +196,22 @@ def _modules(
                 modules += [
                     replace(m, name=f"{prefix}{number}{m.name[len(middle) :]}") for m in typical
                 ]
-    known = sum((module.memory for module in modules), MemoryBreakdown())
-    modules[0] = replace(modules[0], memory=modules[0].memory + peak + known * -1)
+    known = sum((module.memory for module in modules), MemoryBreakdown()).by_category()
+    wanted = peak.by_category()
+    # Where the blocks of the copy had more than those of the whole model can have on average.
+    over = {name: n / known[name] for name, n in wanted.items() if known[name] > n}
+    modules = [replace(m, memory=_scaled(m.memory, over)) for m in modules] if over else modules
+    known = sum((module.memory for module in modules), MemoryBreakdown()).by_category()
+    rest = MemoryBreakdown.from_categories({name: n - known[name] for name, n in wanted.items()})
+    modules[0] = replace(modules[0], memory=modules[0].memory + rest)
     return tuple(modules)
+
+
+def _scaled(memory: MemoryBreakdown, factors: Mapping[str, float]) -> MemoryBreakdown:
+    sizes = memory.by_category()
+    return MemoryBreakdown.from_categories(
+        {name: int(size * factors.get(name, 1)) for name, size in sizes.items()}
+    )
 
 
 def _is_inside(name: str, block: str) -> bool:

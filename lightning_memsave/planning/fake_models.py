@@ -1,11 +1,11 @@
 """Copies of modules and batches without data, and what lets training code run on them."""
 
 import contextlib
-import copy
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.core.nesting import map_tensors
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.planning.copies import Copier, keep_originals
 from lightning_memsave.planning.fake_building import buildable
-from lightning_memsave.planning.known_values import KnownValues, know_as
+from lightning_memsave.planning.known_values import KnownInFunctions, KnownValues, is_kept, know_as
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -29,9 +29,13 @@ class FakeTensors:
 
     Args:
         values: Knows the numbers that follow from the batch.
+        deadline_s: On the clock of ``time.monotonic``, when to give up copying.
+        gradients: Those of the modules that were copied, which have them again afterwards.
     """
 
     values: KnownValues
+    deadline_s: float = math.inf
+    gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
 
     @property
     def guesses(self) -> tuple[str, ...]:
@@ -51,24 +55,34 @@ class FakeTensors:
 
         Raises:
             ConfigurationError: If it has lazy parameters, or cannot be copied.
+            TimeoutError: If it takes too long.
         """
         memo: dict[int, Any] = {id(thing): None for thing in without}
         storages: dict[Any, Tensor] = {}
-        for tensor in _tensors_of(module):
+
+        def make(tensor: Tensor) -> Tensor:
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigurationError(
                     f"`{type(module).__name__}` has lazy parameters, whose shapes are not known "
                     "yet. Run one batch through it first."
                 )
-            if id(tensor) not in memo:
-                memo[id(tensor)] = self._like(tensor, storages)
+            return self._like(tensor, storages)
+
+        # A global name, or what a copy still refers to, may reach the original and train it.
+        self.gradients += [(p, p.grad) for p in module.parameters()]
+        copier = Copier(make, memo, self.deadline_s)
+        for tensor in (*module.parameters(), *module.buffers()):
+            copier(tensor)
         try:
-            return copy.deepcopy(module, memo)
+            twin: ModuleT = copier(module)
+        except (ConfigurationError, TimeoutError):
+            raise
         except Exception as error:
             raise ConfigurationError(
                 f"`{type(module).__name__}` cannot be copied ({type(error).__name__}: {error}). "
-                "Pass a function that makes it instead."
+                "Let `copy.deepcopy` of it work."
             ) from error
+        return twin
 
     def copy_batch(self, batch: Any) -> Any:
         """Copy a batch without its data; small integers stay known.
@@ -79,13 +93,27 @@ class FakeTensors:
         Returns:
             The same form.
         """
+        return map_tensors(batch, self._make_once, in_objects=True)
 
-        def make(tensor: Tensor) -> Tensor:
-            return tensor if isinstance(tensor, FakeTensor) else self._make(tensor)
+    def copy_whole_batch(self, batch: Any) -> Any:
+        """Copy a batch with all that is no tensor, which steps may change too.
 
-        return map_tensors(batch, make, in_objects=True)
+        Args:
+            batch: Anything.
+
+        Returns:
+            The copy.
+        """
+        return Copier(self._make_once, {}, self.deadline_s, max_items=sys.maxsize)(batch)
+
+    def _make_once(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._make(tensor)
 
     def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cuda" and is_kept(tensor):
+            # One copy of few bytes: masks and lengths decide about the shapes of a step.
+            with _disable_current_modes():
+                tensor = tensor.detach().cpu()
         if tensor.device.type == "cpu":
             return self.values.make(tensor)
         with torch.no_grad():
@@ -134,11 +162,14 @@ def _elsewhere(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[FakeTensors]:
+def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
     """Let modules be made and trained without the memory and the time that it takes.
 
     Inside, new tensors have shape, type and device but no data. Random numbers of torch, Python and
     numpy are as before afterwards.
+
+    Args:
+        deadline_s: On the clock of ``time.monotonic``, when to give up copying.
 
     Yields:
         What copies modules and batches.
@@ -146,14 +177,14 @@ def fake_tensors() -> Iterator[FakeTensors]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _random_numbers_kept(), _modules_convertible(), _no_tracing(), mode:
         values = KnownValues(mode)
-        with values, buildable():
-            yield FakeTensors(values)
-
-
-def _tensors_of(module: nn.Module) -> Iterator[Tensor]:
-    for part in module.modules():
-        for value in vars(part).values():
-            yield from tensors_in(value)
+        with values, buildable(), KnownInFunctions():
+            fakes = FakeTensors(values, deadline_s)
+            try:
+                yield fakes
+            finally:
+                for parameter, gradient in fakes.gradients:
+                    if parameter.grad is not gradient:
+                        parameter.grad = gradient
 
 
 # `Module.to` exchanges the data of parameters, which torch refuses for tensors without data.
@@ -205,7 +236,11 @@ def _converted(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
         new = fn(tensor)
     if new.dtype == tensor.dtype and new.device == tensor.device:
         return tensor
-    return nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+    if not isinstance(tensor, nn.Parameter):
+        return new
+    parameter = nn.Parameter(new, tensor.requires_grad)
+    keep_originals(tensor, parameter)
+    return parameter
 
 
 # Hugging Face takes tensors without data for the tracing of a graph, and then makes masks that a

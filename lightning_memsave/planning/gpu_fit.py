@@ -16,14 +16,16 @@ class GpuFit:
     """A prediction beside the memory of one GPU.
 
     Args:
-        gpu: The card.
-        needed_bytes: What the step takes, with what the allocator keeps and the CUDA context.
-        tensor_bytes: What it takes without what the allocator keeps and no tensor uses.
+        gpu: The GPU.
+        needed_bytes: The least that the step runs with, the CUDA context included.
+        tensor_bytes: What its tensors need with the context, if there were no gaps between them.
+        used_bytes: What the process uses where there is room.
     """
 
     gpu: Gpu
     needed_bytes: int
     tensor_bytes: int
+    used_bytes: int = 0
 
     @classmethod
     def of(cls, gpu: Gpu, prediction: MemoryPrediction) -> "GpuFit":
@@ -43,8 +45,9 @@ class GpuFit:
             >>> GpuFit.of(parse_gpu("2GiB"), prediction).fits
             True
         """
-        tensor_bytes = prediction.peak_bytes + prediction.context_bytes
-        return cls(gpu, prediction.device_bytes, tensor_bytes)
+        tensor_bytes = prediction.measurable_bytes + prediction.context_bytes
+        used_bytes = (prediction.reserved_bytes or 0) + prediction.context_bytes
+        return cls(gpu, prediction.device_bytes, tensor_bytes, used_bytes)
 
     @property
     def fits(self) -> bool:
@@ -61,6 +64,12 @@ class GpuFit:
         """What to know about a close result; empty if it is clear."""
         if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
             return "barely: less is left than the prediction may be wrong by"
+        if self.fits and self.used_bytes > self.gpu.total_bytes:
+            return (
+                f"torch would reserve {format_bytes(self.used_bytes)} there, and returns cached "
+                "memory to the driver instead, which costs time: try "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
         if not self.fits and self.tensor_bytes <= self.gpu.total_bytes:
             return (
                 "its tensors would fit: try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "

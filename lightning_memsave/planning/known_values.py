@@ -3,25 +3,31 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 from typing_extensions import override
 
 from lightning_memsave.measure.storages import operands
 from lightning_memsave.planning import _fake_kernels
 from lightning_memsave.planning._asking_lines import asking_line, is_asked_by_scaler
-from lightning_memsave.planning._unknown_shapes import largest_result
+from lightning_memsave.planning._unknown_shapes import (
+    largest_result,
+    packed_sequence,
+    padded_sequence,
+)
 
 MAX_KNOWN_NUMEL = 2**20
 MAX_ASKED = 10_000
@@ -30,6 +36,7 @@ _VALUE = "_memsave_value"
 # On a storage of such numbers: they were replaced by unknown ones, through some view of it.
 _STALE = "_memsave_stale"
 _RANDOM = "_memsave_random"
+_WITH_DATA = (Tensor, nn.Parameter)
 
 aten = torch.ops.aten
 
@@ -52,6 +59,7 @@ class KnownValues(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
         self._num_asked: Counter[str] = Counter()
+        self._shared: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
 
     @property
     def guesses(self) -> list[str]:
@@ -75,9 +83,8 @@ class KnownValues(TorchDispatchMode):
         original = tensor
         with _disable_current_modes():
             tensor = tensor.detach()
-            is_kept = not tensor.is_floating_point() and tensor.numel() <= MAX_KNOWN_NUMEL
             # A copy: steps may change their batch in place.
-            value = _copy(original) if is_kept else None
+            value = _copy(original) if is_kept(tensor) else None
         fake = self.mode.from_tensor(tensor, static_shapes=True)
         if value is not None:
             setattr(fake, _VALUE, value)
@@ -95,7 +102,12 @@ class KnownValues(TorchDispatchMode):
         inputs = [*operands(args), *operands(kwargs.values())]
         # What Python numbers are made into is known.
         is_constant = func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
+        if not is_constant and any(type(tensor) in _WITH_DATA for tensor in inputs):
+            args, kwargs = tree_map_only(_WITH_DATA, self._without_data, (args, kwargs))
+            inputs = [*operands(args), *operands(kwargs.values())]
         is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
+        if (answer := _answer_for_finite(func, args)) is not None:
+            return self._made_known(self._run(func, args, kwargs, is_known=False), answer)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if _is_composite(func):
@@ -109,6 +121,27 @@ class KnownValues(TorchDispatchMode):
             self._compute(func, args, kwargs, result)
         elif func._schema.is_mutable:
             _forget(func, args, kwargs)
+        return result
+
+    # Of one that the copy of a module shares with it: steps must not change it, and what it is
+    # changed to must be there when they use it again.
+    def _without_data(self, tensor: Tensor) -> Tensor:
+        if type(tensor) not in _WITH_DATA:
+            return tensor
+        if tensor not in self._shared:
+            with _disable_current_modes():
+                is_small = tensor.device.type == "cpu" and tensor.numel() <= MAX_KNOWN_NUMEL
+                value = _copy(tensor) if is_small else None
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if value is not None:
+                setattr(fake, _VALUE, value)
+            self._shared[tensor] = fake
+        return self._shared[tensor]
+
+    @staticmethod
+    def _made_known(result: Tensor, answer: bool) -> Tensor:
+        with _disable_current_modes():
+            setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
         return result
 
     def _run(
@@ -154,6 +187,16 @@ class KnownValues(TorchDispatchMode):
     def _of_unknown_shape(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
     ) -> Any:
+        if func is aten._pack_padded_sequence.default:
+            lengths = _value_of(args[1])
+            self._note_random(args[1])
+            if lengths is None:
+                self._guess("all sequences were taken to be as long as the longest")
+                steps, num_sequences = args[0].shape[:2][:: -1 if args[2] else 1]
+                return packed_sequence(args[0], [steps] * num_sequences)
+            with _disable_current_modes():
+                known = lengths.tolist()
+            return packed_sequence(args[0], known)
         if is_known:
             self._note_random(args, kwargs)
             with _disable_current_modes():
@@ -175,6 +218,8 @@ class KnownValues(TorchDispatchMode):
         with _disable_current_modes():
             real = func(*_values(args), **_values(kwargs))
         fakes, reals = tree_leaves(result), tree_leaves(real)
+        if "empty" in func._schema.name:
+            reals = [value.zero_() for value in reals]  # code that is right writes before it reads
         if _is_random(args, kwargs):
             for value in reals:
                 mark_random(value)
@@ -198,6 +243,60 @@ class KnownValues(TorchDispatchMode):
                 f"{guess}, {MAX_ASKED:,} times: a loop that waits for other data never ends on "
                 "tensors without data. Give the loop a largest number of rounds"
             )
+
+
+class KnownInFunctions(TorchFunctionMode):
+    """Gives functions of torch that read memory the numbers that `KnownValues` knows."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], list | tuple):
+            args = (tree_map_only(FakeTensor, _number_of, args[0]), *args[1:])
+        elif getattr(func, "__name__", "") == "_pad_packed_sequence":
+            return padded_sequence(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _number_of(tensor: Tensor) -> Any:
+    return tensor.detach().item() if tensor.ndim == 0 else tensor.tolist()
+
+
+# Code that looks out for numbers that are no finite ones is asked about a step that has none.
+def _answer_for_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
+    if func in _NEVER_FINITE:
+        return False
+    if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
+        return bool(func is aten.eq.Tensor)
+    is_equality = func in (aten.eq.Scalar, aten.ne.Scalar)
+    if is_equality and isinstance(args[1], float) and not math.isfinite(args[1]):
+        return bool(func is aten.ne.Scalar)
+    return None
+
+
+_NEVER_FINITE = (
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.isposinf.default,
+    aten.isneginf.default,
+)
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Say whether the numbers of a tensor are remembered: integers, and few.
+
+    Args:
+        tensor: A real one.
+
+    Returns:
+        True if so.
+    """
+    return not tensor.is_floating_point() and tensor.numel() <= MAX_KNOWN_NUMEL
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:
@@ -255,18 +354,14 @@ def know_as(tensor: Tensor, other: Tensor) -> Tensor:
     return tensor
 
 
-# What has data in code that runs on tensors without is what it has just written down itself.
-def _is_known(tensor: Tensor) -> bool:
-    return hasattr(tensor, _VALUE) or not isinstance(tensor, FakeTensor)
-
-
 def _is_computable(func: Any, result: Any) -> bool:
-    # What is empty has no numbers yet.
-    if torch.Tag.nondeterministic_seeded in func.tags or "empty" in func._schema.name:
+    if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if result is None and func._schema.is_mutable:
         return True  # it changed lists of tensors, such as the numbers of steps of an optimizer
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if "empty" in func._schema.name and any(t.is_floating_point() for t in tensors):
+        return False
     return bool(tensors) and all(
         isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL for t in tensors
     )

@@ -12,7 +12,7 @@ from string import Template
 from typing import Any
 
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.planning._page_data import CATEGORIES, page_data
+from lightning_memsave.planning._page_data import CATEGORIES, PageTable, page_data
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
@@ -28,6 +28,7 @@ def write_page(
     device_capacity_bytes: int | None = None,
     device_name: str = "",
     notes: Sequence[str] = (),
+    tables: Sequence[PageTable] = (),
 ) -> Path:
     """Write predictions as a page to look at and to pass on.
 
@@ -43,6 +44,7 @@ def write_page(
             says what it needs.
         device_name: What to call the device, such as ``"RTX-3060-12GB"``; by default its size.
         notes: Lines to print on the page, for example what went wrong.
+        tables: Drawn below the headline, such as those of `MemoryExplanation.tables`.
 
     Returns:
         The path of the file.
@@ -70,6 +72,7 @@ def write_page(
         device_capacity_bytes=device_capacity_bytes,
         device_name=device_name,
         notes=notes,
+        tables=tables,
     )
     path = Path(path)
     if not path.parent.is_dir():
@@ -94,6 +97,7 @@ def make_page(
     device_capacity_bytes: int | None = None,
     device_name: str = "",
     notes: Sequence[str] = (),
+    tables: Sequence[PageTable] = (),
 ) -> bytes:
     """Make the page that `write_page` writes.
 
@@ -103,6 +107,7 @@ def make_page(
         device_capacity_bytes: As for `write_page`.
         device_name: As for `write_page`.
         notes: As for `write_page`.
+        tables: As for `write_page`.
 
     Returns:
         HTML in UTF-8.
@@ -122,6 +127,7 @@ def make_page(
                 title,
                 device_capacity_bytes,
                 notes,
+                tables,
                 device_name=device_name,
                 max_points=points,
                 max_modules=5 * points,

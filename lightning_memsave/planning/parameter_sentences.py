@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning._dominant_parts import (
     Part,
+    dominant_embedding,
     dominant_parts,
     embedding_tables,
     percent_of,
@@ -66,6 +67,7 @@ def explain_parameters(
     return [
         *sentences,
         *_cardinality(table, tables, cardinalities or {}),
+        *_sparse(table, tables),
         *_tied(part.entries for part in large),
         *_frozen(table),
         *_buffers(table),
@@ -119,6 +121,16 @@ def _cardinality(
     return [
         f"{largest}: without it the embedding table{'s' if len(shared) > 1 else ''} would have "
         f"{rows - number:,} rows, and the model {table.num_parameters - saved:,} parameters."
+    ]
+
+
+def _sparse(table: ParameterTable, tables: Sequence[TensorEntry]) -> list[str]:
+    # What is tied to a head has a gradient in every row.
+    if not dominant_embedding(table) or tables[0].aliases or not table.class_names:
+        return []
+    return [
+        f"A batch changes only its own rows of `{tables[0].name}`: with `sparse=True` of "
+        "`nn.Embedding`, and `torch.optim.SparseAdam` or SGD for it, its gradient has just these."
     ]
 
 

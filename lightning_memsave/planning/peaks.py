@@ -15,13 +15,26 @@ class Peaks:
 
     Args:
         recording: What was alive when.
-        extra: Bytes that were there all the time and that the recording does not have.
+        extra: Blocks that were there all the time and that the recording does not have: category
+            and bytes of each.
+        phase: Look at the peak of this phase instead of the highest one.
     """
 
-    def __init__(self, recording: Recording, extra: MemoryBreakdown | None = None) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        extra: Sequence[tuple[str, int]] = (),
+        phase: str | None = None,
+    ) -> None:
         self.events = recording.events
-        self.extra = extra or MemoryBreakdown()
+        self.blocks = extra
+        self.extra = sum(
+            (MemoryBreakdown.from_categories({name: size}) for name, size in extra),
+            MemoryBreakdown(),
+        )
         self.at_peak, self.by_phase_index = self._find()
+        if phase is not None:
+            self.at_peak = self.by_phase_index[phase]
         last = recording.batch_ends[-2] if len(recording.batch_ends) > 1 else 0
         # The last batch is like all that follow; if an earlier one takes more, that is shown.
         starts = [0, *recording.batch_ends[:-1]]
@@ -124,8 +137,9 @@ class Peaks:
         Yields:
             A number for each storage, and the bytes by which it grows, or shrinks if negative.
         """
-        if self.extra.total_bytes:
-            yield 0, self.extra.total_bytes
+        for number, (_, num_bytes) in enumerate(self.blocks):
+            if num_bytes:
+                yield -1 - number, num_bytes
         for event in self.events:
             yield id(event.storage), event.change
 

@@ -81,8 +81,14 @@ class MemoryPrediction:
         peak_module: Name of the module that runs at the peak.
         peak_op: The operator that runs at the peak, such as ``"aten.mm"``.
         timeline: The step that was looked at.
-        reserved_bytes: What CUDA's caching allocator takes from the driver; ``None`` on a CPU.
+        allocated_bytes: The peak in blocks of CUDA's caching allocator, as
+            ``torch.cuda.max_memory_allocated`` gives it; ``None`` on a CPU.
+        reserved_bytes: What that allocator takes from the driver where there is room; ``None`` on a
+            CPU.
+        least_reserved_bytes: The least that it gets through the step with: when memory runs out,
+            it returns what it has cached and tries again. ``None`` on a CPU.
         context_bytes: What CUDA needs for itself; 0 on a CPU.
+        workspace_bytes: What cuBLAS holds of ``other``; 0 on a CPU.
         settings: What was switched on, name and value as in the table at the start of fit.
         ineffective: What was asked for and is off or changes nothing, name and value with the
             reason.
@@ -108,8 +114,11 @@ class MemoryPrediction:
     peak_module: str = ""
     peak_op: str = ""
     timeline: Timeline = field(default_factory=Timeline)
+    allocated_bytes: int | None = None
     reserved_bytes: int | None = None
+    least_reserved_bytes: int | None = None
     context_bytes: int = 0
+    workspace_bytes: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
     ineffective: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
@@ -124,8 +133,14 @@ class MemoryPrediction:
 
     @property
     def device_bytes(self) -> int:
-        """What the device must have: reserved bytes and context on CUDA, else the peak."""
-        return (self.reserved_bytes or self.peak_bytes) + self.context_bytes
+        """What the device must have: allocator and context on CUDA, else the peak."""
+        least_bytes = self.least_reserved_bytes or self.reserved_bytes or self.peak_bytes
+        return least_bytes + self.context_bytes
+
+    @property
+    def measurable_bytes(self) -> int:
+        """The peak as a run measures it: in blocks of the allocator on CUDA, else in tensors."""
+        return self.allocated_bytes or self.peak_bytes
 
     @property
     def num_parameters(self) -> int:
@@ -146,8 +161,11 @@ class MemoryPrediction:
             "by_category": self.peak.by_category(),
             "host_bytes": self.peak.host_bytes,
             "device_bytes": self.device_bytes,
+            "allocated_bytes": self.allocated_bytes,
             "reserved_bytes": self.reserved_bytes,
+            "least_reserved_bytes": self.least_reserved_bytes,
             "context_bytes": self.context_bytes,
+            "workspace_bytes": self.workspace_bytes,
             "by_phase": {
                 phase: {"peak_bytes": memory.total_bytes, "by_category": memory.by_category()}
                 for phase, memory in self.by_phase.items()
@@ -218,8 +236,11 @@ class MemoryPrediction:
                 {k: tuple(v) for k, v in found["timeline"]["by_category"].items()},
                 found["timeline"]["peak_index"],
             ),
+            allocated_bytes=found.get("allocated_bytes"),
             reserved_bytes=found["reserved_bytes"],
+            least_reserved_bytes=found.get("least_reserved_bytes"),
             context_bytes=found["context_bytes"],
+            workspace_bytes=found.get("workspace_bytes", 0),
             settings=found["settings"],
             ineffective=found.get("ineffective", {}),
             assumptions=tuple(found["assumptions"]),

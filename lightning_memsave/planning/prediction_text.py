@@ -200,13 +200,14 @@ def _head(prediction: MemoryPrediction) -> list[RenderableType]:
 
 
 def _needs(prediction: MemoryPrediction) -> Table:
-    reserved = prediction.reserved_bytes or 0
+    context = prediction.context_bytes
     table = _table("what the device must have", numbers=("",))
     for name, num_bytes in (
         ("tensors, when most are alive", prediction.peak_bytes),
-        ("kept by torch's allocator", reserved - prediction.peak_bytes),
-        ("CUDA context", prediction.context_bytes),
+        ("gaps in torch's allocator", prediction.device_bytes - context - prediction.peak_bytes),
+        ("CUDA context", context),
         ("together", prediction.device_bytes),
+        ("used where there is room", (prediction.reserved_bytes or 0) + context),
     ):
         table.add_row(Text(name), Text(format_bytes(num_bytes)))
     return table
@@ -215,23 +216,26 @@ def _needs(prediction: MemoryPrediction) -> Table:
 def _categories(prediction: MemoryPrediction) -> Table:
     phases = [phase for phase in PHASES if phase in prediction.by_phase]
     table = _table("category", numbers=("at the peak", "share", *phases))
-    peak, total = prediction.peak.by_category(), prediction.peak_bytes
-    by_phase = [prediction.by_phase[phase].by_category() for phase in phases]
+    total = prediction.peak_bytes
+    peak, *by_phase = (
+        _with_workspaces(memory.by_category(), prediction)
+        for memory in (prediction.peak, *(prediction.by_phase[phase] for phase in phases))
+    )
     for name, num_bytes in sorted(peak.items(), key=lambda item: -item[1]):
         figures = [phase[name] for phase in by_phase]
         if not num_bytes and not any(figures):
             continue
         share = f"{num_bytes / total:.1%}" if total else ""
         cells = [_size(num_bytes), share, *map(_size, figures)]
-        table.add_row(_label(name, prediction), *cells)
+        table.add_row(name.replace("_", " "), *cells)
     sums = [_size(sum(phase.values())) for phase in by_phase]
     table.add_row("together", _size(total), "", *sums)
     return table
 
 
-def _label(category: str, prediction: MemoryPrediction) -> str:
-    is_workspace = category == "other" and prediction.device == "cuda"
-    return "other: cuBLAS" if is_workspace else category.replace("_", " ")
+def _with_workspaces(sizes: dict[str, int], prediction: MemoryPrediction) -> dict[str, int]:
+    workspace_bytes = min(prediction.workspace_bytes, sizes["other"])
+    return sizes | {"other": sizes["other"] - workspace_bytes, "cuBLAS": workspace_bytes}
 
 
 def _tensors(tensors: Sequence[TensorMemory], limit: int) -> Table:

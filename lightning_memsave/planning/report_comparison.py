@@ -60,11 +60,13 @@ def compare_reports(
 
 def _peak(side: Mapping[str, Any] | MemoryPrediction, label: str) -> tuple[Mapping[str, Any], str]:
     if isinstance(side, MemoryPrediction):
-        return {"peak_bytes": side.peak_bytes, "by_category": side.peak.by_category()}, "predicted"
+        sizes = {"peak_bytes": side.measurable_bytes, "by_category": side.peak.by_category()}
+        return sizes, "predicted"
     for how in ("measured", "predicted"):
         found = side.get(how)
         if isinstance(found, Mapping) and found.get("peak_bytes") is not None:
-            return found, how
+            # On CUDA a run measures blocks of the allocator.
+            return {**found, "peak_bytes": found.get("allocated_bytes") or found["peak_bytes"]}, how
     raise ConfigurationError(
         f"The report {label} has no bytes to compare: nothing was measured or predicted in that "
         "run. Run it again with `MemSaveCallback(monitor=True)`."

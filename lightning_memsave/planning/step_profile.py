@@ -1,6 +1,7 @@
 """Follow training steps tensor by tensor: what is alive when, who made it, who owns it."""
 
 import bisect
+import functools
 import math
 import time
 from collections.abc import Iterable
@@ -142,6 +143,7 @@ class StepProfile(LiveTensors):
             for buffer in part.buffers(recurse=False)
         }
         self._is_older = False
+        self._num_running_closures = 0
         self._stack = [""]
         # From which number of autograd's nodes on which module ran.
         self._first_nodes: list[int] = [0]
@@ -176,10 +178,34 @@ class StepProfile(LiveTensors):
             self._first_nodes.append(first)
             self._running.append(self._stack[-1])
 
+    # A Trainer runs forward and backward in a closure that it gives to the step.
+    @override
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        super()._before_step(optimizer, args, kwargs)
+        return (
+            tuple(self._counted(value) for value in args),
+            {name: self._counted(value) for name, value in kwargs.items()},
+        )
+
+    def _counted(self, value: Any) -> Any:
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            self._num_running_closures += 1
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self._num_running_closures -= 1
+
+        return closure
+
     def _phase(self) -> str:
         if in_backward():
             return "backward"
-        is_update = self._num_running_steps and not torch.is_grad_enabled()
+        is_in_update = self._num_running_steps > self._num_running_closures
+        is_update = is_in_update and not torch.is_grad_enabled()
         return "optimizer" if is_update else "forward"
 
     def _current_module(self, phase: str) -> str:

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.planning.caching_allocator import CachingAllocator
+from lightning_memsave.planning.caching_allocator import CachingAllocator, least_capacity
 from lightning_memsave.planning.peaks import Peaks
 from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory
 from lightning_memsave.planning.step_profile import Recording
@@ -15,7 +16,9 @@ def summarise(
     *,
     device: str,
     model: str,
-    extra: MemoryBreakdown | None = None,
+    extra: Sequence[tuple[str, int]] = (),
+    workspaces: Sequence[int] = (),
+    phase: str | None = None,
     settings: Mapping[str, str] | None = None,
     ineffective: Mapping[str, str] | None = None,
     assumptions: Sequence[str] = (),
@@ -28,7 +31,10 @@ def summarise(
         recording: What was alive when.
         device: ``"cuda"`` or ``"cpu"``; on CUDA the allocator's blocks are followed too.
         model: Class name of the module.
-        extra: Bytes that are there all the time and that the recording does not have.
+        extra: Blocks that are there all the time and that the recording does not have: category
+            and bytes of each.
+        workspaces: Bytes of each block that cuBLAS holds.
+        phase: As for `Peaks`.
         settings: Name and value of each setting.
         ineffective: The same of those without effect, with the reason.
         assumptions: What is taken for granted.
@@ -38,12 +44,19 @@ def summarise(
     Returns:
         The prediction.
     """
-    peaks = Peaks(recording, extra)
-    reserved_bytes = None
+    extra = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
+    peaks = Peaks(recording, extra, phase)
+    blocks: dict[str, Any] = {}
     if device == "cuda":
+        changes = list(peaks.changes())
         allocator = CachingAllocator()
-        allocator.replay(peaks.changes())
-        reserved_bytes = allocator.peak_reserved_bytes
+        allocator.replay(changes)
+        allocated, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
+        blocks = {
+            "allocated_bytes": allocated,
+            "reserved_bytes": reserved,
+            "least_reserved_bytes": least_capacity(changes, allocated, reserved),
+        }
     by_module = peaks.by_module()
     return MemoryPrediction(
         device=device,
@@ -64,7 +77,8 @@ def summarise(
         peak_module=peaks.event.module,
         peak_op=peaks.event.op,
         timeline=peaks.timeline(),
-        reserved_bytes=reserved_bytes,
+        **blocks,
+        workspace_bytes=sum(workspaces),
         context_bytes=context_bytes,
         settings=dict(settings or {}),
         ineffective=dict(ineffective or {}),

@@ -6,7 +6,6 @@ from lightning_memsave.core.technique import Technique
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.attention_kernel import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -16,7 +15,6 @@ TECHNIQUES: tuple[type[Technique[Any]], ...] = (
     AttentionKernel,  # docs/techniques/attention_kernel.md
     ChunkedCrossEntropy,  # docs/techniques/chunked_cross_entropy.md
     ActivationCheckpointing,  # docs/techniques/activation_checkpointing.md
-    EarlyRelease,  # docs/techniques/early_release.md
     LowBitOptimizer,  # docs/techniques/low_bit_optimizer.md
     LowPrecisionWeights,  # docs/techniques/low_precision_weights.md
     OptimizerInBackward,  # docs/techniques/optimizer_in_backward.md

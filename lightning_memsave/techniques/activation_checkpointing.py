@@ -1,7 +1,11 @@
 """Activation checkpointing of repeated blocks, chosen one by one."""
 
+import difflib
 import functools
+import inspect
 import math
+import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -25,18 +29,14 @@ from lightning_memsave.core.patching import (
     previous_method,
 )
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
 from lightning_memsave.techniques._checkpointing.block_parts import (
     inplace_problems,
     is_chain,
     no_chain,
     parts_of,
 )
-from lightning_memsave.techniques._checkpointing.recompute import (
-    holds_cache_in_use,
-    recompute,
-    without_caches,
-)
+from lightning_memsave.techniques._checkpointing.recompute import recompute
 
 _VALUES = (
     '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, or a share '
@@ -72,15 +72,15 @@ class ActivationCheckpointing(Technique[nn.Module]):
 
     Note:
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
-        the same state, and buffers that a block changes in ``forward`` are changed once. Key-value
-        caches are not filled while a block is recomputed, so ``past_key_values`` comes back empty
-        in training. Blocks that checkpoint themselves already are left alone. A block whose forward
-        draws on state outside of torch (a Python counter, random numbers of Python or numpy, a
-        ``torch.Generator`` of its own) is not repeatable and must not be chosen; parameters that
-        ``torch.func.functional_call`` puts in are gone when it is repeated. Hooks on modules inside
-        a block run once more in backward. ``"selective"`` is refused for blocks with
-        ``inplace=True`` layers, which would overwrite the kept outputs; torch raises the same for
-        other in-place changes.
+        the same state, and buffers that a block changes in ``forward`` are changed once. Hugging
+        Face models are trained with ``use_cache=False``, so ``past_key_values`` comes back as
+        ``None`` in training. Blocks that checkpoint themselves already are left alone. A block
+        whose forward draws on state outside of torch (a Python counter, random numbers of Python or
+        numpy, a ``torch.Generator`` of its own) is not repeatable and must not be chosen. A block
+        that changes a tensor argument in place is refused; under ``torch.func`` blocks run
+        plainly, with a warning. Hooks on modules inside a block run once more in backward.
+        ``"selective"`` is refused for blocks with ``inplace=True`` layers, which would overwrite
+        the kept outputs; torch raises the same for other in-place changes.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -179,15 +179,20 @@ class ActivationCheckpointing(Technique[nn.Module]):
         return blocks[: math.ceil(self.which * len(blocks))]
 
     def _nothing_found(self, model: nn.Module) -> str:
-        sought = (
-            "no repeated block was found"
-            if self.blocks is None
-            else f"nothing matches `blocks={self.blocks!r}`"
+        name, repeated = type(model).__name__, repeated_classes(model)
+        if self.blocks is None:
+            return (
+                f"no repeated block was found in `{name}`: no class of modules that hold layers of "
+                "their own is used twice, and recomputing single layers saves nothing"
+            )
+        selectors = ", ".join(
+            s if isinstance(s, str) else repr(s) for s in as_selectors(self.blocks)
         )
-        return (
-            f"{sought} in `{type(model).__name__}`. Repeated classes are: "
-            f'{repeated_classes(model)}. Pass one of them, for example `blocks="Block"`'
-        )
+        names = {type(module).__name__ for module in model.modules()}
+        close = difflib.get_close_matches(selectors, names, n=1)
+        guess = f". Did you mean `{close[0]}`?" if close else ""
+        others = f". Classes that repeat: {repeated}" if repeated and not close else ""
+        return f"nothing in `{name}` matches `blocks={selectors!r}`{guess}{others}"
 
 
 # `patch_method` needs functions of the name "forward", one per way of recomputing.
@@ -225,10 +230,59 @@ _FORWARDS = (_Full.forward, _Selective.forward, _Segments.forward)
 def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) -> Any:
     run = previous_method(block, "forward")
     is_off = not torch.is_grad_enabled() or is_undone(block, "forward")
-    if is_off or holds_cache_in_use(block, args, kwargs):
+    if is_off or _is_given_cache(block, args, kwargs):
         return run(*args, **kwargs)
-    args, kwargs = without_caches(block, args, kwargs)
     return recompute(run, [block], args, kwargs, is_selective=is_selective)
+
+
+# Writing to a key-value cache a second time would be wrong.
+def _is_given_cache(block: nn.Module, args: Any, kwargs: Any) -> bool:
+    # Where transformers was never imported there can be no instance of its classes.
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    is_given = cache_utils is not None and any(
+        isinstance(value, cache_utils.Cache) for value in (*args, *kwargs.values())
+    )
+    if is_given and block.training:
+        warnings.warn(
+            f"activation_checkpointing does nothing for `{type(block).__name__}`: it is given a "
+            "key-value cache, such as a learned prefix. Train without one, or set "
+            "`activation_checkpointing=None`.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    return is_given
+
+
+# Hugging Face's own checkpointing does the same, for all models that make caches by default.
+def _without_cache(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    is_given = kwargs.get("past_key_values") is not None
+    if is_given or not model.training or not torch.is_grad_enabled():
+        return args, kwargs
+    if kwargs.get("use_cache"):
+        warnings.warn(
+            f"`use_cache=True` has no effect in training of `{type(model).__name__}`: blocks that "
+            "are recomputed cannot fill a cache. Leave it out, or set "
+            "`activation_checkpointing=None`.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    place = [*inspect.signature(type(model).forward).parameters].index("use_cache") - 1
+    if place < len(args):
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, kwargs | {"use_cache": False}
+
+
+def _cache_makers(model: nn.Module, blocks: Sequence[Block]) -> list[nn.Module]:
+    modeling_utils: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling_utils is None or not blocks:
+        return []
+    names = {"", *(name for block in blocks for name in ancestors(block.name))}
+    return [
+        module
+        for module in map(model.get_submodule, sorted(names))
+        if isinstance(module, modeling_utils.PreTrainedModel)
+        and "use_cache" in inspect.signature(type(module).forward).parameters
+    ]
 
 
 def _run_chain(layers: list[nn.Module], input: Any) -> Any:
@@ -247,6 +301,10 @@ def _patched(
     parts: Sequence[Block] = (),
 ) -> Handle[nn.Module]:
     undo = [patch_method(block.module, forward) for block in (*blocks, *parts)]
+    undo += [
+        module.register_forward_pre_hook(_without_cache, with_kwargs=True).remove
+        for module in _cache_makers(model, blocks)
+    ]
     summary = f"{len(blocks)} {words}: {_counted(blocks)}"
     if parts:
         summary += f"; of them once more: {_counted(parts)}"

@@ -141,7 +141,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             return f"nothing in `{name}` matches `heads={self.heads!r}`"
         return (
             f"no linear layer of `{name}` with at least 1,024 outputs, and more outputs than "
-            'inputs, is outside of its blocks. Name the head, for example `heads="lm_head"`'
+            'inputs, is outside of its blocks. Name it: `ChunkedCrossEntropy(heads="lm_head")`'
         )
 
 

@@ -12,14 +12,12 @@ from torch import nn
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques._optimizers import low_bit_settings as settings
-from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
-    build,
-    import_bitsandbytes,
-)
+from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import build
 from lightning_memsave.techniques._optimizers.kinds import Kind, find_kind, is_low_bit
 from lightning_memsave.techniques._optimizers.named_groups import set_groups
 from lightning_memsave.techniques._optimizers.state_precision import (
     count_tensors,
+    frozen_parameters,
     low_bit_state_bytes,
     matches,
     parameter_names,
@@ -50,6 +48,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         force_8bit: Patterns of names to which the rule for embeddings, norms, biases and other
             vectors does not apply. ``keep_32bit`` wins over it.
         min_8bit_size: Tensors with fewer elements stay 32-bit: they save nothing worth having.
+        min_saved_bytes: The optimizer stays as it is if its whole state shrinks by less.
         module: Owner of the parameters, to know names, embeddings and norms. Without it only what
             the tensors show is known: vectors stay 32-bit, embeddings do not.
 
@@ -88,12 +87,14 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     keep_32bit: tuple[str, ...] = ()
     force_8bit: tuple[str, ...] = ()
     min_8bit_size: int = 4096
+    min_saved_bytes: int = 0
     module: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         problems = settings.problems_of_name(self.optimizer)
         if not problems and self.optimizer_kwargs is not None:
             problems += settings.problems_of_kwargs(self.optimizer, self.optimizer_kwargs)
+        if not problems and self.optimizer_kwargs is not None:
             # A copy, and betas that come from YAML as a list are a tuple.
             kwargs = {
                 key: tuple(value) if isinstance(value, list) else value
@@ -155,12 +156,23 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         )
         trained = trained_parameters(target)
         counts = count_tensors(reasons, trained, self.min_8bit_size)
+        frozen = frozen_parameters(reasons, self.module)
+        num_later = count_tensors(reasons, frozen, self.min_8bit_size)[""]
         named = settings.named_kind(self.optimizer) is not None
         old_name = type(target).__name__
-        if not named and not counts[""]:
+        if not named and not counts[""] and not num_later:
             return Handle(target, (), (f"`{old_name}` stays 32-bit: {_kept(counts)}",))
+        in_8bit = [p for p in trained if not reasons[p] and p.numel() >= self.min_8bit_size]
+        after = low_bit_state_bytes(kind, trained, in_8bit)
+        saved = (torch_state_bytes(target) or 0) - after
+        if self.min_saved_bytes > max(saved, 0):
+            why = (
+                f"8 bits would save {format_bytes(max(saved, 0))}; less than "
+                f"{format_bytes(self.min_saved_bytes)}, which CUDA's allocator takes at once, need "
+                "not change whether a run fits"
+            )
+            return Handle(target, (), (f"`{old_name}` stays 32-bit: {why}",))
 
-        import_bitsandbytes(f'optimizer="{self.optimizer}"')
         on_gpu = any(p.device.type != "cpu" for p in trained)
         new = build(
             kind,
@@ -174,7 +186,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if named:
             new.defaults, restore = set_groups(target, kind, self.optimizer_kwargs or {})
             undo.append(lambda: restore(new))
-        change = self._describe(target, new, kind, counts)
+        change = self._describe(target, new, kind, counts, num_later)
         return Handle(new, (change,), undo=undo)
 
     def _describe(
@@ -183,6 +195,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         new: torch.optim.Optimizer,
         kind: Kind,
         counts: Mapping[str, int],
+        num_later: int,
     ) -> str:
         trained = trained_parameters(new)
         in_8bit = [p for p in trained if new.uses_8bit(p)]  # type: ignore[attr-defined]
@@ -190,6 +203,9 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if settings.named_kind(self.optimizer) is None:
             new_name = f"8-bit {old_name}"
         notes = [f"kept 32-bit: {_kept(counts)}"] if len(in_8bit) < len(trained) else []
+        if num_later:
+            s, verb = ("", "gets") if num_later == 1 else ("s", "get")
+            notes.append(f"{num_later} frozen tensor{s} {verb} 8-bit state once trained")
         if self.optimizer.startswith("paged") and not new.is_paged:  # type: ignore[attr-defined]
             why = "the parameters are on the CPU"
             if kind.paged_class_name is None:

@@ -2,6 +2,7 @@
 
 import difflib
 import sys
+import warnings
 from dataclasses import KW_ONLY, dataclass
 from typing import ClassVar
 
@@ -9,8 +10,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemsaveWarning,
+    Problem,
+)
 from lightning_memsave.techniques._optimizers.low_bit_settings import problems_of_patterns
 from lightning_memsave.techniques._optimizers.state_precision import mark_rounded, matches
 from lightning_memsave.techniques._weights.choice import describe_left, is_lazy, reasons_to_leave
@@ -53,10 +60,11 @@ class LowPrecisionWeights(Technique[nn.Module]):
         that of normalization layers and activations for an input in bfloat16, on CUDA too, where
         autocast alone would widen it: sums of residual connections are bfloat16, unless
         ``keep_fp32`` makes the embeddings float32. Parameters of recurrent and bilinear layers, of
-        ``EmbeddingBag``, of parametrizations, and such as share memory without being one parameter
-        stay float32. Not for DTensor. After ``undo`` weights are float32 and have the values that
-        they had in bfloat16. A checkpoint has bfloat16 weights and loads everywhere;
-        ``load_state_dict(..., assign=True)`` would replace the weights.
+        ``EmbeddingBag`` and ``Embedding(sparse=True)``, of parametrizations, and such as share
+        memory without being one parameter stay float32. Not for DTensor. After ``undo`` weights are
+        float32 and have the values that they had in bfloat16; where the device has no memory for
+        that, they stay bfloat16 and a warning says so. A checkpoint has bfloat16 weights and loads
+        everywhere; ``load_state_dict(..., assign=True)`` would replace the weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
@@ -195,9 +203,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
         def undo() -> None:
             for param in marked:
                 mark_rounded(param, is_rounded=False)
-            for param in chosen:
-                if param.dtype is torch.bfloat16:
-                    _cast(param, torch.float32)
+            _widen([param for param in chosen if param.dtype is torch.bfloat16])
 
         if not chosen:
             skipped = f"no tensor is left to convert: {left or 'no parameters'}"
@@ -245,12 +251,29 @@ def _is_rounded(param: nn.Parameter) -> bool:
 
 
 def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    grad, param.grad = param.grad, None
-    param.data = param.data.to(dtype)
+    data, grad = param.data.to(dtype), None if param.grad is None else param.grad.to(dtype)
+    param.grad = None
+    param.data = data
     if hasattr(param, "grad_dtype"):
         param.grad_dtype = dtype
-    if grad is not None:
-        param.grad = grad.to(dtype)
+    param.grad = grad
+
+
+def _widen(params: list[nn.Parameter]) -> None:
+    outside = sys.exception()
+    for index, param in enumerate(params):
+        try:
+            _cast(param, torch.float32)
+        except Exception as error:
+            if not is_out_of_memory(error, outside):
+                raise
+            warnings.warn(
+                f"{len(params) - index} of {len(params)} weights stay in bfloat16, as there is no "
+                "memory for them in float32. Free memory and call `model.float()`.",
+                MemsaveWarning,
+                stacklevel=3,
+            )
+            return
 
 
 def _problems_of(optimizer: Optimizer) -> list[Problem]:

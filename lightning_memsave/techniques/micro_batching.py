@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.batches import split_samples
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
 from lightning_memsave.techniques._micro_batches.loss_weights import NAMES, LossWeight
 from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
-from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
+from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD, GradientUpdates
 
 Step: TypeAlias = Callable[[Any], Tensor]
 """Of a batch: its loss, a mean over samples or tokens."""
@@ -35,8 +34,9 @@ class MicroBatching(Technique[Step]):
         loss_weight: What a loss is the mean over, so that the losses of micro-batches are weighted
             right: ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the
             same without the first of each sequence, as causal language models count; or a function
-            of a micro-batch. ``"auto"`` counts tokens where a batch has ``labels`` of two or more
-            dimensions, some of them -100, and samples otherwise.
+            of a micro-batch. ``"auto"`` proves it with the first batch in a Trainer. In a plain
+            loop it counts tokens where a batch has ``labels`` of two or more dimensions, some of
+            them -100, and samples otherwise.
         split_batch: A function of batch and size that gives a list of batches, for batches that
             `split_samples` cannot split.
         module: The model, whose gradients, buffers and metrics are put back before a batch is
@@ -46,10 +46,11 @@ class MicroBatching(Technique[Step]):
         ConfigurationError: If an argument is wrong.
 
     Note:
-        Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch. Not
-        for losses that are no mean over samples or tokens, such as contrastive ones. Batch
-        normalisation takes its statistics from each micro-batch. Parameters in half precision are
-        refused: their gradients would be summed in half precision.
+        Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch; with
+        batch normalisation *approximate*, as its statistics are those of each micro-batch. A loss
+        that is neither a weighted mean nor a sum, such as a contrastive one, is refused in a
+        Trainer. Parameters in half precision are refused: their gradients would be summed in half
+        precision.
 
     Example:
         >>> model = nn.Linear(3, 1)
@@ -135,21 +136,16 @@ class MicroBatching(Technique[Step]):
             for dtype in sorted(half, key=str)
         ]
 
-    def make_runner(
-        self, agree: Callable[[int], int] = lambda size: size, module: nn.Module | None = None
-    ) -> MicroBatchRunner:
+    def make_runner(self, agree: Callable[[int], int] = lambda size: size) -> MicroBatchRunner:
         """Make what splits and repeats batches, for one training.
 
         Args:
             agree: Of the next size that this process wants: the smallest that any process wants.
-            module: The model, where the technique was made without one.
 
         Returns:
             The runner.
         """
-        split = self.split_batch or split_samples
-        module = module or self.module
-        return MicroBatchRunner(self.micro_batch_size, self.loss_weight, split, module, agree)
+        return MicroBatchRunner(self.micro_batch_size, self.loss_weight, self.split_batch, agree)
 
     def _apply(self, target: Step) -> Handle[Step]:
         runner, module = self.make_runner(), self.module
@@ -158,7 +154,7 @@ class MicroBatching(Technique[Step]):
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
             loss = target(part)
             loss = loss if weight == 1.0 else loss * weight
-            with contextlib.nullcontext() if is_last else _accumulating():
+            with contextlib.nullcontext() if is_last else _accumulating(module):
                 loss.backward()
             losses.append(loss.detach())
             # A cast copy of each weight: around the step, `torch.autocast` would keep them alive.
@@ -168,7 +164,7 @@ class MicroBatching(Technique[Step]):
             return None if module is None else TrainingState(module, gradients="keep")
 
         def forget() -> None:
-            check_repeatable()
+            check_repeatable(module)
             losses.clear()
 
         def step(batch: Any) -> Tensor:
@@ -190,16 +186,20 @@ def _sums_in_half(param: nn.Parameter) -> bool:
     return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
 
 
-def check_repeatable() -> None:
+def check_repeatable(module: nn.Module | None = None) -> None:
     """Make sure that a batch for which memory ran out can be repeated, and let it begin anew.
+
+    Args:
+        module: The model, if it is known: optimizers of others are left alone.
 
     Raises:
         MemoryExhaustedError: If `OptimizerInBackward` has used gradients of it already.
     """
-    for each in IN_BACKWARD.values():
+    updates = _updates_of(module)
+    for each in updates:
         if each.held is not None:  # its gradients wait for the end of backward
             each.forget()
-    if any(each.has_taken for each in IN_BACKWARD.values()):
+    if any(each.has_taken for each in updates):
         raise MemoryExhaustedError(
             "Out of memory in a backward pass that has updated parameters already, as "
             "`optimizer_in_backward` does, so the batch cannot be repeated in parts.\n"
@@ -208,9 +208,9 @@ def check_repeatable() -> None:
 
 
 @contextlib.contextmanager
-def _accumulating() -> Iterator[None]:
+def _accumulating(module: nn.Module | None) -> Iterator[None]:
     """Let no optimizer update its parameters in backward: more parts of the batch will come."""
-    updates = [each for each in IN_BACKWARD.values() if not each.is_accumulating]
+    updates = [each for each in _updates_of(module) if not each.is_accumulating]
     for each in updates:
         each.is_accumulating = True
     try:
@@ -218,3 +218,15 @@ def _accumulating() -> Iterator[None]:
     finally:
         for each in updates:
             each.is_accumulating = False
+
+
+# Another model of the same process may be trained meanwhile.
+def _updates_of(module: nn.Module | None) -> list[GradientUpdates]:
+    if module is None:
+        return list(IN_BACKWARD.values())
+    own = {id(param) for param in module.parameters()}
+    return [
+        updates
+        for optimizer, updates in IN_BACKWARD.items()
+        if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+    ]

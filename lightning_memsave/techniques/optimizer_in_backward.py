@@ -2,22 +2,29 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar
+from dataclasses import KW_ONLY, dataclass
+from types import TracebackType
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques._optimizers.kinds import is_low_bit
 from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD, GradientUpdates
 from lightning_memsave.techniques._updates.held_gradients import HeldGradients
-from lightning_memsave.techniques._updates.scaled_gradients import tell_scaler
-from lightning_memsave.techniques._updates.step_trial import find_coupling
+from lightning_memsave.techniques._weights.tiled_steps import ELEMENTWISE
 from lightning_memsave.units import format_bytes
+
+# Of torch's, only LBFGS looks at several parameters at once; Muon and newer ones need not be there.
+_KNOWN = ELEMENTWISE | {
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Muon", "SparseAdam")
+    if hasattr(torch.optim, name)
+}
 
 
 class InBackwardHandle(Handle[Optimizer]):
@@ -51,6 +58,16 @@ class InBackwardHandle(Handle[Optimizer]):
     def is_accumulating(self, value: bool) -> None:
         self._updates.is_accumulating = value
 
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if exc is not None:  # gradients on the host must not come back to a device that is full
+            self._updates.forget()
+        super().__exit__(exc_type, exc, traceback)
+
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Let gradients add up; for every backward pass of a step but the last."""
@@ -74,13 +91,11 @@ class OptimizerInBackward(Technique[Optimizer]):
         clip_norm: Bound on the norm of all gradients of this optimizer together, the same as
             ``clip_grad_norm_``. Gradients wait in host memory until backward has ended: 4 bytes per
             parameter there and twice over the bus, and on the device still one at a time.
-        scaler: The ``GradScaler`` of the loop, if it has one. Whether a step must be left out is
-            known when backward has ended: gradients wait in host memory as for ``clip_norm``.
-        process_group: Processes that train the same model on other data; gradients are averaged
-            over them one by one. In place of ``DistributedDataParallel``, not with it.
+        trust_optimizer: Whether to use an optimizer that is not known: you vouch that its step
+            updates each parameter from that parameter, its gradient, its state and its group alone.
 
     Raises:
-        ConfigurationError: If a bound is not a positive number.
+        ConfigurationError: If an argument is wrong; the message lists all that are.
 
     Note:
         Exactness is *bitwise*. What looks at gradients after backward finds none:
@@ -88,8 +103,10 @@ class OptimizerInBackward(Technique[Optimizer]):
         arguments above. Learning rates are read in backward. There is one updating backward pass
         per step; the others, and those whose gradients are to be thrown away, run inside
         ``handle.accumulating()``, and a second one is an error. It cannot be taken back either: a
-        loop that leaves out a step after backward trains something else. Refused for optimizers
-        that couple parameters; each is tried on tiny ones.
+        loop that leaves out a step after backward trains something else: not with a ``GradScaler``.
+        Known are the optimizers of torch but for LBFGS, those of bitsandbytes and of
+        `LowBitOptimizer`, and Adafactor of transformers; others are refused, as they may couple
+        parameters. Not for several processes.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -118,8 +135,7 @@ class OptimizerInBackward(Technique[Optimizer]):
     clip_value: float | None = None
     clip_param_norm: float | None = None
     clip_norm: float | None = None
-    scaler: GradScaler | None = field(default=None, repr=False, compare=False)
-    process_group: Any = field(default=None, repr=False, compare=False)
+    trust_optimizer: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -132,6 +148,10 @@ class OptimizerInBackward(Technique[Optimizer]):
             if (value := getattr(self, setting)) is not None
             and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
         ]
+        vouches: object = self.trust_optimizer
+        if not isinstance(vouches, bool):
+            what, fix = f"`trust_optimizer={vouches!r}`", "Use True or False."
+            problems.append(Problem(what, "it must be a truth value", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
 
@@ -144,11 +164,25 @@ class OptimizerInBackward(Technique[Optimizer]):
         Returns:
             All problems, empty if there are none.
         """
-        return [
-            *_problems_of_others(target),
-            *self._problems_of_use(target),
-            *find_coupling(target),
-        ]
+        problems = [*_problems_of_others(target), *_problems_of_processes()]
+        if not (self.trust_optimizer or _is_known(target)):
+            problems.append(
+                Problem(
+                    f"`{type(target).__name__}`",
+                    "it is not known to update each parameter on its own",
+                    "Use an optimizer of torch such as AdamW, set `optimizer_in_backward=None`, "
+                    "or, if it does so, pass `OptimizerInBackward(trust_optimizer=True)`.",
+                )
+            )
+        if any(group.get("differentiable") for group in target.param_groups):
+            problems.append(
+                Problem(
+                    f"`{type(target).__name__}(differentiable=True)`",
+                    "the graph of a step would hold all the gradients",
+                    "Set `differentiable=False`.",
+                )
+            )
+        return problems
 
     def apply(self, target: Optimizer) -> InBackwardHandle:
         """Switch the technique on.
@@ -164,48 +198,18 @@ class OptimizerInBackward(Technique[Optimizer]):
         return handle
 
     def _apply(self, target: Optimizer) -> InBackwardHandle:
-        held = HeldGradients(self.clip_norm, self.scaler) if self._waits() else None
-        updates = GradientUpdates(target, self._clip, held, self.process_group)
+        held = None if self.clip_norm is None else HeldGradients(self.clip_norm)
+        updates = GradientUpdates(target, self._clip, held)
         if not _trained(target):
             return InBackwardHandle(target, updates, (), ("no parameter is trained",))
         undo = updates.start()
-        if self.scaler is not None:
-            undo.insert(0, tell_scaler(self.scaler))
-        change = describe_updates(target)
-        return InBackwardHandle(target, updates, (change,), undo=undo)
-
-    def _waits(self) -> bool:
-        has_scaler = self.scaler is not None and self.scaler.is_enabled()
-        return has_scaler or self.clip_norm is not None
+        return InBackwardHandle(target, updates, (describe_updates(target),), undo=undo)
 
     def _clip(self, param: nn.Parameter) -> None:
         if self.clip_value is not None:
             torch.nn.utils.clip_grad_value_([param], self.clip_value)
         if self.clip_param_norm is not None:
             torch.nn.utils.clip_grad_norm_([param], self.clip_param_norm)
-
-    def _problems_of_use(self, target: Optimizer) -> list[Problem]:
-        problems = []
-        is_fused = getattr(target, "_step_supports_amp_scaling", False)
-        if self.scaler is not None and self.scaler.is_enabled() and is_fused:
-            problems.append(
-                Problem(
-                    f"`{type(target).__name__}(fused=True)` with a GradScaler",
-                    "its step divides by the scale itself, once more",
-                    "Set `fused=False`.",
-                )
-            )
-        is_parallel = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if is_parallel and self.process_group is None:
-            problems.append(
-                Problem(
-                    f"{dist.get_world_size()} processes",
-                    "parameters would be updated before their gradients are averaged",
-                    "Train on one device, or pass `process_group=torch.distributed.group.WORLD` "
-                    "and the model itself, not wrapped in DistributedDataParallel.",
-                )
-            )
-        return problems
 
 
 def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
@@ -233,6 +237,25 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
 
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+
+
+# Exact types: a subclass may couple parameters.
+def _is_known(optimizer: Optimizer) -> bool:
+    cls = type(optimizer)
+    return (
+        cls in _KNOWN
+        or is_low_bit(optimizer)
+        or cls.__module__.startswith("bitsandbytes.optim.")
+        or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
+    )
+
+
+def _problems_of_processes() -> list[Problem]:
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return []
+    why = "parameters would be updated before their gradients are averaged"
+    fix = "Train on one device, or set `optimizer_in_backward=None`."
+    return [Problem(f"{dist.get_world_size()} processes", why, fix)]
 
 
 def _problems_of_others(target: Optimizer) -> list[Problem]:

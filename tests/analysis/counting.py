@@ -1,16 +1,26 @@
 """Predict and count the same two steps."""
 
-from collections.abc import Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_memsave import MemSaveCallback, host
+from lightning_memsave import (
+    ActivationCheckpointing,
+    AttentionKernel,
+    ChunkedCrossEntropy,
+    MemSaveCallback,
+    host,
+)
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.callbacks._stacks import with_rest_off
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.technique import Technique
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.prediction import MemoryPrediction
 from tests.analysis.architectures import SETTINGS, Architecture
@@ -34,20 +44,41 @@ class _Counter(pl.Callback):
 
     live: LiveTensors | None = None
 
+    def __init__(self, until_end: contextlib.ExitStack) -> None:
+        self.until_end = until_end
+
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if self.live is None:
-            self.live = LiveTensors(pl_module, trainer.optimizers, "cpu")
-            self.live.__enter__()
+            counted = LiveTensors(pl_module, trainer.optimizers, "cpu")
+            self.live = self.until_end.enter_context(counted)
         self.live.track_input(batch)
 
     def on_train_end(self, trainer, pl_module):
-        self.live.__exit__(None, None, None)
+        self.until_end.close()
 
 
 def settings_for(architecture: Architecture, name: str) -> dict[str, Any] | None:
     """What of a setting the architecture takes; none if nothing is left of it."""
-    settings = {k: v for k, v in SETTINGS[name].items() if k not in architecture.without}
+    settings = {
+        k: v
+        for k, v in SETTINGS[name].items()
+        if k not in architecture.without and _finds_something(architecture, k, v)
+    }
     return settings if settings or not SETTINGS[name] else None
+
+
+# A value that finds nothing to change is refused.
+def _finds_something(architecture: Architecture, name: str, value: Any) -> bool:
+    makers: dict[str, Callable[[], Technique[nn.Module]]] = {
+        "activation_checkpointing": lambda: ActivationCheckpointing(value),
+        "chunked_cross_entropy": ChunkedCrossEntropy,
+        "attention": lambda: AttentionKernel(value),
+    }
+    if name not in makers:
+        return True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return bool(makers[name]().apply(architecture.make()).changes)
 
 
 def count(architecture: Architecture, settings: Mapping[str, Any]) -> int:
@@ -57,9 +88,9 @@ def count(architecture: Architecture, settings: Mapping[str, Any]) -> int:
 
 def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -> MemoryBreakdown:
     """What there is at that peak."""
-    counter = _Counter()
     num_batches = 2 * settings.get("accumulate_grad_batches", 1)
-    with host.quiet():
+    with host.quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
+        counter = _Counter(until_end)
         trainer = pl.Trainer(
             accelerator="cpu",
             max_epochs=1,

@@ -26,6 +26,15 @@ def text_of(found):
     return " ".join(found.sentences)
 
 
+def test_a_function_goes_with_a_batch_in_words():
+    def make():
+        return nn.Linear(10, 2)
+
+    peak = explain(make, torch.ones(8, 10)).prediction.peak
+    assert explain(make, "float32[8,10]").prediction.peak == peak
+    assert explain(make(), "float32[8,10]").prediction.peak == peak
+
+
 def test_a_model_that_cannot_run_is_explained_by_its_parameters():
     found = explain(lambda: TabularBert(LARGE_VOCABULARY), cardinalities=LARGE_CARDINALITIES)
     assert found.table.num_parameters == 874_326_757

@@ -1,6 +1,7 @@
 """What is predicted for a CPU is what real training takes there, to the byte."""
 
 import contextlib
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
 from tests.analysis.counting import count, count_by_category, predict, settings_for
-from tests.measure.profiler_peak import profiler_peak_bytes
+from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
 
 OFTEN = ("nothing", "checkpointing", "8bit", "micro_batches", "bf16_true", "all", "single_gpu")
 
@@ -35,7 +36,16 @@ def test_predicts_to_the_byte(name: str, chosen: tuple[str, ...]) -> None:
     missed = {}
     for setting in chosen:
         settings = settings_for(architecture, setting)
-        if settings is not None:
+        if settings is None:
+            continue
+        is_refused = settings.get("precision") == "bf16-mixed" and not _runs_lstm_in_autocast()
+        # Weights and inputs in bfloat16 go to kernels of ATen.
+        if name == "lstm" and is_refused and "low_precision_weights" not in settings:
+            with pytest.raises(RuntimeError, match="LSTM forward propagation primitive"):
+                count(architecture, settings)
+            with pytest.raises(RuntimeError, match="LSTM forward propagation primitive"):
+                predict(architecture, settings)
+        else:
             counted = count_by_category(architecture, settings)
             prediction = predict(architecture, settings)
             assert not prediction.guesses, setting
@@ -44,6 +54,17 @@ def test_predicts_to_the_byte(name: str, chosen: tuple[str, ...]) -> None:
             ):
                 missed[setting] = prediction.peak, counted
     assert missed == {}
+
+
+# oneDNN has no LSTM in bfloat16 for CPUs without AVX-512, and torch asks it for one all the same.
+@functools.cache
+def _runs_lstm_in_autocast() -> bool:
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.LSTM(2, 2)(torch.ones(1, 1, 2))
+    except RuntimeError:
+        return False
+    return True
 
 
 # What values that are logged start from, a few numbers, has data in a real step only, and counts
@@ -61,8 +82,16 @@ _IN_A_LOOP: dict[str, dict[str, Any]] = {
 }
 # The allocator is asked for what kernels need for themselves too, which is not predicted: of most
 # steps a hundredth, more where bfloat16 is converted inside of kernels. oneDNN reorders what
-# convolutions and recurrent layers are given: a fifth of these small models.
+# convolutions and recurrent layers are given: a fifth of these small models. Where it has no
+# kernels in bfloat16, those of ATen need any multiple of the tensors.
 _HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
+
+
+def _most_scratch(name: str, technique: str) -> float:
+    if name not in _HAS_SCRATCH:
+        return 0.02 if "bf16" in technique else 0.01
+    has_kernel = "bf16" not in technique or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return 0.22 if has_kernel else 1.0
 
 
 # These two have no `loss` for a loop of our own.
@@ -72,20 +101,22 @@ _HAS_SCRATCH = ("convolutions", "unet", "lstm", "diffusion")
 def test_agrees_with_the_allocator(name: str) -> None:
     missed = {}
     for technique, settings in _IN_A_LOOP.items():
+        if technique == "checkpointing" and settings_for(ARCHITECTURES[name], technique) is None:
+            continue  # it has no blocks
         if (name, technique) == ("diffusion", "bf16_true"):
             continue  # the batch of a plain loop stays in 32 bits
-        error = (
-            predict(ARCHITECTURES[name], settings).peak_bytes
-            / _allocated_bytes(ARCHITECTURES[name], technique)
-            - 1
-        )
-        most = 0.22 if name in _HAS_SCRATCH else 0.02 if "bf16" in technique else 0.01
-        if not -most < error < 0.001:
-            missed[technique] = error
+        if (name, technique) == ("lstm", "bf16_mixed") and not _runs_lstm_in_autocast():
+            continue
+        predicted_bytes = predict(ARCHITECTURES[name], settings).peak_bytes
+        allocated = _allocated(ARCHITECTURES[name], technique)
+        error = predicted_bytes / allocated.num_bytes - 1
+        between_kernels = predicted_bytes / allocated.between_kernels_bytes - 1
+        if not -_most_scratch(name, technique) < error < 0.001 or abs(between_kernels) > 0.01:
+            missed[technique] = error, between_kernels
     assert missed == {}
 
 
-def _allocated_bytes(architecture: Architecture, technique: str) -> int:
+def _allocated(architecture: Architecture, technique: str) -> ProfilerPeak:
     """The peak of a loop without Lightning and without this package's callback."""
     torch.manual_seed(0)
     module: Any = architecture.make()
@@ -111,7 +142,7 @@ def _allocated_bytes(architecture: Architecture, technique: str) -> int:
         optimizer.step()
 
     alive = [*module.parameters(), *module.buffers(), *tensors_in(batch)]
-    return profiler_peak_bytes(step, alive)
+    return profiler_peak(step, alive)
 
 
 class _Guessing(Lit):
@@ -198,7 +229,6 @@ def test_finds_the_bytes_of_each_parameter(
 
 
 _LARGE = """
-import resource
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_memsave.analysis.predict import predict_memory
@@ -208,7 +238,10 @@ ids = torch.ones(1, 1024, dtype=torch.long)
 prediction = predict_memory(
     lambda: GPT2LMHeadModel(config), {"input_ids": ids, "labels": ids}, may_extrapolate=False
 )
-print(prediction.num_parameters, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+# Not `ru_maxrss`, which begins with that of the process that started this one.
+with open("/proc/self/status") as file:
+    (line,) = (line for line in file if line.startswith("VmHWM"))
+print(prediction.num_parameters, int(line.split()[1]) * 1024)
 """
 
 
@@ -307,6 +340,11 @@ def test_refuses_what_is_no_batch(batch: Any, message: str) -> None:
         ({"device": "mps"}, '`device=\'mps\'` is not known here. Use `"cuda"` or `"cpu"`'),
         ({"time_limit_s": 0}, "`time_limit_s=0` is no time .* `time_limit_s=60`"),
         ({"time_limit_s": -1.0}, "`time_limit_s=-1.0` is no time"),
+        (
+            {"trainer_arguments": {"accumulate_grad_batch": 4}},
+            "has 'accumulate_grad_batch'.* Did you mean 'accumulate_grad_batches'",
+        ),
+        ({"trainer_arguments": {"qqq": 4}}, "has 'qqq', which is no argument of .*Remove it"),
     ],
     ids=str,
 )
@@ -336,6 +374,15 @@ def test_refuses_an_optimizer_whose_memory_depends_on_the_loss() -> None:
         predict_memory(_Lbfgs(nn.Linear(2, 2)), torch.ones(1, 2))
 
 
+def test_fewer_steps_than_are_predicted_still_have_the_optimizers_state() -> None:
+    prediction = predict_memory(
+        *(nn.Linear(100, 100), torch.ones(1, 100)),
+        device="cpu",
+        trainer_arguments={"max_steps": 1, "devices": 4, "precision": None},
+    )
+    assert prediction.by_phase["forward"].optimizer_state_bytes == 8 * 10_100 + 8
+
+
 class _NoLoss(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.model(batch)
@@ -348,6 +395,16 @@ def test_says_that_a_step_has_no_loss() -> None:
 
     assert len(remarks(_NoLoss(nn.Linear(2, 2)))) == 1
     assert remarks(nn.Linear(2, 2)) == []
+
+
+def test_says_what_it_takes_for_the_loss() -> None:
+    def remarks(module: nn.Module, **options: Any) -> list[str]:
+        prediction = predict_memory(module, torch.ones(1, 2), device="cpu", **options)
+        return [line for line in prediction.assumptions if line.startswith("The loss is")]
+
+    assert len(remarks(nn.Linear(2, 2))) == 1
+    assert remarks(nn.Linear(2, 2), loss=lambda output, _: output.sum()) == []
+    assert remarks(_NoLoss(nn.Linear(2, 2))) == []
 
 
 class _Endless(Lit):

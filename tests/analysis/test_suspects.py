@@ -1,4 +1,5 @@
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +87,19 @@ def test_largest_batch_fits_and_one_more_does_not():
     assert f"{largest} fit" in found.sentence
     if "at least" not in found.sentence:
         assert predict_memory(bert, ids(largest + 1), gpu=capacity).device_bytes > 800 * 2**20
+
+
+def test_a_guessed_batch_takes_no_memory():
+    before = peak_rss_bytes()
+    found = ask("batch size", nn.Linear(100, 1), torch.ones(64, 100), gpu="A100-80GB")
+    assert found.figures["largest_batch"] * 400 > 10 * 2**30
+    assert peak_rss_bytes() - before < 200 * 2**20
+
+
+def peak_rss_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def test_not_even_one_sample_fits():
@@ -345,7 +359,9 @@ def test_the_device_has_more_to_hold_than_tensors():
     slack, context = find_suspects(trials, ["fragmentation", "CUDA context"])
     base = predict_memory(bert, ids())
     assert slack.num_bytes == base.reserved_bytes - base.peak_bytes
-    assert context.num_bytes == base.context_bytes == base.device_bytes - base.reserved_bytes
+    least_bytes = base.device_bytes - base.context_bytes
+    assert context.num_bytes == base.context_bytes
+    assert base.allocated_bytes <= least_bytes == base.least_reserved_bytes <= base.reserved_bytes
 
 
 def test_on_a_cpu_there_is_nothing_of_cuda():

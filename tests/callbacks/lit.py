@@ -113,6 +113,10 @@ def fit(
     return trace.losses, {k: v.clone() for k, v in lit.state_dict().items()}, trainer
 
 
+def rows_of(callback: Any) -> dict[str, Any]:
+    return {row.name: row for row in callback.rows}
+
+
 def assert_same(first: Any, second: Any) -> None:
     assert first[0] == second[0]
     assert first[1].keys() == second[1].keys()

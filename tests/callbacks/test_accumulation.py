@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.errors import ExactnessWarning, IncompatibleError
-from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, make_lit
+from lightning_memsave.errors import ExactnessWarning, IncompatibleError, MemsaveWarning
+from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, make_lit, make_trainer
 from tests.cases import WIDTH
 
 
@@ -182,3 +182,30 @@ def test_the_trainers_own_value_is_kept_with_a_notice():
 
 def test_width_of_the_cases_is_what_the_loaders_give():
     assert Vectors()[0].shape == (WIDTH,)
+
+
+class TestOpenWindow:
+    """Gradients are in no checkpoint."""
+
+    def save_at(self, package: Any, path: Any, batch_idx: int, **settings: Any) -> None:
+        class Saving(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, index):
+                if index == batch_idx:
+                    trainer.save_checkpoint(path / "first.ckpt")
+                    trainer.save_checkpoint(path / "second.ckpt")
+
+        callback = MemSaveCallback(None, optimizer=None, monitor=False, report=False)
+        trainer = make_trainer(package, callback, Saving(), limit_train_batches=5, **settings)
+        trainer.fit(make_lit(package))
+        trainer.save_checkpoint(path / "end.ckpt")
+
+    def test_is_said_once_with_the_way_out(self, package, tmp_path):
+        with pytest.warns(MemsaveWarning, match="accumulation window of 3 batches") as said:
+            self.save_at(package, tmp_path, 3, accumulate_grad_batches=3)
+        messages = [str(w.message) for w in said if "accumulation window" in str(w.message)]
+        assert len(messages) == 1
+        assert "every_n_train_steps" in messages[0]
+
+    @pytest.mark.parametrize(("batch_idx", "window"), [(2, 3), (4, 3), (1, 1)])
+    def test_a_complete_window_is_not_mentioned(self, package, tmp_path, batch_idx, window):
+        self.save_at(package, tmp_path, batch_idx, accumulate_grad_batches=window)

@@ -42,7 +42,12 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "adamw8bit"}, r"adamw_8bit"),
     ({"optimizer": "4bit"}, r"8bit"),
     ({"optimizer": 8}, r"8bit"),
-    ({"optimizer": torch.optim.AdamW}, r"8bit"),
+    ({"optimizer": torch.optim.AdamW}, r"`optimizer=AdamW`: it is an optimizer class"),
+    (
+        {"optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])},
+        r"`optimizer=AdamW\(\.\.\.\)`.* Return it there, and use `optimizer=\"8bit\"`",
+    ),
+    ({"optimizer": "lion_8bit", "optimizer_kwargs": 3}, r"Write for example `optimizer_kwargs="),
     ({"optimizer": LowBitOptimizer}, r"Use `optimizer=LowBitOptimizer\(\)`"),
     ({"optimizer": ActivationCheckpointing()}, r"Use `optimizer=LowBitOptimizer\(\)`"),
     ({"optimizer": None, "keep_32bit": ["*"]}, r'or use `optimizer="8bit"`'),

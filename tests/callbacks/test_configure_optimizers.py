@@ -14,13 +14,16 @@ from torch import nn, optim
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks._configure_optimizers import (
     enable,
     load_optimizer_state_dict,
 )
+from lightning_memsave.callbacks._optimizer_techniques import OptimizerTechnique
 from lightning_memsave.core.patching import patch_method
-from lightning_memsave.errors import IncompatibleError, NoEffectWarning
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from tests.callbacks.lit import make_lit, make_trainer
 
 PACKAGES = [lightning.pytorch, pytorch_lightning]
 
@@ -425,6 +428,31 @@ class TestResume:
         with pytest.raises(IncompatibleError, match="load its weights only"):
             fit(module_class(lightning.pytorch)(adamw), LowBitOptimizer(), ckpt_path=path)
 
+    @pytest.mark.parametrize(
+        ("spoil", "message"),
+        [
+            (lambda states: {0: states[0]}, "`optimizer_states` is a dict"),
+            (lambda states: "states", "`optimizer_states` is a str"),
+            (lambda states: [list(states[0])], "it is a list"),
+            (lambda states: [{**states[0], "param_groups": None}], "`param_groups` is a NoneType"),
+            (lambda states: [{"state": states[0]["state"]}], "it has no `param_groups`"),
+        ],
+    )
+    @pytest.mark.parametrize("bits", [8, 32])
+    @pytest.mark.parametrize("package", PACKAGES)
+    def test_states_that_are_none_are_refused_in_words(
+        self, tmp_path, package, bits, spoil, message
+    ):
+        path = tmp_path / "x.ckpt"
+        technique = LowBitOptimizer() if bits == 8 else None
+        trainer, _ = fit(module_class(package)(adamw), technique, package, epochs=1)
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        saved["optimizer_states"] = spoil(saved["optimizer_states"])
+        torch.save(saved, path)
+        with pytest.raises(IncompatibleError, match=message):
+            fit(module_class(package)(adamw), technique, package, ckpt_path=path)
+
 
 def convert(output, technique):
     """Let a module return the output from ``configure_optimizers``."""
@@ -468,8 +496,7 @@ class TestForms:
     def test_what_is_not_converted_comes_back_as_it_was(self):
         layer, technique = self.make()
         output = [optim.AdamW(layer.parameters(), amsgrad=True)]
-        with pytest.warns(NoEffectWarning, match="AMSGrad"):
-            converted, (handle,) = convert(output, technique)
+        converted, (handle,) = convert(output, technique)
         assert converted is output
         assert "AMSGrad" in handle.skipped[0]
         assert convert(None, technique) == (None, [])
@@ -499,21 +526,7 @@ class TestForms:
         assert not schedule.use_beta1
 
 
-def test_one_warning_when_no_optimizer_could_be_converted():
-    def configure(module):
-        return [
-            optim.SGD(module.net[0].parameters(), lr=0.1),
-            optim.LBFGS(module.net[2].parameters()),
-        ]
-
-    module = module_class(lightning.pytorch)(configure)
-    enable(module, LowBitOptimizer())
-    with pytest.warns(NoEffectWarning, match="momentum.*LBFGS") as caught:
-        module.configure_optimizers()
-    assert len(caught) == 1
-
-
-def test_no_warning_when_one_of_two_is_converted():
+def test_one_of_two_is_converted():
     def configure(module):
         return [adamw(module), optim.SGD(module.net[2].parameters(), lr=0.1)]
 
@@ -521,3 +534,49 @@ def test_no_warning_when_one_of_two_is_converted():
     state, _ = enable(module, LowBitOptimizer())
     module.configure_optimizers()
     assert [bool(handle.changes) for handle in state.handles] == [True, False]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_backbone_unfrozen_later_gets_8bit_state(package):
+    """Lightning's BackboneFinetuning: `add_param_group` after the first epoch."""
+
+    class Finetuned(module_class(package)):  # type: ignore[misc]
+        def __init__(self):
+            super().__init__(lambda module: optim.AdamW(module.head.parameters()))
+            self.backbone, self.head = self.net[0], nn.Linear(128, 16)
+
+        def training_step(self, batch, batch_idx):
+            return self.head(self.backbone(batch)).square().mean()
+
+    backbone = package.callbacks.BackboneFinetuning(unfreeze_backbone_at_epoch=1)
+    callback = MemSaveCallback(None, optimizer="8bit", predict=False, monitor=False, report=False)
+    module, data = Finetuned(), torch.randn(16, 64)
+    trainer = make_trainer(package, backbone, callback, max_epochs=2)
+    trainer.fit(module, DataLoader(data, batch_size=8))  # type: ignore[arg-type]
+    row = next(row for row in callback.rows if row.name == "optimizer")
+    assert row.status == "on"
+    assert "0 of 2 tensors" in row.details[0]
+    assert "1 frozen tensor gets 8-bit state once trained" in row.details[0]
+    state = trainer.optimizers[0].state
+    assert state[module.backbone.weight]["state1"].dtype == torch.uint8
+    assert state[module.head.weight]["state1"].dtype == torch.float32
+
+
+def test_a_cuda_library_that_does_not_load_lets_auto_yield(monkeypatch):
+    import bitsandbytes.cextension as extension
+
+    lost = extension.ErrorHandlerMockBNBNativeLibrary("libcudart.so.13: cannot open")
+    monkeypatch.setattr(extension, "lib", lost)
+    for optimizer in ("auto", "8bit"):
+        callback = MemSaveCallback(optimizer=optimizer, monitor=False)
+        trainer, lit = make_trainer(lightning.pytorch, callback), make_lit()
+        trainer.strategy._root_device = torch.device("cuda", 0)  # asked for, not used
+        setting = callback._settings.find(OptimizerTechnique)
+        (problem,) = setting.check(trainer, lit)
+        assert "CUDA library cannot be loaded (libcudart.so.13" in problem.why
+        assert setting.is_asked == (optimizer == "8bit")  # those are refused, the others yield
+        setting.yield_to([problem], trainer, lit)
+        (row,) = setting.rows
+        setting.undo()
+        assert row.status == "off"
+        assert "CUDA library cannot be loaded" in row.details[0]

@@ -203,6 +203,51 @@ def run_accumulation() -> Notes:
     }
 
 
+def masked_batches() -> list[Tensor]:
+    """In the first batch, rank 0 leaves out no label and rank 1 has one sample."""
+    rank = rank_of_this_process()
+    generator = torch.Generator().manual_seed(rank)
+    labels = torch.randint(5, (3, 8, 6), generator=generator)
+    marks = torch.rand(labels.shape, generator=generator) < torch.linspace(0.1, 0.9, 8)[:, None]
+    marks[0] &= rank == 1
+    batches = [*labels.masked_fill(marks, -100)]
+    return batches if rank == 0 else [batches[0][:1], *batches[1:]]
+
+
+def run_micro_batches() -> Notes:
+    """What the loss is the mean over is proven by both ranks, or by none."""
+
+    def masked(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        logits = self.model(batch.clamp(min=0)).flatten(0, 1)
+        return nn.functional.cross_entropy(logits, batch.flatten())
+
+    def over_the_batch(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(batch.clamp(min=0)).mean((0, 1)).square().sum()
+
+    def make(step: Any) -> Any:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5)).double()
+        return lit_of(
+            model,
+            training_step=step,
+            validation_step=lambda self, batch, batch_idx: None,
+            train_dataloader=lambda self: DataLoader(masked_batches(), batch_size=None),  # type: ignore[arg-type] # a list is a dataset
+            configure_optimizers=lambda self: torch.optim.SGD(self.parameters(), lr=0.1),
+        )
+
+    notes: Notes = {}
+    for name, size in (("plain", None), ("fixed", 3), ("auto", "auto")):
+        callback = MemSaveCallback(optimizer=None, micro_batch_size=size, monitor=False)
+        lit = make(masked)
+        train(lit, callback, use_distributed_sampler=False)
+        notes[name] = [p.tolist() for p in lit.parameters()]
+        notes[f"{name} rows"] = rows_of(callback)
+    callback = MemSaveCallback(optimizer=None, micro_batch_size="auto", monitor=False)
+    train(make(over_the_batch), callback, use_distributed_sampler=False)
+    notes["over the batch rows"] = rows_of(callback)
+    return notes
+
+
 def sharded_lit() -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -236,6 +281,7 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
     "bare": run_bare,
     "monitor": run_monitor,
     "accumulation": run_accumulation,
+    "micro_batches": run_micro_batches,
     "sharded": run_sharded,
 }
 
@@ -320,6 +366,24 @@ def test_gradient_is_the_mean_over_window_and_ranks(report, kind, window):
             torch.testing.assert_close(
                 torch.tensor(gradient, dtype=torch.float64), truth.flatten(), rtol=1e-11, atol=0.0
             )
+
+
+@pytest.mark.parametrize("name", ["fixed", "auto"])
+def test_micro_batches_are_weighted_as_both_ranks_have_proven(report, name):
+    for notes in report("micro_batches"):
+        assert "that are not -100, proven" in notes[f"{name} rows"]["micro_batch_size"][1]
+        for ours, truth in zip(notes[name], notes["plain"], strict=True):
+            torch.testing.assert_close(
+                torch.tensor(ours, dtype=torch.float64),
+                torch.tensor(truth, dtype=torch.float64),
+                rtol=1e-11,
+                atol=1e-14,
+            )
+
+
+def test_micro_batches_are_off_where_the_loss_cannot_be_split(report):
+    for notes in report("micro_batches"):
+        assert notes["over the batch rows"]["micro_batch_size"][0] == "off"
 
 
 def test_sharded_parameters_train_bitwise_equal(report):

@@ -130,7 +130,8 @@ class Norms(Callback):
 
 def noting(lit, seen):
     def training_step(self, batch, batch_idx):
-        seen.append("step")
+        if torch.is_grad_enabled():  # not where it is proven that the loss can be split
+            seen.append("step")
         return self.model(batch)
 
     type(lit).training_step = training_step

@@ -3,6 +3,7 @@ import importlib
 import io
 import json
 import logging
+import multiprocessing
 import pickle
 import re
 from csv import DictReader
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_memsave.callbacks import _memory_probes
 from lightning_memsave.callbacks._memory_probes import CudaProbe
 from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
-from lightning_memsave.callbacks._ranks import over_ranks
+from lightning_memsave.callbacks._ranks import reduce_over_ranks
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, batch_size_of
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.allocator import AllocatorReading
@@ -398,7 +399,6 @@ def test_on_the_command_line_of_either_package(package):
         ({"every_n_steps": "50"}, "Use `every_n_steps=1`"),
         ({"every_n_steps": True}, "Use `every_n_steps=1`"),
         ({"every_n_steps": 2.5}, "Use `every_n_steps=1`"),
-        ({"every_n_steps": None}, "Use `every_n_steps=1`"),
         ({"print_summary": "no"}, "Use `print_summary=False`"),
         ({"every_n_steps": 0, "print_summary": 1}, "2 problems"),
     ],
@@ -423,6 +423,7 @@ def test_wrong_arguments(arguments, remedy):
         ({"text": "a"}, 1),
         ([], 1),
         (None, 1),
+        (SimpleNamespace(num_graphs=96, x=torch.zeros(1908, 3)), 96),
     ],
 )
 def test_batch_size(batch, size):
@@ -502,6 +503,64 @@ def test_cuda_peaks_are_of_each_step_and_the_highest_is_kept(monkeypatch):
     assert "memory/nvml_process_gib" not in metrics
 
 
+def test_cuda_peaks_between_logged_steps_cost_nothing_and_count(monkeypatch):
+    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
+    probe = CudaProbe(torch.device("cuda", 0))
+    for peak_bytes in (50, 50, 90, 50):
+        probe.begin_step(is_logged=False)
+        gpu.reading = AllocatorReading(4, 6, peak_bytes, 2 * peak_bytes, 0, 0, None)
+        probe.end_step()
+        gpu.calls.append(str(probe.highest.peak_bytes))
+    assert gpu.calls == ["open", "reset", "50", "reset", "50", "50", "50"]
+    gpu.reading = AllocatorReading(4, 6, 90, 180, 0, 0, None)  # as the allocator keeps it
+    probe.begin_step(is_logged=True)
+    assert (probe.highest.peak_bytes, probe.highest.reserved_bytes) == (90, 180)
+
+
+def test_cuda_peaks_of_validation_do_not_count(monkeypatch):
+    gpu = FakeGpu(monkeypatch, NvmlReading(10, 80, 9))
+    probe = CudaProbe(torch.device("cuda", 0))
+    probe.begin_step(is_logged=True)
+    probe.end_step()
+    probe.pause()
+    gpu.reading = AllocatorReading(4, 6, 5, 7, 0, 0, None)  # after the reset
+    probe.resume()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.calls.append("wait"))
+    probe.finish()
+    assert probe.highest.peak_bytes == 5
+    assert gpu.calls == ["open", "reset", "reset", "wait"]
+
+
+def test_short_fits_know_what_nvml_has_seen(monkeypatch):
+    FakeGpu(monkeypatch, NvmlReading(10, 80, reason="in a container"))
+    probe = CudaProbe(torch.device("cuda", 0))
+    probe.begin_step(is_logged=False)
+    probe.end_step()
+    assert probe.highest.nvml_bytes == 10
+    summary = MemorySummary("Some GPU", 5, nvml_peak_bytes=10, is_nvml_of_gpu=True)
+    assert ("peak seen by NVML on the whole GPU", "10 B") in summary.rows()
+
+
+def test_the_device_is_read_while_the_module_is_there(package, monkeypatch):
+    calls: list[str] = []
+    monkeypatch.setattr(_memory_probes.LiveTensorsProbe, "finish", lambda self: calls.append("end"))
+    trainer = make_trainer(package, GPUMemoryMonitor())
+    teardown = trainer.strategy.teardown
+    trainer.strategy.teardown = lambda: (calls.append("teardown"), teardown())
+    trainer.fit(make_module(package), loader())
+    assert calls == ["end", "teardown"]
+
+
+def test_logs_as_often_as_the_trainer_unless_told(package, tmp_path):
+    for every, expected in ((None, 2), (1, 4)):
+        memory = loggers(package, tmp_path)[1]
+        trainer = make_trainer(
+            package, GPUMemoryMonitor(every), logger=memory, max_steps=4, log_every_n_steps=2
+        )
+        trainer.fit(make_module(package), loader())
+        assert len(memory.monitored) == expected
+
+
 def test_cpu_metrics_are_documented(tmp_path):
     package = importlib.import_module("lightning.pytorch")
     memory = loggers(package, tmp_path)[1]
@@ -573,11 +632,29 @@ def test_values_on_cuda(package, tmp_path):
     assert monitor.summary.device == torch.cuda.get_device_name()
 
 
-def test_bytes_survive_the_way_over_ranks():
-    # In float32, the metrics' own type, it would become 1000000000.
-    trainer = SimpleNamespace(
-        world_size=2, strategy=SimpleNamespace(root_device=torch.device("cpu"))
-    )
-    values = {"bytes": 1_000_000_001, "unknown": None}
-    assert over_ranks(trainer, "max", values) == {"bytes": 1_000_000_001}
-    assert over_ranks(trainer, "sum", values) == {"bytes": 1_000_000_001}
+def reduce_on_rank(rank, folder):
+    store = torch.distributed.FileStore(str(folder / "store"), 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    strategy = SimpleNamespace(root_device=torch.device("cpu"))
+    trainer = SimpleNamespace(world_size=2, strategy=strategy)
+    # In float32 the bytes would become 1000000000; rank 1 has no NVML.
+    values = {"bytes": 1_000_000_001, "nvml": 5 if rank == 0 else None, "on no rank": None}
+    found = [reduce_over_ranks(trainer, how, values) for how in ("max", "sum")]
+    (folder / f"{rank}.json").write_text(json.dumps(found))
+
+
+def test_a_rank_may_lack_what_others_know(tmp_path):
+    """Else its sums would meet other values of the other rank, or wait for ever."""
+    processes = [
+        multiprocessing.get_context("fork").Process(target=reduce_on_rank, args=(rank, tmp_path))
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    for rank in range(2):
+        highest, total = json.loads((tmp_path / f"{rank}.json").read_text())
+        assert highest == {"bytes": 1_000_000_001, "nvml": 5}
+        assert total == {"bytes": 2_000_000_002}

@@ -7,6 +7,7 @@ from torch import Tensor
 from lightning_memsave import MemSaveCallback, host
 from lightning_memsave.callbacks import _precision
 from lightning_memsave.callbacks._precision import TrainerPrecision
+from lightning_memsave.callbacks._weight_precision import WeightPrecision
 from lightning_memsave.errors import IncompatibleError
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
 
@@ -163,14 +164,41 @@ class TestAutoOnCuda:
             property(lambda self: torch.device("cuda", 0)),
         )
 
-    @pytest.mark.parametrize(("is_native", "chosen"), [(True, "bf16-mixed"), (False, "16-mixed")])
-    def test_prefers_native_bfloat16(self, monkeypatch, is_native, chosen):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native)
-        trainer, lit = make_trainer(), make_lit()
-        assert _precision._choose(trainer, lit)[0] == chosen
+    @pytest.fixture
+    def capability(self, request, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: request.param)
 
-    def test_gives_way_to_half_parameters(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], indirect=True)
+    def test_is_native_bfloat16(self, capability):
+        assert _precision._choose(make_trainer(), make_lit()) == ("bf16-mixed", "")
+
+    # Volta and Turing: float16 overflows in T5 and others, which nobody has asked for.
+    @pytest.mark.parametrize("capability", [(7, 0), (7, 5)], indirect=True)
+    def test_stays_float32_without_it(self, capability):
+        chosen, reason = _precision._choose(make_trainer(), make_lit())
+        assert chosen is None
+        assert 'pass `precision="16-mixed"`' in reason
+
+    @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
+    def test_a_stack_yields_without_it(self, capability):
+        trainer, lit = make_trainer(), make_lit()
+        settings = MemSaveCallback(stack="single_gpu", monitor=False)._settings
+        precision, weights = settings.find(TrainerPrecision), settings.find(WeightPrecision)
+        assert ["emulates it, which is slow" in p.why for p in precision.check(trainer, lit)]
+        assert ["computes in 32-true" in p.why for p in weights.check(trainer, lit)] == [True]
+        assert not precision.is_asked
+        assert not weights.is_asked
+
+    @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
+    def test_a_value_is_set_and_said_to_be_slow(self, capability):
+        trainer, setting = make_trainer(), TrainerPrecision("bf16-mixed")
+        assert setting.check(trainer, make_lit()) == []
+        setting.apply(trainer, make_lit())
+        assert trainer.precision == "bf16-mixed"
+        assert "emulates it, which is slow" in setting.rows[0].details[0]
+
+    @pytest.mark.parametrize("capability", [(8, 0)], indirect=True)
+    def test_gives_way_to_half_parameters(self, capability):
         chosen, reason = _precision._choose(make_trainer(), make_lit().bfloat16())
         assert chosen is None
         assert "would stay so" in reason
@@ -192,6 +220,29 @@ def test_tf32_is_set_and_put_back():
     assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == before
     row = next(row for row in callback.rows if row.name == "tf32")
     assert row.details == ("it has an effect on CUDA only",)
+
+
+def test_tf32_beside_torchs_new_setting():
+    """Which makes torch raise where the old one is read: issue 12, cuda.md A 15."""
+    new = (torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn)
+    seen: list[list[str]] = []
+    lit = make_lit()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        seen.append([backend.fp32_precision for backend in new])
+        return self.model(batch)
+
+    type(lit).training_step = training_step
+    before = [backend.fp32_precision for backend in new]
+    new[0].fp32_precision = new[1].fp32_precision = "ieee"
+    try:
+        fit(lit, MemSaveCallback(stack="off", tf32=True, monitor=False, report=False))
+        after = [backend.fp32_precision for backend in new]
+    finally:
+        for backend, precision in zip(new, before, strict=True):
+            backend.fp32_precision = precision
+    assert seen[0] == ["tf32", "tf32", "tf32"]
+    assert after == ["ieee", "ieee", before[2]]
 
 
 def test_host_says_which_private_names_are_missing():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from lightning_memsave import MemSaveCallback
@@ -35,6 +37,22 @@ def test_each_is_something_that_the_callback_takes(settings):
 def test_every_technique_is_among_them():
     changed = {name for one in single_candidates(situation()) for name in one.changes}
     assert set(STACKS["single_gpu"]) - {"force_8bit", "micro_batch_size"} == changed
+
+
+def test_a_dominating_embedding_can_have_8_bits_too():
+    now = replace(situation(), embedding="embed.weight")
+    found = [c.changes for c in single_candidates(now) if "force_8bit" in c.changes]
+    assert found == [{"optimizer": "8bit", "force_8bit": ("*embed.weight",)}]
+    MemSaveCallback(**with_rest_off(found[0]))
+    assert not any("force_8bit" in c.changes for c in single_candidates(situation()))
+
+
+def test_8_bits_have_a_price():
+    (on_cuda,) = (c for c in single_candidates(situation()) if c.name == "8-bit optimizer")
+    on_cpu = replace(situation(), is_on_cuda=False)
+    (on_cpu,) = (c for c in single_candidates(on_cpu) if c.name == "8-bit optimizer")
+    assert "nothing" not in on_cuda.cost
+    assert on_cpu.cost == "slower optimizer steps on a CPU"
 
 
 def test_what_is_on_is_not_offered():

@@ -15,9 +15,10 @@ from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks._stacks import STACKS
 from lightning_memsave.callbacks._weight_precision import WeightPrecision
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
-from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer
+from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
 from tests.cases import MODELS
 from tests.helpers import snapshot
 
@@ -28,10 +29,6 @@ def only(**settings: Any) -> MemSaveCallback:
         ("activation_checkpointing", "optimizer", "precision", "micro_batch_size", "early_release")
     )
     return MemSaveCallback(**(off | {"monitor": False} | settings))
-
-
-def rows_of(callback: MemSaveCallback) -> dict[str, Any]:
-    return {row.name: row for row in callback.rows}
 
 
 @pytest.fixture(params=PACKAGES)
@@ -91,8 +88,10 @@ class TestStacks:
         assert row.value == "'classic'"
         assert "activation_checkpointing='all'" in row.details[0]
         assert "optimizer" not in row.details[0].replace("optimizer_in_backward", "")
-        assert row.details[1] == "set beside it: optimizer"
+        assert row.details[1].startswith("off in it: chunked_cross_entropy, optimizer_in_backward")
+        assert row.details[2] == "set beside it: optimizer"
         assert rows_of(callback)["optimizer"].status == "unchanged"
+        assert "None` was asked for" in rows_of(callback)["optimizer"].details[0]
         report = json.loads(Path("memsave_report.json").read_text())
         assert report["settings"]["stack"] == "'classic'"
 
@@ -102,10 +101,55 @@ class TestStacks:
         row = rows_of(callback)["stack"]
         assert row.status == "unchanged"
         assert row.details == (
-            "not used: chunked_cross_entropy, optimizer_in_backward, low_precision_weights, "
-            "attention",
+            "\"auto\" is what `stack='classic'` has, without chunked_cross_entropy, "
+            "optimizer_in_backward, low_precision_weights, attention",
         )
         assert rows_of(callback)["early_release"].status == "on"
+
+    def test_bare_callback_is_the_classic_stack(self):
+        lit, bare, named = make_lit(), MemSaveCallback(), MemSaveCallback(stack="classic")
+        assert_same(fit(lit, bare), fit(lit, named))
+        assert {r for r in bare.rows if r.name != "stack"} == {
+            r for r in named.rows if r.name != "stack"
+        }
+
+    def test_of_nothing_a_stack_says_that_it_was_asked_for(self):
+        callback = MemSaveCallback(stack="bitwise", monitor=False)
+        fit(make_lit(), callback)
+        assert "asked for" not in str(callback.rows)
+        off = rows_of(callback)["stack"].details[1]
+        assert off.startswith("off in it: optimizer, precision, micro_batch_size, ")
+
+    def test_off_leaves_all_but_what_is_named(self, package):
+        lit, callback = make_lit(package), MemSaveCallback(stack="off", monitor=False)
+        assert_same(fit(lit, package=package), fit(lit, callback, package=package))
+        assert {row.status for row in callback.rows} == {"off"}
+        callback = MemSaveCallback(stack="off", activation_checkpointing="all", monitor=False)
+        fit(lit, callback, package=package)
+        assert [row.name for row in callback.rows if row.status == "on"] == [
+            "activation_checkpointing"
+        ]
+
+    @pytest.mark.parametrize("limit", ["bitwise", "rounding"])
+    def test_parts_beyond_the_limit_yield(self, limit):
+        lit = make_lit(model="classifier")
+        callback = MemSaveCallback(stack="single_gpu", exactness=limit, monitor=False)
+        ours = fit(lit, callback)
+        rows = rows_of(callback)
+        for name in ("optimizer", "low_precision_weights", "precision"):
+            assert rows[name].status == "off"
+            assert f"`exactness='{limit}'` does not allow" in rows[name].details[0]
+        assert rows["optimizer_in_backward"].status == "on"
+        if limit == "bitwise":
+            assert_same(fit(lit), ours)
+            assert rows["chunked_cross_entropy"].status == "off"
+
+    def test_precision_of_the_user_wins_over_weights_of_the_stack(self):
+        callback = MemSaveCallback(stack="single_gpu", precision="32-true", monitor=False)
+        fit(make_lit(), callback)
+        row = rows_of(callback)["low_precision_weights"]
+        assert row.status == "off"
+        assert "`precision='32-true'` was given" in row.details[0]
 
     @pytest.mark.parametrize("stack", STACKS)
     def test_everything_is_undone(self, package, stack):
@@ -195,15 +239,52 @@ class TestOptimizerInBackward:
         )
         assert rows_of(callback)["optimizer_in_backward"].status == "on"
 
-    def test_with_a_gradient_scaler(self, package):
-        lit = make_lit(package)
+    def test_a_gradient_scaler_of_the_trainer_is_refused(self, package):
+        plugins = [host.half_precision_on_cpu(package)]
+        with pytest.raises(IncompatibleError, match=r'Use `precision="bf16-mixed"`, or set'):
+            fit(
+                make_lit(package),
+                only(optimizer_in_backward=True),
+                package=package,
+                plugins=plugins,
+            )
 
-        def plugins() -> list[Any]:
-            return [host.half_precision_on_cpu(package)]
+    def test_a_gradient_scaler_of_the_callback_is_refused_before_training(self, monkeypatch):
+        """Lightning has none on a CPU: the plugin gets its scaler while settings are applied."""
+        callback = only(optimizer_in_backward=True)
+        trainer = make_trainer(LIGHTNING, callback)
+        setting = callback._settings.find(BackwardUpdates)
+        assert setting.check(trainer, make_lit()) == []
+        trainer.strategy.precision_plugin = host.half_precision_on_cpu(LIGHTNING)
+        with pytest.raises(IncompatibleError, match="parameters are updated already"):
+            setting.apply(trainer, make_lit())
 
-        plain = fit(lit, package=package, plugins=plugins())
-        ours = fit(lit, only(optimizer_in_backward=True), package=package, plugins=plugins())
-        assert_same(plain, ours)
+    @pytest.mark.parametrize("part", ["model", "blocks"])
+    def test_a_compiled_model_is_refused_and_compiled_blocks_are_not(self, package, part):
+        lit, callback = make_lit(package), only(optimizer_in_backward=True)
+        trainer = make_trainer(package, callback, max_steps=1)
+        # In place: a copy of a compiled module is not compiled.
+        for module in [lit.model] if part == "model" else lit.model.blocks:
+            module.compile(backend="eager")
+        if part == "blocks":
+            assert callback._settings.find(BackwardUpdates).check(trainer, lit) == []
+            return
+        with pytest.raises(IncompatibleError, match=r"`model` is compiled.* blocks one by one"):
+            trainer.fit(lit)
+
+    def test_in_a_stack_it_yields_to_a_scaler(self, package):
+        callback = MemSaveCallback(stack="bitwise", monitor=False, predict=False, report=False)
+        plugins = [host.half_precision_on_cpu(package)]
+        fit(make_lit(package), callback, package=package, plugins=plugins)
+        row = rows_of(callback)["optimizer_in_backward"]
+        assert row.status == "off"
+        assert "parameters are updated already" in row.details[0]
+
+    def test_a_model_wrapped_by_compile_is_refused(self):
+        lit = make_lit()
+        lit.model = torch.compile(lit.model, backend="eager")
+        with pytest.raises(IncompatibleError, match=r"`model` is compiled as a whole"):
+            make_trainer(LIGHTNING, only(optimizer_in_backward=True)).fit(lit)
 
     @pytest.mark.parametrize("checkpointing", [None, "all"])
     def test_with_micro_batches(self, package, checkpointing):
@@ -491,8 +572,8 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"stack": ["bitwise"]}, "['bitwise']` is no stack."),
-            ({"stack": "huge"}, "'huge'` is no stack. Use 'classic', 'bitwise', 'single_gpu'"),
+            ({"stack": ["bitwise"]}, "['bitwise']` is not a valid stack."),
+            ({"stack": "huge"}, "Use 'off', 'classic', 'bitwise', 'single_gpu'"),
             ({"chunked_cross_entropy": "yes"}, "chunked_cross_entropy='yes'` is not a choice"),
             ({"chunked_cross_entropy": 0}, "chunk_size=0"),
             ({"optimizer_in_backward": 3}, "optimizer_in_backward=3` is not a choice"),
@@ -500,9 +581,18 @@ class TestBadInput:
             ({"low_precision_weights": "random"}, "there is no such rounding"),
             ({"low_precision_weights": 16}, "low_precision_weights=16` is not a choice"),
             ({"attention": "spda"}, "sdpa"),
-            ({"early_release": "soon"}, "early_release='soon'` is not a choice"),
+            ({"early_release": "soon"}, "early_release='soon'` is not a valid value"),
+            ({"early_release": ActivationCheckpointing()}, "Use `early_release=True`"),
             (
-                {"stack": "single_gpu", "exactness": "bitwise"},
+                {"attention": "sdpa", "exactness": "bitwise"},
+                "`exactness='bitwise'` does not allow",
+            ),
+            (
+                {"accumulate_grad_batches": 2, "exactness": "bitwise"},
+                "`exactness='bitwise'` does not allow",
+            ),
+            (
+                {"eval_micro_batch_size": 2, "exactness": "bitwise"},
                 "`exactness='bitwise'` does not allow",
             ),
             (

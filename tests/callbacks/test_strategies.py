@@ -287,7 +287,7 @@ PLACES = {
         ("plain", 1, 0, 1),
         ("plain", 3, 1, 1),
         ("plain", 3, 2, 0),
-        ("batch_norm", 1, 2, 1),
+        ("batch_norm", 1, 1, 1),
         ("batch_norm", 3, 0, 1),  # where DDP shares buffers and no gradients
         ("batch_norm", 3, 1, 1),
         ("batch_norm", 3, 3, 0),
@@ -347,6 +347,20 @@ def run_exhausted() -> Notes:
     }
 
 
+def run_after_probe() -> Notes:
+    """Who passes each batch, and what is said when memory runs out in the fourth."""
+    seen: list[str] = []
+
+    def training_step(self: Any, batch: Tensor, batch_idx: int) -> Tensor:
+        seen.append(type(self.trainer.strategy.model).__name__)
+        if batch_idx == 3:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return self.model(batch)
+
+    raised = raised_by(lambda: train(make(training_step=training_step), only("auto")))
+    return {"seen": seen, "raised": raised}
+
+
 SGD: Notes = {"configure_optimizers": lambda self: torch.optim.SGD(self.parameters(), lr=0.1)}
 
 
@@ -354,7 +368,11 @@ def run_sparse() -> Notes:
     notes: Notes = {"plain": train(exact(make(SparseModel, **SGD)))}
     for size in ("auto", 2):
         notes[str(size)] = train(exact(make(SparseModel, **SGD)), only(size))
-    return notes | {"one rank": train(exact(make(SparseOnOneRank, **SGD)), only("auto"))}
+    # Afterwards DDP itself meets a parameter without gradient, and raises its error.
+    notes["one rank"] = train(
+        exact(make(SparseOnOneRank, **SGD)), only("auto"), limit_train_batches=2
+    )
+    return notes
 
 
 def run_evaluation() -> Notes:
@@ -572,6 +590,7 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
     "places": run_places,
     "against_plain": run_against_plain,
     "exhausted": run_exhausted,
+    "after_probe": run_after_probe,
     "sparse": run_sparse,
     "evaluation": run_evaluation,
     "gives_way": run_gives_way,
@@ -657,6 +676,15 @@ class TestDDP:
         assert MESSAGE in second["raised"][1]
         assert first["parameters"] == second["parameters"]
 
+    def test_processes_train_under_ddp_itself_after_two_steps(self, report):
+        for rank, notes in enumerate(report("after_probe")):
+            own, shared = "Lit", "DistributedDataParallel"
+            assert notes["seen"] == [own, own, shared, shared]
+            kind, message = notes["raised"]
+            assert kind == MemoryExhaustedError.__name__
+            assert f"4 samples at once on rank {rank}, after 3 optimizer steps" in message
+            assert "`micro_batch_size=2`" in message
+
     def test_sparse_gradients(self, report):
         for notes in report("sparse"):
             for size in ("auto", "2"):
@@ -665,7 +693,7 @@ class TestDDP:
     def test_sparse_gradients_of_one_rank(self, report, monkeypatch):
         lit = exact(make(SparseOnOneRank, **SGD))
         optimizer, used = lit.configure_optimizers(), []
-        for batch_idx in range(len(SIZES[0])):
+        for batch_idx in range(2):
             optimizer.zero_grad()
             for rank in range(RANKS):
                 monkeypatch.setenv("RANK", str(rank))

@@ -8,11 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback, host
-from lightning_memsave.callbacks._bf16_calls import autocast_calls
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.early_release import EarlyRelease
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
-from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer
+from tests.callbacks.lit import PACKAGES, fit, loader, make_lit, make_trainer
 from tests.cases import make_batch, make_model
 from tests.helpers import snapshot
 
@@ -38,89 +35,25 @@ def package(request):
     return PACKAGES[request.param]
 
 
-class Coder(nn.Module):
-    """Called through a method, as variational autoencoders are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 4)
-
-    def encode(self, x: Tensor) -> Tensor:
-        return self.head(self.encoder(x))
-
-
 class TestCallsOutsideOfSteps:
-    @pytest.mark.parametrize(
-        "settings",
-        [{}, {"activation_checkpointing": "all"}, {"activation_checkpointing": "nested"}],
-        ids=["alone", "checkpointing", "nested"],
-    )
-    @pytest.mark.parametrize("is_late", [False, True], ids=["early", "late"])
-    def test_compute_as_inside_and_change_nothing(self, settings, is_late):
-        lit = make_lit()
-        dtypes = set()
+    @pytest.mark.parametrize("is_in_autocast", [True, False])
+    def test_need_autocast(self, is_in_autocast):
+        """Lightning enters it around the steps alone."""
+        lit, dtypes = make_lit(), set()
 
-        class Lit(type(lit)):  # type: ignore[misc]
-            samples = False
+        class Samples(type(lit)):  # type: ignore[misc]
+            def on_train_epoch_end(self) -> None:
+                with torch.no_grad(), torch.autocast("cpu", BF16, enabled=is_in_autocast):
+                    self.model(make_batch(0))
+                    dtypes.add(self.model.head(make_batch(0)).dtype)
 
-            def sample(self) -> None:
-                if self.samples:
-                    with torch.no_grad(), torch.random.fork_rng():
-                        self.model(make_batch(0))
-                        dtypes.add(self.model.head(make_batch(0)).dtype)
-                        for block in self.model.blocks:
-                            block(make_batch(0))
-
-            on_validation_epoch_end = on_train_epoch_end = on_fit_start = sample
-
-        class Late(Lit):
-            def __init__(self) -> None:
-                super().__init__()
-                self.model: Any = None
-
-            def configure_model(self) -> None:
-                if self.model is None:
-                    self.model = make_model("dropout")
-
-            on_fit_start = Lit.sample
-
-        results = []
-        for samples in (False, True):
-            own = copy.deepcopy(lit)
-            own.__class__ = Late if is_late else Lit
-            if is_late:
-                own.model = None
-            own.samples = samples
-            results.append(fit(own, only(**settings)))
-        assert dtypes == {BF16}
-        assert results[0][0] == results[1][0]
-        for key, value in results[0][1].items():
-            assert torch.equal(value, results[1][1][key])
-
-    def test_go_through_methods_too_and_respect_what_somebody_has_decided(self):
-        model = Coder()
-        LowPrecisionWeights().apply(model)
+        lit.__class__ = Samples
+        if is_in_autocast:
+            fit(lit, only())
+            assert dtypes == {BF16}
+            return
         with pytest.raises(RuntimeError, match="dtype"):
-            model.encode(torch.ones(2, 8))
-        undo = autocast_calls(model)
-        assert model.encode(torch.ones(2, 8)).dtype is BF16
-        assert copy.deepcopy(model).encode(torch.ones(2, 8)).dtype is BF16
-        assert not torch.is_autocast_enabled("cpu")
-        with torch.autocast("cpu", enabled=False), pytest.raises(RuntimeError, match="dtype"):
-            model.encode(torch.ones(2, 8))
-        assert copy.deepcopy(model).float().encode(torch.ones(2, 8)).dtype is torch.float32
-        for function in undo:
-            function()
-        assert not any("_call_impl" in vars(module) for module in model.modules())
-
-    def test_go_with_blocks_that_release_early(self):
-        model = make_model("dropout")
-        EarlyRelease().apply(model)
-        LowPrecisionWeights().apply(model)
-        autocast_calls(model)
-        for block in model.blocks:
-            block(make_batch(0))
+            fit(lit, only())
 
     def test_are_as_before_when_it_is_over(self, package):
         lit = make_lit(package)
@@ -206,9 +139,10 @@ class TestTable:
     def test_of_what_changes_nothing(self):
         lit = make_lit(model=nn.Sequential(nn.LayerNorm(64)))
         type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
-        callback = only()
-        with pytest.warns(UserWarning, match="changed nothing: no tensor is left"):
-            fit(lit, callback, limit_val_batches=0)
+        with pytest.raises(IncompatibleError, match="no tensor is left to convert"):
+            fit(lit, only(), limit_val_batches=0)
+        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        fit(lit, callback, limit_val_batches=0)
         assert row_of(callback).status == "off"
 
     def test_of_manual_optimization_whose_sums_are_float32(self):
@@ -233,6 +167,37 @@ class TestTable:
         assert "gradients summed in float32" in row_of(callback).details[-1]
 
 
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_embeddings_keep_float32_and_sparse_steps_in_the_stack(cls, package):
+    layouts = set()
+
+    class Table(package.LightningModule):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.head = nn.Embedding(2000, 64, sparse=True), nn.Linear(64, 64)
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            tokens = batch.abs().mul(10).long().clamp(max=1000)
+            return self.head(self.table(tokens)).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            trained = [self.table.weight] if cls is torch.optim.SparseAdam else self.parameters()
+            hook = self.table.weight.register_hook(lambda grad: layouts.add(grad.layout))
+            self.hooks = [hook]
+            return cls(trained, lr=0.1)
+
+    lit = Table()
+    before = lit.table.weight.detach().clone()
+    off = dict.fromkeys(("optimizer", "attention", "chunked_cross_entropy"))
+    callback = MemSaveCallback(None, stack="single_gpu", report=False, predict=False, **off)
+    make_trainer(package, callback).fit(lit, loader())
+    assert layouts == {torch.sparse_coo}
+    assert "1 sparse" in row_of(callback).details[0]
+    changed = (lit.table.weight != before).any(1)
+    assert changed[:1001].any()
+    assert not changed[1001:].any()
+
+
 class TestMessages:
     @pytest.mark.parametrize(
         ("settings", "trainer"),
@@ -246,11 +211,10 @@ class TestMessages:
     def test_lead_out(self, settings, trainer):
         """Doing what they say is enough."""
         stack: dict[str, Any] = {"stack": "single_gpu", "monitor": False, "predict": False}
+        named = {"low_precision_weights": "stochastic"}
         with pytest.raises(IncompatibleError) as caught:
-            fit(make_lit(), MemSaveCallback(**stack, **settings), **trainer)
-        message = str(caught.value)
-        assert "of `stack='single_gpu'`" in message
-        assert "`low_precision_weights=None`" in message
+            fit(make_lit(), MemSaveCallback(**stack, **settings, **named), **trainer)
+        assert "`low_precision_weights=None`" in str(caught.value)
         out: dict[str, Any] = {"precision": None, "low_precision_weights": None}
         fit(make_lit(), MemSaveCallback(**stack, **out), **trainer)
 
@@ -260,16 +224,16 @@ class TestMessages:
         lit.model.bfloat16()
         way = 'set `low_precision_weights=None` and `precision="bf16-true"`'
         with pytest.raises(IncompatibleError) as caught:
-            fit(lit, MemSaveCallback(**stack))
+            fit(lit, MemSaveCallback(**stack, low_precision_weights="stochastic"))
         assert way in str(caught.value)
         out: dict[str, Any] = {"precision": "bf16-true", "low_precision_weights": None}
         fit(lit, MemSaveCallback(**stack, **out))
 
     @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-    def test_name_the_stack_before_there_is_a_trainer(self, precision):
+    def test_lead_out_before_there_is_a_trainer(self, precision):
         with pytest.raises(ConfigurationError) as caught:
-            MemSaveCallback(stack="single_gpu", precision=precision)
+            MemSaveCallback(precision=precision, low_precision_weights="stochastic")
         message = str(caught.value)
-        assert "`low_precision_weights='stochastic'` of `stack='single_gpu'`" in message
+        assert "`low_precision_weights='stochastic'` computes in bfloat16" in message
         assert "or set `low_precision_weights=None`" in message
         MemSaveCallback(stack="single_gpu", precision=precision, low_precision_weights=None)

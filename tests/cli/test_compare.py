@@ -100,7 +100,7 @@ class TestReports:
     def test_settings_and_bytes(self, capsys, project):
         for name, num_bytes, changes in (("a", 1000, []), ("b", 400, [{"name": "optimizer"}])):
             report: dict[str, object] = {
-                "settings": {"optimizer": "None" if not changes else "'8bit'"},
+                "settings": {"optimizer": None if not changes else "8bit"},
                 "changes": [],
                 "refusals": [],
                 "measured": {"peak_bytes": num_bytes, "by_category": {"activation": num_bytes}},
@@ -110,6 +110,18 @@ class TestReports:
             (project / f"{name}.json").write_text(json.dumps(report))
         found = json_of(capsys, "compare", "a.json", "b.json")
         assert (found["kind"], found["total"]["difference"]) == ("reports", -600)
+        assert found["settings"] == [{"name": "optimizer", "before": "None", "after": "8bit"}]
+
+    # What a run measures there is in blocks.
+    def test_a_prediction_for_cuda_is_compared_in_blocks_of_the_allocator(self, capsys, project):
+        predicted = json_of(capsys, "predict", "gpt2", "--batch", "2x8")
+        assert predicted["allocated_bytes"] > predicted["peak_bytes"]
+        (project / "predicted.json").write_text(json.dumps(predicted))
+        measured = {"peak_bytes": predicted["allocated_bytes"], "by_category": {}}
+        report = {"settings": {}, "changes": [], "refusals": [], "measured": measured}
+        (project / "run.json").write_text(json.dumps(report | {"device": "cuda", "versions": {}}))
+        found = json_of(capsys, "compare", "predicted.json", "run.json")
+        assert found["total"]["difference"] == 0
 
 
 class TestBadInput:
@@ -118,6 +130,8 @@ class TestBadInput:
         [
             (("gpt2", "nowhere"), "`nowhere` does not exist"),
             (("gpt2", "broken.json"), "is not JSON"),
+            (("run.json", "nofile.json"), "`nofile.json` does not exist"),
+            (("nofile.json", "before.json"), "`nofile.json` does not exist"),
             (("gpt2", "before.json"), "add --batch with its sizes"),
             (("gpt2", "run.json"), "`memsave predict gpt2 --batch 8x512 --json > predicted.json`"),
             (("run.json", "gpt2", "--batch", "2x8"), "compare with that file"),

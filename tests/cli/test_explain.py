@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -63,6 +64,23 @@ class TestStep:
         assert "It does not fit 256MiB" in out
         assert "page: page.html" in out
         assert "does not fit 256MiB" in (project / "page.html").read_text()
+
+    @pytest.mark.slow
+    def test_the_page_has_the_tables_of_the_terminal(self, capsys, project):
+        arguments = ["explain", "net.py:Lit", "--batch", BATCH, "--device", "cpu"]
+        found = json_of(capsys, *arguments, "--html", "page.html")
+        page = (project / "page.html").read_text()
+        data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
+        drawn = json.loads(data[1])
+        suspects, remedies = drawn["tables"]
+        assert suspects["title"] == "The usual suspects"
+        assert {row[1] for row in suspects["rows"]} == {s["name"] for s in found["suspects"]}
+        assert {row[3] for row in suspects["rows"]} == {s["sentence"] for s in found["suspects"]}
+        assert [row[-1] for row in remedies["rows"]] == [f"`{r['how']}`" for r in found["remedies"]]
+        assert [row[4] for row in remedies["rows"]] == [r["name"] for r in found["remedies"]]
+        said = " ".join(drawn["notes"])
+        assert not any(s["sentence"] in said for s in found["suspects"])
+        assert not any(r["how"] in said for r in found["remedies"])
 
     @pytest.mark.slow
     def test_remedies(self, capsys):

@@ -1,12 +1,17 @@
 """`memsave predict` on projects as users have them."""
 
 import json
+import shlex
 import sys
 
+import lightning.pytorch as pl
 import pytest
+from torch.utils.data import DataLoader
 
+from lightning_memsave.analysis.explain import explain_memory
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.analysis.targets import load_target, make_batch_spec
+from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.main import main
 from lightning_memsave.planning.prediction import MemoryPrediction
 from tests.cli.shell import BATCH, json_of, message_of, run_process, write_project
@@ -18,6 +23,19 @@ def project(tmp_path, monkeypatch):
     yield tmp_path
     for name in ("net", "_memsave_target_net"):
         sys.modules.pop(name, None)
+
+
+def train(module, batch, callback):
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=4,
+        callbacks=[callback],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader([batch] * 4, batch_size=None))
 
 
 def without_time(found):
@@ -176,7 +194,7 @@ class TestText:
             "category         at the peak  share",
             "module ",
             "largest tensors",
-            "assumed: A CUDA context takes",
+            "assumed: The CUDA context needs",
         ):
             assert heading in out
         tensors = out.split("largest tensors")[1].split("\n\n")[0]
@@ -204,17 +222,16 @@ class TestText:
         assert variant in page
         assert "page: page.html" in out
 
-    def test_says_what_has_no_effect_and_why(self, capsys):
+    def test_refuses_what_has_no_effect_and_says_why(self, capsys):
         options = ("--set", "optimizer=8bit", "--set", "activation_checkpointing=selective")
         small = ("net:Lit", "--arg", "width=4", "--arg", "depth=1")
         arguments = ("predict", *small, "--batch", "float32[8,4],int64[8]<4", *options)
-        assert main([*arguments]) == 0
-        said = capsys.readouterr().out
-        assert "without activation_checkpointing 'selective': no repeated block" in said
-        assert "without optimizer '8bit': `Adam` stays 32-bit" in said
-        found = json_of(capsys, *arguments)
-        assert set(found["ineffective"]) == {"activation_checkpointing", "optimizer"}
-        assert set(found["settings"]) == {"precision"}
+        assert main([*arguments]) == 2
+        said = capsys.readouterr().err
+        assert "`activation_checkpointing='selective'`: no repeated block" in said
+        arguments = ("predict", *small, "--batch", "float32[8,4],int64[8]<4", *options[:2])
+        assert main([*arguments]) == 2
+        assert "`optimizer='8bit'`: `Adam` stays 32-bit" in capsys.readouterr().err
 
     def test_accumulation_of_the_file_is_named(self, capsys, project):
         (project / "accumulating.yaml").write_text(
@@ -229,11 +246,85 @@ class TestText:
         assert guess.startswith("net.py, line ")
         assert "random" in guess
 
+    # Gradients of the last step at the forward peak are what the bare callback alone frees.
+    @pytest.mark.predicts
+    def test_memsave_is_the_bare_callback_of_a_trainer(self, capsys, project):
+        batch = "float32[512,64],int64[512]<64"
+        (project / "listed.yaml").write_text(
+            "model: {class_path: net.Unlogged}\n"
+            "trainer: {precision: null, callbacks: [lightning_memsave.MemSaveCallback]}\n"
+        )
+        (project / "flags.yaml").write_text(
+            "model: {class_path: net.Unlogged}\nmemsave: {enabled: true}\n"
+        )
+        common = ("--batch", batch, "--device", "cpu")
+        found = [
+            json_of(capsys, "predict", "net.py:Unlogged", *common, "--memsave"),
+            json_of(capsys, "predict", "listed.yaml", *common),
+            json_of(capsys, "predict", "flags.yaml", *common),
+            json_of(capsys, "explain", "net.py:Unlogged", *common, "--memsave", "--no-remedies")[
+                "prediction"
+            ],
+            explain_memory("listed.yaml", batch, device="cpu", remedies=False).prediction.to_dict(),
+            predict_memory(
+                load_target("net.py:Unlogged").build,
+                make_batch_spec(batch).build(),
+                settings=MemSaveCallback(),
+                device="cpu",
+            ).to_dict(),
+        ]
+        callback = MemSaveCallback()
+        train(load_target("net.py:Unlogged").build(), make_batch_spec(batch).build(), callback)
+        summary = callback.monitor.summary
+        found.append(summary.prediction.to_dict())
+        for name in ("peak_bytes", "by_category", "by_phase", "settings"):
+            assert [each[name] for each in found] == [found[0][name]] * len(found), name
+        assert summary.peak_bytes == found[0]["peak_bytes"]
+        assert found[0]["settings"]["early_release"] == "True"
+
+    def test_precision_of_the_bare_callback_on_cuda(self, capsys, project):
+        wanted = {"null": "bf16-mixed", "32-true": "bf16-mixed", "16-mixed": "16-mixed"}
+        for name, precision in wanted.items():
+            (project / "listed.yaml").write_text(
+                f"model: {{class_path: net.Lit}}\ntrainer: {{precision: {name}, "
+                "callbacks: [lightning_memsave.MemSaveCallback]}\n"
+            )
+            found = json_of(capsys, "predict", "listed.yaml", "--batch", BATCH)
+            assert found["settings"]["precision"] == precision
+            explained = explain_memory("listed.yaml", BATCH, remedies=False).prediction
+            assert explained.settings["precision"] == precision
+
     def test_memsave_switches_everything_on(self, capsys):
         batch = "float32[8,256],int64[8]"
         found = json_of(capsys, "predict", "net.py:large", "--batch", batch, "--memsave")
         assert found["settings"]["precision"] == "bf16-mixed"
         assert {"activation_checkpointing", "optimizer"} <= found["settings"].keys()
+
+    @pytest.mark.parametrize("text", ["net.layers.0.*", '["net.layers.0.*"]'])
+    def test_patterns_are_text_or_json(self, text, capsys):
+        batch = "float32[8,256],int64[8]<256"
+        changes = ("optimizer=8bit", f"keep_32bit={text}")
+        found = json_of(
+            *(capsys, "predict", "net.py:large", "--batch", batch, "--device", "cpu"),
+            *("--set", changes[0], "--set", changes[1], "--variant", shlex.join(changes)),
+        )
+        states = [
+            found["by_category"]["optimizer_state"],
+            found["variants"][0]["by_category"]["optimizer_state"],
+            predict_memory(
+                load_target("net.py:large").build,
+                make_batch_spec(batch).build(),
+                settings={"optimizer": "8bit", "keep_32bit": ("net.layers.0.*",)},
+                device="cpu",
+            ).peak.optimizer_state_bytes,
+        ]
+        assert states == [states[0]] * 3
+        assert states[0] > 8 * 256 * 256  # of one layer in 32 bits
+
+    def test_help_says_how_patterns_are_written(self, capsys):
+        with pytest.raises(SystemExit):
+            main(["predict", "--help"])
+        assert "'force_8bit=emb*'" in capsys.readouterr().out.replace("\n", " ")
 
     def test_words_of_the_user_stay_out_of_the_json(self, capsys):
         main(["predict", "net.py:Lit", "--batch", BATCH, "--json"])

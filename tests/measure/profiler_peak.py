@@ -1,14 +1,26 @@
 """Peak memory of a step from the events of torch's own allocator."""
 
+import functools
 import gc
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 
-def profiler_peak_bytes(step: Callable[[], object], alive_before: Iterable[Tensor]) -> int:
-    """Peak of the second of two steps, as torch's CPU allocator tells the profiler.
+class ProfilerPeak(NamedTuple):
+    """Peaks of the same step."""
+
+    num_bytes: int
+    """All that the allocator gave."""
+    between_kernels_bytes: int
+    """Without what a kernel allocates and frees inside: its scratch depends on the CPU."""
+
+
+def profiler_peak(step: Callable[[], object], alive_before: Iterable[Tensor]) -> ProfilerPeak:
+    """Peaks of the second of two steps, as torch's CPU allocator tells the profiler.
 
     ``alive_before`` must be all that is alive before the first step and outlive both: the profiler
     does not hear of the end of memory that is older than itself. That is also why the first step,
@@ -24,10 +36,27 @@ def profiler_peak_bytes(step: Callable[[], object], alive_before: Iterable[Tenso
     start_ns = next(event.start_ns() for event in events if event.name() == "second step")
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in alive_before}
     now = sum(storage.nbytes() for storage in storages.values())
-    peak = 0
+    peak = between_kernels = kernel_end_ns = 0
     for event in events:
+        if event.start_ns() >= max(start_ns, kernel_end_ns):
+            between_kernels = max(between_kernels, now)
         if event.name() == "[memory]":
             now += event.nbytes()
             if event.start_ns() >= start_ns:
                 peak = max(peak, now)
-    return peak
+        elif _is_kernel(event.name()):
+            kernel_end_ns = max(kernel_end_ns, event.start_ns() + event.duration_ns())
+    return ProfilerPeak(peak, max(between_kernels, now))
+
+
+@functools.cache
+def _is_kernel(name: str) -> bool:
+    """Whether a dispatch mode sees the operator itself, not the operators that it is made of."""
+    namespace, _, operator = name.partition("::")
+    packet = getattr(torch.ops.aten, operator, None) if namespace == "aten" else None
+    if packet is None:
+        return False
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    overloads = (getattr(packet, overload) for overload in packet.overloads())
+    known = (o for o in overloads if torch._C._dispatch_has_kernel(o.name()))  # not TorchScript's
+    return not any(overload.has_kernel_for_dispatch_key(composite) for overload in known)

@@ -11,7 +11,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.live_tensors import LiveTensors
-from tests.measure.profiler_peak import profiler_peak_bytes
+from tests.measure.profiler_peak import profiler_peak
 
 RNG_STATE_BYTES = (
     5056  # what `checkpoint` keeps per block to draw dropout again; no tensor operator
@@ -112,7 +112,7 @@ class Training:
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_agrees_with_the_profiler(problem, use_checkpoint):
     training = Training(problem, use_checkpoint)
-    expected = profiler_peak_bytes(training, training.tensors())
+    expected = profiler_peak(training, training.tensors()).num_bytes
     counted = training.counted().peak.total_bytes + RNG_STATE_BYTES * training.num_blocks
     assert counted == pytest.approx(expected, rel=0.002)
 
@@ -131,7 +131,7 @@ def test_two_gradients_of_a_tied_weight_are_one_sum_in_place(num_tokens):
             loss = nn.functional.cross_entropy(model(tokens), tokens)
         loss.backward()
 
-    expected = profiler_peak_bytes(step, [*model.parameters(), tokens])
+    expected = profiler_peak(step, [*model.parameters(), tokens]).num_bytes
 
     with LiveTensors(model) as live:
         live.track_input(tokens)

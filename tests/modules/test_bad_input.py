@@ -29,7 +29,7 @@ CONFIG = CONFIGS["bert"][0]
         ({"warmup": True}, "warmup=0.1"),
         ({"max_steps": 0}, "`None` to ask the Trainer"),
         ({"max_steps": 2.5}, "`None` to ask the Trainer"),
-        ({"num_labels": 1}, "at least 2"),
+        ({"num_labels": 1}, "at least 2.* regression in transformers: subclass"),
         ({"stable_embedding": "yes"}, "`True` or `False`"),
         ({"task": "translation"}, "'masked_lm' or 'causal_lm'"),
         ({"memsave": "all"}, r'memsave=\{"optimizer": None\}'),

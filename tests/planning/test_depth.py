@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.planning.depth import CHECKED_DEPTH, MIN_NUM_BLOCKS, find_stack
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.planning.depth import (
+    CHECKED_DEPTH,
+    MIN_NUM_BLOCKS,
+    Stack,
+    extrapolate,
+    find_stack,
+)
+from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory
 from tests.analysis.architectures import SIZES, causal_lm_batch, masked_lm_batch
 
 
@@ -29,7 +37,9 @@ def _make(name: str, num_blocks: int) -> Callable[[], nn.Module]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("checkpointing", [None, "all"], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "checkpointing", [None, "all", "nested"], ids=["plain", "checkpointed", "nested"]
+)
 @pytest.mark.parametrize(
     ("name", "num_blocks"),
     [
@@ -96,6 +106,68 @@ def test_predicts_directly_what_grows_in_no_line() -> None:
     told = [line for line in prediction.assumptions if line.startswith("Predicted directly")]
     assert len(told) == 1
     assert f"with {CHECKED_DEPTH} blocks" in told[0]
+
+
+class _Head(nn.Module):
+    """Deep, with a head whose backward pass needs more than that of few blocks."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(64) for _ in range(num_blocks)])
+        self.head = nn.Linear(16, 4000)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).exp().exp()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tells_of_one_and_the_same_step_where_depth_moves_the_peak(device: Any) -> None:
+    def run(num_blocks: int, **options: Any) -> MemoryPrediction:
+        module, batch = _Head(num_blocks), torch.ones(16, 16)
+        return predict_memory(module, batch, torch.optim.SGD, device=device, **options)
+
+    copy = run(CHECKED_DEPTH)
+    line, direct = run(40), run(40, may_extrapolate=False)
+    assert line.is_extrapolated
+    assert copy.peak_phase != direct.peak_phase  # or this shows nothing
+    for name in ("peak_phase", "peak_op", "peak_bytes", "peak"):
+        assert getattr(line, name) == getattr(direct, name), name
+    assert line.peak_module == direct.peak_module
+    assert line.timeline.phases[line.timeline.peak_index] == line.peak_phase
+    assert {t.op for t in line.largest_tensors[:3]} == {t.op for t in direct.largest_tensors[:3]}
+    for module in line.modules:
+        assert min(module.memory.by_category().values()) >= 0, module.name
+    assert sum(m.memory.total_bytes for m in line.modules) == line.peak_bytes
+    if device == "cuda":
+        assert line.allocated_bytes == pytest.approx(direct.allocated_bytes, rel=0.01)
+        assert line.peak_bytes <= line.allocated_bytes <= line.least_reserved_bytes
+        assert line.least_reserved_bytes <= line.reserved_bytes
+
+
+def test_no_part_has_less_than_nothing() -> None:
+    def made(depth: int, phase: str | None) -> MemoryPrediction:
+        # Activations are alive in half of the blocks of any depth, in the last ones.
+        peak = MemoryBreakdown(parameter_bytes=100 * depth, activation_bytes=1000 * depth // 2)
+        blocks = [
+            ModuleMemory(
+                *(f"h.{i}", "Block", 25),
+                MemoryBreakdown(parameter_bytes=100, activation_bytes=2000 if i == 3 else 0),
+            )
+            for i in range(depth)
+        ]
+        return MemoryPrediction(
+            *("cpu", "Net", peak, {"forward": peak}),
+            modules=(ModuleMemory("", "Net", 0, MemoryBreakdown()), *blocks),
+            peak_phase="forward",
+        )
+
+    prediction, _ = extrapolate(Stack("h", 40), made)
+    assert prediction is not None
+    sizes = [m.memory for m in prediction.modules]
+    assert all(min(size.by_category().values()) >= 0 for size in sizes)
+    assert sum(sizes, MemoryBreakdown()) == prediction.peak
 
 
 def test_says_that_it_took_fewer_blocks() -> None:

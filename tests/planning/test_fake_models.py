@@ -80,15 +80,17 @@ class TestCopyOfAModule:
             fakes.copy_module(model)
 
     def test_what_cannot_be_copied(self):
-        model: Any = nn.Linear(2, 2)
-        model.lock = threading.Lock()
+        class Refuses(nn.Linear):
+            def __getstate__(self):
+                raise TypeError("no state")
+
         with (
             fake_tensors() as fakes,
             pytest.raises(
-                ConfigurationError, match=r"`Linear` cannot be copied \(TypeError: .*lock"
+                ConfigurationError, match=r"`Refuses` cannot be copied \(TypeError: no state\)"
             ),
         ):
-            fakes.copy_module(model)
+            fakes.copy_module(Refuses(2, 2))
 
     def test_parametrized_modules(self):
         model = parametrizations.spectral_norm(nn.Linear(4, 4))
@@ -164,6 +166,16 @@ def test_batches_keep_their_form():
         assert twin["n"] == 3
         assert fakes.copy_batch(twin)["x"][0] is twin["x"][0]
     assert type(batch["x"][0]) is torch.Tensor
+
+
+@pytest.mark.gpu
+def test_integers_of_a_batch_on_the_gpu_stay_known():
+    batch = {"ids": torch.tensor([[3, 0]], device="cuda"), "x": torch.ones(2, device="cuda")}
+    with fake_tensors() as fakes:
+        twin = fakes.copy_batch(batch)
+        assert twin["ids"].tolist() == [[3, 0]]
+        assert {str(tensor.device) for tensor in twin.values()} == {"cpu"}
+        assert fakes.guesses == ()
 
 
 def test_random_numbers_are_as_before():

@@ -13,7 +13,7 @@ import pytest
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.planning._page_data import CATEGORIES, page_data
+from lightning_memsave.planning._page_data import CATEGORIES, PageTable, page_data
 from lightning_memsave.planning.page import write_page
 from lightning_memsave.planning.prediction import (
     MemoryPrediction,
@@ -322,6 +322,28 @@ class TestHeadline:
             assert format_bytes(abs(spare)) in verdict
             assert name in texts_in(page, ".subject")[0]
             assert page.run("document.querySelector('#setting').selectedOptions[0].text") == name
+
+    # Gradients are not alive at the peak, which is in the forward pass.
+    def test_bytes_of_a_parameter_count_its_gradient(self, browser, tmp_path):
+        held = {"parameter_bytes": 400, "optimizer_state_bytes": 800}
+        forward = MemoryBreakdown(**held, activation_bytes=1000)
+        backward = MemoryBreakdown(**held, gradient_bytes=400)
+        shown = tiny(
+            peak=forward,
+            by_phase={"forward": forward, "backward": backward},
+            modules=(ModuleMemory("", "Net", 100, forward),),
+        )
+        browser.open(write_page(tmp_path / "page.html", [("plain", shown)]))
+        (fact,) = (text for text in texts_in(browser, ".facts .more") if "bytes each" in text)
+        assert fact.startswith("16.0 bytes each")
+
+    def test_tables_stand_below_the_headline(self, browser, tmp_path):
+        table = PageTable("Answers", ("what", "type"), (("<b>", "use `a=1` or `b`"),))
+        path = write_page(tmp_path / "page.html", [("plain", tiny())], tables=[table])
+        browser.open(path)
+        assert texts_in(browser, "#answers th") == ["what", "type"]
+        assert texts_in(browser, "#answers td") == ["<b>", "use a=1 or b"]
+        assert texts_in(browser, "#answers code") == ["a=1", "b"]
 
     def test_points_at_the_first_setting_that_fits(self, page):
         assert "2 of 5 settings fit; the first that does is + 8-bit" in texts_in(page, ".others")[0]

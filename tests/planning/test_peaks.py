@@ -6,7 +6,10 @@ from torch import nn
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.storages import LiveStorage
+from lightning_memsave.planning.gpu_fit import GpuFit
+from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.peaks import MAX_POINTS, Peaks
+from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.planning.step_profile import (
     Event,
     ModuleInfo,
@@ -91,6 +94,16 @@ def test_an_earlier_step_is_shown_if_it_takes_more():
     assert (peaks.start, peaks.end) == (0, tape.recording.batch_ends[0])
 
 
+def test_the_peak_of_a_phase_is_of_one_and_the_same_step(tape):
+    peaks = Peaks(tape.recording, phase="optimizer")
+    assert peaks.peak == peaks.by_phase["optimizer"]
+    assert (peaks.event.op, peaks.event.phase) == ("aten.s2", "optimizer")
+    assert sum(t.num_bytes for t in peaks.largest()) == peaks.peak.total_bytes
+    assert sum(peaks.by_module().values(), MemoryBreakdown()) == peaks.peak
+    timeline = peaks.timeline()
+    assert timeline.phases[timeline.peak_index] == "optimizer"
+
+
 def test_each_phase_has_its_peak(tape):
     by_phase = Peaks(tape.recording).by_phase
     assert {phase: memory.total_bytes for phase, memory in by_phase.items()} == {
@@ -102,7 +115,7 @@ def test_each_phase_has_its_peak(tape):
 
 
 def test_modules_add_up_to_the_peak(tape):
-    peaks = Peaks(tape.recording, MemoryBreakdown(other_bytes=7))
+    peaks = Peaks(tape.recording, [("other", 3), ("other", 4)])
     by_module = peaks.by_module()
     assert {name: memory.total_bytes for name, memory in by_module.items()} == {
         "": 20 + 7,
@@ -153,9 +166,10 @@ def test_a_long_time_line_keeps_the_peak(num_steps):
 
 
 def test_what_the_allocator_is_asked_for(tape):
-    changes = list(Peaks(tape.recording, MemoryBreakdown(input_bytes=8)).changes())
-    assert changes[0] == (0, 8)
-    assert [change for _, change in changes[1:]] == [e.change for e in tape.recording.events]
+    blocks = [("input", 8), ("other", 0), ("other", 7)]
+    changes = list(Peaks(tape.recording, blocks).changes())
+    assert [change for _, change in changes[:2]] == [8, 7]
+    assert [change for _, change in changes[2:]] == [e.change for e in tape.recording.events]
     live: dict[int, int] = {}
     for key, change in changes:
         live[key] = live.get(key, 0) + change
@@ -196,3 +210,39 @@ def test_the_summary_has_every_module_in_order(tape):
     on_cuda = summarise(tape.recording, device="cuda", model="Net", context_bytes=1000)
     assert on_cuda.reserved_bytes == 2 * 2**20  # one segment of small blocks
     assert on_cuda.device_bytes == 2 * 2**20 + 1000
+    # Parameter, input, two activations and the temporary of the second step, in blocks of 512.
+    assert (on_cuda.allocated_bytes, on_cuda.measurable_bytes) == (5 * 512, 5 * 512)
+    assert prediction.measurable_bytes == 430
+
+
+MIB = 2**20
+
+
+def test_the_least_memory_is_what_is_enough_when_the_cache_is_returned():
+    tape = Tape()
+    for name, size, phase in (("h", 30, "forward"), ("y", 40, "backward")):
+        tape.make(name, size * MIB, "activation", "a", phase)
+        tape.free(name, phase)
+    tape.end_batch()
+    found = summarise(tape.recording, device="cuda", model="Net", context_bytes=MIB)
+    assert (found.allocated_bytes, found.reserved_bytes) == (40 * MIB, 70 * MIB)
+    assert (found.least_reserved_bytes, found.device_bytes) == (40 * MIB, 41 * MIB)
+    assert GpuFit.of(Gpu("41 MiB", 41 * MIB), found).fits
+    assert not GpuFit.of(Gpu("40 MiB", 40 * MIB), found).fits
+    assert MemoryPrediction.from_dict(found.to_dict()) == found
+
+
+def test_workspaces_are_blocks_of_their_own():
+    tape = Tape()
+    tape.make("w", 512, "parameter", "a", "forward")
+    tape.end_batch()
+    found = summarise(
+        *(tape.recording,),
+        device="cuda",
+        model="Net",
+        extra=[("other", 25 * MIB)],
+        workspaces=(9 * MIB, 9 * MIB),
+    )
+    assert (found.peak.other_bytes, found.workspace_bytes) == (43 * MIB, 18 * MIB)
+    # A segment of 20 MiB for both workspaces, one of 26 for the rest, and a small one.
+    assert found.reserved_bytes == (20 + 26 + 2) * MIB

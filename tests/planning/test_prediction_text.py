@@ -87,7 +87,8 @@ class TestPrediction:
     def test_what_the_device_must_have(self):
         rows = rows_of(plain_prediction(make_prediction()))
         assert rows["tensors, when most are alive"] == ["14.00 MiB"]
-        assert rows["kept by torch's allocator"] == ["6.00 MiB"]
+        assert rows["gaps in torch's allocator"] == ["6.00 MiB"]
+        assert rows["used where there is room"] == ["21.00 MiB"]
         assert rows["together"] == ["14.00 MiB", "14.00 MiB"]  # of the categories, below
         assert rows["Net, 27 parameters: 21.00 MiB for a training step on cuda"] == []
 
@@ -164,6 +165,18 @@ class TestFit:
     def test_fragmentation_may_be_all_that_is_in_the_way(self):
         fit = self.fit("1GiB", reserved_bytes=3 * GIB)
         assert "expandable_segments:True" in fit.note
+
+    def test_what_returning_the_cache_costs(self):
+        fit = self.fit("1GiB", reserved_bytes=2 * GIB, least_reserved_bytes=GIB // 2)
+        assert fit.fits
+        assert fit.needed_bytes == GIB // 2 + MIB
+        assert "returns cached memory to the driver instead, which costs time" in fit.note
+
+    def test_only_workspaces_are_called_cublas(self):
+        peak = replace(PEAK, other_bytes=5 * MIB)
+        rows = rows_of(plain_prediction(make_prediction(peak=peak, workspace_bytes=2 * MIB)))
+        assert rows["cuBLAS"][0] == "2.00 MiB"
+        assert rows["other"][0] == "3.00 MiB"
 
     def test_a_close_result_is_called_one(self):
         fit = self.fit("1GiB", reserved_bytes=GIB - 2 * MIB)

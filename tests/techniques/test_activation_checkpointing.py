@@ -1,12 +1,20 @@
+import subprocess
+import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import peft
 import pytest
 import torch
 import transformers
+from lightning.fabric.plugins.precision.utils import _DtypeContextManager
 from torch import Tensor, nn
+from torch.backends import cuda
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.errors import (
@@ -139,8 +147,9 @@ def test_caches_are_not_filled_while_training_and_work_in_evaluation():
     model = WithLoss("gpt2").model
     tokens = torch.arange(2, 10).reshape(1, 8)
     with ActivationCheckpointing().apply(model):
-        training = model.train()(tokens, use_cache=True)
-        assert training.past_key_values.get_seq_length() == 0
+        assert model.train()(tokens).past_key_values is None
+        with pytest.warns(NoEffectWarning, match="`use_cache=True` has no effect.*Leave it out"):
+            assert model(tokens, use_cache=True).past_key_values is None
         evaluated = model.eval()(tokens, use_cache=True)  # gradients are on, as for saliency maps
         assert evaluated.past_key_values.get_seq_length() == 8
         with torch.no_grad():
@@ -343,48 +352,228 @@ def test_a_second_backward_does_not_change_buffers_again():
         assert torch.equal(mine, theirs), name
 
 
-class ActivatesInPlace(nn.Module):
-    """Pre-activation with an in-place ReLU: the input is gone when the block is computed again."""
+SEEN: list[Any] = []
 
-    def __init__(self) -> None:
+
+class Watching(Block):
+    """It notes what is set each time it is computed."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        super().__init__(nn.LayerNorm(WIDTH))
+        self.read = read
+
+    def forward(self, x: Any, *, scale: Tensor | None = None) -> Any:
+        SEEN.append(self.read())
+        return super().forward(x)
+
+
+def default_dtype(value: torch.dtype) -> AbstractContextManager[Any]:
+    return _DtypeContextManager(value)
+
+
+@contextmanager
+def matmul_precision(value: str) -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(value)
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def deterministic(warn_only: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[], AbstractContextManager[Any]]]] = {
+    "default dtype": (torch.get_default_dtype, lambda: default_dtype(torch.float64)),
+    "default device": (torch.get_default_device, lambda: torch.device("meta")),
+    "autocast": (
+        lambda: (
+            torch.is_autocast_enabled("cpu"),
+            torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_cache_enabled(),
+        ),
+        lambda: torch.autocast("cpu", torch.float16, cache_enabled=False),
+    ),
+    "attention kernel": (
+        lambda: (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        lambda: sdpa_kernel(SDPBackend.MATH),
+    ),
+    "matmul precision": (torch.get_float32_matmul_precision, lambda: matmul_precision("high")),
+    "deterministic": (torch.are_deterministic_algorithms_enabled, lambda: deterministic(False)),
+    "deterministic, only warned of": (
+        torch.is_deterministic_algorithms_warn_only_enabled,
+        lambda: deterministic(True),
+    ),
+    "cudnn": (
+        lambda: torch.backends.cudnn.enabled,
+        lambda: torch.backends.cudnn.flags(enabled=False),
+    ),
+}
+
+
+@pytest.mark.parametrize("which", ["all", "nested", "selective"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_recomputation_has_the_settings_of_forward(setting, which):
+    read, context = SETTINGS[setting]
+    model: Any = Model().train()
+    model.blocks = nn.ModuleList([Watching(read) for _ in range(2)])
+    ActivationCheckpointing(which, blocks=Watching).apply(model)
+    before = read()
+    SEEN.clear()
+    x = make_batch(0)
+    with context():
+        y = model.blocks[1](model.blocks[0](x.requires_grad_()))
+        expected = read()
+    y.sum().backward()
+    assert expected != before
+    assert [expected] * 4 == SEEN
+    assert read() == before
+
+
+def test_settings_are_restored_where_torch_does_not_tell_the_matmul_precision():
+    """Setting one backend alone, as torch recommends, makes the getter of all of them raise."""
+    code = """
+import torch
+from torch import nn
+from lightning_memsave import ActivationCheckpointing
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+ActivationCheckpointing(blocks=nn.Linear).apply(model)
+model(torch.randn(2, 4)).sum().backward()
+print(torch.backends.cuda.matmul.fp32_precision)
+"""
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout == "tf32\n"
+
+
+@pytest.mark.parametrize("run", ["vmap", "grad", "functional_call"])
+def test_torch_func_trains_as_without_checkpointing(run):
+    torch.manual_seed(1)
+    model: Any = Model().eval()
+    weights = {name: p.detach() * 2 for name, p in model.named_parameters()}
+
+    def gradient() -> Tensor:
+        model.zero_grad()
+        batch = make_batch(0).requires_grad_()
+        if run == "grad":
+            return torch.func.grad(model)(batch)
+        if run == "vmap":
+            torch.func.vmap(model)(batch.reshape(4, 4, WIDTH)).sum().backward()
+        else:
+            torch.func.functional_call(model, weights, (batch,)).backward()
+        assert batch.grad is not None
+        return batch.grad
+
+    plain = gradient()
+    ActivationCheckpointing().apply(model)
+    with pytest.warns(NoEffectWarning, match="Set `activation_checkpointing=None`"):
+        assert torch.equal(gradient(), plain)
+
+
+def add_in_place(x: Any) -> None:
+    x.add_(1.0)
+
+
+def append(x: Any) -> None:
+    x.items.append(x.items[0])
+
+
+def add_inside(x: Any) -> None:
+    x.inner.x.add_(1.0)
+
+
+def replace_inside(x: Any) -> None:
+    x.inner.x = x.inner.x + 1.0
+
+
+IN_PLACE: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor], Any]] = {
+    "tensor": (lambda x: x, lambda x: x, add_in_place),
+    "view of it": (lambda x: x, lambda x: x, lambda x: x[:1].add_(1.0)),
+    "detached": (lambda x: x, lambda x: x, lambda x: x.detach().add_(1.0)),
+    "tensor in a dictionary": (
+        lambda x: {"x": [x]},
+        lambda x: x["x"][0],
+        lambda x: x["x"][0].add_(1.0),
+    ),
+    "tensor in an object": (
+        lambda x: SimpleNamespace(x=x),
+        lambda x: x.x,
+        lambda x: x.x.add_(1.0),
+    ),
+    "list in an object": (
+        lambda x: SimpleNamespace(items=[x]),
+        lambda x: x.items[0] * len(x.items),
+        append,
+    ),
+    "tensor in an object of an object": (
+        lambda x: SimpleNamespace(inner=SimpleNamespace(x=x)),
+        lambda x: x.inner.x,
+        add_inside,
+    ),
+    "object of an object": (
+        lambda x: SimpleNamespace(inner=SimpleNamespace(x=x)),
+        lambda x: x.inner.x,
+        replace_inside,
+    ),
+}
+
+
+class ChangesItsInput(nn.Module):
+    """A block that changes what it is given, of any form, before or after it has used it."""
+
+    def __init__(self, read: Any, change: Any, *, is_first: bool) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
-        self.is_in_place = True
+        self.read, self.change, self.is_first = read, change, is_first
 
-    def forward(self, x: Tensor, function: int = 0, block: int = 0, debug: bool = False) -> Tensor:
-        assert (function, block, debug) == (1, 2, True)
-        return self.linear(nn.functional.relu(x, inplace=self.is_in_place).add(1.0).sin())
-
-
-class InPlaceModel(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([ActivatesInPlace() for _ in range(3)])
-
-    def run_blocks(self, x: Tensor) -> Tensor:
-        x = self.head(x)
-        for block in self.blocks:
-            x = block(x, function=1, block=2, debug=True)
-        return x
+    def forward(self, given: Any) -> Tensor:
+        if self.is_first:
+            self.change(given)
+        y = self.linear(self.read(given).sin())
+        if not self.is_first:
+            self.change(given)
+        return y
 
 
-def test_blocks_that_change_their_input_in_place_train_bitwise_equal():
-    torch.manual_seed(1)
-    model = InPlaceModel()
-    assert_bitwise_equal(
-        train(model, make_batch), train(model, make_batch, ActivationCheckpointing())
-    )
+@pytest.mark.parametrize("which", ["all", "selective"])
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_no_change_in_place_is_silent(kind, is_first, which):
+    make, read, change = IN_PLACE[kind]
+    block = ChangesItsInput(read, change, is_first=is_first)
+    model = nn.ModuleList([block])
+    ActivationCheckpointing(which, blocks=ChangesItsInput).apply(model)
+    with pytest.raises(IncompatibleError, match=r"Write `x = x \+ y`.*`blocks=`"):
+        block(make(make_batch(0)))
 
 
-def test_a_block_that_begins_to_change_its_input_is_refused():
-    model: Any = InPlaceModel().train()
-    for block in model.blocks:
-        block.is_in_place = False
-    ActivationCheckpointing().apply(model)
-    model(make_batch(0)).backward()
-    model.blocks[1].is_in_place = True
-    with pytest.raises(IncompatibleError, match=r"Write `x = x \+ y`"):
-        model(make_batch(0))
+@pytest.mark.parametrize("kind", IN_PLACE)
+def test_a_change_between_forward_and_backward_is_not_silent(kind):
+    make, read, change = IN_PLACE[kind]
+    block = ChangesItsInput(read, lambda given: None, is_first=True)
+    ActivationCheckpointing(blocks=ChangesItsInput).apply(nn.ModuleList([block]))
+    given = make(make_batch(0))
+    loss = block(given).sum()
+    change(given)
+    with pytest.raises(RuntimeError, match=r"Write `x = x \+ y`|modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tensors_of_inference_mode_are_passed_on():
+    with torch.inference_mode():
+        bias = torch.ones(WIDTH)
+    block = ChangesItsInput(lambda pair: pair[0] + pair[1], lambda pair: None, is_first=True)
+    ActivationCheckpointing(blocks=ChangesItsInput).apply(nn.ModuleList([block]))
+    block((make_batch(0), bias)).sum().backward()
+    assert block.linear.weight.grad is not None
 
 
 class WarmsUp(Block):
@@ -416,13 +605,15 @@ def test_buffers_that_begin_to_change_later_change_once():
     assert model.blocks[0].calls == 2
 
 
-def test_a_cache_that_should_be_filled_by_now_is_refused():
-    model = WithLoss("gpt2").model.train()
+def test_a_cache_that_is_given_is_filled_over_several_calls():
+    model: Any = WithLoss("gpt2").model.train()
     tokens = torch.arange(2, 10).reshape(1, 8)
+    cache = transformers.DynamicCache(config=model.config)
     with ActivationCheckpointing().apply(model):
-        cache = model(tokens[:, :4]).past_key_values
-        with pytest.raises(IncompatibleError, match="activation_checkpointing=None"):
-            model(tokens[:, 4:], past_key_values=cache)
+        for part in tokens.chunk(2, dim=1):
+            with pytest.warns(NoEffectWarning, match="activation_checkpointing=None"):
+                model(part, past_key_values=cache)
+    assert cache.get_seq_length() == 8
 
 
 def test_torchscript_blocks_are_left_alone():

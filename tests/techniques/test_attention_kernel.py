@@ -467,7 +467,7 @@ def test_callback_asks_where_the_trainer_will_train():
     def problems_on(device):
         strategy = types.SimpleNamespace(root_device=torch.device(device))
         setting = FusedAttention(
-            "attention", AttentionKernel("flex_attention"), "'flex_attention'", is_auto=False
+            "attention", AttentionKernel("flex_attention"), "'flex_attention'", is_asked=True
         )
         return setting.check(types.SimpleNamespace(strategy=strategy), bert())
 

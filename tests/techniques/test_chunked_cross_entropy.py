@@ -410,7 +410,7 @@ class TestApplying:
     def test_blocks_and_small_layers_are_no_heads(self):
         layers = [nn.TransformerEncoderLayer(32, 2, 4096, batch_first=True) for _ in range(2)]
         model = nn.Sequential(*layers, nn.Linear(32, 1000), nn.Linear(1000, 1000))
-        with pytest.warns(NoEffectWarning, match=r'Name the head, for example `heads="lm_head"`'):
+        with pytest.warns(NoEffectWarning, match=r'`ChunkedCrossEntropy\(heads="lm_head"\)`'):
             ChunkedCrossEntropy().apply(model)
 
     def test_nothing_of_that_name(self):

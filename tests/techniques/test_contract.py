@@ -8,6 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
 from torch import nn
 
 from lightning_memsave.core.technique import Exactness, Technique
@@ -33,12 +39,19 @@ from tests.helpers import (
 # With every linear layer as a head, most logits are needed.
 pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
 
+more = pytest.mark.exhaustive
+
 ALL = [
     pytest.param(variant, name, id=f"{variant!r}-{name}")
     for case in CASES.values()
     for variant in case.variants
     for name in case.only_on
     if not (case.needs_blocks and name == "unrepeated")
+]
+BITWISE = [
+    pytest.param(*p.values, id=p.id, marks=() if p.values[1] == "new_tensors" else more)
+    for p in ALL
+    if p.values[0].exactness is Exactness.BITWISE
 ]
 VARIANTS = [
     pytest.param(variant, id=repr(variant)) for case in CASES.values() for variant in case.variants
@@ -96,6 +109,42 @@ def test_trains_as_exactly_as_it_declares(technique, name):
     assert saving.losses[-1] <= plain.losses[-1] * CASES[technique.name].loss_factor
     moved = [torch.equal(saving.state[k], plain.state[k]) for k in saving.state]
     assert not all(moved), "the technique did nothing: its exactness would be bitwise"
+
+
+# What Lightning makes of `Trainer(precision=...)`; "16-mixed" on a CPU it replaces by "bf16-mixed".
+PRECISIONS: dict[str, Precision] = {
+    "64-true": DoublePrecision(),
+    "bf16-true": HalfPrecision("bf16-true"),
+    "16-true": HalfPrecision("16-true"),
+    "bf16-mixed": MixedPrecision("bf16-mixed", "cpu"),
+    "16-mixed": MixedPrecision("16-mixed", "cpu"),
+}
+
+
+class InPrecision(nn.Module):
+    """A model as Lightning runs it: the forward pass has a context, backward has none."""
+
+    def __init__(self, model: nn.Module, precision: Precision) -> None:
+        super().__init__()
+        self.model, self.precision = precision.convert_module(model), precision
+
+    def forward(self, batch: Any) -> Any:
+        with self.precision.forward_context():
+            return self.model(self.precision.convert_input(batch))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW's `eps` is zero in float16, so that its weights become NaN there."""
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("technique", "name"), BITWISE)
+def test_bitwise_techniques_are_so_in_every_precision(technique, name, precision):
+    model = InPrecision(make_model(name), PRECISIONS[precision])
+    plain = train(model, make_batch, make_optimizer=sgd)
+    assert all(loss.isfinite() for loss in plain.losses)
+    assert_bitwise_equal(plain, train(model, make_batch, technique, make_optimizer=sgd))
 
 
 def assert_same_in_float64(technique: Technique[Any], model: nn.Module) -> None:
@@ -219,7 +268,7 @@ def test_repr_makes_an_equal_technique(technique):
 
 def test_warns_when_there_is_nothing_to_do():
     model = make_model("unrepeated")
-    with pytest.warns(NoEffectWarning, match=r"Repeated classes are: `Linear` \(2\)"):
+    with pytest.warns(NoEffectWarning, match="recomputing single layers saves nothing"):
         ActivationCheckpointing().apply(model)
     with pytest.warns(NoEffectWarning, match="SGD"):
         LowBitOptimizer(module=model).apply(torch.optim.SGD(model.parameters()))

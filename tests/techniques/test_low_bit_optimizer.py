@@ -1,4 +1,5 @@
 import copy
+import importlib
 import inspect
 import pickle
 import subprocess
@@ -14,6 +15,11 @@ from lightning_memsave.errors import (
     IncompatibleError,
     MissingDependencyError,
     NoEffectWarning,
+)
+from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
+    find_changed_names,
+    find_obstacle,
 )
 from lightning_memsave.techniques._optimizers.kinds import KINDS
 from lightning_memsave.techniques._optimizers.low_bit_settings import NAMES
@@ -359,6 +365,48 @@ def test_groups_added_later_are_trained():
     assert new.param_groups[2]["weight_decay"] == 0.01
 
 
+@pytest.mark.parametrize("where", ["groups", "module"])
+def test_parameters_unfrozen_later_get_the_state_that_they_would_have_had(where):
+    model = Tied().requires_grad_(False)
+    model.gate.requires_grad_()
+    params = model.parameters() if where == "groups" else model.gate.parameters()
+    handle = in_8bit(model).apply(optim.AdamW(params))
+    assert "0 of 1 tensors" in handle.summary
+    assert "kept 32-bit: 1 small; 2 frozen tensors get 8-bit state once trained" in handle.summary
+    new: Any = handle.target
+    model.requires_grad_()
+    if where == "module":
+        new.add_param_group(
+            {"params": [p for p in model.parameters() if p is not model.gate.weight]}
+        )
+    model(torch.zeros(1, 2, dtype=torch.long)).sum().backward()
+    new.step()
+    in_8_bits = {id(p) for p in new.state if new.state[p]["state1"].dtype == torch.uint8}
+    assert in_8_bits == {id(model.up.weight), id(model.down.weight)}
+
+
+@pytest.mark.parametrize("base", ["adapters", "integers"])
+def test_frozen_parameters_that_are_never_trained_do_not_count(base):
+    """The base of an adapter, and weights that no gradient can train."""
+    model = Tied().requires_grad_(False)
+    model.gate.requires_grad_()
+    if base == "adapters":
+        vars(model)["peft_config"] = {}  # as PEFT marks a model with adapters
+    else:
+        for layer in (model.up, model.down):
+            layer.weight.data = layer.weight.data.to(torch.int8)
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.warns(NoEffectWarning, match="`AdamW` stays 32-bit: 1 small"):
+        assert in_8bit(model).apply(optimizer).target is optimizer
+
+
+def test_a_copy_holds_the_optimizers_parameters_alone():
+    model = Tied()
+    new: Any = in_8bit(model).apply(optim.AdamW(model.up.parameters())).target
+    copied = copy.deepcopy(new)
+    assert list(copied.bits_by_param) == copied.param_groups[0]["params"]
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle"])
 def test_copies_go_on_as_the_original(way):
     model = Tied()
@@ -478,7 +526,17 @@ def test_paged_state_is_paged_again_after_a_load():
     new = LowBitOptimizer("paged_8bit").apply(optim.AdamW([weight])).target
     weight.grad = torch.ones_like(weight)
     new.step()
-    new.load_state_dict(copy.deepcopy(new.state_dict()))
+    saved = {
+        key: value.cpu() if isinstance(value, torch.Tensor) else value
+        for key, value in new.state[weight].items()
+    }
+    state_dict = {**new.state_dict(), "state": {0: saved}}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    new.load_state_dict(copy.deepcopy(state_dict))
+    assert new.state[weight]["state1"].is_paged
+    assert torch.cuda.max_memory_allocated() - before < weight.numel()  # one moment in 8 bits
+    assert torch.equal(new.state[weight]["state1"], saved["state1"])
     new.step()
     assert new.state[weight]["state1"].is_paged
 
@@ -528,8 +586,97 @@ def test_refuses_dtensor_parameters():
 def test_missing_bitsandbytes_names_the_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     weight = nn.Parameter(torch.randn(64, 64))
-    with pytest.raises(MissingDependencyError, match="pip install 'bitsandbytes"):
+    with pytest.raises(MissingDependencyError, match="pip install -U 'bitsandbytes"):
         LowBitOptimizer().apply(optim.AdamW([weight]))
+
+
+@pytest.fixture
+def version_of(monkeypatch, tmp_path):
+    """Let bitsandbytes be installed in another version, as far as its metadata goes."""
+
+    def install(version):
+        folder = tmp_path / f"bitsandbytes-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Name: bitsandbytes\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+    return install
+
+
+@pytest.mark.parametrize("version", ["0.46.0", "0.49.2"])
+def test_a_bitsandbytes_that_is_too_old_names_the_command(version, version_of):
+    version_of(version)
+    weight = nn.Parameter(torch.randn(64, 64))
+    message = rf"bitsandbytes {version} is older than 0\.50\. Run `pip install -U"
+    with pytest.raises(MissingDependencyError, match=message):
+        LowBitOptimizer().apply(optim.AdamW([weight]))
+    assert "is older than" in (find_obstacle(torch.device("cpu")) or ("",))[0]
+
+
+@pytest.mark.parametrize("version", ["0.50.0", "0.50.3.dev0", "0.51.0", "1.0"])
+def test_newer_versions_of_bitsandbytes_are_used(version, version_of):
+    version_of(version)
+    weight = nn.Parameter(torch.randn(64, 64))
+    assert LowBitOptimizer().apply(optim.AdamW([weight])).changes
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        ("bitsandbytes.functional", "get_paged", "bitsandbytes.functional.get_paged is missing"),
+        ("bitsandbytes.optim.optimizer", "GlobalOptimManager", "GlobalOptimManager is missing"),
+        ("Optimizer8bit", "get_state_buffer", r"Optimizer2State\.get_state_buffer is missing"),
+    ],
+)
+def test_a_bitsandbytes_without_names_that_are_used_is_refused(owner, name, message, monkeypatch):
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
+    find_changed_names.cache_clear()
+    where = Optimizer8bit if owner == "Optimizer8bit" else importlib.import_module(owner)
+    monkeypatch.delattr(where, name)
+    weight = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(MissingDependencyError, match=f"is unknown to this package: .*{message}"):
+        LowBitOptimizer().apply(optim.AdamW([weight]))
+    find_changed_names.cache_clear()
+
+
+def test_a_bitsandbytes_that_reads_other_settings_is_refused(monkeypatch):
+    """As 0.49 did: `block_wise` and `percentile_clipping` came from `get_config`."""
+    from bitsandbytes.optim.optimizer import Optimizer2State
+
+    update = Optimizer2State.update_step
+
+    def older(self, group, p, gindex, pindex):
+        self.get_config(gindex, pindex, group)["percentile_clipping"]
+        update(self, group, p, gindex, pindex)
+
+    find_changed_names.cache_clear()
+    monkeypatch.setattr(Optimizer2State, "update_step", older)
+    weight = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(MissingDependencyError, match="KeyError: 'percentile_clipping'"):
+        LowBitOptimizer().apply(optim.AdamW([weight]))
+    find_changed_names.cache_clear()
+
+
+def test_the_tiny_step_touches_no_random_numbers_and_no_fake_mode():
+    find_changed_names.cache_clear()
+    state = torch.get_rng_state()
+    with fake_tensors():
+        assert find_changed_names() is None
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_cuda_library_that_does_not_load_is_an_obstacle_on_cuda(monkeypatch):
+    import bitsandbytes.cextension as extension
+
+    lost = extension.ErrorHandlerMockBNBNativeLibrary("libcudart.so.13: cannot open shared object")
+    monkeypatch.setattr(extension, "lib", lost)
+    why, fix = find_obstacle(torch.device("cuda", 0)) or ("", "")
+    assert why.startswith(
+        "bitsandbytes' CUDA library cannot be loaded (libcudart.so.13: cannot open"
+    )
+    assert "set `optimizer=None`" in fix
+    assert find_obstacle(torch.device("cpu")) is None
 
 
 def test_import_does_not_import_bitsandbytes():
@@ -546,6 +693,10 @@ BAD = [
     ({"optimizer": "paged_adamw8bit"}, 'Did you mean "paged_adamw_8bit"'),
     ({"optimizer": "4bit"}, 'Choose one of "8bit", "paged_8bit", "adamw_8bit"'),
     ({"optimizer": "paged_sgd_8bit"}, 'Use "sgd_8bit"'),
+    ({"optimizer": optim.AdamW}, 'use `optimizer="8bit"` for its 8-bit form'),
+    ({"optimizer": optim.SGD([nn.Parameter(torch.zeros(1))])}, r"`optimizer=SGD\(\.\.\.\)`: it is"),
+    ({"optimizer": ["8bit"]}, 'Did you mean "8bit"'),
+    ({"optimizer": "lion_8bit", "optimizer_kwargs": [1]}, "Write for example `optimizer_kwargs="),
     ({"optimizer_kwargs": {"betas": (0.9, 0.9)}}, "Set them in `configure_optimizers`"),
     ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"lr": 1}}, "in `configure_optimizers`"),
     ({"optimizer": "adamw_8bit", "optimizer_kwargs": {"beta": 1}}, "Did you mean `betas`"),

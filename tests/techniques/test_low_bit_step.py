@@ -1,4 +1,4 @@
-"""The step of 8-bit optimizers, with one wait for the GPU."""
+"""The step of 8-bit optimizers, without waits for the GPU."""
 
 import copy
 import pickle
@@ -11,6 +11,7 @@ from bitsandbytes.optim.optimizer import Optimizer8bit
 from torch import nn
 
 from benchmarks.low_bit_step.__main__ import main
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD
 from lightning_memsave.techniques._updates.parameter_steps import plain_step
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
@@ -57,13 +58,30 @@ def tensors_of(model, optimizer):
     return [*model.parameters(), *(t for s in states for t in s.values() if torch.is_tensor(t))]
 
 
+class Stream:
+    """A stream that notes which other it waits for."""
+
+    def __init__(self, name, order):
+        self.name, self.order = name, order
+
+    def wait_stream(self, other):
+        self.order.append(f"{self.name} waits for {other.name}")
+
+
 @pytest.fixture
-def waits(monkeypatch):
-    """Counts the waits for the GPU."""
+def order():
+    """What happens on streams, in order."""
+    return []
+
+
+@pytest.fixture
+def waits(monkeypatch, order):
+    """Counts the waits of the host for the GPU."""
     found = []
+    default = Stream("default", order)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: found.append(device))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: 0)
-    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: default)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device=None: default)
     # State and gradients are where they are.
     monkeypatch.setattr(bitsandbytes.functional, "is_on_gpu", lambda tensors: True)
     return found
@@ -96,19 +114,19 @@ def test_same_bits_as_bitsandbytes_own_step(word, dtype):
     assert any(t.dtype is torch.uint8 for t in tensors_of(ours, optimizers[0]))
 
 
-def test_waits_once_in_a_step(waits):
+def test_the_host_does_not_wait(waits, order):
     model = Model()
     optimizer = on_gpu(model, optimizer_for(model))
-    assert waits == []
     give_gradients(model, NUM_TENSORS)
     Optimizer8bit.step(optimizer)
     assert len(waits) == NUM_TENSORS, "bitsandbytes waits after each"
     waits.clear()
     optimizer.step()
-    assert waits == [torch.device("cuda", 0)]
+    assert waits == []
+    assert order == []
 
 
-def test_same_bits_with_one_wait(waits):
+def test_same_bits_without_waits(waits):
     ours, theirs = Model(), Model()
     optimizers = [on_gpu(model, optimizer_for(model)) for model in (ours, theirs)]
     for step in range(3):
@@ -120,27 +138,32 @@ def test_same_bits_with_one_wait(waits):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_waits_on_each_device(waits, monkeypatch):
+def test_another_stream_and_the_kernels_are_put_in_order(waits, order, monkeypatch):
+    """bitsandbytes' kernels run on the default stream: gradients must be ready before them."""
+    own = Stream("own", order)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: own)
     model = Model()
     optimizer = on_gpu(model, optimizer_for(model))
-
-    class ElseWhere(OnGPU):
-        device = torch.device("cuda", 1)
-
-    model.layers[0].weight.__class__ = ElseWhere
+    update = optimizer.update_step
+    monkeypatch.setattr(
+        optimizer, "update_step", lambda *args: (order.append("update"), update(*args))
+    )
     give_gradients(model, NUM_TENSORS)
     optimizer.step()
-    assert sorted(device.index for device in waits) == [0, 1]
+    once = ["default waits for own", "update", "own waits for default"]
+    assert order == once * NUM_TENSORS
+    assert waits == []
 
 
-def test_waits_for_each_parameter_on_a_stream_of_ones_own(waits, monkeypatch):
-    """bitsandbytes' kernels run on the default stream, and so not in the order of that one."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: 1)
-    model = Model()
-    optimizer = on_gpu(model, optimizer_for(model))
-    give_gradients(model, NUM_TENSORS)
-    optimizer.step()
-    assert len(waits) == NUM_TENSORS
+def test_a_gradient_of_another_type_is_refused():
+    """Kernels would read the parameter as if it had the gradient's type."""
+    param = nn.Parameter(torch.zeros(64, 64, dtype=torch.bfloat16))
+    optimizer: Any = LowBitOptimizer().apply(torch.optim.AdamW([param])).target
+    param.grad_dtype = None
+    param.grad = torch.ones(64, 64)
+    with pytest.raises(IncompatibleError, match=r"torch\.bfloat16 and its gradient torch\.float32"):
+        optimizer.step()
+    assert not param.any()
 
 
 def test_step_of_one_parameter_does_not_wait(waits):

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.planning.fake_models import fake_tensors
 from lightning_memsave.techniques._optimizers.memory import allocate_state
 from lightning_memsave.techniques._weights import (
@@ -660,6 +661,30 @@ class TestModule:
         model["linear"] = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
         with pytest.warns(NoEffectWarning, match="2 bilinear, 2 parametrized, 4 recurrent"):
             LowPrecisionWeights().apply(model)
+
+    def test_keeps_sparse_embeddings_and_their_sparse_steps(self):
+        """In bfloat16 each step would make the whole table in float32, and its gradient with it."""
+        model = nn.Sequential(nn.Embedding(20_000, 64, sparse=True), nn.Linear(64, 64))
+        table = model[0].weight
+        before, peaks = table.detach().clone(), []
+        for technique in (None, LowPrecisionWeights()):
+            handle = None if technique is None else technique.apply(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if technique is not None:
+                technique.round_updates(optimizer)
+            with torch.autocast("cpu", BF16):
+                loss = model(torch.tensor([3, 5])).square().sum()
+            with PeakMemory(model, [optimizer]) as peak:
+                loss.backward()
+                optimizer.step()
+            peaks.append(peak.allocated_bytes)
+            optimizer.zero_grad()
+        assert handle is not None
+        assert table.dtype is torch.float32
+        assert "kept float32: 1 sparse, 1 vector" in handle.summary
+        assert (table != before).any(1).nonzero().flatten().tolist() == [3, 5]
+        # The matrix is updated in float32; nothing of the table's size is made.
+        assert peaks[1] - peaks[0] < table.nbytes // 100
 
     def test_keeps_memory_that_parameters_share(self):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))

@@ -1,6 +1,10 @@
 """Micro-batches in a plain PyTorch loop."""
 
+import copy
+import itertools
 import random
+import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,13 +12,19 @@ import pytest
 import torch
 import torchmetrics
 from torch import nn
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemoryExhaustedError
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques._micro_batches.loss_weights import resolve
+from lightning_memsave.techniques._micro_batches.loss_weights import (
+    guess,
+    read_weights,
+    weightings_of,
+)
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 from lightning_memsave.techniques.micro_batching import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 
@@ -70,6 +80,120 @@ def test_a_repeated_batch_is_as_if_it_had_been_smaller_from_the_start(place):
     assert torch.equal(loss, same_loss)
     assert all(torch.equal(a, b) for a, b in zip(theirs, ours, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(buffers, same_buffers, strict=True))
+
+
+class TestRecovery:
+    """What happens between two tries needs memory as well."""
+
+    def run(self, fails_at, save=None, restore=lambda: None):
+        """Pass a batch of 8; give the sizes that came to an end."""
+        runner = MicroBatching(module=nn.Linear(1, 1)).make_runner()
+        passed: list[int] = []
+
+        def pass_part(part, weight, num_samples, is_last):
+            if len(part) > fails_at:
+                raise torch.OutOfMemoryError(MESSAGE)
+            passed.append(len(part))
+
+        state = SimpleNamespace(restore=restore)
+        runner.run(
+            torch.zeros(8, 1), pass_part, take_down=save or (lambda: state), forget=passed.clear
+        )
+        return passed
+
+    def failing(self, *times):
+        """Run out of memory in some calls, counted from 1."""
+        calls = itertools.count(1)
+
+        def function():
+            if next(calls) in times:
+                raise torch.OutOfMemoryError(MESSAGE)
+
+        return function
+
+    def test_of_saving_is_one_of_the_batch(self):
+        fail = self.failing(1)
+
+        def save():
+            fail()
+            return SimpleNamespace(restore=lambda: None)
+
+        assert self.run(8, save) == [4, 4]
+
+    def test_of_restoring_is_one_of_the_batch(self):
+        assert self.run(4, restore=self.failing(1)) == [2] * 4
+        assert self.run(4, restore=self.failing(1, 2)) == [1] * 8
+
+    def test_to_the_floor(self):
+        with pytest.raises(MemoryExhaustedError, match="2 samples at once, repeated with 1"):
+            self.run(4, restore=self.failing(1, 2, 3))
+
+    def test_garbage_goes_before_anything_is_restored(self):
+        alive: list[bool] = []
+        garbage: list[Any] = []
+        model = nn.Linear(6, 2)
+
+        class Watched(TrainingState):
+            def restore(self):
+                alive.append(garbage[0]() is not None)
+                super().restore()
+
+        def pass_part(part, weight, num_samples, is_last):
+            if len(part) > 4:
+                cycle: list[Any] = [model(part)]
+                cycle.append(cycle)
+                garbage.append(weakref.ref(cycle[0]))
+                raise torch.OutOfMemoryError(MESSAGE)
+
+        MicroBatching(module=model).make_runner().run(
+            torch.zeros(8, 6),
+            pass_part,
+            take_down=lambda: Watched(model, gradients="drop"),
+            forget=lambda: None,
+        )
+        assert alive == [False]
+
+    def test_an_error_that_says_nothing(self):
+        def fail(batch):
+            raise MemoryError
+
+        with pytest.raises(MemoryExhaustedError, match="nothing smaller: MemoryError"):
+            MicroBatching(module=nn.Linear(1, 1)).apply(fail).target(torch.zeros(1, 1))
+
+    def test_an_error_of_the_user_that_memory_caused(self):
+        class LayerError(Exception):
+            pass
+
+        sizes = []
+
+        def loss_of(batch):
+            sizes.append(len(batch))
+            try:
+                if len(batch) > 4:
+                    raise torch.OutOfMemoryError(MESSAGE)
+            except torch.OutOfMemoryError as error:
+                raise LayerError("layer 3") from error
+            return model(batch).sum()
+
+        model = nn.Linear(6, 2)
+        MicroBatching(module=model).apply(loss_of).target(torch.zeros(8, 6))
+        assert sizes == [8, 4, 4]
+
+    def test_other_errors_inside_of_a_handler_are_not_repeated(self):
+        """`except torch.OutOfMemoryError: train again` puts it into the context of each error."""
+        sizes = []
+
+        def fail(batch):
+            sizes.append(len(batch))
+            raise ValueError("wrong")
+
+        step = MicroBatching(module=nn.Linear(1, 1)).apply(fail).target
+        try:
+            raise torch.OutOfMemoryError(MESSAGE)
+        except torch.OutOfMemoryError:
+            with pytest.raises(ValueError, match="wrong"):
+                step(torch.zeros(8, 1))
+        assert sizes == [8]
 
 
 def test_gradients_of_earlier_batches_survive():
@@ -156,42 +280,178 @@ def test_state_is_put_back():
         assert module.outputs.compute() == 1
         assert module.norm.weight.grad.tolist() == [1, 1, 1]
         assert draw() == first
-    assert module.table.tolist() == [1, 1], "what is not in `state_dict` is not copied"
+        assert module.table.tolist() == [0, 0]
     TrainingState(module, gradients="drop").restore()
     assert module.norm.weight.grad is None
 
 
+class Stateful(nn.Module):
+    """Changes what a module can hold in every way that was seen in projects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        for name in ("in_place", "through_data", "replaced", "removed"):
+            self.register_buffer(name, torch.zeros(2), persistent=False)
+        self.register_buffer("empty", None)
+        self.num_calls, self.last = 0, torch.zeros(1)
+        self.counted = torch.zeros(1)
+        self.outputs: list[Any] = []
+        self.totals = {"calls": 0}
+        self.output = BaseModelOutput(last_hidden_state=torch.zeros(1))
+
+    def forward(self, x):
+        assert all(p.requires_grad for p in self.parameters())
+        self.in_place += 1
+        self.through_data.data.add_(1)
+        self.replaced = self.replaced + 1
+        self.empty = torch.ones(1)
+        if hasattr(self, "removed"):
+            del self.removed
+        self.register_buffer("cache", torch.zeros(len(x)), persistent=False)
+        self.num_calls += 1
+        self.last = x.mean().detach()
+        self.counted += 1
+        self.outputs.append(x.detach())
+        self.totals["calls"] += 1
+        self.added = True
+        self.output = BaseModelOutput(last_hidden_state=torch.ones(1))
+        self.requires_grad_(False).eval()
+        if len(x) > 4:
+            raise torch.OutOfMemoryError(MESSAGE)
+        self.requires_grad_()
+        return self.linear(x)
+
+
+def all_state(module: nn.Module) -> dict[str, Any]:
+    inner = vars(nn.Module())
+    own = {name: value for name, value in vars(module).items() if name not in inner}
+    own |= {"mode": module.training, "non-persistent": module._non_persistent_buffers_set}
+    return own | module._buffers
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_nothing_that_a_failed_try_changed_stays(is_training):
+    """Whatever its first forward pass did, the second try finds the module as the first did."""
+    found = []
+    model = Stateful().train(is_training)
+
+    def loss_of(batch):
+        found.append(copy.deepcopy(all_state(model)))
+        return model(batch).square().mean()
+
+    tensor = model.in_place
+    MicroBatching(module=model).apply(loss_of).target(torch.randn(8, 6))
+    assert found[1].keys() == found[0].keys()
+    for name, value in found[0].items():
+        again = found[1][name]
+        assert torch.equal(again, value) if isinstance(value, torch.Tensor) else again == value
+    assert model.in_place is tensor
+    assert model.num_calls == len(model.outputs) == model.totals["calls"] == 2
+
+
+def test_buffers_of_inference_are_put_back():
+    """A table that validation has built under `torch.inference_mode` cannot be written outside."""
+    model = nn.Linear(6, 2)
+    with torch.inference_mode():
+        model.register_buffer("table", torch.ones(2), persistent=False)
+    state = TrainingState(model, gradients="drop")
+    with torch.inference_mode():
+        model.table.add_(1)
+    state.restore()
+    assert model.table.tolist() == [1, 1]
+
+
+def test_large_tensors_of_a_module_are_not_copied():
+    """Data that a module holds must not be there twice; it is put back if it was replaced."""
+    model: Any = Stateful()
+    model.data = torch.zeros(2**20)
+    with LiveTensors(model) as live:
+        before = live.live_bytes
+        state = TrainingState(model, gradients="drop")
+        assert live.live_bytes - before < 2**16
+    data, model.data = model.data, None
+    state.restore()
+    assert model.data is data
+
+
 IGNORING = {"labels": torch.tensor([[1, 2], [3, -100]])}
-SMALL: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
 @pytest.mark.parametrize(
-    ("batch", "make", "expected"),
+    ("batch", "expected"),
     [
-        (IGNORING, None, "tokens"),
-        (IGNORING, lambda: BertForMaskedLM(BertConfig(vocab_size=9, **SMALL)), "tokens"),
-        (
-            IGNORING,
-            lambda: nn.Sequential(
-                GPT2LMHeadModel(GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1))
-            ),
-            "tokens_shifted",
-        ),
-        ({"labels": torch.tensor([[1, 2]])}, None, "samples"),
-        ({"labels": torch.tensor([1, -100])}, None, "samples"),
-        ({"labels": ["a"]}, None, "samples"),
-        (torch.zeros(3), None, "samples"),
+        (IGNORING, "weighted by the entries of `labels` that are not -100"),
+        ({"labels": torch.tensor([[1, 2]])}, "weighted by samples"),
+        ({"labels": torch.tensor([1, -100])}, "weighted by samples"),
+        ({"labels": ["a"]}, "weighted by samples"),
+        (torch.zeros(3), "weighted by samples"),
     ],
 )
-def test_what_a_loss_is_the_mean_over(batch, make, expected):
-    assert resolve("auto", batch, None if make is None else make()) == expected
-    assert resolve("samples", batch, None) == "samples"
+def test_the_guess_where_nothing_is_proven(batch, expected):
+    assert guess(batch).text == expected
+
+
+def test_weights_of_all_micro_batches_are_read_at_once():
+    """Each number that is read alone is one more wait for a GPU."""
+
+    class Reads(TorchDispatchMode):
+        num_reads = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.num_reads += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    labels = torch.tensor([[1, -100], [2, 3], [-100, -100], [4, 5]])
+    parts = [{"labels": part} for part in labels.split(1)]
+    weightings = weightings_of("auto", parts[0])
+    with Reads() as reads:
+        rows = read_weights(weightings, parts)
+    assert reads.num_reads == 0
+    assert dict(zip([w.text for w in weightings], rows, strict=True)) == {
+        "weighted by samples": [1, 1, 1, 1],
+        "weighted by the entries of `labels` that are not -100": [1, 2, 0, 2],
+        "weighted by the entries of `labels` that are not 0": [2, 2, 2, 2],
+        "weighted by the entries of `labels` that are not -1": [2, 2, 2, 2],
+        "weighted by the entries of `labels` that are not -100, without the first of each sample": [
+            *(0, 1, 0, 1)
+        ],
+        "weighted by the entries of `labels` that are not 0, without the first of each sample": [
+            *(1, 1, 1, 1)
+        ],
+        "weighted by the entries of `labels` that are not -1, without the first of each sample": [
+            *(1, 1, 1, 1)
+        ],
+        "added up, as the loss is a sum over samples": [1, 1, 1, 1],
+    }
 
 
 def test_tokens_need_labels():
     step = MicroBatching(2, loss_weight="tokens").apply(lambda batch: batch.sum()).target
     with pytest.raises(ConfigurationError, match="no tensor named `labels`"):
         step(torch.zeros(4, 2))
+
+
+def test_updates_in_backward_of_another_model_go_on():
+    """Only those of the model whose batch passes in parts wait for the last part."""
+    models = [nn.Linear(6, 2), nn.Linear(6, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for optimizer in optimizers:
+        OptimizerInBackward().apply(optimizer)
+    before = copy.deepcopy([model.weight for model in models])
+    seen = []
+
+    def loss_of(batch):
+        loss = models[0](batch).square().mean()
+        if not seen:  # while the backward pass of the first part runs
+            other = models[1](batch).sum()
+            loss.register_hook(lambda grad: other.backward())
+        seen.append([bool((m.weight != b).any()) for m, b in zip(models, before, strict=True)])
+        return loss
+
+    MicroBatching(2, module=models[0]).apply(loss_of).target(torch.randn(4, 6))
+    assert seen == [[False, False], [False, True]]
+    assert bool((models[0].weight != before[0]).any())
 
 
 def test_half_precision_is_refused():

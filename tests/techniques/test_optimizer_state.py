@@ -294,3 +294,113 @@ def test_what_rounding_keeps_stays_with_the_state(way, is_8bit):
     before, after = old.state[module.weight][key], new.state[module.weight][key]
     assert torch.equal(torch.as_tensor(before), torch.as_tensor(after))
     new.step()
+
+
+def other_model(kind):
+    """The same parameters in another order, or another width."""
+    torch.manual_seed(0)
+    if kind == "order":
+        return nn.ParameterList(reversed(list(make_model().parameters())))
+    return nn.Sequential(nn.Linear(70, 66), nn.Tanh(), nn.Linear(66, 3))
+
+
+@pytest.mark.parametrize("kind", ["order", "size"])
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [("adamw", 8, 8), ("adamw", 8, 32), ("adamw", 32, 8), ("ademamix_8bit", 8, 8)],
+)
+def test_state_of_parameters_of_other_shapes_is_refused(name, old, new, kind):
+    """bitsandbytes' kernels take pointers: they would read and write beyond the end of it."""
+    technique = LowBitOptimizer("8bit" if name == "adamw" else name, min_8bit_size=1)
+    model, make = make_model(), FAMILIES["adamw"]
+    first = make(model) if old == 32 else low_bit(model, make, technique)
+    train(model, first, 1)
+    other = other_model(kind)
+    second = make(other) if new == 32 else low_bit(other, make, technique)
+    with pytest.raises(IncompatibleError, match=r"of shape \(65, 70\), .*in the order"):
+        convert_state_dict(first.state_dict(), second)
+    if old == new == 8:
+        with pytest.raises(IncompatibleError, match=r"of shape \(65, 70\), .*in the order"):
+            second.load_state_dict(first.state_dict())
+
+
+def spoil(path, value):
+    """Write a value, or take it away, somewhere in the state dict of an optimizer."""
+
+    def change(saved):
+        for key in path[:-1]:
+            saved = saved[key]
+        if value is KeyError:
+            del saved[path[-1]]
+        else:
+            saved[path[-1]] = value
+
+    return change
+
+
+NESTED = "__bnb_optimizer_quant_state__"
+SPOILED = {
+    "a list": (lambda saved: [saved], "is a list"),
+    "a text": (lambda _: "state", "is a str"),
+    "none": (lambda _: None, "is a NoneType"),
+    "no state": (spoil(["state"], KeyError), "has no `state`"),
+    "no groups": (spoil(["param_groups"], KeyError), "has no `param_groups`"),
+    "state is a list": (spoil(["state"], [1]), "`state` is a list"),
+    "groups are a dict": (spoil(["param_groups"], {}), "`param_groups` is a dict"),
+    "a group is a text": (spoil(["param_groups", 0], "x"), r"`param_groups\[0\]` is a str"),
+    "no params": (spoil(["param_groups", 0, "params"], KeyError), r"groups\[0\]` has no `params`"),
+    "params is a number": (spoil(["param_groups", 0, "params"], 4), "`params` is an int"),
+    "a list for a parameter": (spoil(["state", 0], [1]), r"`state\[0\]` is a list"),
+    "nested text": (spoil(["state", 0, NESTED], "x"), r"`state\[0\]\[.*\]` is a str"),
+    "no step": (spoil(["state", 0, "step"], KeyError), r"`state\[0\]` has no `step`"),
+    "step is a text": (spoil(["state", 0, "step"], "3"), r"`step` is a str"),
+    "several steps": (spoil(["state", 0, "step"], torch.ones(3)), "`step` has 3 values"),
+    "no scales": (spoil(["state", 0, NESTED, "absmax1"], KeyError), "has no `absmax1`"),
+    "no table": (spoil(["state", 0, NESTED, "qmap2"], KeyError), "has no `qmap2`"),
+    "half of the scales": (
+        spoil(["state", 0, NESTED, "absmax1"], torch.zeros(9)),
+        r"`absmax1` has 9 values, not 18",
+    ),
+    "a short table": (spoil(["state", 0, NESTED, "qmap1"], torch.zeros(16)), "`qmap1` has 16"),
+    "a number for a moment": (spoil(["state", 0, NESTED, "state1"], 1.0), "`state1` is a float"),
+    "no second moment": (spoil(["state", 0, NESTED, "state2"], KeyError), "written by Lion"),
+    "a type of its own": (
+        spoil(["state", 0, NESTED, "state1"], torch.zeros(65, 70, dtype=torch.int64)),
+        "`state1` is torch.int64",
+    ),
+    "a seed": (spoil(["state", 0, "rounding_seed"], "x"), "`rounding_seed` is a str"),
+    "a negative seed": (spoil(["state", 0, "rounding_seed"], -1), "`rounding_seed` is -1"),
+    "a rest": (spoil(["state", 0, "compensation"], 1.0), "`compensation` is a float"),
+    "a short rest": (
+        spoil(["state", 0, "compensation"], torch.zeros(3)),
+        r"`compensation` has shape \(3,\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SPOILED)
+@pytest.mark.parametrize("width", [8, 32])
+def test_a_state_that_is_none_is_refused_in_words(case, width):
+    change, message = SPOILED[case]
+    model, make = make_model(), FAMILIES["adamw"]
+    old = low_bit(model, make)
+    train(model, old, 1)
+    saved = copy.deepcopy(old.state_dict())
+    changed = change(saved)
+    new = low_bit(make_model(), make) if width == 8 else make(make_model())
+    with pytest.raises(IncompatibleError, match=message) as caught:
+        convert_state_dict(saved if changed is None and case != "none" else changed, new)
+    assert "without `ckpt_path`" in str(caught.value)
+    assert not any(new.state.values())
+
+
+@pytest.mark.parametrize("case", ["a seed", "a short rest", "no groups", "a list for a parameter"])
+def test_a_32bit_state_with_nonsense_is_refused_by_a_32bit_run(case):
+    change, message = SPOILED[case]
+    model, make = make_model(), FAMILIES["adamw"]
+    old = make(model)
+    train(model, old, 1)
+    saved = copy.deepcopy(old.state_dict())
+    change(saved)
+    with pytest.raises(IncompatibleError, match=message):
+        convert_state_dict(saved, make(make_model()))

@@ -14,7 +14,6 @@ from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.techniques import TECHNIQUES
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.early_release import EarlyRelease
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching import MicroBatching
@@ -37,12 +36,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves no
 # In the order of the registry, as in a fit.
 FIRST = {cls.name: CASES[cls.name].variants[0] for cls in TECHNIQUES}
 PAIRS = list(combinations(FIRST.values(), 2))
-BITWISE = (ActivationCheckpointing(), EarlyRelease(), OptimizerInBackward())
-CLASSIC = (ActivationCheckpointing(), EarlyRelease(), LowBitOptimizer(), MicroBatching(6))
+BITWISE = (ActivationCheckpointing(), OptimizerInBackward())
+CLASSIC = (ActivationCheckpointing(), LowBitOptimizer(), MicroBatching(6))
 SINGLE_GPU = (
     ChunkedCrossEntropy(heads="head"),
     ActivationCheckpointing("nested"),
-    EarlyRelease(),
     LowBitOptimizer(force_8bit=("*",)),
     LowPrecisionWeights(),
     OptimizerInBackward(),

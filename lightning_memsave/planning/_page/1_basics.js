@@ -55,6 +55,9 @@ const bytesOf = (bytes, attributes = {}) =>
     formatBytes(bytes));
 const swatch = (category) => el("i", { class: `swatch c-${category}`, "aria-hidden": "true" });
 const code = (text) => el("code", {}, text);
+// Backticks mark code, as in the texts of the terminal.
+const marked = (text) =>
+  text.split("`").map((part, i) => (i % 2 ? code(part) : part)).filter((part) => part !== "");
 const heading = (id, text, ...more) =>
   el("div", { class: "heading" }, el("h2", { id: `${id}-title` }, text),
     more.length ? el("p", { class: "finding" }, ...more) : null);
@@ -84,7 +87,7 @@ const legend = (names) =>
 // Tensors at the peak and, on top, what CUDA and its allocator take.
 function deviceParts(prediction) {
   const parts = { ...prediction.by_category };
-  const reserved = prediction.reserved_bytes ?? prediction.peak_bytes;
+  const reserved = prediction.device_bytes - prediction.context_bytes;
   parts.allocator_slack += Math.max(0, reserved - prediction.peak_bytes);
   parts.cuda_context += prediction.context_bytes;
   return parts;

@@ -41,7 +41,8 @@ function facts(prediction) {
   const { peak, by_category: parts } = prediction;
   const count = prediction.num_parameters;
   const perParameter = sum(["parameter", "weight_copy", "gradient", "optimizer_state"]
-    .map((name) => parts[name]));
+    .map((name) => Math.max(parts[name],
+      ...Object.values(prediction.by_phase).map((phase) => phase.by_category[name]))));
   const rows = [
     ["Tensors at the peak", bytesOf(prediction.peak_bytes), peak.phase && `in ${peak.phase}`],
     prediction.reserved_bytes != null &&

@@ -49,7 +49,7 @@ function tensorRow({ tensor, place, modules, total }, most) {
 
 function renderRemarks(prediction) {
   const list = (title, lines) => (lines.length
-    ? [el("h3", {}, title), el("ul", {}, lines.map((line) => el("li", {}, line)))] : []);
+    ? [el("h3", {}, title), el("ul", {}, lines.map((line) => el("li", {}, marked(line))))] : []);
   const settings = Object.entries(prediction.settings);
   document.getElementById("remarks").replaceChildren(...[
     heading("remarks", "How to read this"),
@@ -63,6 +63,20 @@ function renderRemarks(prediction) {
     el("p", { class: "hint" }, `Predicted in ${prediction.seconds.toFixed(1)} s`,
       prediction.is_extrapolated ? ", from copies of the model with fewer blocks." : "."),
   ]);
+}
+
+function renderAnswers() {
+  const section = document.getElementById("answers");
+  section.hidden = !DATA.tables.length;
+  section.replaceChildren(...DATA.tables.flatMap(({ title, columns, rows }) => [
+    el("div", { class: "heading" }, el("h2", {}, title)),
+    el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
+      el("table", { class: "answers" },
+        el("thead", {}, el("tr", {}, columns.map((text) =>
+          el("th", { scope: "col", class: "text" }, text)))),
+        el("tbody", {}, rows.map((row) => el("tr", {}, row.map((text) =>
+          el("td", { class: "text" }, marked(text)))))))),
+  ]));
 }
 
 function show(index) {
@@ -103,6 +117,7 @@ function start() {
   choice.addEventListener("change", () => show(Number(choice.value)));
   document.getElementById("chooser").hidden = DATA.predictions.length < 2;
   prepareTheme();
+  renderAnswers();
   renderComparison();
   show(0);
 }

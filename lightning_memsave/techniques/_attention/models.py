@@ -85,7 +85,7 @@ def why_left_alone(part: ModelPart, parts: list[ModelPart], kernel: str) -> str 
     """
     if part.kernel == kernel:
         return f"its attention is `{kernel}` already"
-    if kernel == "sdpa" and part.kernel != "eager":
+    if has_kernel(part, kernel):
         return f"its attention is `{part.kernel}`, not `eager`"
     same_root = [other.config for other in parts if other.root is part.root]
     if any(getattr(config, "output_attentions", False) for config in same_root):
@@ -94,6 +94,11 @@ def why_left_alone(part: ModelPart, parts: list[ModelPart], kernel: str) -> str 
         return "it computes attention in float32 (`reorder_and_upcast_attn`), as only `eager` can"
     reasons = (_why_unsupported(model, kernel) for model in part.models)
     return next((reason for reason in reasons if reason is not None), None)
+
+
+def has_kernel(part: ModelPart, kernel: str) -> bool:
+    """Say whether a model needs no change for a kernel: any that is fused serves as ``"sdpa"``."""
+    return part.kernel == kernel or (kernel == "sdpa" and part.kernel != "eager")
 
 
 def _why_unsupported(model: Any, kernel: str) -> str | None:

@@ -1,14 +1,17 @@
 """Run a part of a model again in backward, with the same result and no second side effect."""
 
+import contextlib
+import copy
 import functools
-import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.backends import cuda
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -16,9 +19,9 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
+from lightning_memsave.core.nesting import attributes_of, items_of
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques._checkpointing.changed_buffers import ChangedBuffers, Contexts
-from lightning_memsave.techniques._checkpointing.changed_inputs import Call
 
 _KEPT_OPS = frozenset(
     {
@@ -38,8 +41,46 @@ _KEPT_OPS = frozenset(
     }
 )
 
-# The blocks that a key-value cache was kept from.
-_KEPT_FROM: WeakKeyDictionary[Any, WeakSet[nn.Module]] = WeakKeyDictionary()
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to tell once `fp32_precision` of one backend was set
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _set_cudnn(is_enabled: bool) -> None:
+    torch.backends.cudnn.enabled = is_enabled
+
+
+# Settings of the process that decide what an operator computes. `checkpoint` itself restores
+# autocast, the default device and the random state.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    # Lightning sets it around `training_step`, not around backward: "64-true", "bf16-true" ...
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (_matmul_precision, _set_matmul_precision),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _set_deterministic,
+    ),
+    (lambda: torch.backends.cudnn.enabled, _set_cudnn),
+)
 
 
 def recompute(
@@ -66,87 +107,143 @@ def recompute(
     if torch.compiler.is_compiling():
         # The compiler replays operations, not side effects, so neither buffers nor arguments need
         # care; and it knows our context function, but not the default one when it is passed.
-        call = functools.partial(run, **kwargs)
+        bound = functools.partial(run, **kwargs)
         if is_selective:
-            return checkpoint(call, *args, use_reentrant=False, context_fn=context_fn)
-        return checkpoint(call, *args, use_reentrant=False)
-    again = Call(run, modules[0], args, kwargs)
+            return checkpoint(bound, *args, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(bound, *args, use_reentrant=False)
+    if _is_functional(modules):
+        warnings.warn(
+            f"activation_checkpointing does nothing for `{type(modules[0]).__name__}` here: "
+            "`torch.func` runs it with tensors that are gone in backward. Set "
+            "`activation_checkpointing=None` to train without this warning.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+        return run(*args, **kwargs)
+    call = _Call(run, modules, args, kwargs)
     buffers = ChangedBuffers(modules)
     if buffers.can_change:
         context_fn = functools.partial(buffers.contexts, context_fn)
-    # Positional tensors tell torch of which devices to save the random state; keyword ones do not.
-    output = checkpoint(again, *again.tensors, use_reentrant=False, context_fn=context_fn)
-    again.learn()
+    output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
+    call.end_first()
     buffers.learn()
     return output
 
 
-def holds_cache_in_use(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Say whether a key-value cache among the arguments is needed and so cannot be dropped.
-
-    Args:
-        module: The block that is called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        True outside of training, and if the cache holds something for this block already (a learned
-        prefix, for example). Writing to a cache twice would be wrong, so such a call runs plainly.
-
-    Raises:
-        IncompatibleError: If the cache was kept from this block before and comes again, so that
-            what it should hold is missing.
-    """
-    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    if not caches or not module.training:
-        return bool(caches)
-    name = type(module).__name__
-    if any(module in _KEPT_FROM.get(cache, ()) for cache in caches):
-        problem = Problem(
-            f"a key-value cache in a second training step of `{name}`",
-            "blocks that are recomputed leave caches empty, and this one should not be",
-            "Set `activation_checkpointing=None` to train with a cache over several steps.",
-        )
-        raise IncompatibleError("activation_checkpointing", [problem])
-    index = next((m.layer_idx for m in module.modules() if hasattr(m, "layer_idx")), 0)
-    is_filled = any(cache.get_seq_length(index) > 0 for cache in caches)
-    if is_filled:
-        warnings.warn(
-            f"activation_checkpointing does nothing for `{name}`: it is given a key-value cache "
-            "that is not empty, such as a learned prefix. Train without one, or set "
-            "`activation_checkpointing=None`.",
-            NoEffectWarning,
-            stacklevel=3,
-        )
-    return is_filled
-
-
-def without_caches(
-    module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Replace key-value caches by ``None``: recomputing would append to them a second time.
-
-    Args:
-        module: The block that is called.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Both without Hugging Face ``Cache`` objects.
-    """
-    for value in (*args, *kwargs.values()):
-        if _is_cache(value):
-            _KEPT_FROM.setdefault(value, WeakSet()).add(module)
-    return (
-        tuple(None if _is_cache(value) else value for value in args),
-        {name: None if _is_cache(value) else value for name, value in kwargs.items()},
+# `functional_call` replaces parameters by tensors; transforms wrap what a block is given.
+def _is_functional(modules: Sequence[nn.Module]) -> bool:
+    return torch._C._are_functorch_transforms_active() or any(
+        not isinstance(p, nn.Parameter) for module in modules for p in module.parameters()
     )
 
 
-def _is_cache(value: object) -> bool:
-    # Where transformers was never imported there can be no instance of its classes.
-    cache_utils = sys.modules.get("transformers.cache_utils")
-    return cache_utils is not None and isinstance(value, cache_utils.Cache)
+class _Call:
+    """A call that can be repeated with the arguments and the settings of the first time."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._run, self._name = run, type(modules[0]).__name__
+        self._settings = [get() for get, _ in _SETTINGS]
+        self._first: tuple[Any, Any] | None = (tuple(args), dict(kwargs))
+        leaves, self._structure = tree_flatten(self._first)
+        # One that comes twice comes twice again: torch's attention asks whether query is key.
+        unique = {id(leaf): leaf for leaf in leaves if _is_saved(leaf)}
+        places = {key: _Place(index) for index, key in enumerate(unique)}
+        # Tensors are not kept here: `checkpoint` keeps them, and hooks may move them elsewhere.
+        self._leaves = [places.get(id(leaf)) or _shallow_copy(leaf) for leaf in leaves]
+        self.tensors: list[Tensor] = [*unique.values()]
+        device = next((p.device for module in modules for p in module.parameters()), None)
+        if device is not None and all(tensor.device != device for tensor in self.tensors):
+            # From its arguments, torch learns of which device to save the random state.
+            self.tensors.append(torch.empty(0, device=device))
+        self._versions = [tensor._version for tensor in self.tensors]
+        self._held = [*self._find_held()]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            return self._run(*args, **kwargs)
+        # Objects are copied again because a graph can be gone through twice.
+        leaves = [
+            tensors[leaf.index] if isinstance(leaf, _Place) else _shallow_copy(leaf)
+            for leaf in self._leaves
+        ]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        self._refuse_changes(is_changed=False)
+        with _settings(self._settings):
+            return self._run(*args, **kwargs)
+
+    def end_first(self) -> None:
+        """Refuse changes that the first run made, which torch would find in backward."""
+        self._refuse_changes([tensor._version for tensor in self.tensors] != self._versions)
+        self.tensors = []
+
+    def _refuse_changes(self, is_changed: bool) -> None:
+        held = [*self._find_held()]
+        pairs = zip(held, self._held, strict=False)
+        is_changed |= len(held) != len(self._held)
+        if is_changed or any(a is not b or m != n for (a, m), (b, n) in pairs):
+            problem = Problem(
+                f"a block of class `{self._name}`",
+                "what it is given is changed in place, so that it cannot be computed again",
+                "Write `x = x + y` in place of `x += y` there, leave these blocks out with "
+                "`blocks=`, or set `activation_checkpointing=None`.",
+            )
+            raise IncompatibleError("activation_checkpointing", [problem])
+
+    def _find_held(self) -> Iterator[tuple[Any, int]]:
+        for leaf in self._leaves:
+            if not isinstance(leaf, _Place):
+                yield from _held_by(leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a tensor among those that are passed to ``checkpoint``."""
+
+    index: int
+
+
+@contextlib.contextmanager
+def _settings(values: Sequence[Any]) -> Iterator[None]:
+    changed = [
+        (put, now, value)
+        for (get, put), value in zip(_SETTINGS, values, strict=True)
+        if (now := get()) != value
+    ]
+    for put, _, value in changed:
+        put(value)
+    try:
+        yield
+    finally:
+        for put, now, _ in changed:
+            put(now)
+
+
+# Those of inference mode cannot change, and cannot be saved for backward.
+def _is_saved(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+def _shallow_copy(value: Any) -> Any:
+    if isinstance(value, Tensor) or callable(value):
+        return value
+    try:
+        return copy.copy(value)
+    except TypeError:  # a lock, a process group: nothing that a forward pass would change
+        return value
+
+
+# What an object holds, to three levels: items that are not copied with it.
+def _held_by(value: Any, levels: int = 3) -> Iterator[tuple[Any, int]]:
+    for _, item in (items_of(value) or attributes_of(value)) if levels else ():
+        yield item, item._version if _is_saved(item) else 0
+        yield from _held_by(item, levels - 1)
 
 
 def _keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

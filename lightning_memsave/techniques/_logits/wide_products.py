@@ -1,9 +1,14 @@
 """Matrix products of low precision whose results are wide, and sums of them."""
 
+import functools
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+
+AddProduct = Callable[[Tensor, Tensor, Tensor, int], None]
+"""Writes ``beta * total + a @ b`` to ``total``, which is of a wider type than ``a`` and ``b``."""
 
 # So many rows or columns at a time are converted from one type to another.
 _NUM_TILES = 16
@@ -86,13 +91,48 @@ def scaled(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-# Nothing is rounded in between: GPUs multiply low precision into 32 bits.
 def _add_low_precision_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    beta = 0 if is_first else 1
+    add: AddProduct = _add_in_tiles
     if total.device.type == "cuda":  # pragma: no cover (gpu)
-        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
-        return
+        add = find_product(total.device, total.dtype, a.dtype)
+    add(total, a, b, 0 if is_first else 1)
+
+
+@functools.cache
+def find_product(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> AddProduct:
+    """Find by a small product which operator this torch has; GPUs multiply low precision widely."""
+    for add in (_add_by_addmm, _add_by_mm):
+        total = torch.ones(8, 8, device=device, dtype=wide)
+        ones = torch.ones(8, 8, device=device, dtype=narrow)
+        try:
+            add(total, ones, ones, 1)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):
+            continue
+        if bool((total == 9).all()):
+            return add
+    return _add_in_tiles
+
+
+# From torch 2.10 on.
+def _add_by_addmm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
+
+
+# From torch 2.8 on; the product of a tile of columns is there beside the sum.
+def _add_by_mm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    for columns, part in _tiles(total, b):
+        product = torch.mm(a, part, out_dtype=total.dtype)
+        columns.copy_(product if beta == 0 else columns + product)
+
+
+def _add_in_tiles(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     a = a.to(total.dtype)
-    size = max(_MIN_TILE, math.ceil(b.shape[1] / _NUM_TILES))
-    for columns, part in zip(total.split(size, 1), b.split(size, 1), strict=True):
+    for columns, part in _tiles(total, b):
         columns.addmm_(a, part.to(total.dtype), beta=beta)
+
+
+def _tiles(total: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    size = max(_MIN_TILE, math.ceil(b.shape[1] / _NUM_TILES))
+    return zip(total.split(size, 1), b.split(size, 1), strict=True)

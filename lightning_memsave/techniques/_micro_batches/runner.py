@@ -1,19 +1,29 @@
 """Pass batches in parts, and in smaller ones when memory runs out."""
 
-import gc
-from collections.abc import Callable
+import math
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import torch
-from torch import nn
-
-from lightning_memsave.core.batches import count_samples
-from lightning_memsave.core.out_of_memory import is_out_of_memory
-from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError
+from lightning_memsave.core.batches import Path, count_samples
+from lightning_memsave.core.out_of_memory import (
+    find_out_of_memory,
+    first_line,
+    free_unused,
+)
+from lightning_memsave.errors import MemoryExhaustedError
 from lightning_memsave.techniques._micro_batches.loss_weights import (
     LossWeight,
-    resolve,
-    weight_function,
+    Weighting,
+    guess,
+    read_weights,
+    shares_of,
+    weightings_of,
+)
+from lightning_memsave.techniques._micro_batches.splitting import (
+    SplitBatch,
+    samples_of,
+    split_batch_with,
 )
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 
@@ -41,8 +51,7 @@ class MicroBatchRunner:
     Args:
         size: Samples that pass at once, or ``"auto"``.
         loss_weight: What a loss is the mean over.
-        split_batch: A function of batch and size that gives a list of batches.
-        module: The model, if it is known.
+        split_batch: The user's function of batch and size; ``None`` for `split_samples`.
         agree: Of the next size that this process wants, ``NO_LIMIT`` if it had enough memory: the
             smallest one that any process wants.
     """
@@ -51,8 +60,7 @@ class MicroBatchRunner:
         self,
         size: Any,
         loss_weight: LossWeight,
-        split_batch: Callable[[Any, int], Any],
-        module: nn.Module | None = None,
+        split_batch: SplitBatch | None,
         agree: Callable[[int], int] = lambda size: size,
     ) -> None:
         self.is_auto = size == "auto"
@@ -61,41 +69,60 @@ class MicroBatchRunner:
         """Samples that pass at once; ``None`` for the whole batch."""
         self.retries: list[str] = []
         """One line for each time that memory ran out."""
-        self.weighted_by: LossWeight | None = None
-        """What the losses of the last batch in parts were weighted by."""
-        self._loss_weight, self._split_batch = loss_weight, split_batch
-        self._module, self._agree = module, agree
+        self.weightings: Sequence[Weighting] = ()
+        """What losses can be weighted by, the first of them if they do not agree."""
+        self.whole: frozenset[Path] = frozenset()
+        """Leaves of batches that belong to every micro-batch."""
+        self.needs_proof = False
+        """Batches pass whole while there are no weightings."""
+        self.tell_apart: Callable[[Any, bool], bool] | None = None
+        """Called with a batch and whether the weightings give its micro-batches other weights; says
+        whether the batch may be split."""
+        self.asks_together = False
+        """All processes call that, or none."""
+        self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
-        """Split a batch into parts.
+        """Split a batch into micro-batches.
 
         Args:
             batch: A batch.
 
         Returns:
-            Parts, weights of their losses, which sum to 1, and numbers of samples, as far as they
-            can be counted. Parts without a valid token are left out: the mean over nothing is not a
-            number.
+            Micro-batches, factors of their losses, and numbers of samples, as far as they can be
+            counted. Micro-batches without a valid token are left out: the mean over nothing is not
+            a number.
         """
-        if self.size is None:
+        if self.size is None or (self.needs_proof and not self.weightings):
             return [batch], [1.0], [None]
-        parts = list(self._split_batch(batch, self.size))
-        if len(parts) == 1:
-            return parts, [1.0], [None]
-        self.weighted_by = resolve(self._loss_weight, batch, self._module)
-        weigh = weight_function(self.weighted_by, batch)
-        weights = torch.stack([torch.as_tensor(weigh(part)).double().cpu() for part in parts])
-        total = weights.sum().item()
-        if total <= 0:
+        parts = split_batch_with(self._split_batch, batch, self.size, self.whole)
+        shares = self._shares(batch, parts)
+        if len(parts) == 1 or shares is None:
             return [batch], [1.0], [None]
-        kept = [
-            (part, weight) for part, weight in zip(parts, weights.tolist(), strict=True) if weight
-        ]
+        kept = [(part, share) for part, share in zip(parts, shares, strict=True) if share]
         return (
             [part for part, _ in kept],
-            [weight / total for _, weight in kept],
-            [_samples_of(part) for part, _ in kept],
+            [share for _, share in kept],
+            [samples_of(part, self.whole) for part, _ in kept],
         )
+
+    def _shares(self, batch: Any, parts: Sequence[Any]) -> list[float] | None:
+        weightings = self.weightings or self._guessed(batch)
+        asks = self.tell_apart is not None and (self.asks_together or len(parts) > 1)
+        if len(parts) == 1 and not asks:
+            return None
+        rows = read_weights(weightings, parts)
+        shares = [shares_of(*pair) for pair in zip(weightings, rows, strict=True)]
+        if self.tell_apart is not None and asks:
+            if not self.tell_apart(batch, len(parts) > 1 and not _agree_on(shares)):
+                return None
+            shares = [s for w, s in zip(weightings, shares, strict=True) if w in self.weightings]
+        return shares[0]
+
+    def _guessed(self, batch: Any) -> list[Weighting]:
+        if self._loss_weight == "auto":
+            return [guess(batch)]
+        return weightings_of(self._loss_weight, batch)
 
     def run(
         self,
@@ -111,54 +138,58 @@ class MicroBatchRunner:
             batch: A batch.
             pass_part: Passes one part.
             take_down: Gives the state before the batch, to be put back before it is repeated;
-                called for ``"auto"`` only.
+                called for ``"auto"`` only, and again if memory was not enough for it.
             forget: Takes back what ``pass_part`` noted elsewhere.
 
         Raises:
             MemoryExhaustedError: If memory runs out with one sample.
         """
-        state = take_down() if self.is_auto else None
+        before = _Before(take_down if self.is_auto else lambda: None)
         while True:
-            failure = self._try(batch, pass_part)
+            failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
                 return
-            wanted = NO_LIMIT if failure is None else self._size_of(batch) // 2
+            wanted = NO_LIMIT if failure is None else self.size_of(batch) // 2
             size = self._agree(wanted)
             if size == NO_LIMIT:
                 return
             # Outside of the handler, whose traceback would keep the tensors of the step alive.
+            before.has_failed = True
             forget()
-            if state is not None:
-                state.restore()
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
             if size == 0:
+                self._failure_of(before.prepare)
                 raise MemoryExhaustedError(self._report(failure))
             self._shrink(batch, size)
 
+    def _pass(self, batch: Any, pass_part: PassPart, before: "_Before") -> None:
+        before.prepare()
+        parts, weights, sizes = self.split(batch)
+        for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
+            pass_part(part, weight, size, index == len(parts) - 1)
+
     # Gives what was said when memory ran out.
-    def _try(self, batch: Any, pass_part: PassPart) -> str | None:
+    def _failure_of(self, function: Callable[[], None]) -> str | None:
+        outside = sys.exception()
         try:
-            parts, weights, sizes = self.split(batch)
-            for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
-                pass_part(part, weight, size, index == len(parts) - 1)
+            function()
         except Exception as error:
-            if not self.is_auto or not is_out_of_memory(error):
+            found = find_out_of_memory(error, outside) if self.is_auto else None
+            if found is None:
                 raise
-            return str(error)
+            return first_line(found)
         return None
 
-    def _size_of(self, batch: Any) -> int:
-        samples = count_samples(batch)
+    def size_of(self, batch: Any) -> int:
+        """Count the samples that pass at once."""
+        samples = count_samples(batch, self.whole)
         return samples if self.size is None else min(self.size, samples)
 
     def _shrink(self, batch: Any, size: int) -> None:
-        before, self.size = self._size_of(batch), size
+        before, self.size = self.size_of(batch), size
         self.retries.append(f"out of memory with {before} samples at once, repeated with {size}")
 
     def _report(self, failure: str | None) -> str:
-        said = (failure or "another process ran out of memory").strip().splitlines()[0]
+        said = failure or "another process ran out of memory"
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
             f"Out of memory with one sample at once, and there is nothing smaller: {said}\n"
@@ -168,8 +199,30 @@ class MicroBatchRunner:
         )
 
 
-def _samples_of(part: Any) -> int | None:
-    try:
-        return count_samples(part)
-    except IncompatibleError:  # only `split_batch` knows what its parts are
-        return None
+# Saving and restoring need memory, too: they are part of a try, which fails where there is none.
+class _Before:
+    def __init__(self, take_down: Callable[[], TrainingState | None]) -> None:
+        self.has_failed = False  # a try has failed
+        self._take_down = take_down
+        self._state: TrainingState | None = None
+
+    def prepare(self) -> None:
+        if self.has_failed:
+            free_unused()
+        if self._state is None:
+            self._state = self._take_down()
+        else:
+            self._state.restore()
+
+
+def _agree_on(shares: Sequence[Sequence[float] | None]) -> bool:
+    first = shares[0]
+    return all(
+        (first is None and other is None)
+        or (
+            first is not None
+            and other is not None
+            and all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(first, other, strict=True))
+        )
+        for other in shares[1:]
+    )

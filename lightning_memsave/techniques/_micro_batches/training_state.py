@@ -1,7 +1,10 @@
-"""What a step changes beside parameters, taken down and put back."""
+"""What a step changes beside parameters, saved and put back."""
 
+import collections
+import copy
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -9,13 +12,21 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.host_copies import host_copies
 
+_MAX_STATE_BYTES = 2**20  # of a tensor that a module keeps as an attribute; a larger one is data
+# Not their subclasses, which may refuse to be changed, as outputs of Hugging Face's models do.
+_CONTAINERS = {
+    *(list, dict, set, collections.deque),
+    *(collections.OrderedDict, collections.defaultdict, collections.Counter),
+}
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
 
 class TrainingState:
-    """Random states, buffers, metrics and gradients at one moment.
+    """Random states, buffers, modes and attributes of modules, and gradients at one moment.
 
-    Buffers are those of modules in training mode that are in ``state_dict``: running statistics are
-    among them, masks and tables that models compute once are not. What a module keeps in attributes
-    of its own, such as a list of outputs, is not known and stays.
+    An attribute is put back as it was: the same object, and in lists, dictionaries, sets and small
+    tensors the same values. What lies deeper, as in an object of the user's own, is not known and
+    stays; so do attributes of torch's own modules, which keep no state there.
 
     Args:
         module: The model; metrics of torchmetrics inside it count.
@@ -24,16 +35,15 @@ class TrainingState:
     """
 
     def __init__(self, module: nn.Module, *, gradients: Literal["keep", "drop", "leave"]) -> None:
-        parameters = list(module.parameters())
-        self._random = _RandomState({p.device for p in parameters if p.device.type == "cuda"})
-        self._metrics = [(m, _copied(vars(m))) for m in module.modules() if _is_metric(m)]
-        self._buffers = [
-            (owner, name, buffer, buffer.detach().clone())
-            for owner in module.modules()
-            if owner.training and not _is_metric(owner)
-            for name, buffer in owner._buffers.items()
-            if buffer is not None and name not in owner._non_persistent_buffers_set
+        parameters, modules = list(module.parameters()), list(module.modules())
+        self._random = RandomState({p.device for p in parameters if p.device.type == "cuda"})
+        self._modes = [(m, m.training) for m in modules]
+        self._trained = [(p, p.requires_grad) for p in parameters]
+        self._attributes = [_Attributes(m) for m in modules if not _is_of_torch(m)]
+        self._names = [
+            (m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules if m._buffers
         ]
+        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
         if gradients != "leave":
             with host_copies():
@@ -46,17 +56,81 @@ class TrainingState:
 
     def restore(self) -> None:
         """Put everything back; may be called again."""
+        for parameter, _ in self._gradients:  # first: what follows needs memory
+            parameter.grad = None
         self._random.restore()
-        with torch.no_grad():
-            for owner, name, buffer, before in self._buffers:
-                owner._buffers[name] = buffer.copy_(before)
-        for metric, attributes in self._metrics:
-            vars(metric).update(_copied(attributes))
+        for module, is_training in self._modes:
+            module.training = is_training
+        for parameter, is_trained in self._trained:
+            parameter.requires_grad = is_trained
+        for attributes in self._attributes:
+            attributes.restore()
+        for module, buffers, non_persistent in self._names:
+            _refill(module._buffers, buffers)
+            _refill(module._non_persistent_buffers_set, non_persistent)
+        for buffer, before in self._buffers:
+            _write(buffer, before)
         for parameter, gradient in self._gradients:
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device, copy=True)
 
 
-class _RandomState:
+class _Attributes:
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values = dict(_own(module))
+        values = list(self._values.values())
+        self._containers = [(v, copy.copy(v)) for v in values if type(v) in _CONTAINERS]
+        is_metric = _is_metric(module)  # its tensors are state, whatever their size
+        self._tensors = [
+            (value, value.detach().clone())
+            for value in values
+            if isinstance(value, Tensor) and (is_metric or value.nbytes <= _MAX_STATE_BYTES)
+        ]
+
+    def restore(self) -> None:
+        attributes = vars(self._module)
+        for name, _ in list(_own(self._module)):
+            del attributes[name]
+        attributes.update(self._values)
+        for container, items in self._containers:
+            _refill(container, items)
+        for tensor, values in self._tensors:
+            _write(tensor, values)
+
+
+# Marks of this package are about what has happened, which a repeated batch does not undo.
+def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name not in _OF_EVERY_MODULE and not name.startswith("_memsave"):
+            yield name, value
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    return type(module).__module__.startswith("torch.")
+
+
+# In place: others may refer to it.
+def _refill(container: Any, before: Any) -> None:
+    if isinstance(container, list):
+        container[:] = before
+        return
+    container.clear()
+    if isinstance(container, collections.deque):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
+def _write(tensor: Tensor, before: Tensor) -> None:
+    # Those made under `torch.inference_mode` can be written under it only.
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        tensor.copy_(before)
+
+
+class RandomState:
+    """States of the global random number generators."""
+
     def __init__(self, devices: set[torch.device]) -> None:
         self._cpu = torch.get_rng_state()
         self._python = random.getstate()
@@ -65,6 +139,7 @@ class _RandomState:
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
+        """Put them back; may be called again."""
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -77,14 +152,3 @@ class _RandomState:
 def _is_metric(module: nn.Module) -> bool:
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
-
-
-# States are changed in place, lists of states are appended to.
-def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
-    copies: dict[str, Any] = {}
-    for name, value in attributes.items():
-        if isinstance(value, Tensor):
-            copies[name] = value.detach().clone()
-        else:
-            copies[name] = list(value) if isinstance(value, list) else value
-    return copies

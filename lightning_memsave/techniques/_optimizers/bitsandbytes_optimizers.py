@@ -1,21 +1,50 @@
 """bitsandbytes' optimizers with the number of bits chosen per parameter, imported on first use."""
 
 import functools
+import importlib
+import importlib.metadata
+import importlib.util
 import logging
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memsave.errors import MissingDependencyError
+from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
 from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD, Kind
 from lightning_memsave.techniques._optimizers.low_bit_step import update_all
+from lightning_memsave.techniques._optimizers.state_checks import check_states, check_structure
 
 if TYPE_CHECKING:
     _Base = torch.optim.Optimizer
 else:
     _Base = object
 
+# Its optimizers read other settings before, and had no kernels for the CPU.
+_LOWEST = (0, 50)
+# What is used and is not documented, beside attributes that the tiny step needs.
+_PRIVATE_NAMES = {
+    "bitsandbytes.functional": (
+        "GlobalPageManager",
+        "create_dynamic_map",
+        "dequantize_blockwise",
+        "get_paged",
+        "optimizer_update_32bit",
+        "quantize_blockwise",
+    ),
+    "bitsandbytes.optim.optimizer": ("GlobalOptimManager", "Optimizer1State", "Optimizer2State"),
+}
+_PRIVATE_METHODS = (
+    "check_overrides",
+    "get_config",
+    "get_state_buffer",
+    "init_state",
+    "prefetch_state",
+    "to_gpu",
+    "update_step",
+)
 _NOT_COPIED = {"mng", "page_mng", "step"}
 _MIN_PAGED_NUMEL = 100_000
 
@@ -96,6 +125,7 @@ class _PerParameterBits(_Base):
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
         """Update one parameter."""
+        _check_gradient(p)
         if self._lacks_kernel(p):
             self._update_in_float32(group, p, group_index, param_index)
             return
@@ -112,6 +142,21 @@ class _PerParameterBits(_Base):
         finally:
             p.grad = grad
 
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        """Load a state, after a check that its tensors are as large as the parameters."""
+        check_structure(state_dict)
+        sizes, own = (
+            [len(g["params"]) for g in d] for d in (state_dict["param_groups"], self.param_groups)
+        )
+        if sizes == own:  # otherwise bitsandbytes refuses it, in torch's words
+            check_states(state_dict, self.param_groups)
+        # A paged state may be larger than the GPU: it goes from the host to its pages.
+        super().load_state_dict(  # type: ignore[call-arg]
+            state_dict, move_to_device and not self.is_paged
+        )
+        if self.is_paged:
+            self._page_all()
+
     def prefetch_state(self, p: torch.Tensor) -> None:
         """Bring the state near, after paging again what a checkpoint load has put on the GPU."""
         if self.is_paged and p.device.type != "cpu":
@@ -124,6 +169,9 @@ class _PerParameterBits(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
+        # Not those of the whole module: a copy of this optimizer must not copy a frozen model.
+        own = {p for group in self.param_groups for p in group["params"]}
+        kept["bits_by_param"] = {p: n for p, n in self.bits_by_param.items() if p in own}
         return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -174,6 +222,16 @@ class _PerParameterBits(_Base):
         )
         p.data.copy_(p_float)
 
+    def _page_all(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.device.type == "cpu" or p not in self.state:
+                continue
+            for key in ("state1", "state2"):
+                self._page(p, key)
+            for key, value in self.state[p].items():
+                if isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False):
+                    self.state[p][key] = value.to(p.device)
+
     def _page(self, p: torch.Tensor, key: str) -> None:
         import bitsandbytes.functional as F  # noqa: N812, PLC0415
 
@@ -187,17 +245,10 @@ class _PerParameterBits(_Base):
 
 
 def import_bitsandbytes(setting: str) -> Any:
-    """Import bitsandbytes, which must not happen before a fit.
-
-    Args:
-        setting: What the user typed that needs it, for the message.
-
-    Returns:
-        The package.
-
-    Raises:
-        MissingDependencyError: If it is not installed or cannot be loaded.
-    """
+    """Import bitsandbytes, which must not happen before a fit; `setting` is what needs it."""
+    why = _find_wrong_version()
+    if why is not None:
+        raise _unusable(setting, why)
     # Without the package `kernels` it warns about a 4-bit CPU kernel, which no optimizer uses.
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = logger.level
@@ -205,13 +256,109 @@ def import_bitsandbytes(setting: str) -> Any:
     try:
         import bitsandbytes  # noqa: PLC0415
     except (ImportError, OSError, RuntimeError) as error:
-        raise MissingDependencyError(
-            f"`{setting}` needs bitsandbytes, which cannot be imported ({error}). "
-            "Run `pip install 'bitsandbytes>=0.46'`, or set `optimizer=None`."
-        ) from error
+        raise _unusable(setting, f"bitsandbytes cannot be imported ({error})") from error
     finally:
         logger.setLevel(level)
     return bitsandbytes
+
+
+def find_obstacle(device: torch.device) -> tuple[str, str] | None:
+    """Find what keeps bitsandbytes from running on a device, and what to do about it."""
+    why = _find_wrong_version()
+    # For a CPU the import, which takes seconds, can wait until an optimizer is made.
+    if why is None and device.type == "cuda":
+        try:
+            import_bitsandbytes("8-bit optimizer state")
+            why = _find_lost_library() or find_changed_names()
+        except MissingDependencyError as error:
+            why = f"bitsandbytes cannot be imported ({error.__cause__})"
+    return None if why is None else (why, f"{_INSTALL}, or set `optimizer=None`.")
+
+
+# Kernels read the parameter as of the gradient's type, unchecked.
+def _check_gradient(param: torch.Tensor) -> None:
+    grad = param.grad
+    if grad is None or grad.dtype == param.dtype:
+        return
+    problem = Problem(
+        f"a parameter of shape {tuple(param.shape)}",
+        f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels take one type",
+        "Let gradients have the type of their parameters, or apply "
+        "`LowPrecisionWeights().round_updates(optimizer)`.",
+    )
+    raise IncompatibleError("low_bit_optimizer", [problem])
+
+
+_INSTALL = f"Run `pip install -U 'bitsandbytes>={'.'.join(map(str, _LOWEST))}'`"
+
+
+def _unusable(setting: str, why: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"`{setting}` is not possible: {why}. {_INSTALL}, or set `optimizer=None`."
+    )
+
+
+def _find_wrong_version() -> str | None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    version = importlib.metadata.version("bitsandbytes")
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= _LOWEST:
+        return None
+    return f"bitsandbytes {version} is older than {'.'.join(map(str, _LOWEST))}"
+
+
+# Then importing it succeeds, and the first kernel raises.
+def _find_lost_library() -> str | None:
+    import bitsandbytes.cextension  # noqa: PLC0415
+
+    library = bitsandbytes.cextension.lib
+    if "ErrorHandlerMock" not in type(library).__name__:
+        return None
+    first = str(getattr(library, "error_msg", "")).partition("\n")[0]
+    return (
+        f"bitsandbytes' CUDA library cannot be loaded ({first}); `python -m bitsandbytes` says more"
+    )
+
+
+@functools.cache
+def find_changed_names() -> str | None:
+    """Find what of bitsandbytes' undocumented side is not as in the versions that were tested."""
+    missing = [
+        f"{module}.{name}"
+        for module, names in _PRIVATE_NAMES.items()
+        for name in names
+        if not hasattr(importlib.import_module(module), name)
+    ]
+    if not missing:
+        from bitsandbytes.optim.optimizer import Optimizer2State  # noqa: PLC0415
+
+        missing = [
+            f"Optimizer2State.{n}" for n in _PRIVATE_METHODS if not hasattr(Optimizer2State, n)
+        ]
+    error = None if missing else _try_step()
+    if not missing and error is None:
+        return None
+    what = f"{', '.join(missing)} is missing" if missing else f"a step on the CPU fails ({error})"
+    return (
+        f"version {importlib.metadata.version('bitsandbytes')} is unknown to this package: {what}"
+    )
+
+
+def _try_step() -> str | None:
+    kind = KIND_BY_WORD["adamw"]
+    with _disable_current_modes():
+        param = torch.nn.Parameter(torch.zeros(4096, device="cpu", dtype=torch.float32))
+        adamw = torch.optim.AdamW([param], lr=0.5)
+        param.grad = torch.ones_like(param)
+        try:
+            settings: Any = {"paged": False, "shown_name": "AdamW", "min_8bit_size": 4096}
+            new = _make(kind, adamw, bits_by_param={param: 8}, **settings)
+            new.step()
+            keys = new.state[param].keys()
+        except (AttributeError, KeyError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+    expected = {"step", *(f"{key}{i}" for key in ("state", "absmax", "qmap") for i in (1, 2))}
+    return None if keys == expected else f"its state is {', '.join(sorted(keys))}"
 
 
 @functools.cache
@@ -246,19 +393,25 @@ def build(
     paged: bool,
     shown_name: str,
 ) -> torch.optim.Optimizer:
-    """Make the 8-bit optimizer that takes over another one's groups.
+    """Make the 8-bit optimizer that shares the group dictionaries of another one from now on."""
+    import_bitsandbytes('optimizer="8bit"')
+    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    why = (on_gpu and _find_lost_library()) or find_changed_names()
+    if why:
+        raise _unusable('optimizer="8bit"', why)
+    settings: Any = {"min_8bit_size": min_8bit_size, "paged": paged, "shown_name": shown_name}
+    return _make(kind, optimizer, bits_by_param=bits_by_param, **settings)
 
-    Args:
-        kind: What to make.
-        optimizer: Whose group dictionaries are shared from now on; it is not changed.
-        bits_by_param: 8 or 32 for each known parameter.
-        min_8bit_size: Smaller tensors have 32 bits.
-        paged: Whether to use the paged class.
-        shown_name: Name of the new class.
 
-    Returns:
-        The new optimizer.
-    """
+def _make(
+    kind: Kind,
+    optimizer: torch.optim.Optimizer,
+    *,
+    bits_by_param: Mapping[torch.Tensor, int],
+    min_8bit_size: int,
+    paged: bool,
+    shown_name: str,
+) -> torch.optim.Optimizer:
     class_name = kind.paged_class_name if paged and kind.paged_class_name else kind.class_name
     cls: Any = low_bit_class(kind.word, class_name, shown_name)
     momentum = {"momentum": 0.9} if kind.word == "sgd" else {}

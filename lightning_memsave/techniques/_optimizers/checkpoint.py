@@ -15,8 +15,12 @@ from lightning_memsave.techniques._optimizers.state import (
     FAMILY_NAMES,
     convert_state_dict,
     family_of,
-    flat_state,
     is_bitsandbytes,
+)
+from lightning_memsave.techniques._optimizers.state_checks import (
+    check_structure,
+    check_type,
+    flat_state,
 )
 from lightning_memsave.techniques._optimizers.state_precision import matches
 from lightning_memsave.techniques._weights.rounded_updates import OWN_STATE
@@ -82,6 +86,9 @@ def convert_optimizer_states(
         (torch.float32, 'AdamW: 1 of 1 tensors were 8-bit, optimizer state 522.00 KiB -> 2.00 MiB')
     """
     states = checkpoint["optimizer_states"]
+    check_type(states, Sequence, "`optimizer_states`")
+    for state_dict in states:
+        check_structure(state_dict)
     names = [_names(state_dict, checkpoint) for state_dict in states]
     if keep_32bit is not None:
         _refuse_unmatched(keep_32bit, names)

@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_memsave.errors import Problem
 from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD, Kind
 
@@ -37,8 +39,15 @@ def problems_of_name(optimizer: object) -> list[Problem]:
     Returns:
         At most one problem.
     """
-    if optimizer in NAMES:
+    if isinstance(optimizer, str) and optimizer in NAMES:
         return []
+    is_class = isinstance(optimizer, type)
+    cls: type = optimizer if isinstance(optimizer, type) else type(optimizer)
+    if issubclass(cls, Optimizer):
+        what = "an optimizer class" if is_class else "an optimizer"
+        why = f"it is {what}, and the one that is changed is what `configure_optimizers` returns"
+        fix = 'Return it there, and use `optimizer="8bit"` for its 8-bit form, or `optimizer=None`.'
+        return [Problem(f"`optimizer={cls.__name__}{'' if is_class else '(...)'}`", why, fix)]
     what, choices = f"`optimizer={optimizer!r}`", ", ".join(f'"{name}"' for name in NAMES)
     if optimizer == "paged_sgd_8bit":
         why, fix = "bitsandbytes has no paged SGD", 'Use "sgd_8bit".'
@@ -51,7 +60,7 @@ def problems_of_name(optimizer: object) -> list[Problem]:
     return [Problem(what, why, fix)]
 
 
-def problems_of_kwargs(optimizer: str, kwargs: Mapping[str, Any]) -> list[Problem]:
+def problems_of_kwargs(optimizer: str, kwargs: object) -> list[Problem]:
     """Check ``optimizer_kwargs`` against the optimizer that is named.
 
     Args:
@@ -61,6 +70,9 @@ def problems_of_kwargs(optimizer: str, kwargs: Mapping[str, Any]) -> list[Proble
     Returns:
         All problems.
     """
+    if not isinstance(kwargs, Mapping):
+        what, why = f"`optimizer_kwargs={kwargs!r}`", "it must be a dict of settings"
+        return [Problem(what, why, 'Write for example `optimizer_kwargs={"weight_decay": 0.1}`.')]
     kind = named_kind(optimizer)
     if kind is None:
         if not kwargs:

@@ -1,23 +1,18 @@
-"""The step of bitsandbytes' optimizers with one wait for the GPU instead of one per parameter."""
+"""The step of bitsandbytes' optimizers without a wait for the GPU after each parameter."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-
-# Whose work is done later than it is asked for, as far as bitsandbytes runs there.
-_ASYNCHRONOUS = ("cuda", "xpu")
 
 
 def update_all(optimizer: Any) -> None:
     """Update every parameter that has a gradient.
 
     bitsandbytes waits for the GPU after each parameter. Its kernels and copies of pages all go to
-    CUDA's default stream, one after the other, and so does torch's work unless the user has chosen
-    another stream. Then nothing has to wait: what a parameter needs is done before its kernel, and
-    memory that is freed behind it is given to what comes after it. In the end there is one wait, as
-    the host may read paged state at once, and errors of kernels belong to the step. Where a step is
-    for a single parameter, as in backward, there would be one per parameter again; there it is left
-    out, unless state is paged.
+    CUDA's default stream, one after the other. Work of torch on another stream is put in order with
+    them on the GPU; the host waits for paged state only, which it may read at once.
 
     Args:
         optimizer: One of bitsandbytes'; gradients are switched off.
@@ -26,50 +21,41 @@ def update_all(optimizer: Any) -> None:
         optimizer.check_overrides()
         optimizer.to_gpu()
         optimizer.initialized = True
-    waits = _Waits(is_paged=optimizer.is_paged)
+    paged_on = set()
     for group_index, group in enumerate(optimizer.param_groups):
         for param_index, param in enumerate(group["params"]):
             if param.grad is None:
                 continue
             is_new = not optimizer.state[param]
-            if is_new:
-                optimizer.init_state(group, param, group_index, param_index)
-            optimizer.prefetch_state(param)
-            optimizer.update_step(group, param, group_index, param_index)
-            waits.add(param.device, is_new=is_new)
-    waits.end()
+            with _in_order(param.device):
+                if is_new:
+                    optimizer.init_state(group, param, group_index, param_index)
+                optimizer.prefetch_state(param)
+                optimizer.update_step(group, param, group_index, param_index)
+            if param.device.type == "xpu":  # where nobody has tried to do without
+                _synchronize(param.device)
+            elif optimizer.is_paged and param.device.type == "cuda":
+                paged_on.add(param.device)
+                # The host writes to new pages, which on some systems it must not beside a kernel.
+                if is_new:
+                    _synchronize(param.device)
+    for device in paged_on:
+        _synchronize(device)
 
 
-class _Waits:
-    def __init__(self, *, is_paged: bool) -> None:
-        self._is_paged = is_paged
-        self._num_updates = 0
-        self._can_wait: dict[torch.device, bool] = {}
-
-    # After an update on a device.
-    def add(self, device: torch.device, *, is_new: bool) -> None:
-        self._num_updates += 1
-        if device.type not in _ASYNCHRONOUS:
-            return
-        if device not in self._can_wait:
-            self._can_wait[device] = _is_in_order(device)
-        # The host writes to new pages, which on some systems it must not do beside a kernel.
-        if not self._can_wait[device] or (is_new and self._is_paged):
-            _synchronize(device)
-
-    def end(self) -> None:
-        if self._num_updates == 1 and not self._is_paged:
-            return
-        for device, can_wait in self._can_wait.items():
-            if can_wait:
-                _synchronize(device)
-
-
-# For other kinds of devices nobody has tried it.
-def _is_in_order(device: torch.device) -> bool:
+@contextlib.contextmanager
+def _in_order(device: torch.device) -> Iterator[None]:
+    """Put kernels on CUDA's default stream in order with the work on the current one."""
     if device.type != "cuda":
-        return False
-    return torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
+        yield
+        return
+    default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+    if current == default:
+        yield
+        return
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)
 
 
 def _synchronize(device: torch.device) -> None:

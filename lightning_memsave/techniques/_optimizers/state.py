@@ -8,13 +8,19 @@ import torch
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import import_bitsandbytes
 from lightning_memsave.techniques._optimizers.kinds import KIND_BY_TYPE, KIND_BY_WORD, KINDS, Kind
+from lightning_memsave.techniques._optimizers.state_checks import (
+    NESTED,
+    WEIGHTS_ONLY,
+    check_rests,
+    check_states,
+    check_structure,
+    flat_state,
+)
 from lightning_memsave.techniques._optimizers.state_precision import BLOCKSIZE
 from lightning_memsave.techniques._weights.rounded_updates import OWN_STATE
 
 StateDict = dict[str, Any]
 
-# bitsandbytes hides its tensors from FSDP under this key since 0.49.
-_NESTED = "__bnb_optimizer_quant_state__"
 FAMILY_NAMES = {
     "adam": "Adam or AdamW",
     "lion": "Lion",
@@ -40,7 +46,7 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
 
     Raises:
         IncompatibleError: If the state was made by another kind of optimizer, for example the
-            momentum of SGD for AdamW.
+            momentum of SGD for AdamW, is malformed, or belongs to parameters of other shapes.
 
     Example:
         >>> from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
@@ -52,15 +58,18 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
         >>> low_bit.state[weight]["state1"].dtype, low_bit.state[weight]["step"]
         (torch.uint8, 1)
     """
+    check_structure(state_dict)
     states, groups = state_dict["state"], state_dict["param_groups"]
     from_bitsandbytes = any(is_bitsandbytes(state) for state in states.values())
     to_bitsandbytes = hasattr(target, "optimizer_name")
     sizes = [len(group["params"]) for group in groups]
     if sizes != [len(group["params"]) for group in target.param_groups]:
         return state_dict  # torch's own message for that is good
+    check_rests(state_dict, target.param_groups)
     kind = _kind_of(target)
     if from_bitsandbytes == to_bitsandbytes and (not to_bitsandbytes or kind is None):
         return state_dict
+    check_states(state_dict, target.param_groups)
     converted = {}
     for group_index, (saved_group, own) in enumerate(zip(groups, target.param_groups, strict=True)):
         for param_index, saved_id in enumerate(saved_group["params"]):
@@ -90,20 +99,7 @@ def is_bitsandbytes(state: object) -> bool:
     Returns:
         True for 8-bit state, and for 32-bit state that bitsandbytes keeps beside it.
     """
-    return isinstance(state, Mapping) and (_NESTED in state or "state1" in state)
-
-
-def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay out the state of one parameter without bitsandbytes' nesting.
-
-    Args:
-        state: One value of ``state_dict["state"]``.
-
-    Returns:
-        A new dictionary with the same tensors.
-    """
-    outer = {key: value for key, value in state.items() if key != _NESTED}
-    return {**outer, **state.get(_NESTED, {})}
+    return isinstance(state, Mapping) and (NESTED in state or "state1" in state)
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
@@ -258,6 +254,5 @@ def _other_family(family: str, target: torch.optim.Optimizer) -> Problem:
         "The checkpoint's optimizer state",
         f"it was written by {name}, and this run has {type(target).__name__}, "
         "which keeps something else",
-        "Use the optimizer of the checkpoint, or load its weights only: "
-        "`MyModule.load_from_checkpoint(path)` and `trainer.fit(module)` without `ckpt_path`.",
+        f"Use the optimizer of the checkpoint, or {WEIGHTS_ONLY}",
     )

@@ -119,6 +119,16 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
 
+def frozen_parameters(
+    reasons: Mapping[torch.Tensor, str], module: nn.Module | None
+) -> list[torch.Tensor]:
+    """List the parameters that may be trained later; PEFT's never trains what its adapters hold."""
+    if module is not None and any(hasattr(child, "peft_config") for child in module.modules()):
+        return []
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return [p for p in reasons if not p.requires_grad and p.dtype in dtypes and not is_lazy(p)]
+
+
 def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str | None:
     """Find parameters that no bitsandbytes optimizer takes.
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -24,8 +23,7 @@ _ADVICE = (
     "from a second backward pass without `optimizer.step()` between them, from a block that is "
     "used twice under checkpointing with `use_reentrant=True`, or from DistributedDataParallel",
     "Run every backward pass but the last of a step inside `with handle.accumulating():`, "
-    "checkpoint with `use_reentrant=False`, and pass `process_group=` in place of "
-    "DistributedDataParallel.",
+    "checkpoint with `use_reentrant=False`, and train in one process.",
 )
 
 
@@ -47,7 +45,6 @@ class GradientUpdates:
         optimizer: The optimizer.
         clip: Clips the gradient of one parameter.
         held: Where gradients wait until all are there; ``None`` updates at once.
-        process_group: Processes whose gradients are averaged.
     """
 
     def __init__(
@@ -55,7 +52,6 @@ class GradientUpdates:
         optimizer: Optimizer,
         clip: Callable[[nn.Parameter], None],
         held: HeldGradients | None = None,
-        process_group: Any = None,
     ) -> None:
         self.is_accumulating = False
         self.held = held
@@ -63,7 +59,6 @@ class GradientUpdates:
         """Where a second gradient in a step may come from, and what to do about it."""
         self._optimizer = weakref.ref(optimizer)
         self._clip = clip
-        self._process_group = process_group
         self._hooks: Any = WeakTensorKeyDictionary()
         self._taken: set[int] = set()
         # Each GPU has a thread of its own in backward.
@@ -125,7 +120,6 @@ class GradientUpdates:
                 return
             self._refuse_later_hooks(optimizer, param)
             self._mark_as_taken(optimizer, param)
-            self._average(param)
             if self.held is None:
                 self._update(optimizer, param)
             else:
@@ -150,11 +144,6 @@ class GradientUpdates:
                 "optimizer_in_backward", [Problem(_named(optimizer, param), why, fix)]
             )
         self._taken.add(id(param))
-
-    def _average(self, param: nn.Parameter) -> None:
-        if self._process_group is not None and param.grad is not None:
-            param.grad.mul_(1 / dist.get_world_size(self._process_group))
-            dist.all_reduce(param.grad, group=self._process_group)
 
     def _update(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         self._clip(param)
@@ -186,7 +175,6 @@ class GradientUpdates:
         for param in _parameters(optimizer):
             if param.grad is not None:
                 self._mark_as_taken(optimizer, param)
-                self._average(param)
                 waiting.append(param)
             elif self.held is not None and param in self.held:
                 waiting.append(param)

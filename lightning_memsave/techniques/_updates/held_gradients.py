@@ -1,40 +1,27 @@
 """Gradients that wait on the host until all of them are there."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.core.host_copies import host_copies
-from lightning_memsave.errors import IncompatibleError, Problem
-
-_NOT_SCALED = Problem(
-    "`loss.backward()`",
-    "the technique was given a GradScaler, which has not multiplied any loss yet",
-    "Write `scaler.scale(loss).backward()`.",
-)
 
 
 class HeldGradients:
     """Moves gradients to host memory and brings each one back when it is its turn.
 
-    Whether a gradient overflowed, and how long all of them are together, is known only when
-    backward has ended; on the device there is one gradient at a time all the same.
+    The norm of all of them together is known only when backward has ended; on the device there is
+    one gradient at a time all the same.
 
     Args:
         clip_norm: Bound on the norm of all gradients together.
-        scaler: What the loss was multiplied with.
     """
 
-    def __init__(self, clip_norm: float | None, scaler: GradScaler | None) -> None:
-        self.scaler = scaler
-        self.found_inf: dict[torch.device, Tensor] = {}
+    def __init__(self, clip_norm: float) -> None:
         self._clip_norm = clip_norm
         self._total_norm: Tensor | None = None
-        self._inverse_scale: Tensor | None = None
         self._gradients: Any = WeakTensorKeyDictionary()
         self._norms: Any = WeakTensorKeyDictionary()
         self._buffers: Any = WeakTensorKeyDictionary()
@@ -46,21 +33,13 @@ class HeldGradients:
         """Forget all gradients."""
         self._gradients.clear()
         self._norms.clear()
-        self.found_inf = {}
-        self._total_norm = self._inverse_scale = None
+        self._total_norm = None
 
     def take(self, param: nn.Parameter) -> None:
-        """Move the gradient of a parameter away, divided by the scale of the loss.
-
-        Args:
-            param: With a gradient.
-        """
-        if self.scaler is not None and self.scaler.is_enabled():
-            self._unscale(self.scaler, param)
+        """Move the gradient of a parameter away."""
         grad = param.grad
         assert grad is not None, "hooks come with a gradient"
-        if self._clip_norm is not None:
-            self._norms[param] = _norm(grad)
+        self._norms[param] = _norm(grad)
         with host_copies():
             self._gradients[param] = self._to_host(param, grad)
         param.grad = None
@@ -74,7 +53,7 @@ class HeldGradients:
         host = self._gradients.pop(param, None)
         if host is not None:
             param.grad = host.to(param.device, non_blocking=True, copy=True)
-        if self._total_norm is not None and self._clip_norm is not None:
+        if self._total_norm is not None:
             torch.nn.utils.clip_grads_with_norm_([param], self._clip_norm, self._total_norm)
 
     def find_norm(self, params: list[nn.Parameter]) -> None:
@@ -83,24 +62,11 @@ class HeldGradients:
         Args:
             params: All that have a gradient, in the order of the groups.
         """
-        if self._clip_norm is None or not params:
+        if not params:
             return
         norms = [_norm(p.grad) if p.grad is not None else self._norms[p] for p in params]
         device = norms[0].device
         self._total_norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
-
-    def _unscale(self, scaler: GradScaler, param: nn.Parameter) -> None:
-        if self._inverse_scale is None:
-            scale = scaler._get_scale_async()
-            if scale is None:
-                raise IncompatibleError("optimizer_in_backward", [_NOT_SCALED])
-            self._inverse_scale = scale.double().reciprocal().float()
-        only = SimpleNamespace(param_groups=[{"params": [param]}])
-        found = torch.zeros_like(self._inverse_scale)
-        flags = scaler._unscale_grads_(only, self._inverse_scale, found, False)  # type: ignore[arg-type]
-        for device, flag in flags.items():
-            before = self.found_inf.get(device)
-            self.found_inf[device] = flag if before is None else before + flag
 
     def _to_host(self, param: nn.Parameter, grad: Tensor) -> Tensor:
         if grad.is_cuda and grad.layout == torch.strided:

@@ -12,7 +12,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from lightning_memsave.techniques._optimizers.state_precision import is_norm, matches
 
 _RULES = ("norm", "vector", "pattern", "shared memory")
-_LAYERS = ("recurrent", "bilinear", "embedding bag", "parametrized")
+_LAYERS = ("recurrent", "bilinear", "embedding bag", "sparse", "parametrized")
 _KEPT = (*_RULES, *_LAYERS)
 
 
@@ -88,6 +88,8 @@ def _owned_by_special_modules(module: nn.Module) -> dict[Tensor, str]:
             why = "bilinear"  # autocast leaves it alone, and it takes one type
         elif isinstance(child, nn.EmbeddingBag):
             why = "embedding bag"  # the same, with weights per sample
+        elif isinstance(child, nn.Embedding) and child.sparse:
+            why = "sparse"  # a rounded update would make the whole table in float32
         elif isinstance(child, ParametrizationList) or _is_reparametrized(child):
             why = "parametrized"  # computed with before autocast sees them
         else:

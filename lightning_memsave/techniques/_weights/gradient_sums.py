@@ -41,10 +41,10 @@ def _can_choose_dtype() -> bool:
 
 
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
-    grad, param.grad = param.grad, None
+    grad = None if param.grad is None else param.grad.to(dtype)
+    param.grad = None
     param.grad_dtype = dtype
-    if grad is not None:
-        param.grad = grad.to(dtype)
+    param.grad = grad
 
 
 def _compensate(params: list[nn.Parameter]) -> list[Callable[[], None]]:

@@ -1,5 +1,6 @@
 """Optimizers that update bfloat16 parameters in float32 and round the result."""
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.patching import is_undone, patch_method, previous_method
+from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques._updates.parameter_steps import (
     group_of,
     plain_step,
@@ -122,11 +124,7 @@ def install(optimizer: Optimizer, step: RoundedStep) -> Callable[[], None]:
     undo = [set_parameter_step(optimizer, step)]
     undo += [patch_method(optimizer, globals()[name]) for name in _PATCHED]
 
-    def undo_all() -> None:
-        while undo:
-            undo.pop()()
-
-    return undo_all
+    return functools.partial(undo_all, undo)
 
 
 def _made_again(make: Callable[..., Optimizer], args: Any, parameter_step: RoundedStep) -> Any:

@@ -16,7 +16,7 @@ MAX_TILE_NUMEL = 2**22
 """A tile is an eighth of its parameter between these limits: 4 to 16 MiB in float32."""
 
 # They compute each number of a parameter on its own. Exact types: a subclass may not.
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
         torch.optim.Adadelta,
@@ -57,7 +57,7 @@ def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
         True if it is larger than a tile and the optimizer computes each number on its own.
     """
     # From bitsandbytes, only those of ours are known to look at no norms.
-    is_elementwise = type(optimizer) in _ELEMENTWISE or is_low_bit(optimizer)
+    is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
     if not is_elementwise or param.numel() <= _tile_numel(param):
         return False
     tensors = [param, *(v for v in optimizer.state[param].values() if isinstance(v, Tensor))]

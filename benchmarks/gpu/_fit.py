@@ -1,0 +1,212 @@
+"""Train one model with one setting, beside what was predicted."""
+
+import argparse
+import time
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import nn
+
+from benchmarks._models import BASE, OTHERS, TINY, Other, masked_batch
+from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISION, NOTHING
+from benchmarks._training import Batch, LanguageModel, fit
+from benchmarks.gpu._lines import Found, write_line
+from benchmarks.gpu._measure import MIB, limit_to, synchronize
+from lightning_memsave import MemSaveCallback
+
+PLAIN: dict[str, Any] = {**NOTHING, "early_release": None, **MIXED_PRECISION}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One fit.
+
+    Args:
+        model: ``"roberta"`` (84M), or a name in `MODELS`.
+        settings: Of `MemSaveCallback`.
+        trainer: More arguments of the Trainer.
+        is_fused: AdamW with ``fused=True``, as Hugging Face's Trainer has it.
+        limit_mib: What the allocator may have.
+    """
+
+    model: str
+    settings: dict[str, Any]
+    trainer: dict[str, Any] = field(default_factory=dict)
+    is_fused: bool = False
+    limit_mib: int | None = None
+
+
+def _gpt2(width: int, num_layers: int, num_heads: int) -> Other:
+    sizes = {"n_embd": width, "n_layer": num_layers, "n_head": num_heads, "vocab_size": 50_257}
+    no_words = {"bos_token_id": None, "eos_token_id": None}
+    return Other("GPT2", {**sizes, **no_words}, "LMHeadModel", {"input_ids": (8, 1024)})
+
+
+MODELS = {
+    "gpt2_xl": _gpt2(1600, 48, 25),
+    "gpt2_medium": _gpt2(1024, 24, 16),
+    **{name.lower(): other for name, other in OTHERS.items()},
+}
+
+CLIP = {"gradient_clip_val": 1.0}
+FITS = {
+    "roberta plain": Fit("roberta", PLAIN),
+    "roberta single_gpu": Fit("roberta", {"stack": "single_gpu"}),
+    "gpt2_xl single_gpu": Fit("gpt2_xl", {"stack": "single_gpu"}),
+    "roberta classic": Fit("roberta", {"stack": "classic"}),
+    "roberta bitwise": Fit("roberta", {"stack": "bitwise", **MIXED_PRECISION}),
+    "roberta default": Fit("roberta", {}),
+    "roberta single_gpu, clipping": Fit("roberta", {"stack": "single_gpu"}, CLIP),
+    "roberta bitwise, clipping": Fit("roberta", {"stack": "bitwise", **MIXED_PRECISION}, CLIP),
+    "roberta fused": Fit("roberta", PLAIN, is_fused=True),
+    "roberta accumulation": Fit("roberta", {}, {"accumulate_grad_batches": 4}),
+    "roberta out of memory": Fit("roberta", {}, limit_mib=3 * 1024),
+    "gpt2_medium plain": Fit("gpt2_medium", PLAIN),
+    "gpt2_medium chunked": Fit("gpt2_medium", {**PLAIN, "chunked_cross_entropy": True}),
+    "gpt2_medium in backward": Fit("gpt2_medium", {**PLAIN, "optimizer_in_backward": True}),
+    "gpt2_medium bf16 weights": Fit(
+        "gpt2_medium", {**PLAIN, "low_precision_weights": "stochastic"}
+    ),
+    "gpt2_medium single_gpu": Fit("gpt2_medium", {"stack": "single_gpu"}),
+    "gpt2_xl classic": Fit("gpt2_xl", {"stack": "classic"}),
+    "roberta fp32": Fit("roberta", {**NOTHING, "early_release": None}),
+    "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
+    "roberta selective": Fit("roberta", {**PLAIN, "activation_checkpointing": "selective"}),
+    "roberta 8-bit": Fit("roberta", {**PLAIN, **LOW_BIT_OPTIMIZER}),
+    "roberta 16-mixed": Fit("roberta", {**PLAIN, "precision": "16-mixed"}),
+    "roberta bf16-true": Fit("roberta", {**PLAIN, "precision": "bf16-true"}),
+    "roberta tf32": Fit("roberta", {**NOTHING, "early_release": None, "tf32": True}),
+    "roberta micro-batches": Fit("roberta", {**PLAIN, "micro_batch_size": 16}),
+    "llama plain": Fit("llama", PLAIN),
+    "vit plain": Fit("vit", PLAIN),
+    "resnet plain": Fit("resnet", PLAIN),
+}
+"""Fits by name; the order of `benchmarks.gpu` is in `_steps`."""
+
+
+class _Clock(Callback):
+    """Times the steps after the first ones together, with one wait at the end."""
+
+    def __init__(self, device: str, num_warmup: int) -> None:
+        self.device, self.num_warmup = device, num_warmup
+        self.losses: list[torch.Tensor] = []
+        self.host_s = self.wall_s = 0.0
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin with the first step that counts."""
+        if batch_idx == self.num_warmup:
+            synchronize(self.device)
+            if self.device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            self._start_s = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep the loss, without waiting for it."""
+        self.losses.append(outputs["loss"].detach())
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stop both clocks."""
+        self.host_s = time.perf_counter() - self._start_s
+        synchronize(self.device)
+        self.wall_s = time.perf_counter() - self._start_s
+
+
+class _Module(LanguageModel):
+    is_fused = False
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Give AdamW over all parameters."""
+        fused = True if self.is_fused else None
+        return torch.optim.AdamW(self.parameters(), lr=self.lr, fused=fused)
+
+
+def make_problem(model: str, device: str) -> tuple[nn.Module, list[Batch]]:
+    """Make the model and four batches; tiny ones on a CPU."""
+    if device == "cuda" and model in MODELS:
+        other = MODELS[model]
+        with torch.device(device):
+            built = other.build()
+        return built, [other.make_batch(seed=seed) for seed in range(4)]
+    sizes, batch_size, num_tokens = (BASE, 64, 128) if device == "cuda" else (TINY, 4, 16)
+    batches = [
+        masked_batch(sizes.vocab_size, batch_size, num_tokens, seed=seed) for seed in range(4)
+    ]
+    return sizes.build(), batches
+
+
+def run(name: str, device: str) -> Found:
+    """Train, and put what was predicted beside what was measured."""
+    chosen = FITS[name]
+    is_cuda = device == "cuda"
+    num_steps, num_warmup = (20, 4) if is_cuda else (2, 2)
+    accumulated = chosen.trainer.get("accumulate_grad_batches", 1)
+    model, batches = make_problem(chosen.model, device)
+    module = _Module(model)
+    module.is_fused = chosen.is_fused
+    clock = _Clock(device, num_warmup * accumulated)
+    memsave = MemSaveCallback(
+        **{**chosen.settings, "monitor": False, "report": False, "predict": 60}
+    )
+    if chosen.limit_mib is not None and is_cuda:
+        limit_to(chosen.limit_mib)
+    num_batches = (num_warmup + num_steps) * accumulated
+    start_s = time.perf_counter()
+    fit(
+        module,
+        (batches * num_batches)[:num_batches],
+        [memsave, clock],
+        accelerator=device,
+        **chosen.trainer,
+    )
+    prediction = memsave.prediction
+    found: Found = {
+        "fit_s": time.perf_counter() - start_s,
+        "step_ms": 1e3 * clock.wall_s / num_steps,
+        "host_ms": 1e3 * clock.host_s / num_steps,
+        "losses": [loss.item() for loss in clock.losses],
+        "rows": [f"{row.name}={row.value} {row.status}" for row in memsave.rows],
+        "predicted_mib": None if prediction is None else prediction.peak_bytes / MIB,
+    }
+    if is_cuda:
+        free_bytes, total_bytes = torch.cuda.mem_get_info()
+        measured = {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "driver": total_bytes - free_bytes,
+        }
+        found |= {f"{part}_mib": num_bytes / MIB for part, num_bytes in measured.items()}
+        found["num_alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+        if prediction is not None:
+            predicted = {
+                "allocated": prediction.peak_bytes,
+                "reserved": prediction.reserved_bytes or 0,
+                "driver": (prediction.reserved_bytes or 0) + prediction.context_bytes,
+            }
+            found |= {f"{k}_error": predicted[k] / measured[k] - 1 for k in measured}
+            found["guesses"] = list(prediction.guesses)
+    return found
+
+
+def main() -> None:
+    """Run the fit that the command line names."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("fit", choices=FITS)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--out", type=Path, help="file to append the line to")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    write_line(
+        options.out, {"check": "fit", "case": options.fit, **run(options.fit, options.device)}
+    )
+
+
+if __name__ == "__main__":
+    main()

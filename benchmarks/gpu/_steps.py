@@ -1,0 +1,90 @@
+"""The steps of the first ten minutes on a GPU, most valuable first, as data."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BITSANDBYTES = ("bitsandbytes",)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one process does.
+
+    Args:
+        name: For ``--only``, and of its result file.
+        command: After ``python -m``.
+        limit_s: When it is stopped; about three times what an H100 should need.
+        needs: Packages without which it is left out.
+        expected: What `shared/facts` of this project expects, so that a miss is a finding.
+    """
+
+    name: str
+    command: Sequence[str]
+    limit_s: int
+    needs: tuple[str, ...] = ()
+    expected: str = ""
+
+
+def _device(name: str, limit_s: int, expected: str = "") -> Step:
+    return Step(name, ("benchmarks.gpu._device_checks", name), limit_s, expected=expected)
+
+
+def _technique(name: str, limit_s: int, expected: str = "", *, needs: tuple[str, ...] = ()) -> Step:
+    return Step(name, ("benchmarks.gpu._technique_checks", name), limit_s, needs, expected)
+
+
+def _fit(name: str, expected: str = "", *, limit_s: int = 90, needs: tuple[str, ...] = ()) -> Step:
+    return Step(name, ("benchmarks.gpu._fit", name), limit_s, needs, expected)
+
+
+STEPS = (
+    _device("fixed_costs", 60, "context 520-600 MiB on an H100; cuBLAS 32 + 32 MiB there"),
+    _device("wide_products", 60, "errors below 1e-3; padded 1.3 to 2 times as fast"),
+    _technique("chunked_cross_entropy", 60, "1.5 to 2.5 times plain's time at 0.25 of its memory"),
+    _technique("in_backward_is_bitwise", 60, "all bitwise"),
+    _technique("low_bit_in_backward_is_bitwise", 60, "all bitwise", needs=BITSANDBYTES),
+    _technique("out_of_memory", 60, "three sizes; bitwise as with the fixed size"),
+    _fit("roberta plain", "20-25 ms; allocated within 3 %, reserved within 15 %"),
+    _fit("roberta single_gpu", "50-70 ms, host = wall", needs=BITSANDBYTES),
+    _fit("gpt2_xl single_gpu", "0.5-0.9 s", limit_s=150, needs=BITSANDBYTES),
+    _fit("roberta classic", "30-40 ms", needs=BITSANDBYTES),
+    _fit("roberta bitwise", "45-60 ms"),
+    _fit("roberta default", "as bitsandbytes is there: 8-bit"),
+    _fit("roberta single_gpu, clipping", needs=BITSANDBYTES),
+    _technique("checkpointing_is_bitwise", 60, "all bitwise"),
+    _technique("step_costs", 60, "8-bit stochastic 10 to 30 times 8-bit", needs=BITSANDBYTES),
+    _device("allocator_replay", 60, "equal bytes"),
+    _technique("exact_limit", 60, "fits into 1.2 of the peak"),
+    _device("saved_by_attention", 60, "no mask and causal save less than scores_mib"),
+    _technique("stochastic_rounding", 60, "mean within 1e-5"),
+    _fit("roberta accumulation", "about 3 times plain's step in each batch"),
+    _fit("roberta out of memory", "micro-batches"),
+    Step(
+        "gpu tests",
+        ("pytest", "-m", "gpu", "-q", "--color=no", "-p", "no:cacheprovider", "tests"),
+        200,
+        ("pytest", "hypothesis", "jsonargparse", "bitsandbytes"),
+        "all pass",
+    ),
+    _fit("roberta fused"),
+    _fit("roberta bitwise, clipping"),
+    _fit("gpt2_medium plain"),
+    _fit("gpt2_medium chunked"),
+    _fit("gpt2_medium in backward"),
+    _fit("gpt2_medium bf16 weights"),
+    _fit("gpt2_medium single_gpu", needs=BITSANDBYTES),
+    _fit("gpt2_xl classic", limit_s=150, needs=BITSANDBYTES),
+    _fit("roberta fp32"),
+    _fit("roberta checkpointing"),
+    _fit("roberta selective"),
+    _fit("roberta 8-bit", needs=BITSANDBYTES),
+    _fit("roberta 16-mixed"),
+    _fit("roberta bf16-true"),
+    _fit("roberta tf32"),
+    _fit("roberta micro-batches"),
+    _fit("llama plain"),
+    _fit("vit plain"),
+    _fit("resnet plain"),
+    # Last: fills the GPU, and may leave the driver in need of a new process.
+    _device("words_of_a_full_gpu", 60, "each is recognised as out of memory"),
+)

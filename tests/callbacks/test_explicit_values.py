@@ -1,0 +1,239 @@
+"""What the user wrote is set or refused; what is left to a stack has a row and costs nothing."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn, optim
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.callbacks import _settings
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
+from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
+
+
+def late(lit: Any) -> Any:
+    model, lit.model = lit.model, None
+    type(lit).configure_model = lambda self: setattr(self, "model", self.model or model)
+    return lit
+
+
+def with_optimizer(make: Any) -> Any:
+    lit = make_lit()
+    type(lit).configure_optimizers = lambda self: make(self.parameters())
+    return lit
+
+
+REFUSED: list[tuple[dict[str, Any], Any, str]] = [
+    ({"activation_checkpointing": "all", "blocks": "Blok"}, make_lit, "Did you mean `Block`"),
+    ({"blocks": "Typo"}, make_lit, r"matches `blocks='Typo'`. Classes that repeat: `Block` \(4\)"),
+    ({"blocks": "re:.*layers.*"}, make_lit, r"nothing in `Lit` matches `blocks='re:\.\*layers"),
+    (
+        {"activation_checkpointing": "all"},
+        lambda: make_lit(model="unrepeated"),
+        "recomputing single layers saves nothing.*or set `activation_checkpointing=None`",
+    ),
+    ({"chunked_cross_entropy": True}, make_lit, r'`ChunkedCrossEntropy\(heads="lm_head"\)`'),
+    ({"attention": "sdpa"}, make_lit, "there is no model of Hugging Face.*`attention=None`"),
+    (
+        {"optimizer": "8bit"},
+        lambda: with_optimizer(lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
+        "nesterov.*or set `optimizer=None`",
+    ),
+    (
+        {"optimizer": "8bit", "activation_checkpointing": "all"},
+        lambda: late(make_lit(model="unrepeated")),
+        "single layers",
+    ),
+]
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize(("settings", "make", "message"), REFUSED, ids=str)
+def test_what_finds_nothing_is_refused_before_training(settings, make, message, is_late):
+    lit = make()
+    lit = late(lit) if is_late and lit.model is not None else lit
+    type(lit).training_step = lambda *_: pytest.fail("it trains")
+    callback = MemSaveCallback(monitor=False, **settings)
+    with pytest.raises(IncompatibleError, match=message) as caught:
+        make_trainer(pl, callback).fit(lit)
+    name = "activation_checkpointing" if "blocks" in message or "layers" in message else ""
+    name = name or next(iter(settings))
+    assert any(f"`{name}=" in problem.what for problem in caught.value.problems)
+    assert "configure_optimizers" not in vars(lit)
+
+
+def test_all_that_finds_nothing_is_in_one_message():
+    callback = MemSaveCallback(chunked_cross_entropy=True, attention="sdpa", blocks="Typo")
+    with pytest.raises(IncompatibleError, match=r"\(3 problems\)"):
+        fit(make_lit(), callback)
+
+
+def test_what_is_so_already_is_not_refused():
+    lit = make_lit(model="eager_bert")
+    lit.model.bert.activation_checkpointing_enable()
+    lit.model.bert.config._attn_implementation_internal = "sdpa"
+    callback = MemSaveCallback("all", attention="sdpa", stack="off", monitor=False)
+    fit(lit, callback)
+    rows = rows_of(callback)
+    assert "themselves already" in rows["activation_checkpointing"].details[0]
+    assert "is `sdpa` already" in rows["attention"].details[0]
+
+
+def test_a_bare_callback_warns_of_nothing_that_it_does_not_find(recwarn):
+    lit = with_optimizer(lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True))
+    callback = MemSaveCallback(monitor=False)
+    fit(lit, callback)
+    assert "nesterov" in rows_of(callback)["optimizer"].details[0]
+    assert not [w for w in recwarn if issubclass(w.category, MemsaveWarning)]
+
+
+class TestSmallestSaving:
+    """The state of AdamW is 8 bytes per parameter, and 2.03 in 8 bits."""
+
+    @pytest.mark.smallest_saving
+    @pytest.mark.parametrize(("width", "status"), [(1700, "off"), (2000, "on")])
+    def test_of_8bit_state(self, width, status):
+        model = nn.Sequential(nn.Linear(64, width), nn.Linear(width, width))
+        lit = make_lit(model=model)
+        type(lit).training_step = lambda self, batch, i: self.model(batch).square().mean()
+        callback = MemSaveCallback(activation_checkpointing=None, monitor=False, predict=False)
+        fit(lit, callback, limit_train_batches=1, limit_val_batches=0)
+        row = rows_of(callback)["optimizer"]
+        assert row.status == status
+        if status == "off":
+            assert "8 bits would save 17.07 MiB; less than 20.00 MiB" in row.details[0]
+        else:
+            assert row.details[1] == "its steps are slower on a CPU; `optimizer=None` leaves it out"
+
+    @pytest.mark.smallest_saving
+    def test_a_value_is_set_all_the_same(self):
+        callback = MemSaveCallback(optimizer="8bit", monitor=False)
+        fit(make_lit(), callback)
+        assert rows_of(callback)["optimizer"].status == "on"
+
+    @pytest.mark.smallest_saving
+    def test_of_bf16_weights_in_a_stack(self):
+        callback = MemSaveCallback(stack="single_gpu", monitor=False)
+        fit(make_lit(), callback)
+        row = rows_of(callback)["low_precision_weights"]
+        assert row.status == "off"
+        assert row.details[0] == "less than 20.00 MiB need not change whether a run fits"
+        assert row.details[1].startswith("it would save up to 138.62 KiB of weights")
+
+    @pytest.mark.smallest_saving
+    def test_parameters_that_are_unfrozen_later_count(self):
+        class Backbone(pl.callbacks.BaseFinetuning):
+            def freeze_before_training(self, pl_module: Any) -> None:
+                self.freeze(pl_module.model.blocks)
+
+            def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+                self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer)
+
+        callback = MemSaveCallback(monitor=False)
+        lit = make_lit()
+        type(lit).configure_optimizers = lambda self: optim.AdamW(
+            parameter for parameter in self.parameters() if parameter.requires_grad
+        )
+        fit(lit, callback, Backbone())
+        assert "need not change" not in str(rows_of(callback)["optimizer"].details)
+
+    def test_is_one_segment_of_the_allocator(self, pytestconfig):
+        assert "SMALLEST_SAVING_BYTES = 20 * 2**20" in Path(_settings.__file__).read_text()
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+class TestOneTrainerAtATime:
+    def test_the_same_object_twice_is_refused(self, package):
+        callback, lit = MemSaveCallback(monitor=False), make_lit(package)
+        trainer = make_trainer(package, callback, callback)
+        with pytest.raises(IncompatibleError, match=r"the Trainer has it twice.*Make one"):
+            trainer.fit(lit)
+        assert "configure_optimizers" not in vars(lit)
+        make_trainer(package, callback).fit(lit)  # and can be used as it should be
+
+    def test_two_trainers_at_once_are_refused(self, package):
+        callback, other = MemSaveCallback(monitor=False), make_lit(package)
+        refusals: list[str] = []
+
+        class Second(package.Callback):  # type: ignore[name-defined, misc]
+            def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+                with pytest.raises(IncompatibleError) as caught:
+                    make_trainer(package, callback).fit(other)
+                refusals.append(str(caught.value))
+
+        make_trainer(package, callback, Second()).fit(make_lit(package))
+        assert ["another Trainer is in a run with it" in text for text in refusals] == [True]
+        assert rows_of(callback)["activation_checkpointing"].status == "on"
+        make_trainer(package, callback).fit(other)  # one after the other
+
+
+class TestResume:
+    def test_lightning_names_the_callback_that_is_missing(self, package, tmp_path):
+        path, lit = tmp_path / "last.ckpt", make_lit(package)
+        trainer = make_trainer(package, MemSaveCallback(monitor=False))
+        trainer.fit(copy.deepcopy(lit))
+        trainer.save_checkpoint(path)
+        with (
+            pytest.warns(UserWarning, match=r"add the following callbacks: \['MemSaveCallback'\]"),
+            pytest.raises(KeyError, match="exp_avg"),
+        ):
+            make_trainer(package, max_epochs=2).fit(copy.deepcopy(lit), ckpt_path=path)
+        make_trainer(package, MemSaveCallback(monitor=False), max_epochs=2).fit(lit, ckpt_path=path)
+
+    @pytest.mark.parametrize("size", ["many", -3, 2.5, [4]])
+    def test_nonsense_in_a_checkpoint_is_ignored(self, package, tmp_path, size):
+        path, lit = tmp_path / "last.ckpt", make_lit(package)
+        trainer = make_trainer(package, MemSaveCallback(monitor=False))
+        trainer.fit(copy.deepcopy(lit))
+        trainer.save_checkpoint(path)
+        saved = torch.load(path, weights_only=True)
+        saved["callbacks"]["MemSaveCallback"] = {"micro_batch_size": size}
+        torch.save(saved, path)
+        callback = MemSaveCallback(monitor=False)
+        with pytest.warns(MemsaveWarning, match="is not a number of samples"):
+            make_trainer(package, callback, max_epochs=2).fit(lit, ckpt_path=path)
+        assert callback._micro_batches.size is None
+
+
+def test_the_report_names_the_device_of_the_run(monkeypatch):
+    """Not a GPU that the machine has and the run has not used, nor makes a context on it."""
+    from lightning_memsave.callbacks import _report
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *one: asked.append(one) or "GPU")
+    given = {"measured": None, "predicted": None, "device": torch.device("cpu")}
+    _report.write_report(".", {}, [], **given)
+    assert asked == []
+    assert json.loads(Path("memsave_report.json").read_text())["device"] == "cpu"
+
+
+def test_wrong_settings_of_a_technique_are_listed_once():
+    with pytest.raises(ConfigurationError) as caught:
+        MemSaveCallback(optimizer="lion_8bit", optimizer_kwargs={"beta": 0.9}, keep_32bit=[3])  # type: ignore[list-item]
+    assert str(caught.value).count("cannot be created") == 1
+    assert "(2 problems)" in str(caught.value)
+
+
+def test_the_same_problem_of_many_blocks_is_one_line():
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.act = nn.Linear(64, 64), nn.ReLU(inplace=True)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.act(self.linear(x))
+
+    lit = make_lit(model=nn.Sequential(*[Block() for _ in range(14)]))
+    with pytest.raises(IncompatibleError, match="and 13 more") as caught:
+        fit(lit, MemSaveCallback("selective", monitor=False))
+    assert len(str(caught.value).splitlines()) == 1

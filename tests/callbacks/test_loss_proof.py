@@ -1,0 +1,1001 @@
+"""Micro-batches of many kinds of losses: the gradient of the whole batch, or a refusal."""
+
+import functools
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+import transformers
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - torch's own abbreviation
+from torch.utils.data import DataLoader
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.errors import (
+    ConfigurationError,
+    ExactnessWarning,
+    IncompatibleError,
+    MemsaveWarning,
+)
+from tests.callbacks.lit import fit, make_lit
+
+VOCABULARY, WIDTH, TOKENS, SAMPLES, CLASSES = 13, 8, 6, 7, 4
+REFUSED = "refused"
+
+Loss = Callable[[nn.Module, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A loss, with its batch, and what micro-batches are weighted by; or ``REFUSED``."""
+
+    loss_of: Loss
+    make_batch: Callable[[], Any]
+    expected: str
+    make_model: Callable[[], nn.Module]
+
+
+KINDS: dict[str, Kind] = {}
+
+
+def kind(make_batch: Any, make_model: Any, expected: str) -> Callable[[Loss], Loss]:
+    def add(loss_of: Loss) -> Loss:
+        KINDS[loss_of.__name__] = Kind(loss_of, make_batch, expected, make_model)
+        return loss_of
+
+    return add
+
+
+# Models
+
+
+class Tokens(nn.Module):
+    """Sees each token and the mean of its sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embed(ids)
+        return self.head(torch.tanh(hidden + hidden.mean(1, keepdim=True)))
+
+
+def vectors() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, CLASSES))
+
+
+def with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.Dropout(0.5), nn.Linear(16, CLASSES))
+
+
+def autoencoder() -> nn.Module:
+    return nn.ModuleDict({"encode": nn.Linear(WIDTH, 6), "decode": nn.Linear(3, WIDTH)})
+
+
+# Batches
+
+
+def ids(low: int = 1) -> Tensor:
+    return torch.randint(low, VOCABULARY, (SAMPLES, TOKENS))
+
+
+def uneven(fraction: float = 0.9) -> Tensor:
+    """Marks entries, each sample others; the first of every second sample is among them."""
+    marks = torch.rand(SAMPLES, TOKENS) < torch.linspace(0.1, fraction, SAMPLES)[:, None]
+    marks[:, 0] = torch.arange(SAMPLES) % 2 == 0
+    marks[:, 1] = False
+    return marks
+
+
+def labelled(ignored: int = -100, key: str = "labels") -> dict[str, Tensor]:
+    x = ids()
+    return {"x": x, key: x.masked_fill(uneven(), ignored)}
+
+
+def as_tuple() -> tuple[Tensor, Tensor]:
+    batch = labelled()
+    return batch["x"], batch["labels"]
+
+
+def padded() -> dict[str, Tensor]:
+    x = ids()
+    lengths = torch.arange(2, 2 + SAMPLES).clamp(max=TOKENS)
+    mask = torch.arange(TOKENS) < lengths[:, None]
+    return {"x": x * mask, "mask": mask, "lengths": lengths}
+
+
+def float_mask() -> dict[str, Tensor]:
+    batch = padded()
+    return {"x": batch["x"], "mask": batch["mask"].double()}
+
+
+def regression() -> dict[str, Tensor]:
+    return {"x": torch.randn(SAMPLES, WIDTH).double(), "y": torch.randn(SAMPLES, CLASSES).double()}
+
+
+def classes() -> dict[str, Tensor]:
+    x = torch.randn(SAMPLES, WIDTH).double()
+    return {"x": x, "y": torch.tensor([0, 1, 2, 3, 0, 0, 1])}
+
+
+def partly_labelled() -> dict[str, Tensor]:
+    batch = classes()
+    batch["y"][[1, 4]] = -100
+    return batch
+
+
+def weighted() -> dict[str, Tensor]:
+    return regression() | {"w": torch.rand(SAMPLES).double() + 0.1}
+
+
+def flat(logits: Tensor) -> Tensor:
+    return logits.flatten(0, 1)
+
+
+tokens_kind = functools.partial(kind, make_model=Tokens)
+vectors_kind = functools.partial(kind, make_model=vectors)
+
+
+# Losses over tokens
+
+
+@tokens_kind(labelled, expected="entries of `labels` that are not -100")
+def masked(model, batch):
+    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten())
+
+
+@tokens_kind(labelled, expected="entries of `labels` that are not -100, without the first")
+def shifted(model, batch):
+    return F.cross_entropy(flat(model(batch["x"])[:, :-1]), batch["labels"][:, 1:].flatten())
+
+
+@tokens_kind(as_tuple, expected="entries of `batch[1]` that are not -100")
+def in_a_tuple(model, batch):
+    return F.cross_entropy(flat(model(batch[0])), batch[1].flatten())
+
+
+@tokens_kind(functools.partial(labelled, key="tags"), expected="entries of `tags` that are not")
+def another_key(model, batch):
+    return F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["tags"])
+
+
+@tokens_kind(functools.partial(labelled, 0), expected="entries of `labels` that are not 0")
+def ignored_zero(model, batch):
+    logits = model(batch["x"])
+    return F.cross_entropy(flat(logits), batch["labels"].flatten(), ignore_index=0)
+
+
+@tokens_kind(functools.partial(labelled, -1), expected="entries of `labels` that are not -1")
+def ignored_minus_one(model, batch):
+    logits = model(batch["x"])
+    return F.cross_entropy(flat(logits), batch["labels"].flatten(), ignore_index=-1)
+
+
+@tokens_kind(functools.partial(labelled, 7), expected="entries of `labels` that are not 7")
+def ignored_seven(model, batch):
+    logits = model(batch["x"])
+    return F.cross_entropy(flat(logits), batch["labels"].flatten(), ignore_index=7)
+
+
+@tokens_kind(functools.partial(labelled, 5), expected="entries of `labels` that are not 5")
+def masked_by_comparison(model, batch):
+    losses = F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten(), reduction="none")
+    keep = batch["labels"].flatten() != 5
+    return losses[keep].mean()
+
+
+@tokens_kind(padded, expected="sum of `mask`|entries of `x` that are not 0|sum of `lengths`")
+def bool_mask(model, batch):
+    losses = F.cross_entropy(flat(model(batch["x"])), batch["x"].flatten(), reduction="none")
+    return (losses * batch["mask"].flatten()).sum() / batch["mask"].sum()
+
+
+@tokens_kind(float_mask, expected="sum of `mask`, without the first|entries of `x` that are not 0")
+def shifted_float_mask(model, batch):
+    logits, mask = model(batch["x"])[:, :-1], batch["mask"][:, 1:]
+    losses = F.cross_entropy(flat(logits), batch["x"][:, 1:].flatten(), reduction="none")
+    return (losses * mask.flatten()).sum() / mask.sum()
+
+
+@tokens_kind(padded, expected="sum of `lengths`|sum of `mask`|entries of `x` that are not 0")
+def packed_sequences(model, batch):
+    packed = nn.utils.rnn.pack_padded_sequence(
+        model(batch["x"]), batch["lengths"], batch_first=True, enforce_sorted=False
+    )
+    targets = nn.utils.rnn.pack_padded_sequence(
+        batch["x"], batch["lengths"], batch_first=True, enforce_sorted=False
+    )
+    return F.cross_entropy(packed.data, targets.data)
+
+
+@tokens_kind(labelled, expected="weighted by samples")
+def mean_per_sequence(model, batch):
+    losses = F.cross_entropy(model(batch["x"]).transpose(1, 2), batch["labels"], reduction="none")
+    keep = batch["labels"] != -100
+    return ((losses * keep).sum(1) / keep.sum(1)).mean()
+
+
+@tokens_kind(labelled, expected="added up")
+def summed(model, batch):
+    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten(), reduction="sum")
+
+
+@tokens_kind(labelled, expected="entries of `labels` that are not -100")
+def label_smoothing(model, batch):
+    logits, labels = flat(model(batch["x"])), batch["labels"].flatten()
+    return F.cross_entropy(logits, labels, label_smoothing=0.1)
+
+
+@tokens_kind(labelled, expected="class weights at `labels`")
+def class_weights(model, batch):
+    weight = torch.linspace(0.5, 2, VOCABULARY, dtype=torch.float64)
+    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten(), weight=weight)
+
+
+@tokens_kind(labelled, expected=REFUSED)
+def perplexity(model, batch):
+    return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten()).exp()
+
+
+@tokens_kind(labelled, expected=REFUSED)
+def two_means_of_different_things(model, batch):
+    logits = model(batch["x"])
+    mean = F.cross_entropy(flat(logits), batch["labels"].flatten())
+    return mean + logits.square().mean()
+
+
+@tokens_kind(labelled, expected="entries of `labels` that are not -100")
+def regulariser(model, batch):
+    mean = F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten())
+    return mean + 0.1 * sum(p.square().sum() for p in model.parameters())
+
+
+@tokens_kind(lambda: {"x": ids().T.contiguous()}, expected=REFUSED)
+def time_first(model, batch):
+    logits = model(batch["x"].T)
+    return F.cross_entropy(flat(logits), batch["x"].T.flatten())
+
+
+@tokens_kind(lambda: {"x": ids().view(1, -1)}, expected="one sample")
+def packed_in_one_row(model, batch):
+    return F.cross_entropy(flat(model(batch["x"])), batch["x"].flatten())
+
+
+@tokens_kind(lambda: {"x": ids().flatten(), "starts": torch.arange(0, 43, 6)}, expected=REFUSED)
+def packed_with_offsets(model, batch):
+    parts = torch.tensor_split(batch["x"], batch["starts"][1:-1])
+    return torch.stack([F.cross_entropy(model(p[None])[0], p) for p in parts]).mean()
+
+
+@tokens_kind(lambda: {"x": ids(), "at": torch.arange(SAMPLES)}, expected=REFUSED)
+def gather_of_targets(model, batch):
+    logits = model(batch["x"])
+    return F.cross_entropy(logits.mean(1)[batch["at"]], batch["x"][batch["at"], 0])
+
+
+@tokens_kind(
+    lambda: {"x": ids(), "at": torch.randint(TOKENS, (SAMPLES, 2))}, expected="weighted by samples"
+)
+def gather_in_each_sample(model, batch):
+    targets = batch["x"].gather(1, batch["at"])
+    logits = model(batch["x"]).gather(1, batch["at"][..., None].expand(-1, -1, VOCABULARY))
+    return F.cross_entropy(flat(logits), targets.flatten())
+
+
+@tokens_kind(padded, expected="weighted by samples")
+def ctc(model, batch):
+    logits = model(batch["x"]).log_softmax(-1).transpose(0, 1)
+    targets = batch["x"][:, :2].clamp(min=1)
+    full = torch.full((SAMPLES,), TOKENS)[: len(targets)]
+    return F.ctc_loss(logits, targets, full, torch.full_like(full, 2))
+
+
+# Losses over samples
+
+
+@vectors_kind(regression, expected="weighted by samples")
+def mse(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+@vectors_kind(lambda: (*regression().values(),), expected="weighted by samples")
+def huber_in_a_tuple(model, batch):
+    return F.huber_loss(model(batch[0]), batch[1])
+
+
+@vectors_kind(regression, expected=REFUSED)
+def rmse(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"]).sqrt()
+
+
+@vectors_kind(regression, expected="added up")
+def summed_squares(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
+
+
+@vectors_kind(regression, expected="added up")
+def over_a_constant(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().sum() / 32
+
+
+@vectors_kind(regression, expected=REFUSED)
+def worst_sample(model, batch):
+    return (model(batch["x"]) - batch["y"]).square().mean(1).max()
+
+
+@vectors_kind(regression, expected=REFUSED)
+def ratio_of_sums(model, batch):
+    errors = (model(batch["x"]) - batch["y"]).square().sum()
+    return errors / batch["y"].square().sum()
+
+
+@vectors_kind(weighted, expected="sum of `w`")
+def sample_weights(model, batch):
+    errors = (model(batch["x"]) - batch["y"]).square().mean(1)
+    return (errors * batch["w"]).sum() / batch["w"].sum()
+
+
+@vectors_kind(weighted, expected="weighted by samples")
+def mean_of_weighted_errors(model, batch):
+    errors = (model(batch["x"]) - batch["y"]).square().mean(1)
+    return (errors * batch["w"]).mean()
+
+
+@vectors_kind(classes, expected="weighted by samples")
+def classification(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@vectors_kind(partly_labelled, expected="entries of `y` that are not -100")
+def one_dimensional_labels(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@vectors_kind(classes, expected="class weights at `y`")
+def weights_of_classes(model, batch):
+    weight = torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=weight)
+
+
+@vectors_kind(
+    lambda: (
+        {k: v[:CLASSES] for k, v in classes().items()}
+        | {"weight": torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)}
+    ),
+    expected="class weights at `y`",
+)
+def class_weights_as_many_as_samples(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weight"])
+
+
+@vectors_kind(
+    lambda: classes() | {"weight": torch.tensor([0.2, 1.0, 3.0, 0.7], dtype=torch.float64)},
+    expected="class weights at `y`",
+)
+def class_weights_in_the_batch(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["weight"])
+
+
+@vectors_kind(
+    lambda: regression() | {"scale": torch.randn(1, CLASSES).double()},
+    expected="weighted by samples",
+)
+def leading_size_one(model, batch):
+    return (model(batch["x"]) * batch["scale"] - batch["y"]).square().mean()
+
+
+@vectors_kind(
+    lambda: regression() | {"names": ["a", "b"]}, expected="do not share one number of samples"
+)
+def another_number_of_names(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
+@vectors_kind(
+    lambda: {"x": torch.randn(SAMPLES, WIDTH).double(), "y": torch.rand(SAMPLES, CLASSES).round()},
+    expected="weighted by samples",
+)
+def multi_label(model, batch):
+    return F.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"].double())
+
+
+@vectors_kind(regression, expected="weighted by samples")
+def kl_batch_mean(model, batch):
+    predicted = model(batch["x"]).log_softmax(-1)
+    return F.kl_div(predicted, batch["y"].softmax(-1), reduction="batchmean")
+
+
+@kind(regression, autoencoder, "weighted by samples")
+def variational(model, batch):
+    mean, log_variance = model["encode"](batch["x"]).chunk(2, -1)
+    latent = mean + torch.randn_like(mean) * (log_variance / 2).exp() * 0
+    kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).sum(1).mean()
+    return F.mse_loss(model["decode"](latent), batch["x"]) + kl
+
+
+@vectors_kind(regression, expected=REFUSED)
+def contrastive(model, batch):
+    z = model(batch["x"])
+    return F.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+@vectors_kind(regression, expected=REFUSED)
+def variance_of_the_batch(model, batch):
+    z = model(batch["x"])
+    return F.mse_loss(z, batch["y"]) + F.relu(1 - z.var(0, unbiased=False)).mean()
+
+
+@vectors_kind(regression, expected=REFUSED)
+def load_balancing(model, batch):
+    chosen = model(batch["x"]).softmax(-1)
+    return F.mse_loss(chosen, batch["y"]) + (chosen.mean(0).square().sum()) * CLASSES
+
+
+@vectors_kind(regression, expected=REFUSED)
+def mixup(model, batch):
+    order = torch.randperm(len(batch["x"]))
+    x, y = ((v + v[order]) / 2 for v in batch.values())
+    return F.mse_loss(model(x), y)
+
+
+@vectors_kind(classes, expected=REFUSED)
+def dice(model, batch):
+    chosen, target = model(batch["x"]).softmax(-1), F.one_hot(batch["y"], CLASSES)
+    return 1 - 2 * (chosen * target).sum() / (chosen.sum() + target.sum() + chosen.square().sum())
+
+
+@vectors_kind(regression, expected="weighted by samples")
+def gradient_penalty(model, batch):
+    x = batch["x"].clone().requires_grad_()
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, batch["y"]) + slope.square().sum(1).mean()
+
+
+# Models of Hugging Face
+
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "max_position_embeddings": 16,
+}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+_XLM = {"emb_dim": 8, "n_layers": 1, "n_heads": 2, "max_position_embeddings": 16}
+_VIT = {
+    "image_size": 4,
+    "patch_size": 2,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def hugging_face(name: str, **config: Any) -> nn.Module:
+    cls = getattr(transformers, name)
+    return cls(cls.config_class(**config))
+
+
+def text() -> dict[str, Tensor]:
+    batch = labelled()
+    return {"input_ids": batch["x"], "labels": batch["labels"]}
+
+
+def images_and_text() -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(SAMPLES, 3, 4, 4).double(), "labels": text()["labels"]}
+
+
+def llava_batch() -> dict[str, Tensor]:
+    batch = text()
+    batch["input_ids"] = batch["input_ids"].clamp(max=VOCABULARY - 2)
+    batch["input_ids"][:, :4] = VOCABULARY - 1
+    return batch | {"pixel_values": torch.randn(SAMPLES, 3, 4, 4).double()}
+
+
+def encoder_decoder() -> nn.Module:
+    encoder = transformers.BertConfig(**SMALL)
+    decoder = transformers.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.pad_token_id = config.decoder_start_token_id = 0
+    return transformers.EncoderDecoderModel(config=config)
+
+
+def vision_encoder_decoder() -> nn.Module:
+    config = transformers.VisionEncoderDecoderConfig.from_encoder_decoder_configs(
+        transformers.ViTConfig(**_VIT),
+        transformers.GPT2Config(**_GPT2, add_cross_attention=True),
+    )
+    config.pad_token_id = config.decoder_start_token_id = 0
+    return transformers.VisionEncoderDecoderModel(config=config)
+
+
+def llava() -> nn.Module:
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**_VIT),
+        text_config=transformers.LlamaConfig(**SMALL),
+        image_token_index=VOCABULARY - 1,
+        vision_feature_layer=-1,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+PLAIN = r"entries of `labels` that are not -100, proven"
+SHIFTED = r"entries of `labels` that are not -100, without the first of each sample, proven"
+MODELS: dict[str, tuple[Any, Any, str]] = {
+    "Bert": (lambda: hugging_face("BertForMaskedLM", **SMALL), text, PLAIN),
+    "BertTagging": (
+        lambda: hugging_face("BertForTokenClassification", **SMALL, num_labels=13),
+        text,
+        PLAIN,
+    ),
+    "GPT2": (lambda: hugging_face("GPT2LMHeadModel", **_GPT2), text, SHIFTED),
+    "Llama": (lambda: hugging_face("LlamaForCausalLM", **SMALL), text, SHIFTED),
+    "XLNet": (
+        lambda: hugging_face(
+            "XLNetLMHeadModel", vocab_size=VOCABULARY, d_model=8, n_layer=1, n_head=2, d_inner=16
+        ),
+        text,
+        PLAIN,
+    ),
+    "XLM": (lambda: hugging_face("XLMWithLMHeadModel", n_words=VOCABULARY, **_XLM), text, PLAIN),
+    "Flaubert": (
+        lambda: hugging_face("FlaubertWithLMHeadModel", n_words=VOCABULARY, **_XLM),
+        text,
+        PLAIN,
+    ),
+    "T5": (
+        lambda: hugging_face(
+            "T5ForConditionalGeneration",
+            vocab_size=VOCABULARY,
+            d_model=8,
+            d_ff=16,
+            d_kv=4,
+            num_layers=1,
+            num_heads=2,
+            decoder_start_token_id=0,
+        ),
+        text,
+        PLAIN,
+    ),
+    "EncoderDecoder": (encoder_decoder, text, PLAIN),
+    "VisionEncoderDecoder": (vision_encoder_decoder, images_and_text, PLAIN),
+    "Llava": (llava, llava_batch, SHIFTED),
+}
+
+
+def loss_of_model(model: nn.Module, batch: Any) -> Tensor:
+    return model(**batch).loss
+
+
+for _name, (_make, _batch, _expected) in MODELS.items():
+    KINDS[_name] = Kind(loss_of_model, _batch, _expected, _make)
+
+
+def only(size: Any, **settings: Any) -> MemSaveCallback:
+    off = ("activation_checkpointing", "optimizer", "precision", "chunked_cross_entropy")
+    return MemSaveCallback(
+        **{
+            **dict.fromkeys((*off, "optimizer_in_backward", "low_precision_weights", "attention")),
+            "micro_batch_size": size,
+            "monitor": False,
+            "report": False,
+            "predict": False,
+            **settings,
+        }
+    )
+
+
+def row(callback: MemSaveCallback) -> Any:
+    return next(row for row in callback.rows if row.name == "micro_batch_size")
+
+
+def train(
+    model: nn.Module, batches: list[Any], loss_of: Loss, *callbacks: Any
+) -> list[list[Tensor]]:
+    """The gradient of each batch; the model never changes."""
+    lit, seen = make_lit(model=model), []
+
+    def keep_gradients(self, optimizer):
+        seen.append([torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in trained])
+
+    cls = type(lit)
+    cls.training_step = lambda self, batch, batch_idx: loss_of(self.model, batch)
+    cls.validation_step = lambda self, batch, batch_idx: None
+    cls.on_before_optimizer_step = keep_gradients
+    cls.configure_optimizers = lambda self: torch.optim.SGD(self.parameters(), lr=0.0)
+    cls.on_fit_start = lambda self: trained.extend(self.parameters())
+    cls.train_dataloader = lambda self: DataLoader(batches, batch_size=None)
+    trained: list[Any] = []
+    fit(lit.double(), *callbacks, limit_val_batches=0)
+    return seen
+
+
+def difference(first: list[list[Tensor]], second: list[list[Tensor]]) -> float:
+    assert len(first) == len(second) > 0
+    ours, truth = (
+        torch.cat([g.flatten() for step in run for g in step]) for run in (first, second)
+    )
+    return float((ours - truth).norm() / truth.norm())
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("drop" in name or name == "p"):
+                setattr(module, name, 0.0)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:Version v4.12.0 introduces:FutureWarning")
+@pytest.mark.parametrize("name", KINDS)
+def test_the_gradient_of_the_whole_batch_or_a_refusal(name):
+    each = KINDS[name]
+    torch.manual_seed(3)
+    batches, model = [each.make_batch()], without_dropout(each.make_model()).train()
+    truth = train(model, batches, each.loss_of)
+    callback = only(3)  # of 7 samples: 3, 3 and 1
+    if each.expected in (REFUSED, "do not share one number of samples"):
+        with pytest.raises(IncompatibleError, match=r"loss_weight=|split_batch=") as caught:
+            train(model, batches, each.loss_of, callback)
+        assert each.expected == REFUSED or each.expected in str(caught.value)
+        return
+    ours = train(model, batches, each.loss_of, callback)
+    # Hugging Face computes the loss of causal models in float32.
+    assert difference(ours, truth) < (1e-6 if name in MODELS else 1e-11)
+    if each.expected != "one sample":
+        assert any(text in row(callback).details[1] for text in each.expected.split("|")), row(
+            callback
+        )
+
+
+def test_there_are_enough_kinds():
+    assert len(KINDS) >= 40
+
+
+def dropout_batches() -> list[Any]:
+    return [regression() | {"extra": torch.ones(SAMPLES)} for _ in range(3)]
+
+
+class Counting(nn.Module):
+    """Keeps all kinds of things that the proof must not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = with_dropout()
+        self.register_buffer("mean", torch.zeros(()).double())
+        self.register_buffer("seen", torch.zeros(()), persistent=False)
+        self.metric = torchmetrics.MeanMetric()
+        self.unregistered = [torchmetrics.MeanMetric()]
+        self.queue = torch.zeros(3)  # neither parameter nor buffer
+        self.teacher = nn.Linear(2, 2)
+        self.count, self.losses, self.by_name = 0, [], {"all": []}
+        self.recent, self.sizes = deque(maxlen=2), set()
+        self.generator = torch.Generator().manual_seed(3)
+        self.python, self.numpy = random.Random(3), np.random.default_rng(3)
+
+    def loss_of(self, batch: Any) -> Tensor:
+        loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+        draws = [torch.rand(()), random.random(), np.random.rand(), self.python.random()]
+        draws += [self.numpy.random(), torch.rand((), generator=self.generator)]
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(loss)
+            self.seen += 1
+            self.queue[0] += 1
+            self.teacher.weight.mul_(0.9)
+            batch["extra"].mul_(2)
+        self.metric(loss.detach())
+        self.unregistered[0](loss.detach())
+        self.count += 1
+        self.losses.append(loss.item())
+        self.by_name["all"].append(sum(map(float, draws)))
+        self.recent.append(loss.item())
+        self.sizes.add(len(batch["x"]) * self.count)
+        return loss
+
+    def facts(self) -> list[Any]:
+        metrics = [m.compute().item() for m in (self.metric, *self.unregistered)]
+        tensors = [self.mean, self.seen, self.queue, self.teacher.weight]
+        return [
+            *(t.tolist() for t in tensors),
+            metrics,
+            *(self.count, self.losses, self.by_name, list(self.recent), self.sizes),
+        ]
+
+
+class TestTheProof:
+    def test_leaves_no_trace(self):
+        """A whole batch trains bit for bit as without it; `training_step` was called by both."""
+        torch.manual_seed(3)
+        batches, models, gradients = dropout_batches(), [], []
+        for callbacks in ([], [only(SAMPLES)], [only("auto")]):
+            torch.manual_seed(5)
+            random.seed(5)
+            np.random.seed(5)
+            model = Counting()
+            given = [{k: v.clone() for k, v in batch.items()} for batch in batches]
+            calls: list[int] = []
+
+            def loss_of(model, batch, calls=calls):
+                calls.append(len(batch["x"]))
+                models.append(model)
+                return model.loss_of(batch)
+
+            gradients.append(train(model, given, loss_of, *callbacks))
+            # A size that no batch exceeds needs no proof.
+            assert calls == [*([2, 1, 1] if len(gradients) == 3 else []), *[SAMPLES] * 3]
+        plain, fixed, auto = (models[index].facts() for index in (0, 3, 6))
+        assert plain == fixed == auto
+        for run in gradients[1:]:
+            same = zip(run, gradients[0], strict=True)
+            assert all(torch.equal(a, b) for x, y in same for a, b in zip(x, y, strict=True))
+
+    def test_logs_nothing(self):
+        lit, logged = make_lit(model=vectors()), []
+
+        class Logger(CSVLogger):
+            def log_metrics(self, metrics, step=None):
+                logged.append((step, sorted(metrics)))
+
+        def training_step(self, batch, batch_idx):
+            self.logger.log_metrics({"own": 1.0}, step=self.global_step)
+            self.log(f"of {len(batch['x'])}", 1.0)
+            return F.mse_loss(self.model(batch["x"]), batch["y"])
+
+        cls = type(lit)
+        cls.training_step = training_step
+        cls.validation_step = lambda self, batch, batch_idx: None
+        cls.train_dataloader = lambda self: DataLoader(dropout_batches(), batch_size=None)
+        result = fit(
+            lit.double(), only("auto"), logger=Logger("."), log_every_n_steps=1, max_steps=1
+        )
+        assert logged == [(0, ["own"]), (0, ["epoch", f"of {SAMPLES}"])]
+        assert list(result[2].callback_metrics) == [f"of {SAMPLES}"]
+
+    @pytest.mark.parametrize("model", ["dropout", "batch_norm", "attention"])
+    def test_randomness_does_not_spoil_it(self, model):
+        if model == "attention":
+            layer = nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.3, batch_first=True)
+            make = lambda: nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Linear(4, WIDTH), layer)  # noqa: E731
+        else:
+            norm = nn.BatchNorm1d(16) if model == "batch_norm" else nn.Dropout(0.3)
+            make = lambda: nn.Sequential(nn.Linear(WIDTH, 16), norm, nn.Linear(16, 3))  # noqa: E731
+
+        def loss_of(model, batch):
+            noisy = batch["x"] + torch.randn_like(batch["x"]) * F.dropout(batch["x"], 0.5)
+            keep = torch.rand(len(noisy), 1) < 0.7
+            return (model(noisy * keep.double())).square().mean()
+
+        callback = only("auto")
+        train(make(), [regression()], loss_of, callback)
+        assert row(callback).status == "on"
+        assert "weighted by samples, proven" in row(callback).details[1]
+
+    def test_what_stays_random_is_not_split(self):
+        def loss_of(model, batch):
+            noise = torch.zeros_like(batch["x"]).cauchy_()
+            return F.mse_loss(model(batch["x"] + noise), batch["y"])
+
+        callback = only("auto")
+        train(vectors(), [regression()], loss_of, callback)
+        assert row(callback).status == "off"
+
+    def test_in_bfloat16_as_in_float32(self):
+        """Autocast and half-precision weights would hide the difference between two weightings."""
+        callback = only("auto", precision="bf16-mixed")
+        torch.manual_seed(0)
+        lit = make_lit(model=hugging_face("GPT2LMHeadModel", **_GPT2))
+        cls = type(lit)
+        cls.training_step = lambda self, batch, batch_idx: self.model(**batch).loss
+        cls.validation_step = lambda self, batch, batch_idx: None
+        cls.train_dataloader = lambda self: DataLoader([text()], batch_size=None)
+        fit(lit, callback)
+        assert SHIFTED in row(callback).details[1]
+
+    def test_untrained_models_are_told_apart(self):
+        """Their losses differ by little, and so do weights of long sequences."""
+
+        class Uniform(Tokens):
+            def forward(self, ids: Tensor) -> Tensor:
+                return super().forward(ids) * 1e-3
+
+        def loss_of(model, batch):
+            losses = F.cross_entropy(
+                flat(model(batch["x"])[:, :-1]), batch["x"][:, 1:].flatten(), reduction="none"
+            )
+            mask = batch["mask"][:, 1:].flatten()
+            return (losses * mask).sum() / mask.sum()
+
+        batch = float_mask()
+        batch["mask"][:, 0] = (torch.arange(SAMPLES) % 2).double()
+        batch["x"][:, 0] = 1
+        callback = only(2)
+        torch.manual_seed(0)
+        model = Uniform()
+        truth = train(model, [batch], loss_of)
+        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
+        assert "without the first of each sample" in row(callback).details[1]
+
+    def test_is_repeated_where_a_later_batch_tells_more(self):
+        """In the first batch no label is left out: samples and tokens are the same."""
+        torch.manual_seed(3)
+        full = {"x": ids(), "labels": ids()}
+        batches, model = [full, labelled(), labelled()], Tokens()
+        truth = train(model, batches, masked)
+        callback = only(3)
+        assert difference(train(model, batches, masked, callback), truth) < 1e-11
+        assert "of `labels` that are not -100" in row(callback).details[1]
+
+    def test_says_what_no_batch_tells_apart(self):
+        """All samples have the same loss, whatever it is the mean over."""
+
+        def loss_of(model, batch):
+            return sum(p.square().sum() for p in model.parameters())
+
+        callback, model = only(3), Tokens()
+        truth = train(model, [labelled()] * 2, loss_of)
+        assert difference(train(model, [labelled()] * 2, loss_of, callback), truth) < 1e-11
+        assert "two samples cannot tell this from losses that are" in row(callback).details[2]
+
+    def test_refuses_a_later_batch_that_disproves_it(self):
+        batches = [{"x": ids(), "labels": ids()}, labelled()]
+        with pytest.raises(IncompatibleError, match="its loss cannot be split"):
+            train(Tokens(), batches, two_means_of_different_things, only(3))
+
+    def test_waits_for_a_batch_of_two_samples(self):
+        batches = [{k: v[:1] for k, v in regression().items()}, regression()]
+        callback = only(1)
+        train(vectors(), batches, mse, callback)
+        assert "proven with two samples" in row(callback).details[1]
+
+    @pytest.mark.parametrize(
+        "error", [torch.OutOfMemoryError("CUDA out of memory."), KeyError("x")]
+    )
+    def test_that_fails_proves_nothing(self, error):
+        def loss_of(model, batch):
+            if len(batch["x"]) < SAMPLES:
+                raise error
+            return mse(model, batch)
+
+        callback = only("auto")
+        train(vectors(), [regression()] * 2, loss_of, callback)
+        assert row(callback).status == "off"
+        assert type(error).__name__ in row(callback).details[0]
+        with pytest.raises(IncompatibleError, match=type(error).__name__):
+            train(vectors(), [regression()], loss_of, only(2))
+
+
+class TestAuto:
+    @pytest.mark.parametrize("name", ["contrastive", "another_number_of_names", "rmse"])
+    def test_yields_at_the_first_batch_and_says_why(self, name):
+        each, callback = KINDS[name], only("auto")
+        truth = train(model := each.make_model(), [batch := each.make_batch()] * 2, each.loss_of)
+        ours = train(model, [batch] * 2, each.loss_of, callback)
+        assert difference(ours, truth) == 0
+        assert row(callback).status == "off"
+        reasons = ("its loss cannot be split", "do not share one number of samples")
+        assert any(reason in row(callback).details[0] for reason in reasons)
+
+    def test_out_of_memory_ends_the_fit_where_it_yielded(self):
+        def loss_of(model, batch):
+            if len(batch["x"]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return contrastive(model, batch)
+
+        with pytest.raises(torch.OutOfMemoryError):
+            train(vectors(), [regression()], loss_of, only("auto"))
+
+    def test_the_warning_says_what_is_proven(self):
+        def loss_of(model, batch):
+            if len(batch["x"]) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return masked(model, batch)
+
+        batch, model = labelled(), Tokens()
+        truth = train(model, [batch], masked)
+        with pytest.warns(MemsaveWarning, match="entries of `labels` that are not -100") as caught:
+            ours = train(model, [batch], loss_of, only("auto"))
+        assert difference(ours, truth) < 1e-11
+        (said,) = [str(w.message) for w in caught if w.category is MemsaveWarning]
+        assert "Begin with `micro_batch_size=3` next time" in said
+        assert "nothing was lost" not in said
+
+
+class TestFunctionsOfTheUsers:
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            (lambda batch, size: None, "gave `NoneType`"),
+            (lambda batch, size: [], "gave an empty list"),
+            (lambda batch, size: batch["x"], "gave `Tensor`"),
+            (lambda batch, size: [{k: v[:1] for k, v in batch.items()}], "1 samples together"),
+            (lambda batch, size: [batch, batch], "samples together for a batch of"),
+        ],
+    )
+    @pytest.mark.parametrize("size", ["auto", 3])
+    def test_split_batch(self, given, match, size):
+        with pytest.raises(ConfigurationError, match=match):
+            train(vectors(), [regression()], mse, only(size, split_batch=given))
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            (lambda part: None, "gave None of type `NoneType`"),
+            (lambda part: "two", "gave 'two'"),
+            (lambda part: float("nan"), "weights nan, nan"),
+            (lambda part: -1, "weights -1, -1"),
+            (lambda part: 0, "weights 0, 0"),
+            (lambda part: part["x"], "is not a weight"),
+        ],
+    )
+    def test_loss_weight(self, given, match):
+        with pytest.raises(ConfigurationError, match=match):
+            train(vectors(), [regression()], mse, only(3, loss_weight=given))
+
+    def test_loss_weight_of_a_later_batch(self):
+        spoiled = weighted()
+        spoiled["w"][2] = float("nan")
+        batches = [weighted(), spoiled]
+        callback = only(3, loss_weight=lambda part: part["w"].sum())
+        with pytest.raises(ConfigurationError, match="must be finite"):
+            train(vectors(), batches, sample_weights, callback)
+
+    def test_loss_weight_that_is_wrong_is_refused(self):
+        callback = only(3, loss_weight=lambda part: len(part["x"]) ** 2)
+        match = "not the mean with the weights of `loss_weight=<lambda>`"
+        with pytest.raises(IncompatibleError, match=match):
+            train(vectors(), [regression()], mse, callback)
+
+    def test_split_batch_and_loss_weight(self):
+        def split(batch: Any, size: int) -> list[Any]:
+            return [
+                SimpleNamespace(**{k: v[i : i + size] for k, v in vars(batch).items()})
+                for i in range(0, len(batch.x), size)
+            ]
+
+        batch, model = SimpleNamespace(**regression()), vectors()
+
+        def loss_of(model, batch):
+            return F.mse_loss(model(batch.x), batch.y)
+
+        callback = only(3, split_batch=split, loss_weight=lambda part: len(part.x))
+        truth = train(model, [batch], loss_of)
+        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
+
+
+class TestBatchNorm:
+    def make(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.Linear(16, CLASSES))
+
+    def test_is_approximate(self):
+        callback = only(3)
+        batch = {k: v[:6] for k, v in regression().items()}
+        with pytest.warns(ExactnessWarning, match="batch normalisation"):
+            train(self.make(), [batch], mse, callback)
+        assert row(callback).exactness == "approximate"
+
+    def test_is_refused_or_left_out_where_rounding_is_the_limit(self):
+        with pytest.raises(IncompatibleError, match=r"approximate.*`exactness='rounding'`"):
+            train(self.make(), [regression()], mse, only(3, exactness="rounding"))
+        callback = only("auto", exactness="rounding")
+        train(self.make(), [regression()], mse, callback)
+        assert row(callback).status == "off"
+        assert "batch normalisation" in row(callback).details[0]
+
+    def test_of_a_model_that_is_built_late(self):
+        lit = make_lit(model=vectors())
+        type(lit).configure_model = lambda self: setattr(self, "model", lit_model)
+        lit_model = self.make()
+        with pytest.raises(IncompatibleError, match="exactness='rounding'"):
+            fit(lit, only(3, exactness="rounding"))

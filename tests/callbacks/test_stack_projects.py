@@ -1,0 +1,303 @@
+"""A stack refuses no project: its parts yield where they conflict, and the table says so."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_memsave import MemSaveCallback, host
+from tests.callbacks.lit import make_lit, make_trainer, rows_of
+
+STACKS = ("classic", "bitwise", "single_gpu")
+CHECKPOINTING, UPDATES, WEIGHTS = (
+    "activation_checkpointing",
+    "optimizer_in_backward",
+    "low_precision_weights",
+)
+
+
+@dataclass(frozen=True)
+class Project:
+    """What somebody has, and which parts of the stacks yield to it, with a word of the reason."""
+
+    make: Callable[[], Any]
+    yields: dict[str, str] = field(default_factory=dict)
+    trainer: Callable[[], dict[str, Any]] = dict
+    callbacks: Callable[[], list[Any]] = list
+    finds_nothing: frozenset[str] = frozenset(("chunked_cross_entropy", "attention"))
+
+
+def lit_with(**methods: Any) -> Callable[[], Any]:
+    def make() -> Any:
+        lit = make_lit()
+        for name, method in methods.items():
+            setattr(type(lit), name, method)
+        return lit
+
+    return make
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers, stepped by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+        self.discriminator = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def training_step(self, batch: Tensor) -> None:
+        for_generator, for_discriminator = self.optimizers()
+        made = self.generator(torch.randn_like(batch))
+        for optimizer, inputs in ((for_discriminator, made.detach()), (for_generator, made)):
+            self.toggle_optimizer(optimizer)
+            self.manual_backward((self.discriminator(batch) - self.discriminator(inputs)).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.Adam(part.parameters(), lr=1e-4)
+            for part in (self.generator, self.discriminator)
+        ]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.randn(24, 64), batch_size=4)
+
+
+def log_gradients(self: Any, *_: Any) -> None:
+    norms = [p.grad.norm() for p in self.parameters() if p.grad is not None]
+    assert norms
+    self.log("gradient", torch.stack(norms).max())
+
+
+def log_gradients_of_module(trainer: Any, module: Any, *_: Any) -> None:
+    log_gradients(module)
+
+
+def two_passes(self: Any, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def every_second(self: Any, epoch: int, batch_idx: int, optimizer: Any, closure: Any) -> None:
+    optimizer.step(closure=closure) if batch_idx % 2 == 0 else closure()
+
+
+def zero_gradients(self: Any, epoch: int, batch_idx: int, optimizer: Any) -> None:
+    optimizer.zero_grad(set_to_none=False)
+
+
+def clip(self: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+def lbfgs(self: Any) -> Any:
+    return torch.optim.LBFGS(self.parameters(), max_iter=2)
+
+
+def sgd(self: Any) -> Any:
+    return torch.optim.SGD(self.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
+
+
+def half() -> Any:
+    lit = make_lit().bfloat16()
+    type(lit).on_after_batch_transfer = lambda self, batch, i: batch.bfloat16()
+    return lit
+
+
+def bert() -> Any:
+    lit = make_lit(model="eager_bert")
+    lit.model.bert.activation_checkpointing_enable()
+    return lit
+
+
+class Checkpointed(nn.Module):
+    """A block that recomputes itself, as it was done before."""
+
+    def __init__(self, is_reentrant: bool) -> None:
+        super().__init__()
+        self.is_reentrant = is_reentrant
+        self.inner = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.requires_grad_() if not x.requires_grad else x
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=self.is_reentrant)
+
+
+class Mean(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x).square().mean()
+
+
+def recomputing(is_reentrant: bool) -> Callable[[], Any]:
+    return lambda: make_lit(model=Mean(*[Checkpointed(is_reentrant) for _ in range(3)]))
+
+
+def late() -> Any:
+    lit = make_lit()
+    model, lit.model = lit.model, None
+    type(lit).configure_model = lambda self: setattr(self, "model", self.model or model)
+    return lit
+
+
+def frozen() -> Any:
+    lit = make_lit()
+    for parameter in lit.model.blocks.parameters():
+        parameter.requires_grad_(False)
+    return lit
+
+
+def scaler() -> dict[str, Any]:
+    return {"plugins": [host.half_precision_on_cpu(pl)]}
+
+
+BY_HAND = "automatic_optimization=False"
+PROJECTS = {
+    "plain": Project(make_lit),
+    "gan": Project(
+        Gan,
+        {
+            CHECKPOINTING: "no repeated block",
+            UPDATES: BY_HAND,
+            "micro_batch_size": BY_HAND,
+            "early_release": BY_HAND,
+        },
+    ),
+    "on_after_backward": Project(
+        lit_with(on_after_backward=log_gradients), {UPDATES: "Lit.on_after_backward"}
+    ),
+    "grad_norm": Project(
+        lit_with(on_before_optimizer_step=log_gradients),
+        {UPDATES: "Lit.on_before_optimizer_step"},
+    ),
+    "callback that reads gradients": Project(
+        make_lit,
+        {UPDATES: "LambdaCallback.on_after_backward"},
+        callbacks=lambda: [pl.callbacks.LambdaCallback(on_after_backward=log_gradients_of_module)],
+    ),
+    "own clipping": Project(
+        lit_with(configure_gradient_clipping=clip), {UPDATES: "configure_gradient_clipping"}
+    ),
+    "zeros as gradients": Project(
+        lit_with(optimizer_zero_grad=zero_gradients), {UPDATES: "optimizer_zero_grad"}
+    ),
+    "two backward passes": Project(lit_with(backward=two_passes), {UPDATES: "Lit.backward"}),
+    "steps left out": Project(
+        lit_with(optimizer_step=every_second), {UPDATES: "Lit.optimizer_step"}
+    ),
+    "lbfgs": Project(
+        lit_with(configure_optimizers=lbfgs),
+        {UPDATES: "LBFGS", WEIGHTS: "LBFGS", "optimizer": "LBFGS"},
+    ),
+    "sgd with nesterov": Project(lit_with(configure_optimizers=sgd), {"optimizer": "nesterov"}),
+    "clipped": Project(make_lit, trainer=lambda: {"gradient_clip_val": 1.0}),
+    "accumulation": Project(make_lit, trainer=lambda: {"accumulate_grad_batches": 4}),
+    "64-true": Project(
+        make_lit,
+        {"precision": "given it|64-true", WEIGHTS: "64-true", "optimizer": "AdamW"},
+        trainer=lambda: {"precision": "64-true"},
+    ),
+    "bf16-true": Project(
+        make_lit,
+        {"precision": "given it|bf16-true", WEIGHTS: "bf16-true", "micro_batch_size": "half"},
+        trainer=lambda: {"precision": "bf16-true"},
+    ),
+    "gradient scaler": Project(
+        make_lit,
+        {
+            "precision": "MixedPrecision",
+            WEIGHTS: "16-mixed",
+            UPDATES: "only after backward, when parameters are updated already",
+        },
+        trainer=scaler,
+    ),
+    "weights in half precision": Project(
+        half, {"precision": "kept on cpu|bfloat16", WEIGHTS: "32-true", "micro_batch_size": "half"}
+    ),
+    "weight averaging": Project(
+        make_lit,
+        {WEIGHTS: "EMAWeightAveraging"},
+        callbacks=lambda: [pl.callbacks.EMAWeightAveraging()],
+    ),
+    "pruning": Project(
+        make_lit,
+        {WEIGHTS: "float32 tensors"},
+        callbacks=lambda: [pl.callbacks.ModelPruning("l1_unstructured", amount=0.1)],
+    ),
+    "batch size finder": Project(
+        make_lit,
+        {"micro_batch_size": "BatchSizeFinder"},
+        callbacks=lambda: [pl.callbacks.BatchSizeFinder(max_trials=1)],
+    ),
+    "own checkpointing": Project(recomputing(False)),
+    "own checkpointing, reentrant": Project(recomputing(True)),
+    "own checkpointing of Hugging Face": Project(bert, {CHECKPOINTING: "themselves already"}),
+    "late layers": Project(late),
+    "frozen blocks": Project(frozen),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning and torch, each project has its own
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", PROJECTS)
+def test_no_project_is_refused(name, stack):
+    project = PROJECTS[name]
+    callback = MemSaveCallback(stack=stack, monitor=False)
+    lit = project.make()
+    settings = {"max_epochs": 1, **project.trainer()}
+    trainer = make_trainer(pl, callback, *project.callbacks(), **settings)
+    before = [p.detach().clone() for p in lit.parameters()]
+    trainer.fit(lit)
+    assert trainer.global_step > 0
+    after = list(lit.parameters())
+    assert len(before) != len(after) or any(map(torch.any, map(torch.ne, before, after)))
+    assert all(p.isfinite().all() for p in lit.parameters())
+    shown = rows_of(callback)
+    meant = [part for part in project.yields if part in shown and _has(callback, part)]
+    assert [part for part in meant if shown[part].status == "on"] == []
+    for part in meant:
+        assert re.search(project.yields[part], "; ".join(shown[part].details))
+    off = {part for part, row in shown.items() if row.status == "off" and _has(callback, part)}
+    if UPDATES in meant:
+        assert re.search(r"it would save up to [\d.]+ KiB", shown[UPDATES].details[-1])
+    assert off - set(meant) <= project.finds_nothing, shown
+
+
+def _has(callback: MemSaveCallback, part: str) -> bool:
+    """Say whether the stack would do it."""
+    from lightning_memsave.callbacks._stacks import STACKS
+
+    return STACKS[callback.arguments["stack"]].get(part) is not None
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_several_processes_are_not_refused(strategy, stack):
+    """Each process asks itself this before it trains; none has to be started for it."""
+    trainer = make_trainer(pl, strategy="ddp", devices=2)
+    if strategy == "fsdp":  # which the Trainer itself refuses without a GPU
+        trainer.strategy.__class__ = pl.strategies.FSDPStrategy
+        trainer.strategy._precision_plugin = trainer.strategy.mixed_precision = None
+    lit = make_lit()
+    settings = MemSaveCallback(stack=stack, monitor=False)._settings
+    found = {s.name: s.check(trainer, lit) for s in settings._settings}
+    asked = [s.name for s in settings._settings if s.is_asked and found[s.name]]
+    assert asked == []
+    if stack != "classic":
+        (problem,) = found[UPDATES]
+        assert "shares gradients between processes" in problem.why
+        assert "`optimizer_in_backward=None`" in problem.fix
+    if stack != "bitwise" and strategy == "fsdp":
+        assert "shards parameters" in found["optimizer"][0].why

@@ -1,0 +1,50 @@
+"""One failing test never fails another."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from lightning_memsave.measure.live_tensors import LiveTensors
+from tests.analysis.architectures import Architecture, Lit
+from tests.analysis.counting import count
+from tests.conftest import ProcessState
+
+
+class _Fails(Lit):
+    def loss(self, batch: Tensor) -> Tensor:
+        raise ZeroDivisionError
+
+
+def test_a_fit_that_raises_ends_the_counting() -> None:
+    with pytest.raises(ZeroDivisionError):
+        count(Architecture(lambda: _Fails(nn.Linear(2, 2)), lambda: torch.ones(4, 2)), {})
+    assert _get_current_dispatch_mode_stack() == []
+
+
+def test_what_a_test_leaves_behind_is_named_and_taken_back() -> None:
+    before = ProcessState()
+    module = nn.Linear(2, 2)
+    LiveTensors(module).__enter__()
+    nn.modules.module.register_module_forward_hook(lambda *_: None)
+    nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+    torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("medium")
+    assert before.restore() == [
+        "LiveTensors",
+        "global hooks of modules",
+        "set_default_dtype",
+        "set_float32_matmul_precision",
+        "set_grad_enabled",
+        "use_deterministic_algorithms",
+    ]
+    assert before.restore() == []
+    assert _get_current_dispatch_mode_stack() == []
+    assert not _has_any_global_hook()
+    assert torch.ones(1).dtype is torch.float32
+    assert torch.is_grad_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -1,0 +1,114 @@
+"""The runner of the first ten minutes on a GPU, in small and on the CPU."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu import _device_checks, _fit, _technique_checks
+from benchmarks.gpu.__main__ import describe, main, path_of, read_lines, run_step
+from benchmarks.gpu._steps import STEPS, Step
+
+KNOWN = {
+    "benchmarks.gpu._device_checks": _device_checks.CHECKS,
+    "benchmarks.gpu._technique_checks": _technique_checks.CHECKS,
+    "benchmarks.gpu._fit": _fit.FITS,
+}
+
+
+def test_each_check_and_fit_is_a_step():
+    named = {module: [s.name for s in STEPS if s.command[0] == module] for module in KNOWN}
+    assert {m: sorted(names) for m, names in named.items()} == {
+        module: sorted(known) for module, known in KNOWN.items()
+    }
+    assert all(step.command[1] == step.name for step in STEPS if step.command[0] in KNOWN)
+    assert len({path_of(step, Path()) for step in STEPS}) == len(STEPS)
+
+
+@pytest.mark.parametrize("check", [*_device_checks.CHECKS, *_technique_checks.CHECKS])
+def test_each_check_runs_in_small(check):
+    checks = {**_device_checks.CHECKS, **_technique_checks.CHECKS}
+    for found in checks[check]("cpu"):
+        assert "case" in found
+        assert not isinstance(found.get("error"), str), found
+        assert found.get("is_bitwise", True)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of the models' libraries
+@pytest.mark.parametrize(
+    "name",
+    ["roberta default", "roberta single_gpu, clipping", "roberta accumulation"]
+    + [pytest.param(n, marks=pytest.mark.exhaustive) for n in _fit.FITS],
+)
+def test_each_fit_runs_in_small(name):
+    found = _fit.run(name, "cpu")
+    assert found["predicted_mib"] > 0
+    assert len(found["losses"]) >= 4
+
+
+@pytest.mark.parametrize("name", _fit.MODELS)
+def test_each_model_gives_a_loss_of_its_batch(name):
+    model = _fit.MODELS[name]
+    batch = {key: tensor.to("meta") for key, tensor in model.make_batch().items()}
+    with torch.device("meta"):
+        assert model.build()(**batch).loss.shape == ()
+
+
+@pytest.mark.slow
+def test_steps_write_a_file_each(tmp_path, capsys):
+    chosen = ["fixed_costs", "roberta plain", "gpu tests"]
+    arguments = ["--dry", "--results", str(tmp_path), "--only", *chosen]
+    assert main(arguments) == 0, capsys.readouterr().out
+    steps = [step for step in STEPS if step.name in chosen]
+    costs, fit, tests = (read_lines(path_of(step, tmp_path)) for step in steps)
+    assert [line["case"] for line in costs[:-1]][:2] == ["zeros", "matmul"]
+    assert fit[0]["case"] == "roberta plain"
+    assert any("tests/measure/test_peak.py" in line for line in tests[0]["output"])
+    assert all(lines[-1]["returncode"] == 0 for lines in (costs, fit, tests))
+    assert "| roberta plain |" in (tmp_path / "fits.md").read_text()
+    assert json.loads((tmp_path / "provenance.json").read_text())["versions"]["torch"]
+
+
+def test_a_step_that_is_stopped_keeps_its_lines(tmp_path, monkeypatch):
+    (tmp_path / "slow_step.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "Path(sys.argv[sys.argv.index('--out') + 1]).write_text('{\"case\": \"first\"}\\n')\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start_s = time.monotonic()
+    path = tmp_path / "lines.jsonl"
+    run_step(Step("slow", ("slow_step",), 3), path, 3, is_dry=True)
+    assert time.monotonic() - start_s < 60
+    first, end = read_lines(path)
+    assert first == {"case": "first"}
+    assert end["error"] == "stopped after 3 s"
+
+
+def test_a_step_that_fails_says_why_and_the_next_one_runs(tmp_path, monkeypatch, capsys):
+    failing = Step("failing", ("no_such_module",), 60)
+    monkeypatch.setattr("benchmarks.gpu.__main__.STEPS", (failing, failing))
+    assert main(["--dry", "--results", str(tmp_path)]) == 1
+    assert "Not done: failing, failing" in capsys.readouterr().out
+    (end,) = read_lines(tmp_path / "01_failing.jsonl")
+    assert "No module named no_such_module" in end["error"][-1]
+
+
+def test_steps_without_their_packages_are_left_out(tmp_path, monkeypatch, capsys):
+    step = Step("quantised", ("benchmarks.gpu._fit", "?"), 60, ("no_such_package",))
+    monkeypatch.setattr("benchmarks.gpu.__main__.STEPS", (step,))
+    assert "LEFT OUT: no_such_package is not installed" in describe(step)
+    assert main(["--dry", "--results", str(tmp_path)]) == 0
+    assert "LEFT OUT" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.jsonl"))
+
+
+def test_list_runs_nothing(capsys):
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(STEPS)
+    assert lines[0].split()[:2] == ["1", "fixed_costs"]
