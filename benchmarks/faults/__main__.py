@@ -7,7 +7,7 @@ and resumed, if they are those of a fit that was not. CPU only: what runs out is
 
 import argparse
 import collections
-import os
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args()
-    # Lightning's notices, once for each of a thousand fits.
-    os.environ["PYTHONWARNINGS"] = "ignore"
+    for name in ("lightning.pytorch", "lightning.fabric"):  # a thousand fits would say it all
+        logging.getLogger(name).setLevel(logging.ERROR)
     cases = all_cases()
     attacks: list[dict[str, Any]] = []
     for index, case in enumerate(cases):

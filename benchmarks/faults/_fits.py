@@ -162,7 +162,9 @@ class Fit:
 
     def run(self) -> str:
         """Train; give a digest of all parameters, also where an error ended the fit."""
-        memsave = MemSaveCallback(**STACKS[self.case.stack], predict=False, report=False)
+        memsave = MemSaveCallback(
+            **STACKS[self.case.stack], predict=False, report=False, monitor=False
+        )
         checkpoint: list[Any] = []
         last = None
         if self.folder is not None:
