@@ -1,0 +1,1 @@
+"""Memory that runs out anywhere, and processes that are killed anywhere."""

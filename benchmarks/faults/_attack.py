@@ -1,0 +1,129 @@
+"""One attack at a time, in a process of its own, and what became of the fit."""
+
+import json
+import multiprocessing
+import random
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults._fits import Case, Fit
+
+LIMIT_S = 120
+"""A fit takes about a second: after this time it hangs."""
+
+# What can be typed, as every error of ours names it.
+_REMEDY = re.compile(r"`[\w.]+=[^`]+`|MemSaveCallback\(|memsave explain")
+
+
+def in_process(job: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
+    """Run a job in a fork; give what it returns, ``"hung"``, or ``None`` if the process died."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "result.json"
+        process = multiprocessing.get_context("fork").Process(target=_write, args=(job, path))
+        process.start()
+        process.join(limit_s)
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return "hung"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def _write(job: Callable[[], Any], path: Path) -> None:
+    path.write_text(json.dumps(job()))
+
+
+def measure(case: Case) -> dict[str, Any]:
+    """Run a case unharmed: how many operators it has, where its batches begin, what it gives."""
+    fit = Fit(case)
+    result = fit.run()
+    if fit.error is not None:
+        raise fit.error
+    return {"num_ops": fit.num_ops, "digest": result}
+
+
+def inject(case: Case, place: int) -> dict[str, Any]:
+    """Let memory run out at one operator."""
+    fit = Fit(case, faults=(place,))
+    result = fit.run()
+    error = fit.error
+    said = "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return {
+        "digest": result,
+        "batch": fit.batch,
+        "has_fired": fit.num_ops > place,
+        "error": None if error is None else f"{type(error).__name__}: {str(error)[:200]}",
+        "has_advice": bool(_REMEDY.search(said)),
+    }
+
+
+def smaller(case: Case, batch: int) -> str:
+    """Give the digest of a fit with the smaller size from a batch on."""
+    fit = Fit(case, smaller_from=batch)
+    result = fit.run()
+    if fit.error is not None:
+        raise fit.error
+    return result
+
+
+class Injections:
+    """Injects at random operators of a case, and compares with fits that meant the same."""
+
+    def __init__(self, case: Case, seed: int) -> None:
+        self.case, self.random = case, random.Random(f"{case} {seed}")
+        self.plain = in_process(lambda: measure(case))
+        self._smaller: dict[int, str] = {}
+
+    def attack(self) -> dict[str, Any]:
+        """Attack once; ``outcome`` is right, wrong, hung, lost with advice or lost without."""
+        place = self.random.randrange(self.plain["num_ops"])
+        found = in_process(lambda: inject(self.case, place))
+        if not isinstance(found, dict):
+            outcome = "hung" if found == "hung" else "lost without advice"
+            return {"case": str(self.case), "place": place, "outcome": outcome}
+        if found["error"] is not None:
+            outcome = "lost with advice" if found["has_advice"] else "lost without advice"
+        else:
+            outcome = "right" if self._is_right(found) else "wrong"
+        kept = {"batch": found["batch"], "error": found["error"]}
+        return {"case": str(self.case), "place": place, "outcome": outcome, **kept}
+
+    def _is_right(self, found: dict[str, Any]) -> bool:
+        if found["digest"] == self.plain["digest"]:
+            return True
+        batch = max(found["batch"], 0)
+        if batch not in self._smaller:
+            self._smaller[batch] = in_process(lambda: smaller(self.case, batch))
+        return bool(found["digest"] == self._smaller[batch])
+
+
+EPOCHS, BATCHES = 3, 4
+
+
+def kill_and_resume(case: Case, seed: int) -> dict[str, Any]:
+    """Kill a fit at a random operator, resume it from its last checkpoint, compare the weights."""
+    lengths = {"num_epochs": EPOCHS, "num_batches": BATCHES}
+
+    def train(folder: Path, kill: int | None = None) -> Any:
+        fit = Fit(case, kill=kill, folder=folder, **lengths)  # type: ignore[arg-type] # two integers
+        result = fit.run()
+        return {"digest": result, "num_ops": fit.num_ops, "error": str(fit.error or "")}
+
+    with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as cut:
+        plain = in_process(lambda: train(Path(whole)))
+        place = random.Random(f"{case} {seed}").randrange(plain["num_ops"])
+        died = in_process(lambda: train(Path(cut), kill=place))
+        has_checkpoint = (Path(cut) / "last.ckpt").exists()
+        resumed = in_process(lambda: train(Path(cut)))
+    known = {"case": str(case), "place": place, "resumed": has_checkpoint}
+    if died is not None:
+        return {**known, "outcome": "hung" if died == "hung" else "not killed"}
+    if not isinstance(resumed, dict):
+        return {**known, "outcome": "hung" if resumed == "hung" else "lost without advice"}
+    if resumed["error"]:
+        return {**known, "outcome": "lost without advice", "error": resumed["error"][:200]}
+    is_right = resumed["digest"] == plain["digest"]
+    return {**known, "outcome": "right" if is_right else "wrong"}

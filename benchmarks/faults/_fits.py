@@ -1,0 +1,233 @@
+"""The fits that are attacked: small models, every stack, accumulation and clipping."""
+
+import hashlib
+import itertools
+import os
+import signal
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_memsave import MemSaveCallback
+
+BATCH_SIZE, NUM_TOKENS, NUM_WORDS = 4, 8, 50
+MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB (injected by benchmarks.faults)."
+STACKS: dict[str, dict[str, Any]] = {
+    "bare": {},
+    "micro-batches only": {"activation_checkpointing": None, "optimizer": None},
+    **{stack: {"stack": stack} for stack in ("classic", "bitwise", "single_gpu")},
+}
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+class _Words(nn.Module):
+    """Blocks between an embedding and a head that share their weight."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(NUM_WORDS, width)
+        self.blocks = nn.Sequential(*(_Block(width) for _ in range(3)))
+        self.head = nn.Linear(width, NUM_WORDS, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        logits = self.head(self.blocks(self.embedding(tokens)))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class _GPT2(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        config = GPT2Config(
+            vocab_size=NUM_WORDS, n_positions=NUM_TOKENS, n_embd=16, n_layer=2, n_head=2
+        )
+        self.model = GPT2LMHeadModel(config)
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
+
+
+class _Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv1d(1, 16, 3, padding=1),
+            nn.GroupNorm(4, 16),
+            nn.ReLU(),
+            nn.Dropout(0.1),
+            nn.Conv1d(16, 1, 3, padding=1),
+        )
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        x = tokens.unsqueeze(1) / NUM_WORDS
+        return nn.functional.mse_loss(self.layers(x), x)
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    "words": _Words,
+    "GPT-2": _GPT2,
+    "convolutions": _Convolutions,
+}
+
+
+class _Lit(pl.LightningModule):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model.loss(batch)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val_loss", self.model.loss(batch))
+
+    # Lightning saves no random states: dropout after a resume would be another one.
+    def on_train_epoch_start(self) -> None:
+        torch.manual_seed(self.current_epoch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def _loader(num_batches: int, seed: int) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(NUM_WORDS, (num_batches * BATCH_SIZE, NUM_TOKENS), generator=generator)
+    return DataLoader(list(tokens), batch_size=BATCH_SIZE)  # type: ignore[arg-type] # a list is a dataset
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of fit: names of `MODELS` and `STACKS`, and settings of the Trainer."""
+
+    model: str
+    stack: str
+    accumulate: int
+    clip: float | None
+
+    def __str__(self) -> str:
+        clip = "" if self.clip is None else f", clip {self.clip}"
+        return f"{self.model}, {self.stack}, accumulate {self.accumulate}{clip}"
+
+
+def all_cases() -> list[Case]:
+    """List every model with every stack, accumulation and clipping."""
+    return [Case(*c) for c in itertools.product(MODELS, STACKS, (1, 2), (None, 0.5))]
+
+
+@dataclass
+class Fit:
+    """Runs a case; memory runs out at the operators ``faults``, or the process dies at ``kill``."""
+
+    case: Case
+    faults: Iterable[int] = ()
+    kill: int | None = None
+    smaller_from: int | None = None
+    """Train with half the batch at once from this batch on, as after an out-of-memory there."""
+    num_epochs: int = 1
+    num_batches: int = 6
+    folder: Path | None = None
+    """Where checkpoints lie; a fit goes on from the last one."""
+    starts: list[int] = field(default_factory=list)
+    """Number of the first operator of each batch."""
+    error: Exception | None = None
+    num_ops: int = 0
+    batch: int = -1
+    """The batch that ran when memory ran out; -1 before the first."""
+
+    def run(self) -> str:
+        """Train; give a digest of all parameters, also where an error ended the fit."""
+        memsave = MemSaveCallback(
+            **STACKS[self.case.stack], predict=False, report=False, monitor=False
+        )
+        checkpoint: list[Any] = []
+        last = None
+        if self.folder is not None:
+            checkpoint = [ModelCheckpoint(self.folder, save_last=True)]
+            last = self.folder / "last.ckpt"
+        torch.manual_seed(0)
+        lit = _Lit(MODELS[self.case.model]())
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=self.num_epochs,
+            callbacks=[memsave, _Watch(self, memsave), *checkpoint],
+            accumulate_grad_batches=self.case.accumulate,
+            gradient_clip_val=self.case.clip,
+            logger=False,
+            enable_checkpointing=bool(checkpoint),
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        loaders = _loader(self.num_batches, 1), _loader(1, 2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                with _Faults(self):
+                    path = last if last is not None and last.exists() else None
+                    trainer.fit(lit, *loaders, ckpt_path=path)
+            except Exception as error:
+                self.error = error
+        return digest(lit)
+
+
+class _Watch(pl.Callback):
+    def __init__(self, fit: Fit, memsave: MemSaveCallback) -> None:
+        self.fit, self.memsave = fit, memsave
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.fit.starts.append(self.fit.num_ops)
+        if batch_idx == self.fit.smaller_from:
+            # There is no public way, since no user wants it: sizes come from what memory allows.
+            batches = self.memsave._micro_batches
+            assert batches.runner is not None, "it is made at the start of fit"
+            batches.size = batches.runner.size = BATCH_SIZE // 2
+
+
+class _Faults(TorchDispatchMode):
+    def __init__(self, fit: Fit) -> None:
+        super().__init__()
+        self.fit, self.places = fit, set(fit.faults)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        place, self.fit.num_ops = self.fit.num_ops, self.fit.num_ops + 1
+        if place == self.fit.kill:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place in self.places:
+            self.fit.batch = len(self.fit.starts) - 1
+            raise torch.OutOfMemoryError(MESSAGE)
+        return func(*args, **(kwargs or {}))
+
+
+def digest(module: nn.Module) -> str:
+    """Tell two states apart to the last bit."""
+    whole = hashlib.sha256()
+    for name, tensor in module.state_dict().items():
+        whole.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+    return whole.hexdigest()
