@@ -40,7 +40,8 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+        added: Tensor = self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+        return x + added
 
 
 class _Words(nn.Module):
@@ -212,7 +213,7 @@ class _Watch(pl.Callback):
 
 class _Faults(TorchDispatchMode):
     def __init__(self, fit: Fit) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.fit, self.places = fit, set(fit.faults)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
