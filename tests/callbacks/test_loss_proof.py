@@ -887,7 +887,10 @@ class TestTheProof:
         train(vectors(), [regression()] * 2, loss_of, callback)
         assert row(callback).status == "off"
         assert type(error).__name__ in row(callback).details[0]
-        with pytest.raises(IncompatibleError, match=type(error).__name__):
+        # Of a size that was asked for, running out of memory says more than that nothing is proven.
+        is_memory = isinstance(error, torch.OutOfMemoryError)
+        raised = torch.OutOfMemoryError if is_memory else IncompatibleError
+        with pytest.raises(raised, match="out of memory" if is_memory else "KeyError"):
             train(vectors(), [regression()], loss_of, only(2))
 
 
