@@ -25,8 +25,8 @@ _FIX = (
 )
 # There is no backward pass whose memory could be saved.
 _ADVICE = (
-    'Use `precision="bf16-mixed"`, shorter samples or a smaller model, or keep less of what the step '
-    "returns."
+    'Use `precision="bf16-mixed"`, shorter samples or a smaller model, or return less from the '
+    "step, such as no logits."
 )
 
 

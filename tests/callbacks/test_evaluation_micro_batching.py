@@ -405,6 +405,6 @@ def test_buffers_that_a_step_writes(size):
 
 
 def test_one_sample_that_does_not_fit():
-    with pytest.raises(MemoryExhaustedError, match="keep less of what the step returns") as caught:
+    with pytest.raises(MemoryExhaustedError, match="return less from the step") as caught:
         validate(token_lit("mean_over_tokens", largest=0), only("auto"))
     assert "activation_checkpointing" not in str(caught.value)

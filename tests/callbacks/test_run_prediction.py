@@ -641,9 +641,11 @@ class TestSummary:
             raise ValueError("no")
 
         monkeypatch.setattr("lightning_memsave.callbacks._run_prediction.predict", slow)
+        start = time.perf_counter()
         fit(make_lit(), callback := MemSaveCallback(optimizer=None), max_steps=1)
+        of_everything = time.perf_counter() - start
         assert callback._prediction.seconds >= 0.5
-        assert callback.monitor.summary.seconds < 0.4
+        assert callback.monitor.summary.seconds <= of_everything - 0.5
 
 
 class TestFits:
