@@ -40,7 +40,9 @@ HOOKS = (
 )
 
 
-@pytest.fixture(params=list(PACKAGES))
+@pytest.fixture(
+    params=["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.exhaustive)]
+)
 def package(request):
     return PACKAGES[request.param]
 
