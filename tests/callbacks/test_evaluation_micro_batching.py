@@ -348,7 +348,7 @@ def test_nothing_is_proven_while_memory_is_enough():
 def test_each_dataloader_is_proven_by_itself():
     lit = token_lit("mean_over_tokens", largest=2)
     other = [{k: v[:, :3] for k, v in batch.items()} for batch in tokens()]
-    loaders = [DataLoader(data, batch_size=None) for data in (tokens(), other)]  # type: ignore[arg-type] # lists
+    loaders: Any = [DataLoader(data, batch_size=None) for data in (tokens(), other)]  # type: ignore[arg-type] # lists
     type(lit).val_dataloader = lambda self: loaders
     whole = token_lit("mean_over_tokens")
     type(whole).val_dataloader = lambda self: loaders
