@@ -252,7 +252,7 @@ class MemSaveCallback(MonitoredCallback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
-        if not self._is_disabled:
+        if not self._is_disabled and self._prediction.is_due:
             arguments = self.arguments_in_force()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

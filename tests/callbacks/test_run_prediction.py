@@ -487,6 +487,20 @@ def note_of(callback: MemSaveCallback) -> str:
     return callback._prediction.note
 
 
+def test_is_asked_for_with_the_first_batch_only(monkeypatch):
+    """What is in force takes time to find out, which no step should take."""
+    asked, in_force = [], MemSaveCallback.arguments_in_force
+
+    def counted(self):
+        asked.append(self)
+        return in_force(self)
+
+    monkeypatch.setattr(MemSaveCallback, "arguments_in_force", counted)
+    callback = MemSaveCallback(monitor=False, report=False)
+    fit(make_lit(), callback)
+    assert asked == [callback]
+
+
 class TestWhatCannotBePredicted:
     """It trains all the same, and the report says why."""
 
