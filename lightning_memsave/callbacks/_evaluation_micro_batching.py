@@ -165,6 +165,7 @@ class EvaluationMicroBatches(Setting):
             split_batch=self.technique.split_batch,
             known=known,
             needs_split=True,
+            subject="the sum of what it logs and returns (and 1)",
         )
         with contextlib.ExitStack() as stack:
             stack.enter_context(host.alone(trainer))

@@ -12,6 +12,7 @@ from lightning_memsave.core.batches import merge_outputs
 from lightning_memsave.core.nesting import items_of
 from lightning_memsave.techniques._micro_batches.loss_proof import Proof
 from lightning_memsave.techniques._micro_batches.loss_weights import read_weights, shares_of
+from lightning_memsave.techniques._micro_batches.splitting import samples_of
 
 # Kernels for one sample and for two round differently, and deep models add that up.
 _TOLERANCE = 1e-3
@@ -24,7 +25,7 @@ class _Seen(NamedTuple):
 
 
 class EvaluationStep:
-    """A step that is looked at with two samples together and with each alone.
+    """A step that is looked at with some samples together and with each of two parts of them.
 
     Args:
         run: The step, of a batch.
@@ -44,7 +45,8 @@ class EvaluationStep:
             part: A batch.
 
         Returns:
-            The sum of the numbers that it logs and returns, of shape ().
+            One more than the sum of the numbers that it logs and returns, of shape (): a constant
+            is the mean of itself whatever it is over, and no sum.
         """
         with self._logged.forgotten():
             self._logged.start_part(1.0, None)
@@ -53,15 +55,13 @@ class EvaluationStep:
         self._seen.append(_Seen(part, logged, output))
         numbers = [value for meta, value in logged.values() if meta.is_mean_reduction]
         numbers += _numbers_of(output)
-        if not numbers:
-            return torch.zeros(())
-        self.has_numbers = True
+        self.has_numbers = self.has_numbers or bool(numbers)
         is_double = all(number.dtype == torch.float64 for number in numbers)
-        total = torch.stack([number.double().cpu() for number in numbers]).sum()
-        return total if is_double else total.float()
+        total = 1 + sum(number.double().cpu() for number in numbers)
+        return torch.as_tensor(total, dtype=torch.float64 if is_double else torch.float32)
 
     def difference(self, proof: Proof) -> str:
-        """Compare what was seen last: two samples together, and put together from each alone.
+        """Compare what was seen last: some samples together, and put together from two parts.
 
         Args:
             proof: What the numbers are the mean over.
@@ -85,9 +85,8 @@ class EvaluationStep:
             ):
                 return f"`{name}`, which it logs, is no mean over samples or tokens"
         try:
-            merged = merge_outputs(
-                [seen.output for seen, _ in parts], [1] * len(parts), [w for _, w in parts]
-            )
+            sizes = [samples_of(seen.part, proof.whole) or -1 for seen, _ in parts]
+            merged = merge_outputs([s.output for s, _ in parts], sizes, [w for _, w in parts])
         except ValueError as error:
             return f"what it returns cannot be put together: {error}"
         same = len(parts) < 2 or _agree(both.output, merged)

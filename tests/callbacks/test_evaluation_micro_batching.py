@@ -278,7 +278,7 @@ REFUSED = {
     "perplexity": "cannot be split",
     "contrastive": "cannot be split",
     "two_means": "cannot be split",
-    "sum_as_mean": "no mean",
+    "sum_as_mean": "cannot be split",
     "ranks": "depends on the others in its batch",
     "square": "depends on the others in its batch",
 }

@@ -90,6 +90,7 @@ class Question:
         split_batch: The user's function for batches that `split_samples` cannot split.
         known: What was found with an earlier batch; only that is left.
         needs_split: The user gave a size, so that no batch can pass whole.
+        subject: What the loss is called in reasons.
     """
 
     compute_loss: ComputeLoss
@@ -100,6 +101,7 @@ class Question:
     split_batch: SplitBatch | None = None
     known: Proof | None = None
     needs_split: bool = False
+    subject: str = "its loss"
 
     def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
         """List what the loss may be the mean over."""
@@ -168,7 +170,8 @@ def _with_state_kept(question: Question, find: Callable[[ModuleState], Proof]) -
         except Exception as error:
             if question.needs_split and find_out_of_memory(error) is not None:
                 raise  # two samples are too many: that says more than that nothing is proven
-            return Proof(reason=f"that its loss can be split cannot be proven: {_words(error)}")
+            what = f"that {question.subject} can be split cannot be proven"
+            return Proof(reason=f"{what}: {_words(error)}")
         finally:
             state.restore()
 
@@ -244,12 +247,12 @@ def _confirm(question: Question, proof: Proof, samples: _Samples, state: ModuleS
             raise
         return proof  # micro-batches may be smaller
     if alone is not None and any(_holds(*pair, alone) for pair in pairs):
-        return Proof(reason=_CARRIED)
-    return Proof(reason=_reason(seen.losses, question.loss_weight, "several"))
+        return Proof(reason=f"{question.subject} {_CARRIED}")
+    return Proof(reason=_reason(seen.losses, question, "several"))
 
 
 _CARRIED = (
-    "its loss cannot be split: it depends on what the micro-batch before has changed, such as a "
+    "cannot be split: it depends on what the micro-batch before has changed, such as a "
     "queue or running statistics"
 )
 
@@ -277,7 +280,7 @@ def _find(question: Question, samples: _Samples, state: ModuleState, whole: Whol
         if sharp is not None and math.isfinite(sharp.losses[0]):
             found = [pair for pair in found if _holds(*pair, sharp)]
     if not found:
-        return Proof(reason=_reason(seen.losses, question.loss_weight))
+        return Proof(reason=_reason(seen.losses, question))
     return Proof(tuple(_preferred(found, seen.denominators)), whole)
 
 
@@ -380,17 +383,17 @@ def _preferred(
 
 
 def _reason(
-    losses: Sequence[float], loss_weight: LossWeight, of: Literal["two", "several"] = "two"
+    losses: Sequence[float], question: Question, of: Literal["two", "several"] = "two"
 ) -> str:
     both, one, other = (f"{loss:.6g}" for loss in losses)
     each = "each" if of == "two" else "each half"
     if not math.isfinite(losses[0]):
         return f"the loss of {of} samples is not finite ({both}, of {each} {one} and {other})"
     what = "a weighted mean or the sum"
-    if loss_weight != "auto":
-        what = f"the mean with the weights of `loss_weight={_shown(loss_weight)}`"
+    if question.loss_weight != "auto":
+        what = f"the mean with the weights of `loss_weight={_shown(question.loss_weight)}`"
     return (
-        f"its loss cannot be split: that of {of} samples together is {both}, which is not {what} "
+        f"{question.subject} cannot be split: that of {of} samples together is {both}, which is not {what} "
         f"of that of {each}, {one} and {other}"
     )
 
