@@ -53,7 +53,7 @@ TEXT = torch.arange(3, 3 + LENGTH).expand(BATCH, LENGTH)
 IMAGE_TEXT = torch.tensor([60] * 4 + [*range(3, 11)]).expand(BATCH, LENGTH)
 VIDEO_TEXT = torch.tensor([60] * 8 + [*range(3, 7)]).expand(BATCH, LENGTH)
 BOXES = torch.tensor([0.1, 0.2, 0.3, 0.4]).expand(BATCH, LENGTH, 4)
-FASTSPEECH = {
+FASTSPEECH: dict[str, Tensor | tuple[int, ...]] = {
     "spectrogram_labels": (24, 16),
     "duration_labels": torch.full((BATCH, LENGTH), 2),
     "pitch_labels": (LENGTH, 1),
