@@ -108,9 +108,11 @@ class _Lit(pl.LightningModule):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.model.loss(batch))
 
-    # Lightning saves no random states: dropout after a resume would be another one.
-    def on_train_epoch_start(self) -> None:
-        torch.manual_seed(self.current_epoch)
+    # Lightning saves no random states: dropout after a resume would be another one. Not at the
+    # start of the epoch, as iterators of DataLoaders draw a number, in a resumed run before it.
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 0:
+            torch.manual_seed(self.current_epoch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)

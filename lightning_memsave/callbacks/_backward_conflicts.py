@@ -46,13 +46,14 @@ def find_conflicts(
     problems += _of_compilation(pl_module, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
-    if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED):
+    # DDP of one process hands its gradients around, too.
+    if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED, "DDPStrategy"):
         problems.append(
             Problem(
                 what,
                 f"`{type(trainer.strategy).__name__}` shares gradients between processes after "
                 "they are complete",
-                "Set `optimizer_in_backward=None`, or train in one process.",
+                "Set `optimizer_in_backward=None`, or train in one process without a strategy.",
             )
         )
     return problems

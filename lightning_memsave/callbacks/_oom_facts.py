@@ -27,9 +27,10 @@ T = TypeVar("T")
 
 _EVALUATION = ("sanity_check", "validate", "test", "predict")
 _SMALLER_EVALUATION = (
-    'Pass `MemSaveCallback(eval_micro_batch_size="auto")`, or a smaller `batch_size` to that '
-    "DataLoader: there is no backward pass, so what saves activations or optimizer state does not "
-    "help."
+    "Pass a smaller `batch_size` to that DataLoader; in one process "
+    '`MemSaveCallback(eval_micro_batch_size="auto")`, its default, splits batches of steps that '
+    "can be split. There is no backward pass, so what saves activations or optimizer state does "
+    "not help."
 )
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 

@@ -66,12 +66,13 @@ class RunPrediction:
         """Why there is none."""
         self.seconds = 0.0
         """What it took, also if there is none."""
-        self._is_due = False
+        self.is_due = False
+        """The first batch has not come yet."""
 
     def begin(self) -> None:
         """A fit begins."""
         self.prediction, self.note, self.seconds = None, "", 0.0
-        self._is_due = self.limit_s is not None
+        self.is_due = self.limit_s is not None
 
     def before_batch(
         self,
@@ -93,9 +94,9 @@ class RunPrediction:
         Raises:
             KeyboardInterrupt: If somebody interrupts the run meanwhile.
         """
-        if not self._is_due:
+        if not self.is_due:
             return
-        self._is_due = False
+        self.is_due = False
         if not trainer.is_global_zero:
             return
         start_s = time.perf_counter()

@@ -63,38 +63,43 @@ def _accumulation(arguments: Arguments) -> Setting:
 
 
 def _micro_batches(arguments: Arguments) -> Setting:
-    wanted = arguments["micro_batch_size"]
-    details = _micro_batch_details(arguments)
-    if isinstance(wanted, MicroBatching) and details:
-        raise ConfigurationError(
-            f"{', '.join(f'`{name}`' for name in details)} is not used with "
-            f"`micro_batch_size={wanted!r}`. Pass `MicroBatching(...)` with it."
-        )
-    own = is_asked(arguments, "micro_batch_size")
-    if wanted is None:
-        MicroBatching(**details)  # refuses what is wrong with them
-        return MicroBatches(None, "None", own)
-    technique = wanted
-    if not isinstance(wanted, MicroBatching):
-        refuse_technique("micro_batch_size", wanted, MicroBatching)
-        technique = MicroBatching(wanted, **details)
-    if why := why_beyond(arguments, "micro_batch_size", technique.exactness):
-        return MicroBatches(None, "None", is_asked=False, off_reason=why)
-    limit = exactness_limit(arguments)
-    return MicroBatches(technique, repr(technique.micro_batch_size), own, limit=limit)
+    technique, why = _micro_batching(arguments, "micro_batch_size")
+    value = "None" if technique is None or why else repr(technique.micro_batch_size)
+    return MicroBatches(
+        None if why else technique,
+        value,
+        not why and is_asked(arguments, "micro_batch_size"),
+        off_reason=why,
+        limit=exactness_limit(arguments),
+    )
 
 
 def _evaluation_micro_batches(arguments: Arguments) -> Setting:
-    wanted = arguments["eval_micro_batch_size"]
+    technique, why = _micro_batching(arguments, "eval_micro_batch_size")
+    is_own = is_asked(arguments, "eval_micro_batch_size")
+    return EvaluationMicroBatches(None if why else technique, is_own, off_reason=why)
+
+
+def _micro_batching(arguments: Arguments, name: str) -> tuple[MicroBatching | None, str]:
+    """Read one of the two sizes, and why the limit switches it off."""
+    wanted, details = arguments[name], _micro_batch_details(arguments)
+    if isinstance(wanted, MicroBatching) and details:
+        raise ConfigurationError(
+            f"{', '.join(f'`{name}`' for name in details)} is not used with "
+            f"`{name}={wanted!r}`. Pass `MicroBatching(...)` with it."
+        )
     if wanted is None:
-        return EvaluationMicroBatches(None)
-    try:
-        technique = MicroBatching(wanted, **_micro_batch_details(arguments))
-    except ConfigurationError as error:
-        message = str(error).replace("`micro_batch_size=", "`eval_micro_batch_size=")
-        raise ConfigurationError(message) from None
-    why_beyond(arguments, "eval_micro_batch_size", technique.exactness)
-    return EvaluationMicroBatches(technique)
+        MicroBatching(**details)  # refuses what is wrong with them
+        return None, ""
+    technique = wanted
+    if not isinstance(wanted, MicroBatching):
+        refuse_technique(name, wanted, MicroBatching)
+        try:
+            technique = MicroBatching(wanted, **details)
+        except ConfigurationError as error:
+            message = str(error).replace("`micro_batch_size=", f"`{name}=")
+            raise ConfigurationError(message) from None
+    return technique, why_beyond(arguments, name, technique.exactness)
 
 
 def _micro_batch_details(arguments: Arguments) -> dict[str, Any]:

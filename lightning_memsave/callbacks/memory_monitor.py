@@ -237,6 +237,9 @@ class GPUMemoryMonitor(CallbackBase):
         run.probe.notes.append(f"fit was ended by {type(exception).__name__}")
         self._summary = _summarize(run, self.run_prediction)
         self._close()
+        is_interrupted = isinstance(exception, KeyboardInterrupt)  # otherwise the traceback matters
+        if is_interrupted and self.print_summary and trainer.is_global_zero:
+            print_summary(self._summary)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""

@@ -91,7 +91,8 @@ class MemSaveCallback(MonitoredCallback):
             batch.
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
-        eval_micro_batch_size: The same as ``micro_batch_size`` for validation, test and prediction.
+        eval_micro_batch_size: The same for validation, test and prediction. A batch is split only
+            where two of its samples prove that this changes nothing but rounding.
         tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             What moves them further is switched off in a stack, and refused if it is given.
@@ -136,7 +137,7 @@ class MemSaveCallback(MonitoredCallback):
         loss_weight: Literal["auto", "samples", "tokens", "tokens_shifted"]
         | Callable[[Any], Any] = "auto",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
-        eval_micro_batch_size: int | str | None = None,
+        eval_micro_batch_size: int | str | MicroBatching | None = "auto",
         tf32: bool | None = None,
         exactness: Literal["bitwise", "rounding", "approximate"] = "approximate",
         monitor: bool | GPUMemoryMonitor = True,
@@ -251,7 +252,7 @@ class MemSaveCallback(MonitoredCallback):
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
-        if not self._is_disabled:
+        if not self._is_disabled and self._prediction.is_due:
             arguments = self.arguments_in_force()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)

@@ -8,7 +8,7 @@ names are missing in another release before anything is changed.
 from lightning_memsave.host.batch_parts import BatchParts
 from lightning_memsave.host.evaluation import split_evaluation_batches
 from lightning_memsave.host.inner_backward import GradientMarks
-from lightning_memsave.host.logged_values import LoggedValues
+from lightning_memsave.host.logged_values import LoggedValues, combined
 from lightning_memsave.host.parallel import (
     alone,
     average_gradients,
@@ -70,6 +70,7 @@ __all__ = [
     "builds_model_late",
     "check_host",
     "checkpoints_activations_itself",
+    "combined",
     "convert_loaded_optimizer_states",
     "first_of",
     "forget_metric_names",

@@ -10,8 +10,9 @@ from lightning_memsave.host.logged_values import LoggedValues
 from lightning_memsave.host.parallel import share_buffers
 
 RunStep = Callable[[Any], Any]
-RunBatch = Callable[[Any, Any, RunStep, LoggedValues], Any]
-"""Of the Trainer, a batch, the step of one part, and where logged values wait: the output."""
+RunBatch = Callable[[Any, Any, RunStep, LoggedValues, tuple[Any, ...]], Any]
+"""Of the Trainer, a batch, the step of one part, where logged values wait, and the name of the step
+with the index of the DataLoader where there are several: the output."""
 
 # Of each strategy whose steps are replaced: how batches run, and their Trainer.
 _RUNS = "_memsave_run_evaluation_batch"
@@ -58,7 +59,7 @@ def _run(strategy: Any, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any
     trainer, run_batch = vars(strategy)[_RUNS]
     share_buffers(trainer)  # DDP would in the first part, and again where that is repeated
     with LoggedValues(trainer) as logged:
-        output = run_batch(trainer, batch, step, logged)
+        output = run_batch(trainer, batch, step, logged, (name, *args[1:]))
         logged.flush()
     return output
 

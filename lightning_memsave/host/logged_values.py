@@ -84,6 +84,19 @@ class LoggedValues:
             for name in set(self._results or ()) - names:
                 del self._results[name]
 
+    def tensors(self) -> dict[str, tuple[Any, Tensor]]:
+        """List the numbers that were logged in one part.
+
+        Returns:
+            For each name how Lightning reduces it, and its value.
+        """
+        metrics = {key: self._results[key] for key, _ in self._values}
+        return {
+            key: (metrics[key].meta, parts[-1].value)
+            for (key, _), parts in self._values.items()
+            if metrics[key].is_tensor
+        }
+
     def flush(self) -> None:
         """Give Lightning one value for each name; a single part's values go through untouched."""
         values, self._values = self._values, {}
@@ -107,11 +120,12 @@ class LoggedValues:
         if not metric.is_tensor:
             log(parts[-1].value, size)
             if len(parts) > 1:
-                metric._forward_cache = _mean([p.batch_value for p in parts], parts)
+                values = [p.batch_value for p in parts]
+                metric._forward_cache = _mean(values, [p.weight for p in parts])
         elif len(parts) == 1:
             log(parts[0].value, size)
         else:
-            log(_combined(metric.meta, parts), size)
+            log(combined(metric.meta, [p.value for p in parts], [p.weight for p in parts]), size)
 
     def _hold(self, key: str, value: Any, batch_size: int) -> None:
         occurrence = self._occurrences.get(key, 0)
@@ -134,21 +148,30 @@ def _batch_size(parts: Sequence[_Value]) -> int:
     return max(sizes)
 
 
-def _combined(meta: Any, parts: Sequence[_Value]) -> Any:
-    values = [part.value for part in parts]
+def combined(meta: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Put together what was logged under one name in the parts of a batch.
+
+    Args:
+        meta: How Lightning reduces it.
+        values: Of each part.
+        weights: Share of each part in the batch.
+
+    Returns:
+        The value of the whole batch.
+    """
     if meta.is_mean_reduction:
-        return _mean(values, parts)
+        return _mean(values, weights)
     stacked = torch.stack([value.to(values[0].device) for value in values])
     if meta.is_sum_reduction:
         return stacked.sum(0)
     return stacked.amax(0) if meta.is_max_reduction else stacked.amin(0)
 
 
-def _mean(values: Sequence[Any], parts: Sequence[_Value]) -> Any:
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     are_numbers = all(isinstance(value, Tensor) and value.shape == () for value in values)
     if not are_numbers:
         return values[-1]  # what a metric without one number gave for the last part
     stacked = torch.stack([value.to(values[0].device) for value in values])
     stacked = stacked if stacked.is_floating_point() else stacked.float()
-    weights = stacked.new_tensor([part.weight for part in parts])
-    return (stacked * weights).sum() / weights.sum()
+    factors = stacked.new_tensor(weights)
+    return (stacked * factors).sum() / factors.sum()

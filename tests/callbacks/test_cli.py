@@ -203,7 +203,7 @@ def test_yaml():
         "force_8bit": [],
         "loss_weight": "auto",
         "split_batch": None,
-        "eval_micro_batch_size": None,
+        "eval_micro_batch_size": "auto",
         "tf32": False,
         "exactness": "approximate",
         "monitor": False,

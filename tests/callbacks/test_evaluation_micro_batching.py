@@ -212,3 +212,199 @@ def test_steps_are_restored(package):
     assert not [name for name in vars(trainer.strategy) if "memsave" in name]
     runners = [vars(setting).get("_runner") for setting in callback._settings._settings]
     assert runners == [None] * len(runners)
+
+
+# --- what is proven before a batch is split ---
+
+
+def tokens() -> list[dict[str, torch.Tensor]]:
+    """Two batches of eight samples with targets for 1 to 6 of 6 places."""
+    random = torch.Generator().manual_seed(3)
+    batches = []
+    for _ in range(2):
+        targets = torch.randint(3, (8, 6), generator=random)
+        lengths = torch.tensor([1, 6, 2, 3, 6, 1, 1, 4])
+        targets[torch.arange(6) >= lengths[:, None]] = -100
+        batches.append({"x": torch.randn(8, 6, 5, generator=random), "targets": targets})
+    return batches
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Steps:
+    """Validation steps of a model of tokens, most of which may not be split."""
+
+    @staticmethod
+    def mean_over_tokens(lit, batch):
+        lit.log("loss", token_loss(lit.model(batch["x"]), batch["targets"]))
+
+    @staticmethod
+    def returned(lit, batch):
+        logits = lit.model(batch["x"])
+        return {"loss": token_loss(logits, batch["targets"]), "logits": logits}
+
+    @staticmethod
+    def perplexity(lit, batch):
+        lit.log("perplexity", token_loss(lit.model(batch["x"]), batch["targets"]).exp())
+
+    @staticmethod
+    def contrastive(lit, batch):
+        first = nn.functional.normalize(lit.model(batch["x"])[:, 0], dim=-1)
+        lit.log("loss", nn.functional.cross_entropy(first @ first.T, torch.arange(len(first))))
+
+    @staticmethod
+    def two_means(lit, batch):
+        logits = lit.model(batch["x"])
+        lit.log("loss", token_loss(logits, batch["targets"]))
+        lit.log("size", logits.square().mean())
+
+    @staticmethod
+    def sum_as_mean(lit, batch):
+        lit.log("size", lit.model(batch["x"]).square().sum())
+
+    @staticmethod
+    def ranks(lit, batch):
+        return lit.model(batch["x"])[:, 0].softmax(0)
+
+    @staticmethod
+    def square(lit, batch):
+        first = lit.model(batch["x"])[:, 0]
+        return {"scores": first @ first.T}
+
+
+REFUSED = {
+    "perplexity": "cannot be split",
+    "contrastive": "cannot be split",
+    "two_means": "cannot be split",
+    "sum_as_mean": "no mean",
+    "ranks": "depends on the others in its batch",
+    "square": "depends on the others in its batch",
+}
+
+
+def token_lit(name: str, *, largest: int = 100) -> Any:
+    """A module whose validation has memory for ``largest`` samples."""
+    torch.manual_seed(1)
+    lit = make_lit(model=nn.Linear(5, 3))
+
+    def validation_step(self, batch, batch_idx, dataloader_idx=0):
+        if len(batch["x"]) > largest:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return getattr(Steps, name)(self, batch)
+
+    cls = type(lit)
+    cls.validation_step = cls.test_step = cls.predict_step = validation_step
+    cls.val_dataloader = lambda self: DataLoader(tokens(), batch_size=None)  # type: ignore[arg-type] # a list
+    return lit
+
+
+def validate(lit: Any, *callbacks: Any) -> tuple[dict[str, Any], list[Any]]:
+    package = PACKAGES["lightning"]
+    seen = Outputs(package)
+    logged = make_trainer(package, *callbacks, seen.callback).validate(lit, verbose=False)
+    return logged[0], seen.outputs
+
+
+@pytest.mark.parametrize("name", ["mean_over_tokens", "returned"])
+@pytest.mark.parametrize("callback", ["bare", 3])
+def test_weights_are_proven(name, callback):
+    """The guess for a key that is not ``labels`` would be samples, 4 % off."""
+    truth, outputs = validate(token_lit(name))
+    bare = MemSaveCallback(report=False, monitor=False, predict=False)
+    if callback == "bare":
+        with pytest.warns(MemsaveWarning, match="8 samples at once, repeated with 4"):
+            found, mine = validate(token_lit(name, largest=4), bare)
+    else:
+        found, mine = validate(token_lit(name, largest=4), only(callback))
+    assert found == pytest.approx(truth, rel=1e-6)
+    torch.testing.assert_close(mine, outputs)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_may_not_be_split_is_not(name):
+    with pytest.raises(MemoryExhaustedError, match=REFUSED[name]) as caught:
+        validate(token_lit(name, largest=4), only("auto"))
+    assert "smaller batch in that DataLoader" in str(caught.value)
+    with pytest.raises(IncompatibleError, match=REFUSED[name]):
+        validate(token_lit(name), only(4))
+
+
+def test_nothing_is_proven_while_memory_is_enough():
+    lit = token_lit("contrastive")
+    sizes = []
+    original = type(lit).validation_step
+
+    def validation_step(self, batch, batch_idx):
+        sizes.append(len(batch["x"]))
+        return original(self, batch, batch_idx)
+
+    type(lit).validation_step = validation_step
+    validate(lit, only("auto"))
+    assert sizes == [8, 8]
+
+
+def test_each_dataloader_is_proven_by_itself():
+    lit = token_lit("mean_over_tokens", largest=2)
+    other = [{k: v[:, :3] for k, v in batch.items()} for batch in tokens()]
+    loaders: Any = [DataLoader(data, batch_size=None) for data in (tokens(), other)]  # type: ignore[arg-type] # lists
+    type(lit).val_dataloader = lambda self: loaders
+    whole = token_lit("mean_over_tokens")
+    type(whole).val_dataloader = lambda self: loaders
+    with pytest.warns(MemsaveWarning, match="repeated with 2"):
+        found, _ = validate(lit, only("auto"))
+    assert found == pytest.approx(validate(whole)[0], rel=1e-6)
+
+
+def test_the_proof_leaves_no_trace():
+    results = []
+    for callback in (only(None), only(4)):
+        lit = evaluating_lit(PACKAGES["lightning"])
+        torch.manual_seed(5)
+        trainer = make_trainer(PACKAGES["lightning"], callback)
+        logged = trainer.validate(lit, verbose=False)[0]
+        results.append((logged, lit.accuracy.tp.tolist(), torch.rand(2).tolist()))
+    (truth, hits, drawn), (found, counted, ours) = results
+    assert found == pytest.approx(truth, rel=1e-5)
+    assert (counted, ours) == (hits, drawn)
+
+
+def test_several_processes_are_asked_for_it():
+    """Whether their steps communicate is not known."""
+    trainer = make_trainer(PACKAGES["lightning"], callback := MemSaveCallback(), devices=2)
+    lit = token_lit("mean_over_tokens")
+    problems = callback._settings.apply(trainer, lit, is_fit=False)
+    assert problems == []
+    shown = {row.name: row for row in callback.rows}["eval_micro_batch_size"]
+    assert shown.status == "off"
+    assert "MicroBatching(" in shown.details[0]
+    callback._settings.undo()
+
+
+@pytest.mark.parametrize("size", [4, 2**19])
+def test_buffers_that_a_step_writes(size):
+    """Small ones are put back; of large ones there is no copy, and the batch is not repeated."""
+    lit = token_lit("mean_over_tokens")
+    lit.register_buffer("seen", torch.zeros(size))
+
+    def validation_step(self, batch, batch_idx):
+        self.seen += 1
+        if len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError(MESSAGE)
+        Steps.mean_over_tokens(self, batch)
+
+    type(lit).validation_step = validation_step
+    if size > 4:
+        with pytest.raises(MemoryExhaustedError, match="a buffer of the module of over 1 MiB"):
+            validate(lit, only("auto"))
+        return
+    with pytest.warns(MemsaveWarning, match="repeated with 4"):
+        validate(lit, only("auto"))
+    assert lit.seen.tolist() == [4.0] * size  # two parts of two batches
+
+
+def test_one_sample_that_does_not_fit():
+    with pytest.raises(MemoryExhaustedError, match="return less from the step") as caught:
+        validate(token_lit("mean_over_tokens", largest=0), only("auto"))
+    assert "activation_checkpointing" not in str(caught.value)

@@ -461,6 +461,98 @@ def gradient_penalty(model, batch):
     return F.mse_loss(out, batch["y"]) + slope.square().sum(1).mean()
 
 
+# Losses that two samples alone do not show
+
+
+def with_gaps() -> dict[str, Tensor]:
+    """The first two samples lack as many targets as each other, and later ones more."""
+    batch = regression()
+    gone = torch.rand(SAMPLES, CLASSES) < torch.linspace(0, 0.8, SAMPLES)[:, None]
+    gone[:2] = False
+    gone[:2, 0] = True
+    return batch | {"y": batch["y"].masked_fill(gone, torch.nan)}
+
+
+def series() -> dict[str, Tensor]:
+    x, lengths = torch.randn(SAMPLES, TOKENS, WIDTH), torch.tensor([3, 3, 6, 5, 4, 2, 1])
+    inside = torch.arange(TOKENS) < lengths[:, None]
+    targets = torch.randn(SAMPLES, TOKENS, CLASSES)
+    return {"x": (x * inside[..., None]).double(), "y": targets.double()}
+
+
+@vectors_kind(with_gaps, expected="entries of `y` that are not NaN")
+def targets_that_are_missing(model, batch):
+    known = ~batch["y"].isnan()
+    return (model(batch["x"])[known] - batch["y"][known]).square().mean()
+
+
+@vectors_kind(series, expected="vectors of `x` that are not 0")
+def series_padded_with_zeros(model, batch):
+    inside = batch["x"].abs().sum(-1) > 0
+    return (model(batch["x"])[inside] - batch["y"][inside]).square().mean()
+
+
+@vectors_kind(classes, expected=REFUSED)
+def triplets(model, batch):
+    """Two samples have no positive and no negative at once."""
+    z = F.normalize(model(batch["x"]), dim=-1)
+    distances, same = torch.cdist(z, z), batch["y"][:, None] == batch["y"]
+    positive = (distances * same).max(1).values
+    negative = distances.masked_fill(same, torch.inf).min(1).values
+    return F.relu(positive - negative + 0.2).mean()
+
+
+@vectors_kind(classes, expected=REFUSED)
+def triplets_beside_classes(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"]) + triplets(model, batch)
+
+
+@vectors_kind(regression, expected=REFUSED)
+def hardest_samples(model, batch):
+    errors = (model(batch["x"]) - batch["y"]).square().mean(1)
+    return errors.topk(min(len(errors), 2)).values.mean()
+
+
+@vectors_kind(regression, expected=REFUSED)
+def mixup_by_python(model, batch):
+    order = [*range(len(batch["x"]))]
+    random.Random(0).shuffle(order)
+    x, y = ((v + v[order]) / 2 for v in batch.values())
+    return F.mse_loss(model(x), y)
+
+
+@vectors_kind(regression, expected=REFUSED)
+def never_above_the_margin(model, batch):
+    return F.relu(model(batch["x"]).abs().mean() - 100)
+
+
+class WithQueue(nn.Module):
+    """Compares with what came before, and keeps what is new."""
+
+    queue: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, CLASSES)
+        self.register_buffer("queue", torch.randn(16, CLASSES).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = F.normalize(self.layer(x), dim=-1)
+        compared = z @ self.queue.T
+        self.queue = torch.cat([z.detach(), self.queue])[:16]
+        return compared
+
+
+@kind(regression, WithQueue, REFUSED)
+def momentum_contrast(model, batch):
+    return F.cross_entropy(model(batch["x"]), torch.zeros(len(batch["x"]), dtype=torch.long))
+
+
+@kind(regression, lambda: nn.utils.spectral_norm(nn.Linear(WIDTH, CLASSES)), REFUSED)
+def spectral_norm(model, batch):
+    return F.mse_loss(model(batch["x"]), batch["y"])
+
+
 # Models of Hugging Face
 
 SMALL: dict[str, Any] = {
@@ -749,7 +841,8 @@ class TestTheProof:
 
             gradients.append(train(model, given, loss_of, *callbacks))
             # A size that no batch exceeds needs no proof.
-            assert calls == [*([2, 1, 1] if len(gradients) == 3 else []), *[SAMPLES] * 3]
+            proof = [2, 1, 1, SAMPLES, 4, 3] if len(gradients) == 3 else []
+            assert calls == [*proof, *[SAMPLES] * 3]
         plain, fixed, auto = (models[index].facts() for index in (0, 3, 6))
         assert plain == fixed == auto
         for run in gradients[1:]:
@@ -851,6 +944,31 @@ class TestTheProof:
         callback = only(3)
         assert difference(train(model, batches, masked, callback), truth) < 1e-11
         assert "of `labels` that are not -100" in row(callback).details[1]
+
+    def test_is_repeated_where_a_later_batch_has_padding(self):
+        full, model = series() | {"x": torch.randn(SAMPLES, TOKENS, WIDTH).double()}, vectors()
+        batches = [full, series()]
+        truth = train(model, batches, series_padded_with_zeros)
+        callback = only(3)
+        assert difference(train(model, batches, series_padded_with_zeros, callback), truth) < 1e-11
+        assert "vectors of `x` that are not 0" in row(callback).details[1]
+
+    def test_names_what_a_micro_batch_changes_for_the_next(self):
+        with pytest.raises(IncompatibleError, match="such as a queue or running statistics"):
+            train(WithQueue(), [regression()], momentum_contrast, only(3))
+
+    @pytest.mark.parametrize("size", ["auto", 3])
+    def test_a_loss_of_zero_proves_nothing(self, size):
+        """`"auto"` waits for a batch that has one."""
+        batches = [weighted(), weighted()]
+        batches[0]["w"][:] = 0
+        callback, loss_of = only(size), mean_of_weighted_errors
+        if size == 3:
+            with pytest.raises(IncompatibleError, match="is 0, which proves nothing"):
+                train(vectors(), batches, loss_of, callback)
+            return
+        train(vectors(), batches, loss_of, callback)
+        assert "weighted by samples, proven" in row(callback).details[1]
 
     def test_says_what_no_batch_tells_apart(self):
         """All samples have the same loss, whatever it is the mean over."""

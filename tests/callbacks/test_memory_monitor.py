@@ -294,6 +294,23 @@ def test_exception_in_the_middle_of_a_step(package):
     assert monitor.summary.notes == ("fit was ended by ZeroDivisionError",)
 
 
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_an_interrupted_fit_shows_its_summary(package, capsys, is_interrupted):
+    """After an error, the traceback is what is to be seen."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 1:
+            raise KeyboardInterrupt if is_interrupted else ZeroDivisionError
+        return self.layers(batch[0]).mean()
+
+    module = make_module(package, training_step=training_step)
+    with pytest.raises(SystemExit if is_interrupted else ZeroDivisionError):
+        make_trainer(package, GPUMemoryMonitor()).fit(module, loader())
+    said = capsys.readouterr().out
+    assert ("Memory of this fit" in said) == is_interrupted
+    assert ("note: fit was ended by KeyboardInterrupt" in said) == is_interrupted
+
+
 def test_batches_that_the_module_skips(package):
     # Lightning then ends the epoch without `on_train_batch_end`.
     modes = []

@@ -457,8 +457,9 @@ def ops_of_batches(model: str, settings: tuple[tuple[str, Any], ...] = ()) -> li
     return [*mode.starts, mode.num_ops]
 
 
-# Their losses are no mean over samples, so that "auto" yields.
-INSEPARABLE = ("tuple_output", "new_tensors", "classifier", "transformer")
+# Their losses are no mean over samples, or depend on buffers that the part before has changed, so
+# that "auto" yields.
+INSEPARABLE = ("tuple_output", "new_tensors", "classifier", "transformer", "spectral_norm")
 
 
 def unfrozen(settings: tuple[tuple[str, Any], ...]) -> dict[str, Any]:

@@ -36,7 +36,8 @@ def test_each_is_something_that_the_callback_takes(settings):
 
 def test_every_technique_is_among_them():
     changed = {name for one in single_candidates(situation()) for name in one.changes}
-    assert set(STACKS["single_gpu"]) - {"force_8bit", "micro_batch_size"} == changed
+    others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size"}
+    assert set(STACKS["single_gpu"]) - others == changed
 
 
 def test_a_dominating_embedding_can_have_8_bits_too():

@@ -161,6 +161,19 @@ def frozen() -> Any:
     return lit
 
 
+class Projected(nn.Module):
+    """Its first layer has as many outputs as a head has classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.head = nn.Linear(64, 1024), nn.Linear(1024, 8)
+        blocks = (nn.Sequential(nn.Linear(1024, 1024), nn.Tanh()) for _ in range(2))
+        self.blocks = nn.Sequential(*blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.project(x))).square().mean()
+
+
 def scaler() -> dict[str, Any]:
     return {"plugins": [host.half_precision_on_cpu(pl)]}
 
@@ -248,6 +261,14 @@ PROJECTS = {
     "own checkpointing of Hugging Face": Project(bert, {CHECKPOINTING: "themselves already"}),
     "late layers": Project(late),
     "frozen blocks": Project(frozen),
+    "wide first layer": Project(
+        lambda: make_lit(model=Projected()), finds_nothing=frozenset(("attention",))
+    ),
+    "ddp of one process": Project(
+        make_lit,
+        {UPDATES: "shares gradients between processes"},
+        trainer=lambda: {"strategy": "ddp"},
+    ),
 }
 
 
@@ -261,7 +282,11 @@ def test_no_project_is_refused(name, stack):
     settings = {"max_epochs": 1, **project.trainer()}
     trainer = make_trainer(pl, callback, *project.callbacks(), **settings)
     before = [p.detach().clone() for p in lit.parameters()]
-    trainer.fit(lit)
+    try:
+        trainer.fit(lit)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
     assert trainer.global_step > 0
     after = list(lit.parameters())
     assert len(before) != len(after) or any(map(torch.any, map(torch.ne, before, after)))

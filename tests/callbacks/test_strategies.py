@@ -24,7 +24,7 @@ from lightning.pytorch.strategies import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, MicroBatching
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, MemsaveWarning
 from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
 from tests.callbacks.ranks import (
@@ -396,7 +396,7 @@ def run_evaluation() -> Notes:
     for way, callbacks in (
         ("plain", []),
         ("fixed", [only(None, eval_micro_batch_size=2)]),
-        ("auto", [only(None, eval_micro_batch_size="auto")]),
+        ("auto", [only(None, eval_micro_batch_size=MicroBatching("auto"))]),
     ):
         lit = make(BatchNormModel, validation_step=validation_step, val_dataloader=loader)
         lit.is_short = way == "auto"

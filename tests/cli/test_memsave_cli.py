@@ -31,7 +31,8 @@ CLIS: dict[str, Any] = {
     "lightning": lightning_pytorch.MemSaveCLI,
     "pytorch_lightning": pytorch_lightning.MemSaveCLI,
 }
-packages = pytest.mark.parametrize("name", CLIS)
+OTHER = pytest.param("pytorch_lightning", marks=pytest.mark.exhaustive)
+packages = pytest.mark.parametrize("name", ["lightning", OTHER])
 
 TRAINER = [
     "--trainer.accelerator=cpu",

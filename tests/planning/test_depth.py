@@ -36,16 +36,17 @@ def _make(name: str, num_blocks: int) -> Callable[[], nn.Module]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(
-    "checkpointing", [None, "all", "nested"], ids=["plain", "checkpointed", "nested"]
-)
-@pytest.mark.parametrize(
-    ("name", "num_blocks"),
+    ("name", "num_blocks", "checkpointing", "device"),
     [
-        ("roberta", 30),
-        pytest.param("llama", 36, marks=pytest.mark.exhaustive),
-        pytest.param("gpt2", 48, marks=pytest.mark.exhaustive),
+        ("roberta", 18, "all", "cpu"),
+        ("roberta", 18, None, "cuda"),
+        *(
+            pytest.param(name, num_blocks, checkpointing, device, marks=pytest.mark.exhaustive)
+            for name, num_blocks in (("roberta", 30), ("llama", 36), ("gpt2", 48))
+            for checkpointing in (None, "all", "nested")
+            for device in ("cpu", "cuda")
+        ),
     ],
 )
 def test_line_hits_what_is_predicted_directly(

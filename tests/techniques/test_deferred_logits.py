@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques._logits.deferred import DeferredLogits
+from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
 
 # What is said when logits are needed is tested in `test_logits_needed.py`.
@@ -500,3 +501,20 @@ def test_wrong_arguments_are_the_errors_of_torch(model, deferring):
         with pytest.raises(theirs.type) as mine:
             use(deferring())
         assert str(mine.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("which", ["all", "nested", "selective"])
+def test_blocks_that_are_recomputed_get_ordinary_tensors(which):
+    """A wide first layer looks like a head; computed inside of a block it would be part of it."""
+    torch.manual_seed(0)
+    blocks = (nn.Sequential(nn.Linear(CLASSES, CLASSES), nn.Tanh()) for _ in range(2))
+    model = nn.Sequential(nn.Linear(WIDTH, CLASSES), nn.Sequential(*blocks))
+    gradients = []
+    for technique in (None, ActivationCheckpointing(which, blocks="re:1.[01]")):
+        if technique is not None:
+            ChunkedCrossEntropy("0").apply(model)
+            technique.apply(model)
+        model.zero_grad()
+        model(torch.ones(3, WIDTH)).sum().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))

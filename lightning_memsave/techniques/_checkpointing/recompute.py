@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from lightning_memsave.core.nesting import attributes_of, items_of
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques._checkpointing.changed_buffers import ChangedBuffers, Contexts
+from lightning_memsave.techniques._logits.deferred import computed
 
 _KEPT_OPS = frozenset(
     {
@@ -120,6 +121,8 @@ def recompute(
             stacklevel=3,
         )
         return run(*args, **kwargs)
+    # Not in the block, where what computing them keeps would count as the block's.
+    args, kwargs = computed((args, kwargs))
     call = _Call(run, modules, args, kwargs)
     buffers = ChangedBuffers(modules)
     if buffers.can_change:

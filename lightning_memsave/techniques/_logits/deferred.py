@@ -112,6 +112,20 @@ def defer(product: Product) -> Tensor:
     return _made(product.whole())
 
 
+def computed(values: Any) -> Any:
+    """Put ordinary tensors in place of deferred logits.
+
+    Args:
+        values: Tensors and others in any nesting.
+
+    Returns:
+        The same; itself where there are none.
+    """
+    if not any(isinstance(value, DeferredLogits) for value in tree_leaves(values)):
+        return values
+    return tree_map_only(DeferredLogits, _ordinary, values)
+
+
 class _Deferred(torch.autograd.Function):
     """Gives deferred logits a place in the graph, for code that takes them from there."""
 

@@ -1,12 +1,13 @@
 """Prove what the loss of a batch is the mean over, with two of its samples, before it is split."""
 
 import contextlib
+import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,9 @@ Whole = frozenset[Path]
 _TOLERANCE = 64
 _NUM_LOOKED_AT, _NUM_LOOKED_AT_AGAIN = 16, 64
 """Samples among which two are chosen, by all possible weights, and by the few that were left."""
+_NUM_CONFIRMED = 8
+"""Samples that are compared with their halves: some losses need more than two to be what they are,
+as those of triplets and of the hardest samples."""
 _REFUSED, _OPEN, _PROVEN = range(3)
 
 
@@ -131,6 +135,9 @@ def prove(question: Question, agree: Callable[[int], int] = lambda value: value)
         # Every process makes as many forward passes.
         if agree(int(bool(found.weightings) or not found.reason)):
             break
+    halves = _halves(question, proof) if proof.weightings else None
+    if agree(int(halves is not None)) and halves is not None:
+        proof = _with_state_kept(question, lambda state: _confirm(question, proof, halves, state))
     verdict = agree(_REFUSED if proof.reason else _PROVEN if proof.weightings else _OPEN)
     if verdict == _OPEN:
         proof = Proof()
@@ -141,11 +148,18 @@ def prove(question: Question, agree: Callable[[int], int] = lambda value: value)
 
 
 def _prove_with(question: Question, whole: Whole) -> Proof:
+    def find(state: ModuleState) -> Proof:
+        samples = _two_samples(question, whole)
+        return Proof() if samples is None else _find(question, samples, state, whole)
+
+    return _with_state_kept(question, find)
+
+
+def _with_state_kept(question: Question, find: Callable[[ModuleState], Proof]) -> Proof:
     with full_precision(), batch_norm_on_running_statistics(question.module):
         state = ModuleState(question.module, question.batch)
         try:
-            samples = _two_samples(question, whole)
-            return Proof() if samples is None else _find(question, samples, state, whole)
+            return find(state)
         except ConfigurationError:  # of what a function of the user's gives
             raise
         except IncompatibleError as error:
@@ -193,6 +207,53 @@ def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, f
     return len(distinct), spread, len(shares)
 
 
+def _halves(question: Question, proof: Proof) -> _Samples | None:
+    """Take the first samples and their halves; ``None`` of a batch of two."""
+    batch, split_batch = question.batch, question.split_batch
+    if split_batch is not None:
+        both = split_batch_with(split_batch, batch, _NUM_CONFIRMED)[0]
+        parts = split_batch_with(split_batch, both, _NUM_CONFIRMED // 2)
+        return _Samples(both, *parts) if len(parts) == 2 else None
+    size = min(count_samples(batch, proof.whole), _NUM_CONFIRMED)
+    if size <= 2:
+        return None
+    both = pick_samples(batch, range(size), proof.whole)
+    return _Samples(both, *split_samples(both, (size + 1) // 2, proof.whole))
+
+
+def _confirm(question: Question, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
+    """Keep the weightings that hold for more samples, and after what earlier ones have changed."""
+
+    def observe(*, is_carried: bool) -> _Observed | None:
+        return _observe_with_graph_if_needed(question, samples, state, is_carried=is_carried)
+
+    rows = read_weights(proof.weightings, [*samples])
+    pairs = [*zip(proof.weightings, rows, strict=True)]
+    try:
+        seen = observe(is_carried=True)
+        if seen is None or not (any(seen.losses) or question.needs_split):
+            return Proof()  # a later batch may have a loss
+        if not any(seen.losses):
+            return Proof(reason="the loss of its first samples is 0, which proves nothing")
+        held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
+        if held:
+            return replace(proof, weightings=tuple(held))
+        alone = observe(is_carried=False) if state.has_changed() else None
+    except Exception as error:
+        if find_out_of_memory(error) is None:
+            raise
+        return proof  # micro-batches may be smaller
+    if alone is not None and any(_holds(*pair, alone) for pair in pairs):
+        return Proof(reason=_CARRIED)
+    return Proof(reason=_reason(seen.losses, question.loss_weight, "several"))
+
+
+_CARRIED = (
+    "its loss cannot be split: it depends on what the micro-batch before has changed, such as a "
+    "queue or running statistics"
+)
+
+
 @dataclass(frozen=True)
 class _Observed:
     losses: list[float]  # of both, of one, of the other
@@ -221,17 +282,25 @@ def _find(question: Question, samples: _Samples, state: ModuleState, whole: Whol
 
 
 def _observe_with_graph_if_needed(
-    question: Question, samples: _Samples, state: ModuleState, *, is_sharp: bool = False
+    question: Question,
+    samples: _Samples,
+    state: ModuleState,
+    *,
+    is_sharp: bool = False,
+    is_carried: bool = False,
 ) -> _Observed | None:
+    observe = functools.partial(
+        _observe, question.compute_loss, samples, state, is_sharp=is_sharp, is_carried=is_carried
+    )
     try:
         with torch.no_grad():
-            return _observe(question.compute_loss, samples, state, is_sharp=is_sharp)
+            return observe()
     except RuntimeError as error:
         # A training step may ask for gradients itself, as for a gradient penalty.
         if is_out_of_memory(error) or "grad" not in str(error) or IN_BACKWARD:
             raise
     with torch.enable_grad(), _own_gradients(question.module):
-        return _observe(question.compute_loss, samples, state, is_sharp=is_sharp)
+        return observe()
 
 
 @contextlib.contextmanager
@@ -247,13 +316,22 @@ def _own_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def _observe(
-    compute_loss: ComputeLoss, samples: _Samples, state: ModuleState, *, is_sharp: bool
+    compute_loss: ComputeLoss,
+    samples: _Samples,
+    state: ModuleState,
+    *,
+    is_sharp: bool,
+    is_carried: bool,
 ) -> _Observed | None:
     probe = LossProbe(state, is_sharp=is_sharp)
     losses, denominators = [], []
     for part in samples:
         probe.denominators = []
-        state.restore()
+        # Micro-batches find what those before them have changed, but draw other random numbers.
+        if is_carried and part is samples.other:
+            state.restore_random()
+        else:
+            state.restore()
         with probe:
             loss = compute_loss(part)
         if loss is None:
@@ -301,16 +379,19 @@ def _preferred(
     return agreeing or [weighting for weighting, _ in found]
 
 
-def _reason(losses: Sequence[float], loss_weight: LossWeight) -> str:
+def _reason(
+    losses: Sequence[float], loss_weight: LossWeight, of: Literal["two", "several"] = "two"
+) -> str:
     both, one, other = (f"{loss:.6g}" for loss in losses)
+    each = "each" if of == "two" else "each half"
     if not math.isfinite(losses[0]):
-        return f"the loss of two samples is not finite ({both}, of each {one} and {other})"
+        return f"the loss of {of} samples is not finite ({both}, of {each} {one} and {other})"
     what = "a weighted mean or the sum"
     if loss_weight != "auto":
         what = f"the mean with the weights of `loss_weight={_shown(loss_weight)}`"
     return (
-        f"its loss cannot be split: that of two samples together is {both}, which is not {what} "
-        f"of that of each, {one} and {other}"
+        f"its loss cannot be split: that of {of} samples together is {both}, which is not {what} "
+        f"of that of {each}, {one} and {other}"
     )
 
 

@@ -154,6 +154,11 @@ def _of_leaf(
     rest = ", without the first of each sample" if start else ""
     if leaf.dtype == torch.bool or leaf.is_floating_point() or (leaf.ndim == 1 and not start):
         yield _sum(path, start, f"the sum of {name}{rest}")
+    if leaf.is_floating_point():
+        yield _count(path, start, _is_known, f"the entries of {name} that are not NaN{rest}")
+        if leaf.ndim > 2:
+            text = f"the vectors of {name} that are not 0{rest}"
+            yield _count(path, start, lambda leaf: (leaf != 0).any(-1), text)
     if leaf.dtype == torch.bool:
         yield _count(path, start, operator.inv, f"the entries of {name} that are False{rest}")
     elif not (leaf.is_floating_point() or leaf.is_complex()):
@@ -164,6 +169,10 @@ def _of_leaf(
             for weights in class_weights:
                 text = f"the class weights at {name}{rest}, where it is not {value}"
                 yield _class_weights(path, start, value, weights, text)
+
+
+def _is_known(leaf: Tensor) -> Tensor:
+    return ~leaf.isnan()
 
 
 def _entries(path: Path, ignored: int, start: int) -> Weighting:

@@ -43,6 +43,10 @@ class ModuleState:
         if key in self._storages and key not in self._saved:
             self._saved[key] = self._storages[key].clone()
 
+    def has_changed(self) -> bool:
+        """Say whether something was written to, or put in or out of a container."""
+        return bool(self._saved) or not all(_is_same(*pair) for pair in self._containers)
+
     def restore(self) -> None:
         """Put everything back."""
         for key, values in self._saved.items():
@@ -54,6 +58,10 @@ class ModuleState:
                 (container.extend if isinstance(container, list | deque) else container.update)(
                     contents
                 )
+        self.restore_random()
+
+    def restore_random(self) -> None:
+        """Put random states back."""
         for generator, state in self._generators:
             _set_generator(generator, state)
         self._random.restore()

@@ -27,6 +27,10 @@ from lightning_memsave.techniques._micro_batches.splitting import (
 )
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
 
+_ADVICE = (
+    'Use `activation_checkpointing="all"`, `optimizer="8bit"`, `precision="bf16-mixed"`, '
+    "shorter samples or a smaller model."
+)
 NO_LIMIT = 2**31 - 1
 """What a process that had enough memory answers for the next size."""
 
@@ -75,11 +79,15 @@ class MicroBatchRunner:
         """Leaves of batches that belong to every micro-batch."""
         self.needs_proof = False
         """Batches pass whole while there are no weightings."""
+        self.prove: Callable[[Any], None] | None = None
+        """Called with a batch that will be split while there are no weightings."""
         self.tell_apart: Callable[[Any, bool], bool] | None = None
         """Called with a batch and whether the weightings give its micro-batches other weights; says
         whether the batch may be split."""
         self.asks_together = False
         """All processes call that, or none."""
+        self.advice = _ADVICE
+        """What to do where one sample is too many."""
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
@@ -95,6 +103,8 @@ class MicroBatchRunner:
         """
         if self.size is None or (self.needs_proof and not self.weightings):
             return [batch], [1.0], [None]
+        if self.prove is not None and not self.weightings:
+            self.prove(batch)
         parts = split_batch_with(self._split_batch, batch, self.size, self.whole)
         shares = self._shares(batch, parts)
         if len(parts) == 1 or shares is None:
@@ -193,9 +203,7 @@ class MicroBatchRunner:
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
             f"Out of memory with one sample at once, and there is nothing smaller: {said}\n"
-            f"Tried:{tried}\n"
-            'Use `activation_checkpointing="all"`, `optimizer="8bit"`, `precision="bf16-mixed"`, '
-            "shorter samples or a smaller model."
+            f"Tried:{tried}\n{self.advice}"
         )
 
 

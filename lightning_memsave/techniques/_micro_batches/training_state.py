@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.host_copies import host_copies
+from lightning_memsave.errors import MemoryExhaustedError
 
 _MAX_STATE_BYTES = 2**20  # of a tensor that a module keeps as an attribute; a larger one is data
 # Not their subclasses, which may refuse to be changed, as outputs of Hugging Face's models do.
@@ -31,7 +32,7 @@ class TrainingState:
     Args:
         module: The model; metrics of torchmetrics inside it count.
         gradients: ``"keep"`` copies them to host memory; ``"drop"`` removes them when the state is
-            put back; ``"leave"`` does not touch them.
+            put back; ``"leave"``, for evaluation, does not touch them, and copies no large buffer.
     """
 
     def __init__(self, module: nn.Module, *, gradients: Literal["keep", "drop", "leave"]) -> None:
@@ -43,7 +44,10 @@ class TrainingState:
         self._names = [
             (m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules if m._buffers
         ]
-        self._buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+        # Evaluation writes to small ones at most; those that are large, such as masks, are watched.
+        large = {id(b) for b in module.buffers() if gradients == "leave" and _is_large(b)}
+        self._watched = [(b, b._version) for b in module.buffers() if id(b) in large]
+        self._buffers = [(b, b.detach().clone()) for b in module.buffers() if id(b) not in large]
         self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
         if gradients != "leave":
             with host_copies():
@@ -55,7 +59,16 @@ class TrainingState:
                 ]
 
     def restore(self) -> None:
-        """Put everything back; may be called again."""
+        """Put everything back; may be called again.
+
+        Raises:
+            MemoryExhaustedError: If a large buffer was written, of which there is no copy.
+        """
+        if any(buffer._version != version for buffer, version in self._watched):
+            raise MemoryExhaustedError(
+                "A whole batch was too large, and it cannot be repeated in parts: its step has "
+                "written to a buffer of the module of over 1 MiB. Use a smaller batch."
+            )
         for parameter, _ in self._gradients:  # first: what follows needs memory
             parameter.grad = None
         self._random.restore()
@@ -73,6 +86,11 @@ class TrainingState:
         for parameter, gradient in self._gradients:
             if gradient is not None:
                 parameter.grad = gradient.to(parameter.device, copy=True)
+
+
+def _is_large(buffer: Tensor) -> bool:
+    # Those made under `torch.inference_mode` do not count what is written to them.
+    return buffer.nbytes > _MAX_STATE_BYTES and not buffer.is_inference()
 
 
 class _Attributes:
