@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -33,6 +34,12 @@ class Run:
 def adamw(model: nn.Module) -> Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-3)
+
+
+def seed_all(seed: int) -> None:
+    """Seed torch's random numbers, and NumPy's, with which transformers masks sound."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)
 
 
 Step = Callable[[Any], Tensor]
@@ -141,7 +148,7 @@ def train(
     if run_step_of is not None:
         run_step = run_step_of(model)
     run = Run()
-    torch.manual_seed(seed)
+    seed_all(seed)
     for step in range(steps):
         optimizer.zero_grad()
         run.losses.append(run_step(make_batch(step)).clone())

@@ -1,6 +1,5 @@
 """Tiny models of every architecture family that transformers can build from a config."""
 
-import inspect
 from typing import Any
 
 import torch
@@ -10,11 +9,11 @@ from transformers.models.auto import modeling_auto
 
 # Where one model has several tasks, the first one here.
 TASKS = (
+    "IMAGE_TEXT_TO_TEXT",
     "CAUSAL_LM",
     "MASKED_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
-    "IMAGE_TEXT_TO_TEXT",
     "SEQUENCE_CLASSIFICATION",
     "TOKEN_CLASSIFICATION",
     "IMAGE_CLASSIFICATION",
@@ -29,101 +28,141 @@ for names in [
 ]:
     for family, classes in names.items():
         CLASSES.setdefault(family, classes if isinstance(classes, str) else classes[0])
+CLASSES["musicgen"] = "MusicgenForConditionalGeneration"
+CLASSES["musicgen_melody"] = "MusicgenMelodyForConditionalGeneration"
 
-SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "text_vocab_size", "audio_vocab_size"), 64),
-    **dict.fromkeys(
+VOCABULARY, WIDTH, LAYERS, HEADS, WIDER, HEAD, EXPERTS = 64, 32, 3, 2, 64, 16, 4
+SIZES = {
+    name: size
+    for size, names in (
         (
-            "hidden_size",
-            "d_model",
-            "n_embd",
-            "dim",
-            "embed_dim",
-            "embedding_size",
-            "projection_dim",
-            "word_embed_proj_dim",
-            "lru_width",
-            "hidden_dim",
-            "emb_dim",
-            "encoder_hidden_size",
-            "decoder_hidden_size",
-            "q_lora_rank",
-            "kv_lora_rank",
-            "output_dim",
+            VOCABULARY,
+            """
+            vocab_size text_vocab_size audio_vocab_size vocab_size_per_layer_input codebook_size
+            entity_vocab_size encoder_hash_byte_group_vocab input_vocab_size output_vocab_size
+            head_out_channels num_embeddings pronunciation_vocab_size shape_vocab_size
+            num_codevectors_per_group t2u_vocab_size unit_hifi_gan_vocab_size
+            """,
         ),
-        32,
-    ),
-    **dict.fromkeys(
         (
-            "num_hidden_layers",
-            "n_layer",
-            "n_layers",
-            "num_layers",
-            "encoder_layers",
-            "decoder_layers",
-            "num_encoder_layers",
-            "num_decoder_layers",
-            "encoder_num_hidden_layers",
-            "decoder_num_hidden_layers",
-            "depth",
+            WIDTH,
+            """
+            hidden_size d_model n_embd dim embed_dim embedding_size projection_dim
+            word_embed_proj_dim lru_width hidden_dim emb_dim encoder_hidden_size
+            decoder_hidden_size q_lora_rank kv_lora_rank output_dim out_hidden_size projection_size
+            fpn_hidden_size encoder_hidden_dim text_hidden_size audio_hidden_size condition_dim
+            backbone_hidden_size output_channels mask_feature_size cross_hidden_size
+            memory_attention_hidden_size memory_encoder_hidden_size mask_downsampler_embed_dim
+            memory_fuser_embed_dim iou_head_hidden_dim fusion_hidden_size upsample_groups
+            vector_quantization_hidden_dimension codebook_dim quantization_dim hidden_size_global
+            pred_hidden_size flow_size embedding_dim entity_emb_size subsampling_conv_channels
+            pronunciation_embed_dim shape_embed_dim upsample_initial_channel unit_embed_dim
+            hidden_size_per_layer_input d_latents latent_channels patch_embeds_hidden_size
+            hidden_channels projector_hidden_size image_text_hidden_size loss_weighting_hidden_size
+            vit_dim mit_hidden_size base_channels conv_channels
+            """,
         ),
-        3,
-    ),
-    **dict.fromkeys(
         (
-            "num_attention_heads",
-            "n_head",
-            "n_heads",
-            "num_heads",
-            "encoder_attention_heads",
-            "decoder_attention_heads",
-            "num_key_value_heads",
-            "linear_num_key_heads",
-            "linear_num_value_heads",
-            "encoder_num_attention_heads",
-            "decoder_num_attention_heads",
+            LAYERS,
+            """
+            num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers
+            num_encoder_layers num_decoder_layers layers encoder_num_hidden_layers
+            decoder_num_hidden_layers depth num_self_attends_per_block num_spatial_layers
+            num_temporal_layers num_timestamp_prediction_layers speech_encoder_layers
+            t2u_encoder_layers t2u_decoder_layers memory_attention_num_layers pred_num_hidden_layers
+            num_attention_layers
+            """,
         ),
-        2,
-    ),
-    **dict.fromkeys(
         (
-            "intermediate_size",
-            "ffn_dim",
-            "d_ff",
-            "d_inner",
-            "n_inner",
-            "encoder_ffn_dim",
-            "decoder_ffn_dim",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "ffn_hidden_size",
+            HEADS,
+            """
+            num_attention_heads n_head n_heads num_heads encoder_attention_heads
+            decoder_attention_heads num_key_value_heads linear_num_key_heads linear_num_value_heads
+            encoder_num_attention_heads decoder_num_attention_heads linear_num_heads attention_heads
+            num_self_attention_heads num_cross_attention_heads cross_num_attention_heads
+            cross_num_key_value_heads index_n_heads swa_num_attention_heads swa_num_key_value_heads
+            decoder_self_attention_heads decoder_cross_attention_heads pred_num_attention_heads
+            mit_num_attention_heads prompt_num_attention_heads
+            speech_encoder_attention_heads t2u_encoder_attention_heads t2u_decoder_attention_heads
+            """,
         ),
-        64,
-    ),
-    **dict.fromkeys(
         (
-            "head_dim",
-            "d_kv",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-            "linear_key_head_dim",
-            "linear_value_head_dim",
+            WIDER,
+            """
+            intermediate_size ffn_dim d_ff d_inner n_inner encoder_ffn_dim decoder_ffn_dim
+            moe_intermediate_size shared_expert_intermediate_size ffn_hidden_size mlp_dim
+            dim_feedforward encoder_feedforward_dim projection_hidden_dim
+            projection_intermediate_size classifier_proj_size memory_fuser_intermediate_dim
+            memory_attention_feed_forward_hidden_size memory_attention_mlp_hidden_size
+            expert_ffn_hidden_size shared_experts_intermediate_size speech_encoder_intermediate_size
+            moe_shared_expert_intermediate_size t2u_encoder_ffn_dim t2u_decoder_ffn_dim
+            encoder_linear_units decoder_linear_units downsample_hidden_size mit_intermediate_size
+            """,
         ),
-        16,
-    ),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    "num_experts_per_tok": 2,
-    "max_position_embeddings": 128,
-    "n_positions": 128,
-    "max_source_positions": 128,
-    "max_target_positions": 128,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_mel_bins": 16,
-    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+        (
+            HEAD,
+            """
+            head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim
+            linear_value_head_dim linear_head_dim cross_head_dim index_head_dim swa_head_dim
+            num_mel_bins patch_length num_pos_feats input_feat_per_channel
+            """,
+        ),
+        (
+            EXPERTS,
+            """
+            num_experts num_local_experts n_routed_experts moe_num_experts num_filters n_filters
+            zero_expert_num
+            """,
+        ),
+        (
+            128,
+            """
+            max_position_embeddings n_positions max_source_positions max_target_positions
+            max_2d_position_embeddings
+            """,
+        ),
+        (32, "image_size pretrain_image_size"),
+        (8, "patch_size"),
+        (4, "num_queries"),
+        (2, "num_experts_per_tok num_experts_per_token num_frames moe_topk"),
+        (1, "n_group topk_group num_expert_group bos_token_id"),
+        (0, "pad_token_id decoder_start_token_id"),
+        (2, "eos_token_id"),
+    )
+    for name in names.split()
+}
+# Lists with an entry for each stage of a model.
+STAGES_OF_LAYERS = {
+    "depths",
+    "depth",
+    "stage_num_blocks",
+    "num_block_repeats",
+    "blocks_per_stage",
+    "stage_numb_of_layers",
+    "num_conv_layers",
+}
+STAGES_OF_HEADS = {"num_heads", "num_attention_heads", "num_attention_heads_per_stage"}
+STAGES_OF_WIDTHS = {
+    "hidden_sizes",
+    "embed_dim",
+    "embed_dims",
+    "embed_dim_per_stage",
+    "conv_dim",
+    "stem_channels",
+    "stage_in_channels",
+    "stage_mid_channels",
+    "stage_out_channels",
+    "encoder_in_channels",
+    "decoder_in_channels",
+    "backbone_channel_list",
+    "encoder_hidden_sizes",
+    "decoder_hidden_sizes",
+    "neck_hidden_sizes",
+    "out_features",
+    "fine_fusion_dims",
+    "moe_intermediate_size",
+    "intermediate_feature_dims",
+    "scaled_images_feature_dims",
 }
 
 
@@ -138,35 +177,184 @@ def tiny_settings(config: Any) -> dict[str, Any]:
             settings[name] = min(value, SIZES[name])
         elif name.endswith(("_token_id", "_token_index")) and type(value) is int:
             settings[name] = min(value, 60)
-    return settings
+        elif name == "_out_indices" and hasattr(config, "depths"):
+            settings["out_indices"] = value
+        elif isinstance(value, list | tuple) and value:
+            settings |= _tiny_list(name, value, config)
+        elif isinstance(value, dict) and "mrope_section" in value:
+            settings[name] = ROTATION
+    return settings | OWN.get(config.model_type, {})
+
+
+def _tiny_list(name: str, values: Any, config: Any) -> dict[str, Any]:
+    if name == "image_size":
+        return {name: [min(value, SIZES[name]) for value in values]}
+    if name in STAGES_OF_LAYERS:
+        return {name: [min(value, 2) for value in values]}
+    if name in STAGES_OF_HEADS:
+        return {name: [HEADS] * len(values)}
+    if name in STAGES_OF_WIDTHS and type(values[0]) is int:
+        return {name: [value // 8 if value > 8 else value for value in values]}
+    layers = getattr(config, "num_hidden_layers", None)
+    if len(values) == layers and all(isinstance(value, str) for value in values):
+        kinds = list(dict.fromkeys(values))
+        return {name: (kinds * LAYERS)[: min(layers, LAYERS)]}
+    return {}
 
 
 def make_config(family: str) -> Any:
     config_class = transformers.CONFIG_MAPPING[family]
-    settings = tiny_settings(config_class()) | OWN.get(family, {})
-    config = config_class(**settings)
+    config = config_class(**tiny_settings(config_class()))
     if config.is_encoder_decoder:
         config.decoder_start_token_id = 0
     return config
 
 
 HYBRID = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-SECTIONS = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "rope_theta": 10000.0,
-        "mrope_section": [2, 3, 3],
-        "partial_rotary_factor": 1.0,
-    }
+ROTATION = {
+    "rope_type": "default",
+    "rope_theta": 10000.0,
+    "mrope_section": [3, 3, 2],
+    "partial_rotary_factor": 1.0,
 }
+
+
+def _each(families: str, **settings: Any) -> dict[str, dict[str, Any]]:
+    return dict.fromkeys(families.split(), settings)
+
+
+# By the model type of a config, wherever it is nested.
 OWN: dict[str, dict[str, Any]] = {
-    "gptj": {"rotary_dim": 8},
-    "codegen": {"rotary_dim": 8, "n_head": 4},
-    "ernie4_5_moe": {"moe_k": 2},
-    "deepseek_v2": {"topk_group": 1, "n_group": 1},
-    **dict.fromkeys(("glm4v_text", "glm_image_text", "glm_ocr_text"), SECTIONS),
+    **_each(
+        """
+        glm4v_text glm4v_moe_text glm_image_text glm_ocr_text
+        paddleocr_vl_text qwen2_5_omni_text qwen2_5_vl_text qwen2_vl_text
+        """,
+        rope_parameters=ROTATION,
+    ),
+    **_each("swin donut-swin maskformer-swin", image_size=64, window_size=2),
+    **_each(
+        "blip-2 instructblip instructblipvideo",
+        num_query_tokens=4,
+        image_token_index=60,
+        video_token_index=60,
+    ),
+    **_each("lfm2 lfm2_moe", layer_types=["conv", "full_attention", "conv"]),
+    **_each("hunyuan_v1_dense hunyuan_v1_moe ministral", head_dim=16),
+    **_each("informer time_series_transformer", prediction_length=4),
+    **_each("bridgetower bridgetower_text_model bridgetower_vision_model", hidden_size=64),
+    **_each("align_vision_model efficientnet", width_coefficient=0.25, hidden_dim=320),
+    **_each("neucodec xcodec2", encoder_hidden_size=8, quantization_dim=64),
+    **_each("gemma3n_text gemma4_unified_text", num_kv_shared_layers=0),
+    "align": {"projection_dim": 80},
+    "audio-spectrogram-transformer": {"max_length": 64},
+    "autoformer": {"prediction_length": 4, "label_length": 2},
     "bamba": {**HYBRID, "attn_layer_indices": [1]},
+    "bit": {"num_groups": 4},
+    "blenderbot": {"encoder_layers": 3},
+    "blt": {"use_cache": False},
+    "bros": {"hidden_size": 64},
+    "chameleon": {"vocabulary_map": {"<image>": 60}},
+    "clap_audio_model": {"spec_size": 64, "num_mel_bins": 32, "window_size": 2, "hidden_size": 256},
+    "clvp_decoder": {"hidden_size": 64, "decoder_fixing_codes": [3, 4, 5, 6]},
+    "clvp_encoder": {"hidden_size": 64},
+    "codegen": {"rotary_dim": 8, "n_head": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
+    },
+    "cvt": {"depth": [1, 2, 3]},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "deepseek_v2": {"topk_group": 1, "n_group": 1, "num_experts_per_tok": 2},
+    "depth_pro": {"intermediate_hook_ids": [2, 1]},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "efficientloftr": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "emu3": {"vocabulary_map": {"<image>": 60, "<|extra_200|>": 61}},
+    "ernie4_5_moe": {"moe_k": 2},
+    "ernie4_5_vl_moe_text": {"rope_parameters": ROTATION, "moe_k": 2},
+    "esm": {"vocab_size": 64},
+    "falcon_h1": {**HYBRID, "mamba_d_ssm": 64},
+    "fastspeech2_conformer_hifigan": {"model_in_dim": 16},
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
+    "gptj": {"rotary_dim": 8},
     "granitemoehybrid": {**HYBRID, "layer_types": ["mamba", "attention", "mamba"]},
+    "hunyuan_vl_text": {"rope_parameters": ROTATION, "head_dim": 16},
+    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
+    "kosmos-2": {"latent_query_num": 4},
+    "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
+    "levit": {"image_size": 64, "patch_size": 16},
+    "lilt": {"hidden_size": 48},
+    "llama4_vision_model": {
+        "vision_output_dim": 32,
+        "projector_input_dim": 32,
+        "projector_output_dim": 32,
+    },
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "lw_detr_vit": {
+        "num_windows": 4,
+        "window_block_indices": [0, 1],
+        "out_indices": [1, 3],
+    },
+    "lxmert": {"l_layers": 2, "x_layers": 2, "r_layers": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
+    "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "mistral4": {"qk_head_dim": 32, "head_dim": 32},
+    "mobilevitv2": {"image_size": 64},
+    "molmo2_adapter": {"vision_feature_layer": [2, 1]},
+    "moonshine_streaming": {"num_key_value_heads": 2},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "muse_spark_text": {"moe_hidden_size": 32},
+    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"]},
+    "pp_doclayout_v3": {"x4_feat_dim": 16},
+    "pp_formulanet_vision": {"post_conv_in_channels": 32, "post_conv_mid_channels": 32},
+    "pp_lcnet_v4": {
+        "stem_channels": (3, 48, 96),
+        "stage_out_channels": [96, 96, 192, 384],
+        "out_indices": [1, 2, 3, 4],
+    },
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "radio": {"video_temporal_patch_size": 2},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": [16, 16],
+        "axial_pos_shape": [4, 3],
+    },
+    "sam2_hiera_det_model": {
+        "hidden_size": 12,
+        "num_attention_heads": 2,
+        "global_attention_blocks": [2],
+    },
+    "sam2_prompt_encoder": {"patch_size": 16},
+    "sam2_vision_model": {"backbone_feature_sizes": [[8, 8], [4, 4], [2, 2]]},
+    "sam3_vision_model": {"backbone_feature_sizes": [[16, 16], [8, 8], [4, 4]]},
+    "seggpt": {"image_size": [64, 32]},
+    "step3p5": {"sliding_window": 8, "num_sliding_attention_heads": 2},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "textnet": {"stem_out_channels": 8},
+    "tvp": {"max_img_size": 128, "visual_prompt_size": 8},
+    "univnet": {"model_hidden_channels": 4},
+    "uvdoc_backbone": {"out_indices": [1, 2, 3, 4, 5, 6]},
+    "videoprism_vision_model": {"image_size": 36},
+    "vits": {"vocab_size": 64},
+    "vjepa2": {"crop_size": 32, "frames_per_clip": 2},
+    "xcodec": {"codebook_dim": 64},
+    "xlstm": {"use_cache": False},
+    "zamba": {"num_hidden_layers": 6, "layer_types": ["mamba", "mamba", "hybrid"] * 2},
     "zamba2": {
         "num_hidden_layers": 4,
         "layer_types": ["mamba", "hybrid", "mamba", "hybrid"],
@@ -177,38 +365,6 @@ OWN: dict[str, dict[str, Any]] = {
         "mamba_ngroups": 1,
         "use_shared_attention_adapter": False,
     },
-    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 2},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp"]},
-    "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"]},
-    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8},
-    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16},
-    "autoformer": {"prediction_length": 4},
-    "informer": {"prediction_length": 4},
-    "time_series_transformer": {"prediction_length": 4},
-    "reformer": {"is_decoder": True},
-    "esm": {"vocab_size": 64},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "falcon_h1": {**HYBRID, "mamba_d_ssm": 64},
-}
-BATCH = 2
-SEQ_TO_SEQ = modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-FRAMES_FIRST = {
-    "canary",
-    "cohere_asr",
-    "granite_speech5_ctc",
-    "granite_speech5_encoder",
-    "lasr_ctc",
-    "lasr_encoder",
-    "parakeet_ctc",
-    "parakeet_encoder",
-    "speech_to_text",
-    "wav2vec2-bert",
 }
 
 
@@ -223,136 +379,72 @@ class Tiny(nn.Module):
     def forward(self, batch: Any) -> Tensor:
         output = self.model(**batch)
         values = [value for value in output.values() if isinstance(value, Tensor)]
+        values = values or list(next(iter(output.values())))
         return torch.stack(
-            [v.float().square().mean() for v in values if v.is_floating_point() and v.requires_grad]
+            [
+                v.float().clamp(-1e4, 1e4).square().mean()
+                for v in values
+                if v.is_floating_point() and v.requires_grad
+            ]
         ).sum()
 
 
-def make_inputs(model: Any, seed: int = 0) -> dict[str, Tensor]:
-    random = torch.Generator().manual_seed(seed)
-    config, takes = model.config, inspect.signature(type(model).forward).parameters
-    wanted = [model.main_input_name]
-    if wanted == ["input_ids"] and CLASSES[config.model_type].endswith("Model"):
-        wanted += ["pixel_values"] if "pixel_values" in takes else []  # as CLIP's
-    wanted += ["bbox"] if "bbox" in takes else []
-    if wanted == ["pixel_values"] and "input_ids" in takes:
-        wanted += ["input_ids"]
-    inputs = {name: _make_input(name, config, random) for name in wanted}
-    if CLASSES[config.model_type] in SEQ_TO_SEQ.values():
-        inputs["labels"] = torch.randint(3, 60, (BATCH, 12), generator=random)
-    elif config.is_encoder_decoder and "decoder_input_ids" in takes:
-        inputs["decoder_input_ids"] = torch.randint(3, 60, (BATCH, 6), generator=random)
-    return inputs
-
-
-def _make_input(name: str, config: Any, random: torch.Generator) -> Tensor:
-    if name == "input_ids":
-        return torch.randint(3, 60, (BATCH, 12), generator=random)
-    if name == "bbox":
-        return torch.tensor([1, 2, 3, 4]).expand(BATCH, 12, 4)
-    if name == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        size = getattr(vision, "image_size", 32)
-        size = size if isinstance(size, int) else size[0]
-        channels = getattr(vision, "num_channels", 3)
-        return torch.randn(BATCH, channels, size, size, generator=random)
-    if name == "input_values":
-        channel = (1,) if config.model_type in ("dac", "encodec", "mimi") else ()
-        return torch.randn(BATCH, *channel, 8000, generator=random)
-    encoder = getattr(config, "encoder_config", getattr(config, "audio_config", config))
-    bins = getattr(encoder, "num_mel_bins", getattr(encoder, "input_dim", 16))
-    frames = 2 * getattr(encoder, "max_source_positions", 64)
-    shape = (BATCH, frames, bins) if config.model_type in FRAMES_FIRST else (BATCH, bins, frames)
-    return torch.randn(shape, generator=random)
-
-
-# Reason -> families. What is not tried yet may well train: take its name out and see.
+# Reason -> families.
 REASONS = {
-    "its tiny config has over 8 M parameters": """
-        align bark bit blt clap convnext convnextv2 cvt depth_pro dinov3_convnext
-        dots3_note_text efficientnet fastspeech2_conformer_with_hifigan florence2 gemma4
-        gemma4_text glm46v glm4v glm4v_moe glm4v_moe_vision glm4v_vision glm5_next
-        glm5_next_vision glm_ocr glm_ocr_vision glmga inkling2_vision janus longcat_flash
-        luke muse_glimmer perceiver pvt regnet resnet roc_bert sam2_hiera_det_model textnet
-        univnet vibevoice vibevoice_acoustic_tokenizer vibevoice_acoustic_tokenizer_decoder
-        vibevoice_acoustic_tokenizer_encoder vibevoice_asr vits vjepa2 xcodec2
+    "has no `forward`": """
+        bark glm_image_vqmodel
     """,
-    "needs a config of its own": """
-        bridgetower cohere_compass cohere_compass_text conditional_detr cosmos3_edge
-        cosmos3_edge_text csm d_fine dab-detr dbrx deepseek_ocr2 deformable_detr deimv2
-        diffusion_gemma donut-swin dots1 dots3_note edgetam edgetam_video
-        edgetam_vision_model efficientloftr embedding_gemma2 emu3 ernie4_5_vl_moe
-        fun_asr_nano gemma3n_text gemma4_assistant gemma4_unified_assistant
-        gradium_phonon_tts granite4_vision granite_docling grounding-dino hunyuan_vl
-        hunyuan_vl_text inkling2 kyutai_speech_to_text llama4 lw_detr mask2former maskformer
-        maskformer-swin mimi mimi_decoder mllama mm-grounding-dino molmo2
-        moonshine_streaming muse_spark muse_spark_audio musicflamingo musicgen
-        musicgen_melody nemo_speechlm nemotron nemotron3_5_transcribe_audio
-        nemotron3_diarization nemotron_h_omni omdet-turbo oneformer pocket_tts
-        pocket_tts_audio_tokenizer pocket_tts_audio_tokenizer_decoder pp_doclayout_v3
-        pp_doclayout_v4 pp_ocrv5_mobile_rec pp_ocrv5_server_rec pp_ocrv6_medium_det
-        pp_ocrv6_small_det pp_ocrv6_small_rec pp_ocrv6_tiny_rec qwen3_5 qwen3_5_moe
-        qwen4_exp reformer rf_detr rt_detr rt_detr_v2 sam2 sam2_video sam2_vision_model sam3
-        sam3_lite_text sam3_tracker sam3_tracker_video sam3_video sam3_vision_model swin2sr
-        swinv2 t5gemma2_encoder table-transformer tvp uvdoc voxtral_realtime_text
+    "has settings of its own for some layers, with over 8 M parameters": """
+        dots3_note dots3_note_text
     """,
-    "needs a config or inputs of its own": """
-        audio-spectrogram-transformer axk1 bailing_hybrid blenderbot blip-2 bros clvp
-        decision_transformer deepseek_v2 dia glm4v_moe_text glm5_next_text glm_image
-        glm_image_vqmodel granite_speech5_ctc granite_speech5_encoder kimi_linear lasr_ctc
-        lasr_encoder layoutlmv3 levit lightglue lilt lxmert mgp-str mimi_encoder
-        mimo_v2_flash minicpm_ocr minicpmv4_6 minicpmv4_7 mistral4 mobilevitv2
-        nemotron3_5_asr nemotron3_5_transcribe_asr_audio
-        nemotron3_5_transcribe_word_timestamp nemotron3_diarization_audio
-        nemotron_asr_streaming nemotron_asr_streaming_encoder paddleocr_vl parakeet_ctc
-        parakeet_encoder parakeet_rnnt parakeet_tdt patchtsmixer patchtst pe_audio_encoder
-        pi0 pix2struct pocket_tts_audio_tokenizer_encoder videomae videoprism_vision_model
-        vivit voxtral_realtime wav2vec2-bert xclip xcodec xlstm xmod
+    "is not exported by transformers": """
+        voxtral_realtime_text
+    """,
+    "its default neck does not fit its default backbone": """
+        pp_ocrv6_small_det
+    """,
+    "needs a configuration of its convolutions, which has no default": """
+        pp_ocrv6_medium_det
+    """,
+    "needs a map of layers and a rate of downsampling, which have no default": """
+        granite4_vision
+    """,
+    "needs an inference session for its video": """
+        edgetam_video sam2_video sam3_tracker_video sam3_video
     """,
     "needs detectron2": """
         layoutlmv2
     """,
+    "took over two minutes with the callback": """
+        lightglue
+    """,
     "needs natten": """
         dinat
-    """,
-    "needs other inputs than these": """
-        audioflamingo3_encoder autoformer blip_2_qformer chameleon cohere_compass_vision
-        cosmos3_edge_vision exaone4_5_vision fastspeech2_conformer fun_asr_nano_encoder
-        gemma3n_audio gemma4_vision glm_image_vision hunyuan_vl_vision idefics
-        idefics3_vision informer instructblip instructblipvideo kimi_k25_vision kosmos-2
-        lfm3_vl_vision minicpm_ocr_vision minicpmv4_7_vision muse_glimmer_assistant
-        muse_glimmer_vision muse_spark_vision neucodec owlv2 owlvit pe_audio
-        time_series_transformer video_llama_3_vision videoprism
     """,
     "needs scipy": """
         inkling_mm_model
     """,
+    "needs the keys and values of the model that it drafts for": """
+        gemma4_assistant gemma4_unified_assistant
+    """,
     "needs timm": """
-        detr fast_vlm gemma3n gemma3n_vision pe_audio_video pe_audio_video_encoder pe_video
-        pe_video_encoder perception_lm timm_backbone timm_wrapper
+        conditional_detr dab-detr deformable_detr detr edgetam edgetam_vision_model
+        fast_vlm gemma3n gemma3n_vision omdet-turbo pe_audio_video
+        pe_audio_video_encoder pe_video pe_video_encoder perception_lm table-transformer
+        timm_backbone timm_wrapper
     """,
     "needs torchaudio": """
         higgs_audio_v2_tokenizer
     """,
-    "not tried yet": """
-        dac data2vec-audio encodec poolformer pop2piano pp_chart2table pp_formulanet
-        pp_lcnet prophetnet pvt_v2 qianfan_ocr qianfan_ocr_vision qwen2 qwen2_5_omni_thinker
-        qwen2_5_vl qwen2_5_vl_text qwen2_5_vl_vision qwen2_audio qwen2_audio_encoder
-        qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_5_moe_text qwen3_5_moe_vision
-        qwen3_5_text qwen3_5_vision qwen3_asr qwen3_asr_encoder qwen3_moe
-        qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen3_vl_moe_text qwen3_vl_moe_vision
-        qwen3_vl_text qwen3_vl_vision qwen4_exp_text qwen4_exp_vision radio rembert roberta
-        roberta-prelayernorm roformer rwkv sam sam3_lite_text_text_model sam3_vit_model
-        sam_hq sam_hq_vision_model sam_vision_model sapiens2 seamless_m4t seamless_m4t_v2
-        seed_oss segformer seggpt sew sew-d shieldgemma2 siglip siglip2 siglip2_vision_model
-        siglip_vision_model smollm3 smolvlm smolvlm_vision solar_open speech-encoder-decoder
-        speech_to_text speecht5 splinter squeezebert stablelm starcoder2 step3p7 swiftformer
-        swin switch_transformers t5gemma t5gemma2 tapas timesfm timesfm2_5 timesformer
-        tipsv2 tipsv2_text_model tipsv2_vision_model trocr udop ultrabert ultravbert umt5
-        unispeech unispeech-sat yolos
+    "reads the cache that checkpointing turns off: crashes (a bug of ours)": """
+        pi0
     """,
-    "trains differently each time by itself": """
-        hubert wav2vec2 wav2vec2-conformer wavlm
+    "seeds torch anew in each layer: trains differently each time by itself": """
+        reformer
+    """,
+    "trains a step by itself; with the callback it was not run": """
+        align clvp diffusion_gemma fastspeech2_conformer_with_hifigan nemotron_h_omni
+        neucodec pp_ocrv5_mobile_rec tvp uvdoc vits xcodec xcodec2
     """,
 }
 NOT_TRAINED = {family: why for why, names in REASONS.items() for family in names.split()}

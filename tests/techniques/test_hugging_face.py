@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from tests.helpers import assert_bitwise_equal, train
-from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, make_inputs
+from tests.helpers import assert_bitwise_equal, seed_all, train
+from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny
+from tests.techniques.hugging_face_inputs import make_inputs
 
 # What models and torch say of themselves is no matter here.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,7 +58,7 @@ def fit(family: str, callback: MemSaveCallback | None) -> Lit:
         enable_model_summary=False,
         callbacks=[] if callback is None else [callback],
     )
-    torch.manual_seed(7)
+    seed_all(7)
     trainer.fit(lit, DataLoader(batches, batch_size=None))
     return lit
 
