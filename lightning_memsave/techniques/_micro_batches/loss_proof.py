@@ -393,8 +393,8 @@ def _reason(
     if question.loss_weight != "auto":
         what = f"the mean with the weights of `loss_weight={_shown(question.loss_weight)}`"
     return (
-        f"{question.subject} cannot be split: that of {of} samples together is {both}, which is not {what} "
-        f"of that of {each}, {one} and {other}"
+        f"{question.subject} cannot be split: that of {of} samples together is {both}, which is "
+        f"not {what} of that of {each}, {one} and {other}"
     )
 
 
