@@ -49,8 +49,12 @@ def inject(case: Case, place: int) -> dict[str, Any]:
     """Let memory run out at one operator."""
     fit = Fit(case, faults=(place,))
     result = fit.run()
-    error = fit.error
-    said = "" if error is None else "\n".join([str(error), *getattr(error, "__notes__", ())])
+    error = shown = fit.error
+    said = ""
+    # Python prints all of them, as where Lightning's teardown raises an error of its own later.
+    while shown is not None:
+        said += "\n".join([str(shown), *getattr(shown, "__notes__", ())])
+        shown = shown.__cause__ or shown.__context__  # type: ignore[assignment] # also an exit
     return {
         "digest": result,
         "batch": fit.batch,
