@@ -1,5 +1,6 @@
 """Count and split the samples of a batch, and put the outputs of its parts together."""
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -59,7 +60,8 @@ def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -
 
     Args:
         batch: As for `count_samples`.
-        size: Samples in each part; the last one may have fewer.
+        size: Samples in each part. The last one may have fewer, but not a single one where that can
+            be helped: batch normalisation in training refuses it.
         whole: Paths of what belongs to every part.
 
     Returns:
@@ -71,11 +73,16 @@ def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -
     Example:
         >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(5, 2)}, 2)]
         [2, 2, 1]
+        >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(7, 2)}, 3)]
+        [3, 2, 2]
     """
     num_samples = count_samples(batch, whole)
     if size >= num_samples:
         return [batch]
-    slices = [slice(start, start + size) for start in range(0, num_samples, size)]
+    starts = list(range(0, num_samples, size))
+    if size > 2 and num_samples - starts[-1] == 1:
+        starts[-1] -= 1
+    slices = itertools.starmap(slice, itertools.pairwise([*starts, num_samples]))
     return [_map(batch, operator.itemgetter(part), whole) for part in slices]
 
 

@@ -532,6 +532,14 @@ class TestOutOfMemory:
         with pytest.warns(ExactnessWarning, match="batch normalisation"), mode:
             fit(lit, only("auto"))
 
+    @pytest.mark.filterwarnings(BATCH_NORM)
+    def test_batch_norm_never_gets_a_sample_alone(self):
+        """The last batch has 4 samples: in parts of 3 and 1 the second one would be refused."""
+        lit = make_lit(model="batch_norm")
+        type(lit).train_dataloader = lambda self: DataLoader(Vectors(44), batch_size=8)
+        losses, _, trainer = fit(lit, only(3))
+        assert trainer.global_step == len(losses) == 6
+
     def test_size_is_in_the_checkpoint(self, package, tmp_path):
         mode = OutOfMemoryAt(5)
         _, _, trainer = fit_in(mode, armed_lit(package, "dropout", mode), only("auto"), package)
