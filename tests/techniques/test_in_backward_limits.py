@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.techniques._updates.held_gradients import HeldGradients
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
@@ -460,3 +461,40 @@ def test_repr_makes_an_equal_technique():
     technique = OptimizerInBackward(clip_value=0.5, clip_norm=1.0)
     assert eval(repr(technique), {"OptimizerInBackward": OptimizerInBackward}) == technique
     assert hash(technique) == hash(OptimizerInBackward(clip_value=0.5, clip_norm=1.0))
+
+
+@pytest.mark.parametrize(
+    "grad",
+    [
+        torch.randn(3, 5, 7, 2).to(memory_format=torch.channels_last),
+        torch.randn(1000, 1500, dtype=torch.bfloat16),
+        torch.randn(8, 4)[2:],
+        torch.randn(6, 10)[:, ::2],
+        torch.randn(5, 1).expand(5, 4),
+        torch.tensor(3.0),
+        torch.randn(0, 4),
+    ],
+    ids=["channels last", "several chunks", "offset", "gaps", "expanded", "scalar", "empty"],
+)
+def test_held_gradients_come_back_as_they_were(grad):
+    held, parameter = HeldGradients(1.0), nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
+    for factor in (1, 2):
+        parameter.grad = grad.detach() if factor == 1 else grad * factor
+        held.take(parameter)
+        assert parameter.grad is None
+        held.give_back(parameter)
+        found: Any = parameter.grad
+        assert torch.equal(found, grad * factor)
+        assert found.stride() == torch.empty_like(grad).stride()
+
+
+def test_held_gradients_lie_in_chunks_of_powers_of_two():
+    """torch's allocator of page-locked memory rounds each request up to one."""
+    held = HeldGradients(1.0)
+    parameters = [nn.Parameter(torch.zeros(150_000)) for _ in range(100)]  # 57 MiB
+    for parameter in parameters:
+        parameter.grad = torch.ones(150_000)
+        held.take(parameter)
+    pieces = [piece for copy in held._copies.values() for piece in copy._pieces]
+    chunks = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in pieces}
+    assert list(chunks.values()) == [2**i for i in range(20, 26)]  # 63 MiB
