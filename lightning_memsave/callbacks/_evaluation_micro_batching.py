@@ -91,10 +91,16 @@ class EvaluationMicroBatches(Setting):
         self._runner, self._proofs = self.technique.make_runner(), {}
         self._runner.advice = _ADVICE
         self._undo.append(host.split_evaluation_batches(trainer, self._run_batch))
-        how = "outputs are put together"
-        if self._runner.is_auto:
+        self._show(self._runner)
+
+    def _show(self, runner: MicroBatchRunner) -> None:
+        how, exactness = "outputs are put together", "rounding"
+        if runner.is_auto and runner.size is None:
             how = "whole batches; halved when memory runs out, if two samples prove that it may be"
-        self.rows = [Row(self.name, self.value, "on", (how,), "rounding")]
+            exactness = "bitwise"
+        elif runner.is_auto:
+            how = f"in parts of {runner.size} samples, as memory ran out with more"
+        self.rows = [Row(self.name, self.value, "on", (how,), exactness)]
 
     def undo(self) -> None:
         """Restore the steps; a second call does nothing."""
@@ -149,6 +155,7 @@ class EvaluationMicroBatches(Setting):
         )
         if runner.size != size:
             warn_of_retry(trainer, runner, self.name, "")
+            self._show(runner)
         outputs, sizes, weights = zip(*passed, strict=True)
         return outputs[0] if len(outputs) == 1 else _merged(outputs, sizes, weights)
 

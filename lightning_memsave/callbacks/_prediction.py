@@ -208,6 +208,7 @@ def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
 
 def _trial_arguments(question: Question) -> tuple[dict[str, Any], list[str]]:
     arguments = {**question.arguments, "monitor": False, "report": False, "predict": False}
+    arguments["eval_micro_batch_size"] = None  # two training steps are what is predicted
     assumptions = []
     optimizer = arguments["optimizer"]
     if isinstance(optimizer, str) and optimizer.startswith(_PAGED):

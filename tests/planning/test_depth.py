@@ -34,19 +34,21 @@ def _make(name: str, num_blocks: int) -> Callable[[], nn.Module]:
     return lambda: transformers.GPT2LMHeadModel(config)
 
 
+OFTEN = [("roberta", 30, "all", "cpu"), ("roberta", 30, None, "cuda")]
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "num_blocks", "checkpointing", "device"),
     [
-        ("roberta", 18, "all", "cpu"),
-        ("roberta", 18, None, "cuda"),
-        *(
-            pytest.param(name, num_blocks, checkpointing, device, marks=pytest.mark.exhaustive)
+        pytest.param(*case, marks=() if case in OFTEN else pytest.mark.exhaustive)
+        for case in (
+            (name, num_blocks, checkpointing, device)
             for name, num_blocks in (("roberta", 30), ("llama", 36), ("gpt2", 48))
             for checkpointing in (None, "all", "nested")
             for device in ("cpu", "cuda")
-        ),
+        )
     ],
 )
 def test_line_hits_what_is_predicted_directly(
