@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import importlib.metadata
 import json
 import pickle
 import warnings
@@ -259,7 +260,7 @@ class TestNothingSilent:
             "early_release",
             "optimizer",
         }
-        assert report["versions"]["torch"] == torch.__version__
+        assert report["versions"]["torch"] == importlib.metadata.version("torch")
         measured = report["measured"]
         parameters = sum(p.numel() * 4 for p in make_lit(package).parameters())
         assert measured["peak_bytes"] > 2 * parameters
@@ -408,6 +409,9 @@ class TestBesideOthers:
             sizes.append((finder.optimal_batch_size, lit.batch_size))
         assert sizes[0] == sizes[1]
 
+    @pytest.mark.skipif(
+        not hasattr(stock, "EMAWeightAveraging"), reason="lightning has it from 2.6 on"
+    )
     def test_weight_averaging_keeps_its_own_copy(self):
         def ema():
             return stock.EMAWeightAveraging(decay=0.5)
