@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques._optimizers.kinds import is_low_bit
+from lightning_memsave.techniques._optimizers.kinds import is_low_bit, wrapper_problems
 from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD, GradientUpdates
 from lightning_memsave.techniques._updates.held_gradients import HeldGradients
 from lightning_memsave.techniques._weights.tiled_steps import ELEMENTWISE
@@ -164,6 +164,8 @@ class OptimizerInBackward(Technique[Optimizer]):
         Returns:
             All problems, empty if there are none.
         """
+        if wrapped := wrapper_problems(target):
+            return wrapped
         problems = [*_problems_of_others(target), *_problems_of_processes()]
         if not (self.trust_optimizer or _is_known(target)):
             problems.append(
