@@ -41,6 +41,7 @@ def linear_cross_entropy(
         The loss, in 32 bits or more.
     """
     num_targets = len(target)
+    # One wait for the device, in each call: how many rows count decides the shapes of all chunks.
     counted = (target != settings.ignore_index).nonzero().squeeze(1)
     if len(counted) < num_targets:
         target = target.index_select(0, counted)
