@@ -12,7 +12,8 @@ from lightning_memsave.techniques._logits.operands import Call, LossSettings, Op
 from lightning_memsave.techniques._logits.tied_embedding import hand_over
 from lightning_memsave.techniques._logits.tiles import tiled_gradients
 
-# Weights whose gradient lies ready for a backward pass that is to come, and where it lies.
+# Weights whose gradient lies ready for a backward pass that is to come, and where it lies. By
+# weight and weakly: other threads train other weights.
 _READY: Any = WeakIdKeyDictionary()
 
 

@@ -17,7 +17,8 @@ from lightning_memsave.techniques._logits.heads import is_traced
 from lightning_memsave.techniques._logits.product import is_plain
 
 aten = torch.ops.aten
-# The nodes in graphs that stand for a use of a weight as embedding.
+# The nodes in graphs that stand for a use of a weight as embedding; by weight and weakly, as what
+# other threads train are other weights.
 _NODES: Any = WeakIdKeyDictionary()
 
 
