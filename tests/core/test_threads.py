@@ -43,7 +43,7 @@ def replaced() -> list[Any]:
         vars(logging.Logger)["handle"],
         vars(Tensor)["__deepcopy__"],
         vars(FakeTensorMode).get("__deepcopy__"),
-        nn.init._no_grad_trunc_normal_,  # type: ignore[attr-defined]
+        nn.init._no_grad_trunc_normal_,
         vars(torch.UntypedStorage).get("resize_"),
     ]
 

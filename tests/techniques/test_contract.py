@@ -52,7 +52,7 @@ ALL = [
 ]
 
 
-def in_some_precisions(is_meant: Callable[[Technique[Any]], bool], *often: str) -> list[Any]:
+def in_some_precisions(is_meant: Callable[[Any], bool], *often: str) -> list[Any]:
     """Cases of some techniques: on a few models in `make test`, on all in `make test-all`."""
     return [
         pytest.param(*p.values, id=p.id, marks=() if p.values[1] in often else more)
