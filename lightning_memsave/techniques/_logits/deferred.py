@@ -40,7 +40,7 @@ class DeferredLogits(Tensor):
     part: Part
 
     @staticmethod
-    def __new__(cls, part: Part) -> "DeferredLogits":
+    def __new__(cls, part: Part) -> "DeferredLogits":  # noqa: D102 - that of the class
         make: Any = Tensor._make_wrapper_subclass
         layout = part.layout
         logits: DeferredLogits = make(
