@@ -40,7 +40,8 @@ class DeferredLogits(Tensor):
     part: Part
 
     @staticmethod
-    def __new__(cls, part: Part) -> "DeferredLogits":  # noqa: D102 - that of the class
+    def __new__(cls, part: Part) -> "DeferredLogits":
+        """Make it: it has the shape of the logits, and no data."""
         make: Any = Tensor._make_wrapper_subclass
         layout = part.layout
         logits: DeferredLogits = make(
