@@ -371,6 +371,7 @@ OWN: dict[str, dict[str, Any]] = {
 # With the small weights that transformers begins with, a model this narrow gives zeros.
 VANISHING = {
     "efficientnet",
+    "lightglue",
     "neucodec",
     "sam_hq_vision_model",
     "sam_vision_model",
@@ -431,9 +432,6 @@ REASONS = {
     """,
     "needs detectron2": """
         layoutlmv2
-    """,
-    "took over two minutes with the callback": """
-        lightglue
     """,
     "needs natten": """
         dinat

@@ -85,7 +85,7 @@ def test_checkpointing_trains_bitwise_equal(family):
     plain = train(model, batch, make_optimizer=sgd)
     assert all(loss.isfinite() for loss in plain.losses)
     # Nothing would be compared where the gradients vanish.
-    assert max(gradient.norm(torch.inf) for gradient in plain.gradients[0].values()) > 1e-7
+    assert largest_of(plain.gradients[0]) > 1e-7
     assert_bitwise_equal(plain, train(model, batch, ActivationCheckpointing(), make_optimizer=sgd))
 
 
@@ -134,10 +134,15 @@ def test_micro_batches_give_the_same_gradients_or_are_refused(family):
     except IncompatibleError:
         return
     assert parts.keys() == whole.keys()
-    largest = torch.stack([gradient.norm(torch.inf) for gradient in whole.values()]).max()
+    largest = largest_of(whole)
     for name, gradient in whole.items():
         # Rounding makes up to 2e-3 in DETR's relatives, and nothing in float64.
-        assert torch.allclose(parts[name], gradient, rtol=0, atol=5e-3 * largest.item()), name
+        assert torch.allclose(parts[name], gradient, rtol=0, atol=5e-3 * largest), name
+
+
+def largest_of(gradients: dict[str, Tensor]) -> float:
+    # Some parameters have no entries.
+    return max(g.abs().max().item() for g in gradients.values() if g.numel())
 
 
 class LitWithGradients(Lit):
