@@ -167,6 +167,8 @@ class TiedModel(Model):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(WIDTH, WIDTH)
+        # With numbers of size 1 a token's own logit would be so large that the loss is zero.
+        nn.init.normal_(self.embedding.weight, std=WIDTH**-0.5)
         self.head.weight = self.embedding.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ def in_parts(model: nn.Module, sizes: tuple[int, ...]) -> Step:
             loss = model(part) * (len(part) / len(batch))
             loss.backward()
             total = total + loss.detach()
-        return total
+        return total.to(loss.dtype)
 
     return forward_and_backward
 

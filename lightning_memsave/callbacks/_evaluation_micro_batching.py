@@ -95,7 +95,9 @@ class EvaluationMicroBatches(Setting):
     def _show(self, runner: MicroBatchRunner) -> None:
         how, exactness = "outputs are put together", "rounding"
         if runner.is_auto and runner.size is None:
-            how = "whole batches; halved when memory runs out, if two samples prove that it may be"
+            how = (
+                "whole batches; halved when memory runs out, if samples of it prove that it may be"
+            )
             exactness = "bitwise"
         elif runner.is_auto:
             how = f"in parts of {runner.size} samples, as memory ran out with more"
@@ -126,25 +128,17 @@ class EvaluationMicroBatches(Setting):
             passed.clear()
             logged.clear()
 
-        def prove_with(batch: Any, known: Proof | None) -> None:
-            self._proofs[which] = self._prove(
-                trainer, batch, EvaluationStep(step, logged), which[0], known
-            )
-            self._use(self._proofs[which], tell_apart)
-
-        def prove_first(batch: Any) -> None:
+        def prove_it(batch: Any, differ: bool = True) -> bool:
+            known = self._proofs.get(which)
             num_samples = samples_of(batch, find_shared_leaves(batch)[0])
             is_small = num_samples is not None and num_samples <= (runner.size or 0)
-            if which not in self._proofs and not is_small:
-                prove_with(batch, None)
-
-        def tell_apart(batch: Any, differ: bool) -> bool:
-            if differ:
-                prove_with(batch, self._proofs[which])
+            if differ and not (known is None and is_small):
+                seen = EvaluationStep(step, logged)
+                self._proofs[which] = self._prove(trainer, batch, seen, which[0], known)
+                self._use(which, prove_it)
             return True
 
-        runner.prove = prove_first
-        self._use(self._proofs.get(which, Proof()), tell_apart)
+        self._use(which, prove_it)
         size = runner.size
         runner.run(
             batch,
@@ -186,11 +180,13 @@ class EvaluationMicroBatches(Setting):
             raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
         raise IncompatibleError(self.name, [problem])
 
-    def _use(self, proof: Proof, tell_apart: Callable[[Any, bool], bool]) -> None:
-        runner = self._runner
+    def _use(self, which: tuple[Any, ...], prove_it: Callable[..., bool]) -> None:
+        """Split by what is proven; ask where nothing is yet, or weightings do not agree."""
+        runner, proof = self._runner, self._proofs.get(which, Proof())
         assert runner is not None, "batches run between `apply` and `undo`"
         runner.weightings, runner.whole = proof.weightings, proof.whole
-        runner.tell_apart = tell_apart if len(proof.weightings) > 1 else None
+        runner.prove = None if which in self._proofs else prove_it
+        runner.tell_apart = prove_it if len(proof.weightings) > 1 else None
 
 
 def _merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:

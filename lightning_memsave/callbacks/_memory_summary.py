@@ -12,6 +12,7 @@ from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 MAX_LINES = 3
+_WHERE_WHY = "why is in the log, at the start of fit"
 
 
 class Predicted:
@@ -124,7 +125,7 @@ class MemorySummary:
             *self._peak_rows(),
             *self._limits(),
             *((name, size) for name, size in sizes.items() if size),
-            *([("not predicted", self.no_prediction)] if self.no_prediction else []),
+            *([("not predicted", _WHERE_WHY)] if self.no_prediction else []),
             ("time", f"{self.seconds:.1f} s"),
             ("steps", f"{self.num_steps} ({self.steps_per_second:.2f} per second)"),
             ("samples", f"{self.num_samples} ({self.samples_per_second:.1f} per second)"),

@@ -306,7 +306,7 @@ class MicroBatches(Setting):
             self.proof, self.runner.weightings = proof, proof.weightings
             others = [w.text for w in proof.weightings[1:]]
             self._tie = (
-                f"two samples cannot tell this from losses that are {others[0]}" if others else ""
+                f"its samples cannot tell this from losses that are {others[0]}" if others else ""
             )
             self._show(trainer, pl_module)
         return bool(proof.weightings)
@@ -365,7 +365,7 @@ class MicroBatches(Setting):
                 else f"in parts of {self.size} samples, as memory ran out with more"
             ]
         details.append(
-            f"losses of micro-batches are {self._weighted()}, proven with two samples in "
+            f"losses of micro-batches are {self._weighted()}, proven with samples of a batch in "
             f"{self.proof.seconds * 1000:.0f} ms"
             if self.proof.weightings
             else "what their losses are weighted by is proven before the first one is split"

@@ -93,7 +93,7 @@ class MemSaveCallback(MonitoredCallback):
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
         eval_micro_batch_size: The same for validation, test and prediction. A batch is split only
-            where two of its samples prove that this changes nothing but rounding.
+            where samples of it prove that this changes nothing but rounding.
         tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             What moves them further is switched off in a stack, and refused if it is given.

@@ -7,9 +7,14 @@ the original's weights; a function of another name cannot be unpickled.
 """
 
 import inspect
+import threading
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
+
+PROCESS_WIDE = threading.RLock()
+"""Held while something is replaced for the whole process: what two threads replace at once, and put
+back in the order in which they began, would stay replaced. One for all, as they are nested."""
 
 _PREVIOUS = "_memsave_previous_{}"
 # Set where somebody put a method over ours that still calls ours after `undo`.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lightning_memsave.core.patching import PROCESS_WIDE
 from lightning_memsave.host.signals import signals_kept
 
 _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
@@ -28,8 +29,14 @@ def quiet() -> Iterator[None]:
     threads write on. What Lightning and torch remember of the warnings that they have given is what
     they remembered before, so that the next fit says what it has to say. Handlers of signals are
     as before, and Ctrl-C ends it. ``torch.distributed`` seems not to be initialised, so that code
-    which asks for it does not wait for processes that do not take part.
+    which asks for it does not wait for processes that do not take part. One thread at a time.
     """
+    with PROCESS_WIDE, _quiet():
+        yield
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
     thread = threading.get_ident()
     caches = [(cache, set(cache)) for cache in _warning_caches()]
     warns_always = torch.is_warn_always_enabled()

@@ -1,5 +1,6 @@
 """Find tensors in nested structures, and the storages and devices behind them."""
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
@@ -159,12 +160,34 @@ def on_storage_resize(resized: Callable[[torch.UntypedStorage], None]) -> Callab
     Returns:
         A function that stops it.
     """
+    with _CHANGING:
+        if not _LISTENERS:
+            _UNINSTALL.append(_install())
+        _LISTENERS.append(resized)
+
+    def undo() -> None:
+        with _CHANGING:
+            _LISTENERS.remove(resized)
+            if not _LISTENERS:
+                _UNINSTALL.pop()()
+
+    return undo
+
+
+# Of all threads, as the method is one for the process: it is put back when the last one stops.
+_LISTENERS: list[Callable[[torch.UntypedStorage], None]] = []
+_UNINSTALL: list[Callable[[], None]] = []
+_CHANGING = threading.Lock()
+
+
+def _install() -> Callable[[], None]:
     own = vars(torch.UntypedStorage).get("resize_")
     previous = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
         result: torch.UntypedStorage = previous(storage, size)
-        resized(storage)
+        for resized in _LISTENERS:
+            resized(storage)
         return result
 
     def undo() -> None:

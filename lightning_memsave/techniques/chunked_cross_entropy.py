@@ -118,7 +118,8 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         tied = _tied_embeddings(target, heads)
         undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)
-        summary = f"no logits of {names}" if heads else ""
+        # A wide layer is taken for a head by its shape alone.
+        summary = f"no logits of {names} where a cross-entropy follows" if heads else ""
         if tied:
             names = ", ".join(f"`{block.name}`" for block in tied)
             summary += f", one gradient for it and {names}"

@@ -13,7 +13,12 @@ from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques._optimizers import low_bit_settings as settings
 from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import build
-from lightning_memsave.techniques._optimizers.kinds import Kind, find_kind, is_low_bit
+from lightning_memsave.techniques._optimizers.kinds import (
+    Kind,
+    find_kind,
+    is_low_bit,
+    wrapper_problems,
+)
 from lightning_memsave.techniques._optimizers.named_groups import set_groups
 from lightning_memsave.techniques._optimizers.state_precision import (
     count_tensors,
@@ -126,6 +131,8 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         Returns:
             All problems. That an optimizer has no 8-bit form is none: it is left as it is.
         """
+        if wrapped := wrapper_problems(target):
+            return wrapped
         if isinstance(self._kind_for(target), str):
             return []
         problems, name = [], type(target).__name__

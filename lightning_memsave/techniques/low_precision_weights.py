@@ -18,6 +18,7 @@ from lightning_memsave.errors import (
     MemsaveWarning,
     Problem,
 )
+from lightning_memsave.techniques._optimizers.kinds import wrapper_problems
 from lightning_memsave.techniques._optimizers.low_bit_settings import problems_of_patterns
 from lightning_memsave.techniques._optimizers.state_precision import mark_rounded, matches
 from lightning_memsave.techniques._weights.choice import describe_left, is_lazy, reasons_to_leave
@@ -158,7 +159,8 @@ class LowPrecisionWeights(Technique[nn.Module]):
             The same optimizer, and ``undo``.
 
         Raises:
-            IncompatibleError: If the optimizer is LBFGS, or rounds its updates already.
+            IncompatibleError: If the optimizer is LBFGS, rounds its updates already, or is what
+                `fabric.setup` gave.
         """
         problems = _problems_of(optimizer)
         if problems:
@@ -277,7 +279,7 @@ def _widen(params: list[nn.Parameter]) -> None:
 
 
 def _problems_of(optimizer: Optimizer) -> list[Problem]:
-    what, problems = f"`{type(optimizer).__name__}`", []
+    what, problems = f"`{type(optimizer).__name__}`", wrapper_problems(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         problems.append(
             Problem(

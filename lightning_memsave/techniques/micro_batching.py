@@ -13,7 +13,10 @@ from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, P
 from lightning_memsave.techniques._micro_batches.loss_weights import NAMES, LossWeight
 from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
 from lightning_memsave.techniques._micro_batches.training_state import TrainingState
-from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD, GradientUpdates
+from lightning_memsave.techniques._updates.gradient_updates import (
+    GradientUpdates,
+    all_in_backward,
+)
 
 Step: TypeAlias = Callable[[Any], Tensor]
 """Of a batch: its loss, a mean over samples or tokens."""
@@ -40,7 +43,8 @@ class MicroBatching(Technique[Step]):
         split_batch: A function of batch and size that gives a list of batches, for batches that
             `split_samples` cannot split.
         module: The model, whose gradients, buffers and metrics are put back before a batch is
-            repeated. Needed for ``"auto"``.
+            repeated. Needed for ``"auto"``, and beside `OptimizerInBackward` where a process
+            trains several models at once.
 
     Raises:
         ConfigurationError: If an argument is wrong.
@@ -223,10 +227,10 @@ def _accumulating(module: nn.Module | None) -> Iterator[None]:
 # Another model of the same process may be trained meanwhile.
 def _updates_of(module: nn.Module | None) -> list[GradientUpdates]:
     if module is None:
-        return list(IN_BACKWARD.values())
+        return [updates for _, updates in all_in_backward()]
     own = {id(param) for param in module.parameters()}
     return [
         updates
-        for optimizer, updates in IN_BACKWARD.items()
+        for optimizer, updates in all_in_backward()
         if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
     ]

@@ -13,8 +13,12 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques._optimizers.kinds import is_low_bit
-from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD, GradientUpdates
+from lightning_memsave.techniques._optimizers.kinds import is_low_bit, wrapper_problems
+from lightning_memsave.techniques._updates.gradient_updates import (
+    IN_BACKWARD,
+    GradientUpdates,
+    all_in_backward,
+)
 from lightning_memsave.techniques._updates.held_gradients import HeldGradients
 from lightning_memsave.techniques._weights.tiled_steps import ELEMENTWISE
 from lightning_memsave.units import format_bytes
@@ -164,6 +168,8 @@ class OptimizerInBackward(Technique[Optimizer]):
         Returns:
             All problems, empty if there are none.
         """
+        if wrapped := wrapper_problems(target):
+            return wrapped
         problems = [*_problems_of_others(target), *_problems_of_processes()]
         if not (self.trust_optimizer or _is_known(target)):
             problems.append(
@@ -275,6 +281,6 @@ def _problems_of_others(target: Optimizer) -> list[Problem]:
             f"it shares parameters with a `{type(other).__name__}` that updates them in backward",
             "Give each parameter to one optimizer.",
         )
-        for other in IN_BACKWARD
+        for other, _ in all_in_backward()
         if any(id(p) in ours for group in other.param_groups for p in group["params"])
     ]

@@ -979,7 +979,7 @@ class TestTheProof:
         callback, model = only(3), Tokens()
         truth = train(model, [labelled()] * 2, loss_of)
         assert difference(train(model, [labelled()] * 2, loss_of, callback), truth) < 1e-11
-        assert "two samples cannot tell this from losses that are" in row(callback).details[2]
+        assert "its samples cannot tell this from losses that are" in row(callback).details[2]
 
     def test_refuses_a_later_batch_that_disproves_it(self):
         batches = [{"x": ids(), "labels": ids()}, labelled()]
@@ -990,7 +990,7 @@ class TestTheProof:
         batches = [{k: v[:1] for k, v in regression().items()}, regression()]
         callback = only(1)
         train(vectors(), batches, mse, callback)
-        assert "proven with two samples" in row(callback).details[1]
+        assert "proven with samples of a batch" in row(callback).details[1]
 
     @pytest.mark.parametrize(
         "error", [torch.OutOfMemoryError("CUDA out of memory."), KeyError("x")]

@@ -381,7 +381,7 @@ class TestApplying:
         handle = ChunkedCrossEntropy().apply(roberta())
         assert handle.changes == ("lm_head.decoder",)
         assert handle.summary == (
-            "no logits of `lm_head.decoder`, one gradient for it and "
+            "no logits of `lm_head.decoder` where a cross-entropy follows, one gradient for it and "
             "`roberta.embeddings.word_embeddings`"
         )
 

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lightning.pytorch.plugins.precision import (
     MixedPrecision,
     Precision,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
@@ -32,6 +33,7 @@ from tests.helpers import (
     for_model,
     in_parts,
     snapshot,
+    step_of,
     switch_on,
     train,
 )
@@ -48,11 +50,26 @@ ALL = [
     for name in case.only_on
     if not (case.needs_blocks and name == "unrepeated")
 ]
-BITWISE = [
-    pytest.param(*p.values, id=p.id, marks=() if p.values[1] == "new_tensors" else more)
-    for p in ALL
-    if p.values[0].exactness is Exactness.BITWISE
-]
+
+
+def in_some_precisions(is_meant: Callable[[Technique[Any]], bool], *often: str) -> list[Any]:
+    """Cases of some techniques: on a few models in `make test`, on all in `make test-all`."""
+    return [
+        pytest.param(*p.values, id=p.id, marks=() if p.values[1] in often else more)
+        for p in ALL
+        if is_meant(p.values[0])
+    ]
+
+
+WHOLE = MicroBatching("auto")  # whole batches, until memory runs out
+BITWISE = in_some_precisions(lambda t: t.exactness is Exactness.BITWISE, "new_tensors")
+ROUNDING = in_some_precisions(
+    lambda t: t.exactness is Exactness.ROUNDING and not isinstance(t, MicroBatching),
+    "classifier",
+    "eager_bert",
+)
+APPROXIMATE = in_some_precisions(lambda t: t.exactness is Exactness.APPROXIMATE, "unrepeated")
+IN_PARTS = in_some_precisions(lambda t: isinstance(t, MicroBatching), "new_tensors")
 VARIANTS = [
     pytest.param(variant, id=repr(variant)) for case in CASES.values() for variant in case.variants
 ]
@@ -95,8 +112,7 @@ def standing_still(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize(("technique", "name"), [p for p in ALL if p.values[0] != MicroBatching(6)])
 def test_trains_as_exactly_as_it_declares(technique, name):
     model = make_model(name)
-    is_whole = technique == MicroBatching("auto")  # whole batches, until memory runs out
-    if technique.exactness is Exactness.BITWISE or is_whole:
+    if technique.exactness is Exactness.BITWISE or technique == WHOLE:
         plain = train(model, make_batch)
         assert_bitwise_equal(plain, train(model, make_batch, technique))
         return
@@ -121,16 +137,16 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-class InPrecision(nn.Module):
-    """A model as Lightning runs it: the forward pass has a context, backward has none."""
+def in_precision(model: nn.Module, precision: str) -> nn.Module:
+    """Let a model run as Lightning runs it: the forward pass has a context, backward has none."""
+    cls, plugin = type(model), PRECISIONS[precision]
 
-    def __init__(self, model: nn.Module, precision: Precision) -> None:
-        super().__init__()
-        self.model, self.precision = precision.convert_module(model), precision
+    def forward(self: nn.Module, batch: Any) -> Any:
+        with plugin.forward_context():
+            return cls.forward(self, plugin.convert_input(batch))
 
-    def forward(self, batch: Any) -> Any:
-        with self.precision.forward_context():
-            return self.model(self.precision.convert_input(batch))
+    model.__class__ = type(cls.__name__, (cls,), {"forward": forward})
+    return plugin.convert_module(model)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -141,10 +157,84 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("technique", "name"), BITWISE)
 def test_bitwise_techniques_are_so_in_every_precision(technique, name, precision):
-    model = InPrecision(make_model(name), PRECISIONS[precision])
+    model = in_precision(make_model(name), precision)
     plain = train(model, make_batch, make_optimizer=sgd)
     assert all(loss.isfinite() for loss in plain.losses)
     assert_bitwise_equal(plain, train(model, make_batch, technique, make_optimizer=sgd))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("technique", "name"), IN_PARTS)
+def test_micro_batches_are_a_loop_over_parts_in_every_precision(technique, name, precision):
+    model = in_precision(make_model(name), precision)
+    if precision in ("bf16-true", "16-true"):
+        with pytest.raises(IncompatibleError, match='precision="bf16-mixed"'):
+            train(model, make_batch, technique, make_optimizer=sgd)
+        return
+    sizes = (16,) if technique == WHOLE else (6, 6, 4)
+    by_hand = train(model, make_batch, run_step_of=lambda m: in_parts(m, sizes), make_optimizer=sgd)
+    assert all(loss.isfinite() for loss in by_hand.losses)
+    saving = train(model, make_batch, technique, make_optimizer=sgd)
+    assert_bitwise_equal(by_hand, saving)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("technique", "name"), ROUNDING)
+def test_rounding_techniques_only_round_in_every_precision(technique, name, precision):
+    """Their distance from the truth in float64 is that of unmodified training."""
+    model = PRECISIONS[precision].convert_module(make_model(name))
+    truth, plain, saving = (
+        train(
+            in_precision(copy.deepcopy(model), each),
+            make_coarse_batch,
+            technique if is_saving else None,
+            make_optimizer=standing_still,
+        )
+        for each, is_saving in (("64-true", False), (precision, False), (precision, True))
+    )
+    # What plain training rounds away, and one more rounding of the result in the type in which it
+    # is computed; sums of hundreds of float64 numbers, of which plain is the truth, have several.
+    unit = 1e-15 if precision == "64-true" else 2**-7 if "bf16" in precision else 2**-10
+    for exact, usual, ours in zip(truth.losses, plain.losses, saving.losses, strict=True):
+        assert abs(ours - exact) <= abs(usual - exact) + unit * abs(exact)
+    steps = zip(truth.gradients, plain.gradients, saving.gradients, strict=True)
+    for exact_ones, usual_ones, our_ones in steps:
+        whole = torch.stack([gradient.norm() for gradient in exact_ones.values()]).norm()
+        for key, exact in exact_ones.items():
+            # That of a key's bias is zero but for rounding.
+            scale = exact.norm() + 1e-3 * whole
+            allowed = (usual_ones[key] - exact).norm()
+            assert allowed <= 0.1 * scale, "other dropout masks than in float64: no bound at all"
+            assert (our_ones[key] - exact).norm() <= allowed + unit * scale, key
+
+
+def make_coarse_batch(step: int) -> Tensor:
+    """Of numbers that every type has, so that tokens made of their order are the same."""
+    return make_batch(step).bfloat16().float()
+
+
+def momentum(model: nn.Module) -> torch.optim.Optimizer:
+    """What learns in float16, where squares of gradients are zero and AdamW ends in NaN."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("technique", "name"), APPROXIMATE)
+def test_approximate_techniques_learn_in_every_precision(technique, name, precision):
+    model = in_precision(make_model(name), precision)
+    make_optimizer = momentum if precision == "16-true" else adamw
+    options: Any = {"steps": 30, "make_optimizer": make_optimizer, "run_step_of": step_of}
+    plain = train(model, make_batch, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", NoEffectWarning)
+        saving = train(model, make_batch, technique, **options)
+    # Training itself brings the loss to less than two thirds in these steps.
+    assert plain.losses[-1] <= 2 / 3 * plain.losses[0]
+    assert saving.losses[-1] <= plain.losses[-1] * CASES[technique.name].loss_factor
+    is_same = all(torch.equal(saving.state[k], plain.state[k]) for k in saving.state)
+    is_said = any(issubclass(warning.category, NoEffectWarning) for warning in caught)
+    assert is_said if is_same else True, "it did nothing and did not say so"
 
 
 def assert_same_in_float64(technique: Technique[Any], model: nn.Module) -> None:

@@ -12,7 +12,8 @@ from lightning_memsave.errors import ExactnessWarning
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
-# Of each module: names of all its buffers, and of those that its forward changes.
+# Of each module: names of all its buffers, and of those that its forward changes. Not kept in the
+# module: a copy of it learns for itself, and a pickle of it has nothing of ours.
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], frozenset[str]]] = WeakKeyDictionary()
 
 

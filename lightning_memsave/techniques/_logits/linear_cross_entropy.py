@@ -12,7 +12,8 @@ from lightning_memsave.techniques._logits.operands import Call, LossSettings, Op
 from lightning_memsave.techniques._logits.tied_embedding import hand_over
 from lightning_memsave.techniques._logits.tiles import tiled_gradients
 
-# Weights whose gradient lies ready for a backward pass that is to come, and where it lies.
+# Weights whose gradient lies ready for a backward pass that is to come, and where it lies. By
+# weight and weakly: other threads train other weights.
 _READY: Any = WeakIdKeyDictionary()
 
 
@@ -41,6 +42,7 @@ def linear_cross_entropy(
         The loss, in 32 bits or more.
     """
     num_targets = len(target)
+    # One wait for the device, in each call: how many rows count decides the shapes of all chunks.
     counted = (target != settings.ignore_index).nonzero().squeeze(1)
     if len(counted) < num_targets:
         target = target.index_select(0, counted)

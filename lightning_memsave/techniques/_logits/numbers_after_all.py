@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.errors import NoEffectWarning
-from lightning_memsave.techniques._logits.product import LIVE, Part, Product
+from lightning_memsave.techniques._logits.product import Part, Product, live_products
 from lightning_memsave.units import format_bytes
 
 
@@ -39,7 +39,7 @@ def compute_kept_logits(model: nn.Module) -> None:
         model: Whose heads are meant.
     """
     own = {id(parameter) for parameter in model.parameters()}
-    for product in list(LIVE):
+    for product in live_products():
         if not any(id(weight) in own for weight in product.operands.weights):
             continue
         for part in list(product.parts):

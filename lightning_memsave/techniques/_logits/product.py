@@ -13,8 +13,12 @@ from lightning_memsave.techniques._logits.layout import Layout
 from lightning_memsave.techniques._logits.operands import Operands
 from lightning_memsave.techniques._logits.witness import Witness
 
-LIVE: "weakref.WeakSet[Product]" = weakref.WeakSet()
-"""All products that a tensor or a graph still holds."""
+_LIVE: "weakref.WeakValueDictionary[int, Product]" = weakref.WeakValueDictionary()
+
+
+def live_products() -> "list[Product]":
+    """List all products that a tensor or a graph still holds, whatever other threads make."""
+    return [product for ref in _LIVE.valuerefs() if (product := ref()) is not None]
 
 
 class Product:
@@ -40,7 +44,7 @@ class Product:
         self.has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
         """Whether gradients can be asked for."""
         self._witnesses = [Witness(tensor) for tensor in self.tensors()]
-        LIVE.add(self)
+        _LIVE[id(self)] = self
 
     def whole(self) -> "Part":
         """Describe the whole output.

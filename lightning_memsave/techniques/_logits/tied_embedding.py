@@ -17,7 +17,8 @@ from lightning_memsave.techniques._logits.heads import is_traced
 from lightning_memsave.techniques._logits.product import is_plain
 
 aten = torch.ops.aten
-# The nodes in graphs that stand for a use of a weight as embedding.
+# The nodes in graphs that stand for a use of a weight as embedding; by weight and weakly, as what
+# other threads train are other weights.
 _NODES: Any = WeakIdKeyDictionary()
 
 
@@ -129,6 +130,7 @@ class _Embedding(torch.autograd.Function):
 # Sums per word first: always in the same order, and rounded once.
 def _add_rows(total: Tensor, gradient: Tensor, words: Tensor, padding: int) -> None:
     wide = torch.promote_types(total.dtype, torch.float32)
+    # One wait for the device, in each backward pass: the number of different words is a shape.
     rows, index = torch.unique(words, return_inverse=True)
     sums = aten.embedding_dense_backward(gradient.to(wide), index, len(rows), -1, False)
     if padding >= 0:

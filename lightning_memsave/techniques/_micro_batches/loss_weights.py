@@ -93,6 +93,7 @@ def guess(part: Any) -> Weighting:
         them are -100, and samples otherwise.
     """
     labels = dict(leaves_of(part)).get(("labels",))
+    # A wait for the device, in each batch of a plain loop; `loss_weight="tokens"` has none here.
     if isinstance(labels, Tensor) and labels.ndim > 1 and bool((labels == IGNORED).any()):
         return _entries(("labels",), IGNORED, 0)
     return Weighting("weighted by samples", count_samples)

@@ -79,7 +79,7 @@ class MicroBatchRunner:
         """Leaves of batches that belong to every micro-batch."""
         self.needs_proof = False
         """Batches pass whole while there are no weightings."""
-        self.prove: Callable[[Any], None] | None = None
+        self.prove: Callable[[Any], object] | None = None
         """Called with a batch that will be split while there are no weightings."""
         self.tell_apart: Callable[[Any, bool], bool] | None = None
         """Called with a batch and whether the weightings give its micro-batches other weights; says

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_memsave.errors import Problem
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -141,6 +143,21 @@ def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
         True if it was.
     """
     return hasattr(optimizer, "memsave_kind")
+
+
+def wrapper_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
+    """Find whether `fabric.setup` has wrapped an optimizer, whose steps no wrapper makes."""
+    if not type(optimizer).__module__.endswith("fabric.wrappers"):
+        return []
+    inner = type(optimizer.optimizer).__name__  # type: ignore[attr-defined]
+    return [
+        Problem(
+            f"`{type(optimizer).__name__}`",
+            f"it is what `fabric.setup` made of an `{inner}`, and the `{inner}` makes the steps",
+            f"Apply the technique to the `{inner}` first, then call "
+            "`model, optimizer = fabric.setup(model, handle.target)`.",
+        )
+    ]
 
 
 def _why_unknown(optimizer: torch.optim.Optimizer) -> str:

@@ -16,7 +16,14 @@ from lightning_memsave.techniques._updates.held_gradients import HeldGradients
 from lightning_memsave.techniques._updates.parameter_steps import owns, step_parameter
 
 IN_BACKWARD: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = weakref.WeakKeyDictionary()
-"""Every optimizer whose parameters are updated in backward."""
+"""Every optimizer whose parameters are updated in backward: hooks on parameters hold none."""
+
+
+def all_in_backward() -> list[tuple[Optimizer, "GradientUpdates"]]:
+    """List what is in `IN_BACKWARD`, whatever other threads put there meanwhile."""
+    optimizers = [ref() for ref in IN_BACKWARD.keyrefs()]
+    pairs = [(o, IN_BACKWARD.get(o)) for o in optimizers if o is not None]
+    return [(optimizer, updates) for optimizer, updates in pairs if updates is not None]
 
 
 _ADVICE = (
