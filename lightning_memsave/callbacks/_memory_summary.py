@@ -15,6 +15,17 @@ MAX_LINES = 3
 _WHERE_WHY = "why is in the log, at the start of fit"
 
 
+class Predicted:
+    """What became of the prediction of a fit."""
+
+    def __init__(self) -> None:
+        self.prediction: MemoryPrediction | None = None
+        self.note = ""
+        """Why there is none."""
+        self.seconds = 0.0
+        """What it took, also if there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemorySummary:
     """Memory and speed of one fit; the figures of memory are maxima over its steps and ranks.

@@ -74,10 +74,11 @@ class ActivationCheckpointing(Technique[nn.Module]):
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
         the same state, and buffers that a block changes in ``forward`` are changed once. Hugging
         Face models are trained with ``use_cache=False``, so ``past_key_values`` comes back as
-        ``None`` in training. Blocks that checkpoint themselves already are left alone. A block
-        whose forward draws on state outside of torch (a Python counter, random numbers of Python or
-        numpy, a ``torch.Generator`` of its own) is not repeatable and must not be chosen. A block
-        that changes a tensor argument in place is refused; under ``torch.func`` blocks run
+        ``None`` in training; blocks of a model inside of another that asks it for a cache, as in
+        Pi0, run plainly, with a warning. Blocks that checkpoint themselves already are left alone.
+        A block whose forward draws on state outside of torch (a Python counter, random numbers of
+        Python or numpy, a ``torch.Generator`` of its own) is not repeatable and must not be chosen.
+        A block that changes a tensor argument in place is refused; under ``torch.func`` blocks run
         plainly, with a warning. Hooks on modules inside a block run once more in backward.
         ``"selective"`` is refused for blocks with ``inplace=True`` layers, which would overwrite
         the kept outputs; torch raises the same for other in-place changes.
@@ -245,8 +246,8 @@ def _is_given_cache(block: nn.Module, args: Any, kwargs: Any) -> bool:
     if is_given and block.training:
         warnings.warn(
             f"activation_checkpointing does nothing for `{type(block).__name__}`: it is given a "
-            "key-value cache, such as a learned prefix. Train without one, or set "
-            "`activation_checkpointing=None`.",
+            "key-value cache, such as a learned prefix or one that another part of the model "
+            "reads. Train without one, or set `activation_checkpointing=None`.",
             NoEffectWarning,
             stacklevel=3,
         )
@@ -254,9 +255,12 @@ def _is_given_cache(block: nn.Module, args: Any, kwargs: Any) -> bool:
 
 
 # Hugging Face's own checkpointing does the same, for all models that make caches by default.
-def _without_cache(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+def _without_cache(model: nn.Module, args: Any, kwargs: Any, *, is_inner: bool) -> tuple[Any, Any]:
     is_given = kwargs.get("past_key_values") is not None
     if is_given or not model.training or not torch.is_grad_enabled():
+        return args, kwargs
+    # A model that asks its inner one for a cache reads it, as that of Pi0 does.
+    if is_inner and kwargs.get("use_cache"):
         return args, kwargs
     if kwargs.get("use_cache"):
         warnings.warn(
@@ -272,17 +276,20 @@ def _without_cache(model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return args, kwargs | {"use_cache": False}
 
 
-def _cache_makers(model: nn.Module, blocks: Sequence[Block]) -> list[nn.Module]:
+def _switch_caches_off(model: nn.Module, blocks: Sequence[Block]) -> list[Callable[[], None]]:
     modeling_utils: Any = sys.modules.get("transformers.modeling_utils")
     if modeling_utils is None or not blocks:
         return []
     names = {"", *(name for block in blocks for name in ancestors(block.name))}
-    return [
-        module
-        for module in map(model.get_submodule, sorted(names))
-        if isinstance(module, modeling_utils.PreTrainedModel)
-        and "use_cache" in inspect.signature(type(module).forward).parameters
-    ]
+    modules = {name: model.get_submodule(name) for name in sorted(names)}
+    models = {n: m for n, m in modules.items() if isinstance(m, modeling_utils.PreTrainedModel)}
+    undo = []
+    for name, module in models.items():
+        if "use_cache" in inspect.signature(type(module).forward).parameters:
+            is_inner = bool(name) and any(around in models for around in ["", *ancestors(name)])
+            hook = functools.partial(_without_cache, is_inner=is_inner)
+            undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    return undo
 
 
 def _run_chain(layers: list[nn.Module], input: Any) -> Any:
@@ -301,10 +308,7 @@ def _patched(
     parts: Sequence[Block] = (),
 ) -> Handle[nn.Module]:
     undo = [patch_method(block.module, forward) for block in (*blocks, *parts)]
-    undo += [
-        module.register_forward_pre_hook(_without_cache, with_kwargs=True).remove
-        for module in _cache_makers(model, blocks)
-    ]
+    undo += _switch_caches_off(model, blocks)
     summary = f"{len(blocks)} {words}: {_counted(blocks)}"
     if parts:
         summary += f"; of them once more: {_counted(parts)}"

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
 from tests.helpers import assert_bitwise_equal, seed_all, train
 from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny
@@ -20,13 +21,19 @@ from tests.techniques.hugging_face_inputs import make_inputs
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 3
-# Their layers keep a state that a cache would hold: they crashed in the first step once.
-HYBRIDS = ("bamba", "lfm2", "recurrent_gemma")
+# They crashed in the first step once: layers of the first three keep a state that a cache would
+# hold, and the last reads a cache that it asks an inner model for.
+ALWAYS = ("bamba", "lfm2", "recurrent_gemma", "pi0")
 # `make test` tries some of the others, other ones each day.
 NUM_SLICES = math.ceil(len(FAMILIES) / 10)
 TODAY = FAMILIES[datetime.date.today().toordinal() % NUM_SLICES :: NUM_SLICES]
+NOT_IN_EVALUATION = {
+    "levit": "keeps a part of the graph of its first step in evaluation",
+    "minicpm_ocr_vision": "two batches of its packed images do not make one",
+    "minicpmv4_7_vision": "two batches of its packed images do not make one",
+}
 PARAMS = [
-    pytest.param(family, marks=() if family in (*HYBRIDS, *TODAY) else pytest.mark.exhaustive)
+    pytest.param(family, marks=() if family in (*ALWAYS, *TODAY) else pytest.mark.exhaustive)
     for family in FAMILIES
 ]
 
@@ -48,9 +55,15 @@ class Lit(LightningModule):
 
 def fit(family: str, callback: MemSaveCallback | None) -> Lit:
     lit = Lit(family)
-    batches: Any = [make_inputs(lit.tiny.model, step) for step in range(STEPS)]
+    train_with(lit, [make_inputs(lit.tiny.model, step) for step in range(STEPS)], callback)
+    return lit
+
+
+def train_with(
+    lit: Lit, batches: list[Any], callback: MemSaveCallback | None, seed: int = 7
+) -> None:
     trainer = Trainer(
-        max_steps=STEPS,
+        max_steps=len(batches),
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -58,9 +71,8 @@ def fit(family: str, callback: MemSaveCallback | None) -> Lit:
         enable_model_summary=False,
         callbacks=[] if callback is None else [callback],
     )
-    seed_all(7)
-    trainer.fit(lit, DataLoader(batches, batch_size=None))
-    return lit
+    seed_all(seed)
+    trainer.fit(lit, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("family", PARAMS)
@@ -72,6 +84,8 @@ def test_checkpointing_trains_bitwise_equal(family):
 
     plain = train(model, batch, make_optimizer=sgd)
     assert all(loss.isfinite() for loss in plain.losses)
+    # Nothing would be compared where the gradients vanish.
+    assert largest_of(plain.gradients[0]) > 1e-7
     assert_bitwise_equal(plain, train(model, batch, ActivationCheckpointing(), make_optimizer=sgd))
 
 
@@ -79,6 +93,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
 
 
+@pytest.mark.predicts
 @pytest.mark.parametrize("family", PARAMS)
 def test_the_bare_callback_trains(family):
     losses = fit(family, MemSaveCallback(report=False)).losses
@@ -86,11 +101,73 @@ def test_the_bare_callback_trains(family):
     assert all(loss.isfinite() for loss in losses)
 
 
+@pytest.mark.predicts
+def test_kept_states_are_predicted_as_counted():
+    """RecurrentGemma keeps states with the graph behind them: the prediction was 22 % too high."""
+    callback = MemSaveCallback(stack="bitwise", report=False)
+    fit("recurrent_gemma", callback)
+    assert callback.monitor is not None
+    assert callback.monitor.summary is not None
+    assert callback.monitor.summary.prediction_error == pytest.approx(0, abs=1e-3)
+
+
 @pytest.mark.parametrize("family", PARAMS)
 def test_the_bitwise_stack_trains_bitwise_equal(family):
     plain, saving = (fit(family, None), fit(family, MemSaveCallback(stack="bitwise", report=False)))
     for name, weight in plain.state_dict().items():
         assert torch.equal(weight, saving.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("family", PARAMS)
+def test_micro_batches_give_the_same_gradients_or_are_refused(family):
+    if family in NOT_IN_EVALUATION:
+        pytest.skip(NOT_IN_EVALUATION[family])
+    whole = gradients_of(family, None)
+    again = gradients_of(family, None, seed=8)
+    if any(not torch.equal(gradient, again[name]) for name, gradient in whole.items()):
+        pytest.skip("random or not finite in evaluation, too")
+    settings: Any = {"stack": "off", "monitor": False, "predict": False}
+    try:
+        # Not of one sample: torch 2.13 computes wrong gradients of batch normalisation on a CPU
+        # where the strides of one sample's gradients look like channels last.
+        parts = gradients_of(family, MemSaveCallback(micro_batch_size=2, **settings))
+    except IncompatibleError:
+        return
+    assert parts.keys() == whole.keys()
+    largest = largest_of(whole)
+    for name, gradient in whole.items():
+        # Rounding makes up to 2e-3 in DETR's relatives, and nothing in float64.
+        assert torch.allclose(parts[name], gradient, rtol=0, atol=5e-3 * largest), name
+
+
+def largest_of(gradients: dict[str, Tensor]) -> float:
+    # Some parameters have no entries.
+    return max(g.abs().max().item() for g in gradients.values() if g.numel())
+
+
+class LitWithGradients(Lit):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients = {
+            name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None
+        }
+
+
+def gradients_of(family: str, callback: MemSaveCallback | None, seed: int = 7) -> dict[str, Tensor]:
+    # Evaluation: dropout differs for each micro-batch, and so do the statistics of a batch.
+    lit = LitWithGradients(family).eval()
+    pair = [make_inputs(lit.tiny.model, number) for number in (1, 2)]
+    batch = {name: torch.cat([inputs[name] for inputs in pair]) for name in pair[0]}
+    train_with(lit, [batch], callback, seed)
+    return lit.gradients
+
+
+def test_blocks_whose_cache_the_model_around_them_reads_run_plainly():
+    model = Tiny("pi0").train()
+    batch = make_inputs(model.model)
+    with ActivationCheckpointing().apply(model) as handle:
+        assert "6 x GemmaDecoderLayer" in handle.summary
+        with pytest.warns(NoEffectWarning, match="another part of the model reads"):
+            model(batch).backward()
 
 
 def test_every_family_is_trained_or_in_the_table():

@@ -378,6 +378,23 @@ def test_large_tensors_of_a_module_are_not_copied():
     assert model.data is data
 
 
+def test_graphs_that_a_module_drops_are_not_kept():
+    """RecurrentGemma keeps its last state with the graph behind it until the next forward."""
+    model: Any = Stateful()
+    with LiveTensors(model) as live:
+        before = live.live_bytes
+        model.last = model.linear(torch.ones(800, 6)).exp().sum(0)
+        values = model.last.detach().clone()
+        state = TrainingState(model, gradients="drop")
+        kept = model.last
+        state.restore()
+        assert model.last is kept
+        model.last = kept = None
+        assert live.live_bytes - before < 800
+    state.restore()
+    assert torch.equal(model.last, values)
+
+
 IGNORING = {"labels": torch.tensor([[1, 2], [3, -100]])}
 
 

@@ -4,6 +4,7 @@ import collections
 import copy
 import random
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -26,8 +27,9 @@ class TrainingState:
     """Random states, buffers, modes and attributes of modules, and gradients at one moment.
 
     An attribute is put back as it was: the same object, and in lists, dictionaries, sets and small
-    tensors the same values. What lies deeper, as in an object of the user's own, is not known and
-    stays; so do attributes of torch's own modules, which keep no state there.
+    tensors the same values; a tensor that the module has dropped meanwhile, without its graph. What
+    lies deeper, as in an object of the user's own, is not known and stays; so do attributes of
+    torch's own modules, which keep no state there.
 
     Args:
         module: The model; metrics of torchmetrics inside it count.
@@ -97,6 +99,13 @@ class _Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._values = dict(_own(module))
+        # Without the graph behind them, which would be alive during the whole step.
+        self._of_graphs = {
+            name: (weakref.ref(value), value.detach())
+            for name, value in self._values.items()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        }
+        self._values |= {name: value for name, (_, value) in self._of_graphs.items()}
         values = list(self._values.values())
         self._containers = [(v, copy.copy(v)) for v in values if type(v) in _CONTAINERS]
         is_metric = _is_metric(module)  # its tensors are state, whatever their size
@@ -111,6 +120,8 @@ class _Attributes:
         for name, _ in list(_own(self._module)):
             del attributes[name]
         attributes.update(self._values)
+        alive = {name: tensor() for name, (tensor, _) in self._of_graphs.items()}
+        attributes.update({name: tensor for name, tensor in alive.items() if tensor is not None})
         for container, items in self._containers:
             _refill(container, items)
         for tensor, values in self._tensors:
