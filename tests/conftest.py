@@ -14,12 +14,31 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+PACKAGES = ("lightning", "lightning.pytorch", "pytorch_lightning")  # as ids of tests name them
 
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = "needs a CUDA device, and torch sees none"
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=reason))
+    take_turns(items)
+
+
+def take_turns(items: list[pytest.Item]) -> None:
+    """Leave to `make test-all` one of two tests that differ in the package alone, in turns."""
+    twins: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        parts = case.rstrip("]").split("-")
+        package = next((part for part in parts if part in PACKAGES), None)
+        if package is not None and item.get_closest_marker("exhaustive") is None:
+            parts.remove(package)
+            twins.setdefault(f"{name}{parts}", []).append(item)
+    pairs = [pair for pair in twins.values() if len(pair) == 2]
+    for turn, pair in enumerate(pairs):
+        pair[turn % 2].add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
