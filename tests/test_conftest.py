@@ -51,7 +51,9 @@ def test_what_a_test_leaves_behind_is_named_and_taken_back() -> None:
 
 
 def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> None:
-    names = [f"test_a[{package}-{n}]" for n in range(3) for package in ("lightning", "pytorch_lightning")]
+    names = [
+        f"test_a[{package}-{n}]" for n in range(3) for package in ("lightning", "pytorch_lightning")
+    ]
     names += ["test_b[lightning]", "test_c[dropout]", "test_c[lstm]"]
     items = [
         pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)

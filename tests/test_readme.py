@@ -17,6 +17,8 @@ def name_of(page):
 
 
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SHOWN = re.compile(r"\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NUM_SHOWN = {"docs/where_did_my_memory_go.md": 4}  # blocks with what they print below them
 
 
 @pytest.mark.slow
@@ -29,14 +31,20 @@ def test_code_on_the_page_runs(page, capsys, caplog, monkeypatch):
     text = page.read_text()
     names: dict[str, object] = {}
     caplog.set_level("INFO")
+    num_shown = 0
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
         code = compile("\n" * line + match[1], str(page), "exec")
         exec(code, names)
+        printed = capsys.readouterr().out
+        if name_of(page) in NUM_SHOWN and (shown := SHOWN.match(text, match.end())):
+            assert printed == shown[1]
+            num_shown += 1
         # Each fit has its prediction: it prints, and logs, why there is none.
-        said = capsys.readouterr().out + caplog.text
+        said = printed + caplog.text
         reasons = [text for text in said.splitlines() if "not predicted" in text]
         assert reasons == [], f"{name_of(page)}, line {line}"
+    assert num_shown == NUM_SHOWN.get(name_of(page), 0)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

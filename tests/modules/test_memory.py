@@ -25,7 +25,7 @@ def peak_of_fit(**memsave: Any) -> Any:
     )
     data = loader("masked_lm", length=32, batch_size=16, num_tokens=64)
     trainer = make_trainer(max_epochs=1)
-    trainer.fit(lit, data, data)
+    trainer.fit(lit, data)
     [callback] = [c for c in trainer.callbacks if isinstance(c, MemSaveCallback)]
     assert callback.monitor is not None
     return callback.monitor.summary
