@@ -57,13 +57,18 @@ def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr(name, 0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> None:
+    """Leave what is there already out of garbage collections, a full one takes long with it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def only_own_tensors() -> Iterator[None]:
+def only_own_tensors() -> None:
     """Hide what other tests have left in this process, where all that is alive is looked for."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class ProcessState:

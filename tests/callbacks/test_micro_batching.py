@@ -59,15 +59,6 @@ def row(callback: MemSaveCallback) -> Any:
     return next(row for row in callback.rows if row.name == "micro_batch_size")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection():
-    """A retry collects garbage, and a test process has much that is not: leave that out."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(params=PACKAGES)
 def package(request):
     return PACKAGES[request.param]

@@ -637,8 +637,14 @@ class TestBadInput:
 
 class TestPrediction:
     @pytest.mark.predicts
-    @pytest.mark.parametrize("stack", STACKS)
-    @pytest.mark.parametrize("model", ["classifier", "eager_bert"])
+    @pytest.mark.parametrize(
+        ("model", "stack"),
+        [
+            pytest.param(*(model, stack), marks=() if (m + s) % 2 else pytest.mark.exhaustive)
+            for m, model in enumerate(("classifier", "eager_bert"))
+            for s, stack in enumerate(STACKS)
+        ],
+    )
     def test_predicted_is_measured(self, stack, model):
         callback = MemSaveCallback(stack=stack)
         trainer = make_trainer(LIGHTNING, callback, max_epochs=1)

@@ -5,6 +5,7 @@ import functools
 import io
 import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -55,19 +56,27 @@ BITWISE = [
     for p in ALL
     if p.values[0].exactness is Exactness.BITWISE
 ]
-# Thirty steps of what is approximate take long: in `make test` a model has one variant of each.
+
+
+def in_turns(is_long: Callable[[Technique[Any]], bool]) -> list[Any]:
+    """All of them; in `make test` a model has one variant of each technique, where it is long."""
+    return [
+        pytest.param(
+            *(variant, name),
+            id=f"{variant!r}-{name}",
+            marks=more if is_long(variant) and turn % len(case.variants) != number else (),
+        )
+        for case in CASES.values()
+        for number, variant in enumerate(case.variants)
+        for turn, name in enumerate(case.only_on)
+        if not (case.needs_blocks and name == "unrepeated")
+    ]
+
+
 TRAINED = [
-    pytest.param(
-        *(variant, name),
-        id=f"{variant!r}-{name}",
-        marks=more
-        if variant.exactness is Exactness.APPROXIMATE and turn % len(case.variants) != number
-        else (),
-    )
-    for case in CASES.values()
-    for number, variant in enumerate(case.variants)
-    for turn, name in enumerate(case.only_on)
-    if not (case.needs_blocks and name == "unrepeated") and variant != MicroBatching(6)
+    param
+    for param in in_turns(lambda variant: variant.exactness is Exactness.APPROXIMATE)
+    if param.values[0] != MicroBatching(6)
 ]
 VARIANTS = [
     pytest.param(variant, id=repr(variant)) for case in CASES.values() for variant in case.variants
@@ -230,7 +239,7 @@ def test_applying_twice_equals_once_or_is_refused(technique):
     first.undo()
 
 
-@pytest.mark.parametrize(("technique", "name"), ALL)
+@pytest.mark.parametrize(("technique", "name"), in_turns(lambda _: True))
 def test_state_loads_with_and_without_it(technique, name):
     """Saved with, loaded without, and back; optimizer state goes through a file half-way."""
     model = make_model(name)
