@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_memsave.analysis.compare import compare_memory as compare_memory
     from lightning_memsave.analysis.explain import explain_memory as explain_memory
+    from lightning_memsave.analysis.explain import find_remedies as find_remedies
     from lightning_memsave.analysis.predict import predict_memory as predict_memory
-    from lightning_memsave.analysis.remedies import find_remedies as find_remedies
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
     from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
     from lightning_memsave.callbacks.oom_observer import OOMObserver as OOMObserver
@@ -90,7 +90,7 @@ _MODULES = {
     "compare_memory": "analysis.compare",
     "explain_memory": "analysis.explain",
     "find_blocks": "core.blocks",
-    "find_remedies": "analysis.remedies",
+    "find_remedies": "analysis.explain",
     "predict_memory": "analysis.predict",
     "write_page": "planning.page",
 }

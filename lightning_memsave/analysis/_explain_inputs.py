@@ -11,6 +11,7 @@ from lightning_memsave.analysis._explain_attention import attention_of
 from lightning_memsave.analysis._explain_trials import Trials
 from lightning_memsave.analysis._predict_checks import check_arguments
 from lightning_memsave.analysis._targets_building import explained
+from lightning_memsave.analysis.predict import predict_memory, with_instances
 from lightning_memsave.analysis.targets import BatchSpec, Target, load_target, make_batch_spec
 from lightning_memsave.callbacks._stacks import with_rest_off
 from lightning_memsave.callbacks.memsave import MemSaveCallback
@@ -58,7 +59,7 @@ def make_trials(
     source: Any = model
     if isinstance(model, Target):
         if settings is None and model.settings is not None:
-            settings = MemSaveCallback(**model.settings)
+            settings = MemSaveCallback(**with_instances(model.settings))
         given = options.get("trainer_arguments") or {}
         options["trainer_arguments"] = {**model.trainer_arguments, **given}
         if isinstance(batch, str | Mapping | list | tuple) and not _has_tensors(batch):
@@ -79,6 +80,8 @@ def make_trials(
     )
     is_module = isinstance(source, nn.Module)
     return Trials(
+        predict_memory,
+        MemSaveCallback,
         model,
         batch,
         arguments,

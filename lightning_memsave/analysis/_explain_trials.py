@@ -10,9 +10,7 @@ from torch import nn
 
 from lightning_memsave.analysis._explain_attention import attention_set, set_attention
 from lightning_memsave.analysis._explain_observed import Observed
-from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.callbacks._stacks import OFF_BY_NONE, with_stack
-from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning.batch_sizes import (
     SequenceAxis,
     find_axis,
@@ -30,6 +28,8 @@ class Trials:
     """A model with its batch, and what has been predicted about it.
 
     Args:
+        predict: As `predict_memory`.
+        make_callback: Makes a `MemSaveCallback`.
         module: The module, or a function that makes it; ``None`` if there is only a checkpoint.
         batch: The batch; ``None`` without one.
         arguments: Of `MemSaveCallback`, those that are not its own defaults.
@@ -43,6 +43,8 @@ class Trials:
         options: More arguments of `predict_memory`.
     """
 
+    predict: Callable[..., MemoryPrediction]
+    make_callback: Callable[..., Any]
     module: nn.Module | Callable[[], nn.Module] | None
     batch: Any
     arguments: dict[str, Any]
@@ -96,7 +98,7 @@ class Trials:
     @property
     def in_force(self) -> dict[str, Any]:
         """All arguments of `MemSaveCallback`, with those of its stack."""
-        return with_stack(MemSaveCallback(**self.arguments).arguments)
+        return with_stack(self.make_callback(**self.arguments).arguments)
 
     @property
     def num_predictions(self) -> int:
@@ -165,7 +167,7 @@ class Trials:
         """
         arguments = {**self.arguments, **changes}
         named = () if arguments.get("stack") else OFF_BY_NONE
-        defaults = inspect.signature(MemSaveCallback).parameters
+        defaults = inspect.signature(self.make_callback).parameters
         shown = [
             f"{name}={_quoted(arguments[name])}"
             for name, parameter in defaults.items()
@@ -187,11 +189,11 @@ class Trials:
                 stack.enter_context(attention_set(module, attention))
             elif attention is not None:
                 module = _maker_with(module, attention)
-            return predict_memory(
+            return self.predict(
                 module,
                 batch,
                 settings={**self.arguments, **changes},
-                device=self.device,  # type: ignore[arg-type]
+                device=self.device,
                 gpu=self.gpu,
                 **self.options,
             )

@@ -153,33 +153,14 @@ def _make_optimizer(module: nn.Module, path: str, optimizer: dict[str, Any]) -> 
 def _settings(path: str, found: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any] | None:
     if found.get("memsave") is not None:
         settings = dict(_section(path, found, "memsave"))
-        return with_instances(settings) if settings.pop("enabled", True) else None
+        return settings if settings.pop("enabled", True) else None
     callbacks = trainer.get("callbacks") or []
     for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
         given: Any = {"class_path": callback} if isinstance(callback, str) else callback
         given = _section(path, {"trainer.callbacks": given}, "trainer.callbacks")
         if str(given.get("class_path", "")).rpartition(".")[2] == "MemSaveCallback":
-            return with_instances(dict(_section(path, given, "init_args")))
+            return dict(_section(path, given, "init_args"))
     return None
-
-
-def with_instances(settings: dict[str, Any]) -> dict[str, Any]:
-    """Make the techniques that arguments of `MemSaveCallback` name by their ``class_path``."""
-    nested = {n for n, v in settings.items() if isinstance(v, dict) and "class_path" in v}
-    if not nested:
-        return settings
-    from jsonargparse import ArgumentParser  # noqa: PLC0415
-
-    from lightning_memsave.callbacks.memsave import MemSaveCallback  # noqa: PLC0415
-
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(MemSaveCallback, "memsave", fail_untyped=False, sub_configs=True)
-    with explained("Reading the settings of `MemSaveCallback`", "Check classes and arguments."):
-        config = parser.parse_object({"memsave": settings})
-        # The old name is deprecated from 4.49 on.
-        instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
-        callback = instantiate(config).memsave
-    return settings | {name: callback.arguments[name] for name in nested}
 
 
 def _section(path: str, found: Any, name: str) -> dict[str, Any]:

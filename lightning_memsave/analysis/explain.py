@@ -17,10 +17,11 @@ from lightning_memsave.analysis.remedies import Remedy, cheapest_that_fits, reme
 from lightning_memsave.analysis.suspects import Suspect, find_suspects
 from lightning_memsave.analysis.targets import Target
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.planning._page_data import PageTable
 from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.parameter_table import ParameterTable
-from lightning_memsave.planning.parameter_tree import as_plain_text, parameter_tree
+from lightning_memsave.planning.parameter_tree import parameter_tree
 from lightning_memsave.planning.prediction import MemoryPrediction, TensorMemory
 from lightning_memsave.units import format_bytes
 
@@ -267,6 +268,72 @@ def explain_memory(
 
 
 # Lines that are too long go on below the text, not below the mark.
+def find_remedies(
+    model: nn.Module | Callable[[], nn.Module] | Target | str,
+    batch: Any,
+    optimizer: MakeOptimizer | None = None,
+    settings: Mapping[str, Any] | MemSaveCallback | None = None,
+    *,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    device: Literal["cuda", "cpu"] = "cuda",
+    gpu: str | Gpu | None = None,
+    attention: str | None = None,
+    trainer_arguments: Mapping[str, Any] | None = None,
+    time_limit_s: float | None = TIME_LIMIT_S,
+    may_extrapolate: bool = True,
+) -> list[Remedy]:
+    """Find the settings that lower the predicted peak, the cheapest first.
+
+    Each one is predicted: by itself on top of ``settings``, then all together, and where that is
+    not enough for the GPU the stack ``"single_gpu"``. What does not lower the peak, or does not go
+    with the model, is left out.
+
+    Args:
+        model: As for `explain_memory`.
+        batch: As for `explain_memory`.
+        optimizer: As for `predict_memory`.
+        settings: As for `predict_memory`: what is on already.
+        loss: As for `predict_memory`.
+        device: As for `predict_memory`.
+        gpu: The card that it shall fit; each remedy then says whether it does.
+        attention: As for `predict_memory`.
+        trainer_arguments: As for `predict_memory`.
+        time_limit_s: Of each prediction, as for `predict_memory`.
+        may_extrapolate: As for `predict_memory`.
+
+    Returns:
+        The remedies; `cheapest_that_fits` finds the one to take.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+
+    Note:
+        Takes up to 18 predictions: half a minute for a model of 12 blocks. Costs are rough:
+        they are counted in passes over the model and not measured.
+
+    Example:
+        >>> import torch
+        >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+        >>> remedies = find_remedies(model, torch.ones(8, 256), device="cpu")
+        >>> remedies[0].name, remedies[0].exactness
+        ('optimizer in backward', 'bitwise')
+    """
+    trials = make_trials(
+        model,
+        batch,
+        optimizer,
+        settings,
+        device=device,
+        gpu=gpu,
+        loss=loss,
+        attention=attention,
+        trainer_arguments=trainer_arguments,
+        time_limit_s=time_limit_s,
+        may_extrapolate=may_extrapolate,
+    )
+    return remedies_of(trials)
+
+
 def _cells(number: int, remedy: Remedy) -> tuple[str, ...]:
     return (
         *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),

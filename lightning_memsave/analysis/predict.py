@@ -18,7 +18,7 @@ from lightning_memsave.analysis._predict_checks import (
     check_mapping,
     check_trainer_values,
 )
-from lightning_memsave.analysis._targets_building import remedy_for
+from lightning_memsave.analysis._targets_building import explained, remedy_for
 from lightning_memsave.callbacks._prediction import Question, predict
 from lightning_memsave.callbacks._stacks import with_rest_off, with_stack
 from lightning_memsave.callbacks._trial import NUM_STEPS
@@ -207,6 +207,33 @@ def _arguments(settings: Mapping[str, Any] | MemSaveCallback | None) -> dict[str
     arguments = defaults | with_rest_off(settings)
     MemSaveCallback(**arguments)  # says all that is wrong with them
     return arguments
+
+
+def with_instances(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Make the techniques that arguments of `MemSaveCallback` name by their ``class_path``.
+
+    Args:
+        settings: Arguments of `MemSaveCallback`, as YAML has them.
+
+    Returns:
+        The arguments with instances in place of their descriptions.
+
+    Raises:
+        ConfigurationError: If a class or one of its arguments is wrong.
+    """
+    nested = {n for n, v in settings.items() if isinstance(v, dict) and "class_path" in v}
+    if not nested:
+        return dict(settings)
+    from jsonargparse import ArgumentParser  # noqa: PLC0415
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(MemSaveCallback, "memsave", fail_untyped=False, sub_configs=True)
+    with explained("Reading the settings of `MemSaveCallback`", "Check classes and arguments."):
+        config = parser.parse_object({"memsave": settings})
+        # The old name is deprecated from 4.49 on.
+        instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
+        callback = instantiate(config).memsave
+    return dict(settings) | {name: callback.arguments[name] for name in nested}
 
 
 def _trainer_settings(given: Mapping[str, Any]) -> dict[str, Any]:

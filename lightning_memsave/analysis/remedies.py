@@ -1,15 +1,10 @@
 """Which settings would lower the peak, and by how much."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
-from torch import Tensor, nn
-
-from lightning_memsave.analysis._explain_inputs import make_trials
 from lightning_memsave.analysis._explain_trials import Trials
-from lightning_memsave.analysis.predict import TIME_LIMIT_S, MakeOptimizer
-from lightning_memsave.analysis.targets import Target
 from lightning_memsave.callbacks._remedy_candidates import (
     Candidate,
     Situation,
@@ -17,9 +12,7 @@ from lightning_memsave.callbacks._remedy_candidates import (
     part_candidates,
     single_candidates,
 )
-from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning._dominant_parts import dominant_embedding
-from lightning_memsave.planning.gpus import Gpu
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
@@ -64,77 +57,11 @@ class Remedy:
         )
 
 
-def find_remedies(
-    model: nn.Module | Callable[[], nn.Module] | Target | str,
-    batch: Any,
-    optimizer: MakeOptimizer | None = None,
-    settings: Mapping[str, Any] | MemSaveCallback | None = None,
-    *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    device: Literal["cuda", "cpu"] = "cuda",
-    gpu: str | Gpu | None = None,
-    attention: str | None = None,
-    trainer_arguments: Mapping[str, Any] | None = None,
-    time_limit_s: float | None = TIME_LIMIT_S,
-    may_extrapolate: bool = True,
-) -> list[Remedy]:
-    """Find the settings that lower the predicted peak, the cheapest first.
-
-    Each one is predicted: by itself on top of ``settings``, then all together, and where that is
-    not enough for the GPU the stack ``"single_gpu"``. What does not lower the peak, or does not go
-    with the model, is left out.
-
-    Args:
-        model: As for `explain_memory`.
-        batch: As for `explain_memory`.
-        optimizer: As for `predict_memory`.
-        settings: As for `predict_memory`: what is on already.
-        loss: As for `predict_memory`.
-        device: As for `predict_memory`.
-        gpu: The card that it shall fit; each remedy then says whether it does.
-        attention: As for `predict_memory`.
-        trainer_arguments: As for `predict_memory`.
-        time_limit_s: Of each prediction, as for `predict_memory`.
-        may_extrapolate: As for `predict_memory`.
-
-    Returns:
-        The remedies; `cheapest_that_fits` finds the one to take.
-
-    Raises:
-        ConfigurationError: If an argument is wrong.
-
-    Note:
-        Takes up to 18 predictions: half a minute for a model of 12 blocks. Costs are rough:
-        they are counted in passes over the model and not measured.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-        >>> remedies = find_remedies(model, torch.ones(8, 256), device="cpu")
-        >>> remedies[0].name, remedies[0].exactness
-        ('optimizer in backward', 'bitwise')
-    """
-    trials = make_trials(
-        model,
-        batch,
-        optimizer,
-        settings,
-        device=device,
-        gpu=gpu,
-        loss=loss,
-        attention=attention,
-        trainer_arguments=trainer_arguments,
-        time_limit_s=time_limit_s,
-        may_extrapolate=may_extrapolate,
-    )
-    return remedies_of(trials)
-
-
 def cheapest_that_fits(remedies: list[Remedy]) -> Remedy | None:
     """Find the remedy to take.
 
     Args:
-        remedies: From `find_remedies` with a GPU.
+        remedies: From `remedies_of` with a GPU.
 
     Returns:
         The first that fits; ``None`` if none does.
@@ -149,7 +76,7 @@ def remedies_of(trials: Trials) -> list[Remedy]:
         trials: What predicts.
 
     Returns:
-        As `find_remedies`.
+        The remedies, the cheapest first; `cheapest_that_fits` finds the one to take.
     """
     now = Situation(
         trials.in_force,

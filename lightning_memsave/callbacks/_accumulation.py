@@ -6,7 +6,8 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._settings import Row, Setting, warn
+from lightning_memsave.callbacks._settings import Setting, warn
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ExactnessWarning, Problem
 
 

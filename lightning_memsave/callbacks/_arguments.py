@@ -7,8 +7,8 @@ from typing import TypeVar
 from lightning_memsave.callbacks._argument_values import Arguments, exactness_limit, read_flag
 from lightning_memsave.callbacks._micro_batching import MicroBatches
 from lightning_memsave.callbacks._run_prediction import TIME_LIMIT_S
-from lightning_memsave.callbacks._settings import Settings
-from lightning_memsave.callbacks._stacks import Stack, with_stack
+from lightning_memsave.callbacks._settings import Settings, Stack
+from lightning_memsave.callbacks._stacks import with_stack
 from lightning_memsave.callbacks._technique_arguments import TECHNIQUE_MAKERS
 from lightning_memsave.callbacks._trainer_arguments import TRAINER_MAKERS
 from lightning_memsave.callbacks._weight_precision import WeightPrecision

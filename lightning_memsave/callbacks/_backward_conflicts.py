@@ -9,7 +9,6 @@ from lightning_memsave.callbacks._foreign_hooks import has_foreign, owners_of
 from lightning_memsave.errors import Problem
 from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
 
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 """Strategies that cut parameters into shares."""
 
 _OFF = "set `optimizer_in_backward=None`"
@@ -41,13 +40,13 @@ def find_conflicts(
             )
         )
     problems += _of_clipping(trainer, technique, what)
-    if not host.is_strategy(trainer, *SHARDED):  # refused below, whatever its precision
+    if not host.is_strategy(trainer, *host.SHARDED):  # refused below, whatever its precision
         problems += find_scaler(trainer, what)
     problems += _of_compilation(pl_module, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
     # DDP of one process hands its gradients around, too.
-    if trainer.world_size > 1 or host.is_strategy(trainer, *SHARDED, "DDPStrategy"):
+    if trainer.world_size > 1 or host.is_strategy(trainer, *host.SHARDED, "DDPStrategy"):
         problems.append(
             Problem(
                 what,

@@ -18,9 +18,8 @@ from lightning_memsave.callbacks._backward_conflicts import (
     find_risks,
     find_scaler,
 )
-from lightning_memsave.callbacks._module_techniques import off_rows
-from lightning_memsave.callbacks._settings import Row, Setting, saves
-from lightning_memsave.core.technique import Handle
+from lightning_memsave.callbacks._settings import Setting, off_rows, saves
+from lightning_memsave.core.technique import Handle, Row
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
 from lightning_memsave.techniques.optimizer_in_backward import (

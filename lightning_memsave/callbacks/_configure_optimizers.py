@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lightning_memsave import host
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Technique, undo_all
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
@@ -69,7 +70,7 @@ def enable(
     if is_first:
         attributes[_STATE] = []
         undo.append(lambda: attributes.pop(_STATE, None))
-        if has_configure_optimizers(pl_module):
+        if host.has_configure_optimizers(pl_module):
             undo.append(patch_method(pl_module, configure_optimizers))
     attributes[_STATE].append(state)
 
@@ -262,18 +263,3 @@ def _with_module(technique: Technique[Optimizer], module: Any) -> Technique[Opti
     if "module" not in getattr(technique, "__dataclass_fields__", {}):
         return technique
     return dataclasses.replace(technique, module=module)  # type: ignore[type-var]
-
-
-def has_configure_optimizers(pl_module: Any) -> bool:
-    """Say whether a LightningModule has a ``configure_optimizers`` of its own.
-
-    Args:
-        pl_module: The LightningModule.
-
-    Returns:
-        True also if it was set on the instance.
-    """
-    name = "configure_optimizers"
-    base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
-    own = getattr(type(pl_module), name, None)
-    return name in vars(pl_module) or own is not getattr(base, name, None)

@@ -4,8 +4,8 @@ from typing import Any
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._foreign_hooks import owner_of, who_zeroes
-from lightning_memsave.callbacks._module_techniques import off_rows
-from lightning_memsave.callbacks._settings import Row, Setting, Status
+from lightning_memsave.callbacks._settings import Setting, off_rows
+from lightning_memsave.core.technique import Row, Status
 
 
 class EarlyReleases(Setting):

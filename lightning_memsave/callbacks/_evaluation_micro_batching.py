@@ -8,9 +8,9 @@ from typing import Any
 from lightning_memsave import host
 from lightning_memsave.callbacks._evaluation_proof import EvaluationStep
 from lightning_memsave.callbacks._micro_batching import warn_of_retry
-from lightning_memsave.callbacks._module_techniques import off_rows
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import Setting, off_rows
 from lightning_memsave.core.batches import find_shared_leaves, merge_outputs
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
 from lightning_memsave.techniques._micro_batches.loss_proof import Proof, Question, prove
 from lightning_memsave.techniques._micro_batches.runner import MicroBatchRunner
@@ -64,9 +64,8 @@ class EvaluationMicroBatches(Setting):
         """
         if self.technique is None:
             return []
-        names = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
         what = f"`{self.name}={self.value}`"
-        if host.is_strategy(trainer, *names):
+        if host.is_strategy(trainer, *host.SHARDED):
             why = "all processes communicate in every forward pass"
             fix = f"Set `{self.name}=None` and use a smaller batch in that DataLoader."
             return [Problem(what, f"under `{type(trainer.strategy).__name__}` {why}", fix)]

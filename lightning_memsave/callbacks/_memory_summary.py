@@ -14,6 +14,17 @@ from lightning_memsave.units import format_bytes
 MAX_LINES = 3
 
 
+class Predicted:
+    """What became of the prediction of a fit."""
+
+    def __init__(self) -> None:
+        self.prediction: MemoryPrediction | None = None
+        self.note = ""
+        """Why there is none."""
+        self.seconds = 0.0
+        """What it took, also if there is none."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemorySummary:
     """Memory and speed of one fit; the figures of memory are maxima over its steps and ranks.

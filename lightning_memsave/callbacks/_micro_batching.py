@@ -13,11 +13,11 @@ from lightning_memsave.callbacks._accumulation import has_batch_norm
 from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._foreign_hooks import who_zeroes
 from lightning_memsave.callbacks._micro_batch_conflicts import find_conflicts
-from lightning_memsave.callbacks._module_techniques import ModuleTechnique, off_rows
-from lightning_memsave.callbacks._settings import Row, Setting, warn
+from lightning_memsave.callbacks._module_techniques import ModuleTechnique
+from lightning_memsave.callbacks._settings import Setting, off_rows, warn
 from lightning_memsave.core.batches import find_shared_leaves, leaves_of
 from lightning_memsave.core.out_of_memory import first_line
-from lightning_memsave.core.technique import Exactness
+from lightning_memsave.core.technique import Exactness, Row
 from lightning_memsave.errors import (
     ExactnessWarning,
     IncompatibleError,

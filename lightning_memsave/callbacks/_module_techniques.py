@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._settings import AS_IT_IS, Row, Setting
+from lightning_memsave.callbacks._settings import Setting, off_rows, row_of
 from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
@@ -180,27 +180,3 @@ class FusedAttention(ModuleTechnique):
     def _is_served(self, pl_module: nn.Module) -> bool:
         assert isinstance(self.technique, AttentionKernel), "it was applied"
         return any(has_kernel(part, self.technique.kernel) for part in find_parts(pl_module))
-
-
-def off_rows(setting: Setting) -> list[Row]:
-    """Write why a setting does nothing: a limit, or the user's ``None``; none for a stack's."""
-    if setting.off_reason:
-        return [Row(setting.name, "auto", "off", (setting.off_reason,))]
-    return [Row(setting.name, "None", "unchanged", (AS_IT_IS,))] if setting.is_asked else []
-
-
-def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
-    """Write what became of a technique.
-
-    Args:
-        name: Name of the argument that sets it.
-        value: What the user wrote for it.
-        handle: What its ``apply`` returned.
-        exactness: What it declares.
-
-    Returns:
-        A line of the table.
-    """
-    if not handle.changes:
-        return Row(name, value, "off", handle.skipped)
-    return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)

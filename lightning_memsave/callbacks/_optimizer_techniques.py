@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
 from lightning_memsave.callbacks import _settings
-from lightning_memsave.callbacks._module_techniques import off_rows, row_of
-from lightning_memsave.callbacks._settings import Row, Setting, saves
-from lightning_memsave.core.technique import Technique
+from lightning_memsave.callbacks._settings import Setting, off_rows, row_of, saves
+from lightning_memsave.core.technique import Row, Technique
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import find_obstacle
 from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._module_techniques import off_rows
-from lightning_memsave.callbacks._settings import Row, Setting
+from lightning_memsave.callbacks._settings import Setting, off_rows
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.planning.gpus import BF16_CAPABILITY
 

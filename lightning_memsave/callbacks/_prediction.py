@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_memsave import host
-from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.callbacks._trial import TrialSettings, run_trial
 from lightning_memsave.core.batches import count_samples, find_shared_leaves, split_samples
+from lightning_memsave.core.technique import Row
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.planning.cuda_constants import (
     constant_assumptions,

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memsave.callbacks._settings import Row
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import MemsaveWarning
 
 REPORT_NAME = "memsave_report.json"

@@ -16,19 +16,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave import host
 from lightning_memsave.callbacks._base import inform
 from lightning_memsave.callbacks._memory_probes import is_compiled
-from lightning_memsave.callbacks._memory_summary import shortened
+from lightning_memsave.callbacks._memory_summary import Predicted, shortened
 from lightning_memsave.callbacks._prediction import Question, predict
-from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.core.patching import unpatch
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.planning.fake_models import FakeTensors
-from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 TIME_LIMIT_S = 20.0
 
-# Each process has a share of the model, which tensors without data cannot be cut into.
-_SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # What the run has decided already, by what only it knows, such as the strategy.
 _DECIDED = (
@@ -52,7 +49,7 @@ _BELONGS_TO: Mapping[str, tuple[str, Any]] = {
 _LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
 
 
-class RunPrediction:
+class RunPrediction(Predicted):
     """Predicts once per fit, on rank zero, when the first batch is there.
 
     Args:
@@ -60,12 +57,8 @@ class RunPrediction:
     """
 
     def __init__(self, limit_s: float | None) -> None:
+        super().__init__()
         self.limit_s = limit_s
-        self.prediction: MemoryPrediction | None = None
-        self.note = ""
-        """Why there is none."""
-        self.seconds = 0.0
-        """What it took, also if there is none."""
         self.is_due = False
         """The first batch has not come yet."""
 
@@ -201,7 +194,7 @@ def obstacle(trainer: Any, pl_module: Any) -> str:
     """
     if is_compiled(pl_module):
         return "the graphs of `torch.compile` allocate in their own way"
-    if host.is_strategy(trainer, *_SHARDED):
+    if host.is_strategy(trainer, *host.SHARDED):
         return f"not for `{type(trainer.strategy).__name__}`, which shards the model"
     if trainer.strategy.root_device.type not in ("cpu", "cuda"):
         return f"not for {trainer.strategy.root_device.type}"

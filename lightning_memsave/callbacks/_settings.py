@@ -4,42 +4,20 @@ import contextlib
 import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from lightning_memsave.core.technique import undo_all
+from lightning_memsave.callbacks._stacks import BARE, STACKS
+from lightning_memsave.core.technique import Handle, Row, Status, undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.units import format_bytes
-
-Status = Literal["on", "off", "unchanged"]
-
 
 AS_IT_IS = "left as it is: `None` was asked for"
 SMALLEST_SAVING_BYTES = 20 * 2**20
 """What is left to a stack stays off below this: CUDA's allocator takes memory from the GPU in
 segments of 20 MiB, so that less need not change whether a run fits."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the table at the start of fit.
-
-    Args:
-        name: Name of the setting.
-        value: The value in force, as it would be written.
-        status: ``"on"``, ``"off"``, or ``"unchanged"`` where the user's own choice is kept.
-        details: What was done, or why nothing was done, one line each.
-        exactness: How far the numbers may move, in one word; empty where nothing moves.
-    """
-
-    name: str
-    value: str
-    status: Status
-    details: tuple[str, ...] = ()
-    exactness: str = ""
 
 
 def saves(num_bytes: int, what: str) -> str:
@@ -134,6 +112,30 @@ class Setting(ABC):
     def undo(self) -> None:
         """Restore what was there before; a second call does nothing."""
         undo_all(self._undo)
+
+
+def off_rows(setting: Setting) -> list[Row]:
+    """Write why a setting does nothing: a limit, or the user's ``None``; none for a stack's."""
+    if setting.off_reason:
+        return [Row(setting.name, "auto", "off", (setting.off_reason,))]
+    return [Row(setting.name, "None", "unchanged", (AS_IT_IS,))] if setting.is_asked else []
+
+
+def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
+    """Write what became of a technique.
+
+    Args:
+        name: Name of the argument that sets it.
+        value: What the user wrote for it.
+        handle: What its ``apply`` returned.
+        exactness: What it declares.
+
+    Returns:
+        A line of the table.
+    """
+    if not handle.changes:
+        return Row(name, value, "off", handle.skipped)
+    return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)
 
 
 SettingT = TypeVar("SettingT", bound=Setting)
@@ -246,6 +248,36 @@ class Settings:
             for failure in self.undo():
                 error.add_note(failure)
             raise
+
+
+class Stack(Setting):
+    """Shows the settings of a stack; the settings themselves do the work.
+
+    Args:
+        arguments: As `with_stack` gives them.
+    """
+
+    name = "stack"
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        given = arguments["stack"]
+        own = [n for n in STACKS[given or BARE] if n not in arguments["from_stack"]]
+        settings = {name: arguments[name] for name in arguments["from_stack"]}
+        on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
+        off = ", ".join(name for name, value in settings.items() if value is None)
+        beside = ", ".join(name for name in own if name != "force_8bit")
+        texts = {"": on, "off in it: ": off, "set beside it: ": beside}
+        details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
+        self._row = Row(self.name, repr(given), "on" if on else "off", details)
+        if given is None:
+            meaning = f'"auto" is what `stack={BARE!r}` has'
+            details = (f"{meaning}, without {off}" if off else meaning,)
+            self._row = Row(self.name, "None", "unchanged", details)
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Show the settings of the stack."""
+        self.rows = [self._row]
 
 
 class TensorFloat32(Setting):

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_memsave.callbacks._settings import Row, Setting
 from lightning_memsave.errors import ConfigurationError
 
 STACKS: Mapping[str, Mapping[str, Any]] = {
@@ -121,33 +120,3 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if is_8bit and "force_8bit" in values and not arguments["force_8bit"]:
         missing["force_8bit"] = values["force_8bit"]
     return {**arguments, **missing, "from_stack": tuple(missing)}
-
-
-class Stack(Setting):
-    """Shows the settings of a stack; the settings themselves do the work.
-
-    Args:
-        arguments: As `with_stack` gives them.
-    """
-
-    name = "stack"
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__()
-        given = arguments["stack"]
-        own = [n for n in STACKS[given or BARE] if n not in arguments["from_stack"]]
-        settings = {name: arguments[name] for name in arguments["from_stack"]}
-        on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
-        off = ", ".join(name for name, value in settings.items() if value is None)
-        beside = ", ".join(name for name in own if name != "force_8bit")
-        texts = {"": on, "off in it: ": off, "set beside it: ": beside}
-        details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
-        self._row = Row(self.name, repr(given), "on" if on else "off", details)
-        if given is None:
-            meaning = f'"auto" is what `stack={BARE!r}` has'
-            details = (f"{meaning}, without {off}" if off else meaning,)
-            self._row = Row(self.name, "None", "unchanged", details)
-
-    def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Show the settings of the stack."""
-        self.rows = [self._row]

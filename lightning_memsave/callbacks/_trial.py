@@ -10,7 +10,6 @@ import torch
 
 from lightning_memsave import host
 from lightning_memsave.callbacks._base import CallbackBase
-from lightning_memsave.callbacks._configure_optimizers import has_configure_optimizers
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.copies import with_parameters_of
 from lightning_memsave.planning.fake_models import again
@@ -196,7 +195,7 @@ def _skip(pl_module: Any, hooks: Sequence[str]) -> None:
 
 # A function that was set on the instance may give an optimizer of the module that was copied.
 def _train_own_parameters(pl_module: Any) -> None:
-    if has_configure_optimizers(pl_module):
+    if host.has_configure_optimizers(pl_module):
         configure = pl_module.configure_optimizers
 
         def configure_optimizers() -> Any:

@@ -14,10 +14,9 @@ from torch.optim import Optimizer
 from lightning_memsave import host
 from lightning_memsave.callbacks import _configure_optimizers as configure_optimizers
 from lightning_memsave.callbacks import _settings
-from lightning_memsave.callbacks._backward_conflicts import SHARDED
 from lightning_memsave.callbacks._module_techniques import ModuleTechnique
-from lightning_memsave.callbacks._settings import Row, saves
-from lightning_memsave.core.technique import Handle, Technique
+from lightning_memsave.callbacks._settings import saves
+from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.low_precision_weights import (
     LowPrecisionWeights,
@@ -194,7 +193,7 @@ class WeightPrecision(ModuleTechnique):
                     f'Use `precision="bf16-mixed"`, or set `{self.name}=None`.',
                 )
             )
-        if host.is_strategy(trainer, *SHARDED):
+        if host.is_strategy(trainer, *host.SHARDED):
             problems.append(
                 Problem(
                     what,

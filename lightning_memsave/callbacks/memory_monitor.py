@@ -13,9 +13,8 @@ from lightning_memsave.callbacks._memory_probes import (
     LiveTensorsProbe,
     Probe,
 )
-from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
+from lightning_memsave.callbacks._memory_summary import MemorySummary, Predicted, print_summary
 from lightning_memsave.callbacks._ranks import reduce_over_ranks
-from lightning_memsave.callbacks._run_prediction import RunPrediction
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 
@@ -100,7 +99,7 @@ class GPUMemoryMonitor(CallbackBase):
         self.print_summary = print_summary
         self._run: _Run | None = None
         self._summary: MemorySummary | None = None
-        self.run_prediction: RunPrediction | None = None  # `MemSaveCallback` gives its own
+        self.run_prediction: Predicted | None = None  # `MemSaveCallback` gives its own
 
     def __repr__(self) -> str:
         arguments = f"every_n_steps={self.every_n_steps}, print_summary={self.print_summary}"
@@ -304,8 +303,8 @@ def _check_arguments(owner: str, every_n_steps: object, print_summary: object) -
         raise ConfigurationError.from_problems(owner, problems)
 
 
-def _summarize(run: _Run, prediction: RunPrediction | None) -> MemorySummary:
-    highest, predicted = run.probe.highest, prediction or RunPrediction(None)
+def _summarize(run: _Run, prediction: Predicted | None) -> MemorySummary:
+    highest, predicted = run.probe.highest, prediction or Predicted()
     return MemorySummary(
         device=run.probe.name,
         peak_bytes=highest.peak_bytes,

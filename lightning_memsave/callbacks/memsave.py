@@ -20,10 +20,11 @@ from lightning_memsave.callbacks._oom_facts import (
     say,
 )
 from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
-from lightning_memsave.callbacks._settings import Row, warn
+from lightning_memsave.callbacks._settings import warn
 from lightning_memsave.callbacks._stacks import with_stack
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.core.blocks import BlockSelector
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.planning.prediction import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing

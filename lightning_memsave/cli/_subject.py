@@ -197,7 +197,7 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
 
 
 def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) -> dict[str, Any]:
-    from lightning_memsave.analysis._targets_yaml import with_instances
+    from lightning_memsave.analysis.predict import with_instances
     from lightning_memsave.callbacks.memsave import MemSaveCallback
 
     given = read_settings(arguments.set)

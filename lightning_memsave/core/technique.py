@@ -5,8 +5,9 @@ import enum
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Generic, Self, TypeVar
+from typing import ClassVar, Generic, Literal, Self, TypeVar
 
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
 
@@ -147,3 +148,25 @@ class Technique(ABC, Generic[TargetT]):
     @abstractmethod
     def _apply(self, target: TargetT) -> Handle[TargetT]:
         """Make the changes; the target has passed ``check``."""
+
+
+Status = Literal["on", "off", "unchanged"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table at the start of fit.
+
+    Args:
+        name: Name of the setting.
+        value: The value in force, as it would be written.
+        status: ``"on"``, ``"off"``, or ``"unchanged"`` where the user's own choice is kept.
+        details: What was done, or why nothing was done, one line each.
+        exactness: How far the numbers may move, in one word; empty where nothing moves.
+    """
+
+    name: str
+    value: str
+    status: Status
+    details: tuple[str, ...] = ()
+    exactness: str = ""

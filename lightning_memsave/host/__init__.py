@@ -30,12 +30,14 @@ from lightning_memsave.host.quiet import forget_metric_names, quiet, silent_logg
 from lightning_memsave.host.signals import leave_signals
 from lightning_memsave.host.trainer import (
     PACKAGES,
+    SHARDED,
     averages_weights,
     builds_model_late,
     check_host,
     checkpoints_activations_itself,
     convert_loaded_optimizer_states,
     first_of,
+    has_configure_optimizers,
     is_strategy,
     leave_device,
     logged_step,
@@ -57,6 +59,7 @@ from lightning_memsave.host.training_loop import (
 
 __all__ = [
     "PACKAGES",
+    "SHARDED",
     "BatchParts",
     "GradientMarks",
     "LoggedValues",
@@ -76,6 +79,7 @@ __all__ = [
     "forget_metric_names",
     "gradient_scaler",
     "half_precision_on_cpu",
+    "has_configure_optimizers",
     "has_open_window",
     "has_static_graph",
     "is_strategy",

@@ -12,6 +12,8 @@ from lightning_memsave.errors import Problem
 CallbackT = TypeVar("CallbackT")
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
+"""Strategies that give each process a share of the model."""
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 
 _NEEDED = (
@@ -231,3 +233,18 @@ def logged_step(trainer: Any) -> int:
         Optimizer steps so far, counted once for several optimizers.
     """
     return cast(int, trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def has_configure_optimizers(pl_module: Any) -> bool:
+    """Say whether a LightningModule has a ``configure_optimizers`` of its own.
+
+    Args:
+        pl_module: The LightningModule.
+
+    Returns:
+        True also if it was set on the instance.
+    """
+    name = "configure_optimizers"
+    base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
+    own = getattr(type(pl_module), name, None)
+    return name in vars(pl_module) or own is not getattr(base, name, None)

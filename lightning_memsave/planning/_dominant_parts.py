@@ -25,6 +25,7 @@ class Part:
 
     @property
     def num_parameters(self) -> int:
+        """Elements of all of them."""
         return sum(entry.num_elements for entry in self.entries)
 
 

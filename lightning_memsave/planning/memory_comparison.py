@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memsave.planning.parameter_tree import as_plain_text
+from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.units import format_bytes
 
 # Together these must make most of the difference to be named in a sentence.

@@ -1,18 +1,16 @@
 """Show a parameter table as a tree of modules."""
 
-import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.parameter_table import ModuleParameters, ParameterTable
 from lightning_memsave.units import format_bytes
-
-_WIDTH = 110
 
 
 @dataclass(slots=True)
@@ -101,24 +99,6 @@ def plain_tree(
     """
     tree = parameter_tree(table, max_depth=max_depth, min_share=min_share, is_sorted=is_sorted)
     return as_plain_text(tree)
-
-
-def as_plain_text(*shown: RenderableType) -> str:
-    """Write what rich would show without colours.
-
-    Args:
-        shown: Tables, texts and groups of them.
-
-    Returns:
-        Lines of at most 110 characters, without spaces at their ends.
-    """
-    console = Console(
-        file=io.StringIO(), width=_WIDTH, color_system=None, highlight=False, markup=False
-    )
-    with console.capture() as captured:
-        for part in shown:
-            console.print(part)
-    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())
 
 
 def _title(table: ParameterTable) -> Text:

@@ -7,11 +7,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.gpu_fit import GpuFit
 from lightning_memsave.planning.module_tree import module_tree
 from lightning_memsave.planning.operator_words import in_words
-from lightning_memsave.planning.parameter_tree import as_plain_text
 from lightning_memsave.planning.prediction import PHASES, MemoryPrediction, TensorMemory
 from lightning_memsave.units import format_bytes
 

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_memsave.analysis.explain import find_remedies
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.analysis.remedies import cheapest_that_fits, find_remedies
+from lightning_memsave.analysis.remedies import cheapest_that_fits
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from tests.analysis.test_suspects import bert, ids
 

@@ -222,7 +222,7 @@ class TestNothingSilent:
         from rich.console import Console
 
         from lightning_memsave.callbacks import _report
-        from lightning_memsave.callbacks._settings import Row
+        from lightning_memsave.core.technique import Row
 
         file = io.StringIO()
         rows = [Row("[/]name", "[red]value", "on", ("`re:model[/]x`", "[bold]why"))]

@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
 from lightning_memsave.callbacks._run_prediction import in_force
-from lightning_memsave.callbacks._settings import Row
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError
 from tests.callbacks.lit import PACKAGES, Vectors, loader, make_lit, make_trainer
 from tests.cases import WIDTH, make_model

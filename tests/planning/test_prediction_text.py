@@ -7,11 +7,11 @@ import pytest
 from rich.console import Console
 
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.gpu_fit import GpuFit
 from lightning_memsave.planning.gpus import parse_gpu
 from lightning_memsave.planning.module_tree import module_tree
-from lightning_memsave.planning.parameter_tree import as_plain_text
 from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory, TensorMemory
 from lightning_memsave.planning.prediction_text import (
     case_table,

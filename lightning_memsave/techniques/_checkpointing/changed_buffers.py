@@ -49,12 +49,14 @@ class ChangedBuffers:
     def learn(self) -> None:
         """Find out, after the forward pass, what changed, and free the other copies."""
         changed = []
-        for module, name, buffer, version, copy in self._before:
+        for module, name, buffer, version, saved in self._before:
             now = _buffer(module, name)
             is_changed = now is not buffer or buffer._version != version
             # Kernels of normalisation layers change statistics without counting up the version.
-            if copy is not None and (is_changed or module in _KNOWN or name in _statistics(module)):
-                changed.append((module, name, buffer, version, copy))
+            if saved is not None and (
+                is_changed or module in _KNOWN or name in _statistics(module)
+            ):
+                changed.append((module, name, buffer, version, saved))
             elif is_changed and now is not None:
                 _warn_of_late_change(module, name)
                 changed.append((module, name, buffer, version, now.clone()))
@@ -84,9 +86,9 @@ class ChangedBuffers:
             Module, name and buffer of now, to be restored by ``set_buffer``.
         """
         now = [(module, name, _buffer(module, name)) for module, name, *_ in self._before]
-        for module, name, _, _, copy in self._before:
-            assert copy is not None, "`learn` keeps copies only"
-            set_buffer(module, name, copy.clone())
+        for module, name, _, _, saved in self._before:
+            assert saved is not None, "`learn` keeps copies only"
+            set_buffer(module, name, saved.clone())
         return now
 
 

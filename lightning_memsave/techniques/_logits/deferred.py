@@ -41,6 +41,7 @@ class DeferredLogits(Tensor):
 
     @staticmethod
     def __new__(cls, part: Part) -> "DeferredLogits":
+        """Make it: it has the shape of the logits, and no data."""
         make: Any = Tensor._make_wrapper_subclass
         layout = part.layout
         logits: DeferredLogits = make(
