@@ -1,9 +1,9 @@
-"""Seeds, and a check after each test that nothing global was left behind."""
+"""Seeds, turns of two packages, and a check after each test that nothing global was left behind."""
 
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     take_turns(items)
 
 
-def take_turns(items: list[pytest.Item]) -> None:
+def take_turns(items: Sequence[pytest.Item]) -> None:
     """Leave to `make test-all` one of two tests that differ in the package alone, in turns."""
     twins: dict[str, list[pytest.Item]] = {}
     for item in items:
