@@ -30,7 +30,7 @@ CODE := lightning_memsave tests examples benchmarks
 PYTEST := OMP_NUM_THREADS=1 $(PYTHON) -m pytest
 
 KERNEL_TESTS := $(PYTEST) -n $(WORKERS) tests/measure/test_live_tensors.py tests/measure/test_peak.py \
-	tests/planning/test_peaks.py tests/analysis/test_predict.py -m "not exhaustive" \
+	tests/planning/test_peaks.py tests/analysis/test_predict.py \
 	-k "not test_predict or lstm or convolutions or unet or diffusion"
 
 CORE_TESTS := tests/techniques/test_contract.py tests/callbacks/test_memsave.py \
@@ -49,7 +49,7 @@ demo: $(READY) $(READY_DEMO)  ## Train a real BERT with and without MemSaveCallb
 
 .PHONY: test
 test: $(READY) $(READY_DEMO)  ## Run the tests
-	$(PYTEST) -n $(WORKERS) --dist worksteal -m "not exhaustive" $(PYTEST_ARGS)
+	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=50 -m "not exhaustive" $(PYTEST_ARGS)
 
 # Not part of `test`: tracing branches costs a fifth of its time.
 .PHONY: coverage

@@ -1,9 +1,9 @@
-"""Seeds, and a check after each test that nothing global was left behind."""
+"""Seeds, turns of two packages, and a check after each test that nothing global was left behind."""
 
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,31 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+PACKAGES = ("lightning", "lightning.pytorch", "pytorch_lightning")  # as ids of tests name them
 
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses by markers
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = "needs a CUDA device, and torch sees none"
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=reason))
+    take_turns(items)
+
+
+def take_turns(items: Sequence[pytest.Item]) -> None:
+    """Leave to `make test-all` one of two tests that differ in the package alone, in turns."""
+    twins: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        name, _, case = item.nodeid.partition("[")
+        parts = case.rstrip("]").split("-")
+        package = next((part for part in parts if part in PACKAGES), None)
+        if package is not None and item.get_closest_marker("exhaustive") is None:
+            parts.remove(package)
+            twins.setdefault(f"{name}{parts}", []).append(item)
+    pairs = [pair for pair in twins.values() if len(pair) == 2]
+    for turn, pair in enumerate(pairs):
+        pair[turn % 2].add_marker(pytest.mark.exhaustive)
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +57,18 @@ def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         monkeypatch.setattr(name, 0)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collection() -> None:
+    """Leave what is there already out of garbage collections, a full one takes long with it."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
-def only_own_tensors() -> Iterator[None]:
+def only_own_tensors() -> None:
     """Hide what other tests have left in this process, where all that is alive is looked for."""
     gc.collect()
     gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class ProcessState:
@@ -82,7 +106,9 @@ class ProcessState:
 def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in an empty folder from a fixed seed; fail a test that changes the process for others."""
     monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
+    # `torch.manual_seed` writes down its whole traceback for each GPU library that is not there.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
     before = ProcessState()
     threads = set(threading.enumerate())
     yield

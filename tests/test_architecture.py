@@ -75,33 +75,52 @@ def imported(tree: ast.AST) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def name_of(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
+
+
+@pytest.fixture(scope="module")
+def trees():
+    return {path: ast.parse(path.read_text()) for path in FILES}
+
+
 class TestEachFile:
-    def test_imports_point_one_way(self, path):
-        part = part_of(path)
-        if part == "__init__":
-            return
-        inside = {n for n in imported(ast.parse(path.read_text())) if n.startswith(PACKAGE.name)}
-        parts = {n.split(".")[1] for n in inside if "." in n}
-        assert parts - ALLOWED[part] - {part} == set()
+    """Each test names all files that break its rule."""
 
-    def test_only_the_lightning_layer_imports_lightning(self, path):
-        if part_of(path) in MAY_IMPORT_LIGHTNING:
-            return
-        roots = {n.split(".")[0] for n in imported(ast.parse(path.read_text()))}
-        assert roots & {"lightning", "pytorch_lightning"} == set()
+    def test_imports_point_one_way(self, trees):
+        wrong = {}
+        for path, tree in trees.items():
+            part = part_of(path)
+            inside = {n for n in imported(tree) if n.startswith(PACKAGE.name)}
+            parts = {n.split(".")[1] for n in inside if "." in n}
+            if part != "__init__" and (upwards := parts - ALLOWED[part] - {part}):
+                wrong[name_of(path)] = upwards
+        assert wrong == {}
 
-    def test_heavy_packages_are_imported_on_first_use(self, path):
-        top_level = ast.Module(ast.parse(path.read_text()).body, type_ignores=[])
-        statements = [n for n in top_level.body if isinstance(n, ast.Import | ast.ImportFrom)]
-        roots = {n.split(".")[0] for s in statements for n in imported(s)}
-        assert roots & ONLY_ON_FIRST_USE == set()
+    def test_only_the_lightning_layer_imports_lightning(self, trees):
+        wrong = {
+            name_of(path)
+            for path, tree in trees.items()
+            if part_of(path) not in MAY_IMPORT_LIGHTNING
+            and {n.split(".")[0] for n in imported(tree)} & {"lightning", "pytorch_lightning"}
+        }
+        assert wrong == set()
 
-    def test_is_short_enough_to_read(self, path):
-        assert len(path.read_text().splitlines()) <= 500
+    def test_heavy_packages_are_imported_on_first_use(self, trees):
+        wrong = {}
+        for path, tree in trees.items():
+            statements = [n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
+            roots = {n.split(".")[0] for s in statements for n in imported(s)}
+            if heavy := roots & ONLY_ON_FIRST_USE:
+                wrong[name_of(path)] = heavy
+        assert wrong == {}
 
-    def test_says_what_it_is_for(self, path):
-        assert ast.get_docstring(ast.parse(path.read_text()))
+    def test_is_short_enough_to_read(self):
+        lengths = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+        assert {name: length for name, length in lengths.items() if length > 500} == {}
+
+    def test_says_what_it_is_for(self, trees):
+        assert [name_of(path) for path, tree in trees.items() if not ast.get_docstring(tree)] == []
 
 
 def test_private_names_of_lightning_stay_in_host():

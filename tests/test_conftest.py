@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.analysis.architectures import Architecture, Lit
 from tests.analysis.counting import count
-from tests.conftest import ProcessState
+from tests.conftest import ProcessState, take_turns
 
 
 class _Fails(Lit):
@@ -48,3 +48,20 @@ def test_what_a_test_leaves_behind_is_named_and_taken_back() -> None:
     assert torch.is_grad_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> None:
+    names = [
+        f"test_a[{package}-{n}]" for n in range(3) for package in ("lightning", "pytorch_lightning")
+    ]
+    names += ["test_b[lightning]", "test_c[dropout]", "test_c[lstm]"]
+    items = [
+        pytest.Function.from_parent(request.node.parent, name=name, callobj=lambda: None)
+        for name in names
+    ]
+    take_turns(items)
+    assert [item.name for item in items if item.get_closest_marker("exhaustive")] == [
+        "test_a[lightning-0]",
+        "test_a[pytorch_lightning-1]",
+        "test_a[lightning-2]",
+    ]

@@ -1,8 +1,10 @@
 """Each script in examples/ runs, as a user starts it."""
 
 import json
+import logging
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,9 @@ import pytest
 import torch
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# What runs in this process is to be what a user would see.
+pytestmark = [pytest.mark.predicts, pytest.mark.smallest_saving]
 
 
 def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +45,28 @@ def verses(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("as_a_user")
+def test_demo_saves_half(tmp_path, monkeypatch, capsys):
+    """One pair of fits to time, and no fits with a part of the settings."""
+    import demo
+
+    monkeypatch.setattr(demo, "NUM_PAIRS", 1)
+    monkeypatch.setattr(demo, "ALONE", {})
+    results = tmp_path / "results.json"
+    sizes = ["--steps", "2", "--batch-size", "8", "--num-validation", "12"]
+
+    assert demo.main([*sizes, "--output", str(tmp_path), "--results", str(results)]) == 0
+
+    assert capsys.readouterr().out.count("holds:") == 3
+    plain, saving = json.loads(results.read_text())["runs"]
+    assert saving["peak_bytes"] <= plain["peak_bytes"] / 2
+    assert saving["time_ratio"] > 0.0
+    assert sum(plain["by_category"].values()) == plain["peak_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_demo_saves_half_and_tells_how(tmp_path):
     results = tmp_path / "results.json"
     sizes = ("--steps", "2", "--batch-size", "16", "--num-validation", "24")
@@ -118,6 +145,43 @@ def _run_small(*command: str) -> str:
     return done.stdout
 
 
+@pytest.fixture
+def as_a_user(monkeypatch, caplog):
+    """Let examples run in this process, which has imported all that takes a new one seconds."""
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning", "transformers"):
+        caplog.set_level(logging.getLogger(name).level, name)  # which the test ends with, too
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.setenv("COLUMNS", "100")
+    for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # `seed_everything` leaves them
+        monkeypatch.setenv(variable, "0")
+    # A loaded machine is no reason for a prediction not to be there.
+    monkeypatch.setattr("lightning_memsave.callbacks._arguments.TIME_LIMIT_S", 600.0)
+    modules = {*sys.modules}
+    yield
+    for name in {*sys.modules} - modules:
+        if getattr(sys.modules[name], "__file__", None) == str(EXAMPLES / f"{name}.py"):
+            del sys.modules[name]
+
+
+@pytest.fixture
+def run_here(as_a_user, monkeypatch, capsys, caplog):
+    """Give a function that runs an example, and gives what it has printed."""
+
+    def run(script: str, *arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", [script, *arguments])
+        with caplog.at_level("INFO"):
+            try:
+                runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+            except SystemExit as end:
+                if end.code:
+                    raise
+        printed: str = capsys.readouterr().out
+        assert "not predicted" not in printed + caplog.text
+        return printed
+
+    return run
+
+
 def _number_after(text: str, printed: str) -> float:
     return float(printed.partition(text)[2].split()[0])
 
@@ -134,8 +198,9 @@ def test_plain_callback():
 
 
 @pytest.mark.slow
-def test_subclass():
-    printed = _run_small("subclass.py")
+@pytest.mark.filterwarnings("ignore")
+def test_subclass(run_here):
+    printed = run_here("subclass.py", "--small")
 
     assert "2 of 2 blocks recomputed" in printed
     assert "micro_batch_size=8: on" in printed
@@ -144,22 +209,23 @@ def test_subclass():
 
 
 @pytest.mark.slow
-def test_command_line_with_yaml():
+@pytest.mark.filterwarnings("ignore")
+def test_command_line_with_yaml(run_here):
     small = ("--trainer.max_steps=2", "--model.num_layers=2", "--data.length=32")
-    done = _run("cli/train.py", "fit", "--config", str(EXAMPLES / "cli" / "config.yaml"), *small)
+    config = str(EXAMPLES / "cli" / "config.yaml")
+    printed = run_here("cli/train.py", "fit", "--config", config, *small)
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "not predicted" not in done.stdout + done.stderr
-    assert "micro_batch_size=4: on" in done.stdout  # of the file, as the next ones
-    assert "activation_checkpointing='every:2': on (bitwise). 1 of 2 blocks" in done.stdout
-    assert "AdamW -> 8-bit AdamW" in done.stdout
+    assert "micro_batch_size=4: on" in printed  # of the file, as the next ones
+    assert "activation_checkpointing='every:2': on (bitwise). 1 of 2 blocks" in printed
+    assert "AdamW -> 8-bit AdamW" in printed
     report = json.loads(Path("memsave_report.json").read_text())
     assert report["measured"]["num_steps"] == 2
 
 
 @pytest.mark.slow
-def test_masked_language_model():
-    printed = _run_small("masked_lm.py")
+@pytest.mark.filterwarnings("ignore")
+def test_masked_language_model(run_here):
+    printed = run_here("masked_lm.py", "--small")
 
     assert "2 of 2 blocks recomputed: 2 x BertLayer" in printed
     assert "micro_batch_size=4: on" in printed
@@ -169,6 +235,7 @@ def test_masked_language_model():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_resume_after_a_kill():
     printed = _run_small("resume.py")
 
@@ -193,8 +260,9 @@ def test_resume_sees_a_difference(monkeypatch):
 
 
 @pytest.mark.slow
-def test_optimizer_formats():
-    printed = _run_small("optimizer_formats.py")
+@pytest.mark.filterwarnings("ignore")
+def test_optimizer_formats(run_here):
+    printed = run_here("optimizer_formats.py", "--small")
 
     assert "AdamW: 16 of 52 tensors were 8-bit, optimizer state 436.08 KiB -> 1.54 MiB" in printed
     assert "AdamW -> 8-bit AdamW: 16 of 52 tensors" in printed
@@ -202,6 +270,7 @@ def test_optimizer_formats():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes():
     printed = _run_small("ddp.py")
 
@@ -220,16 +289,15 @@ for cell in json.load(open(sys.argv[1]))["cells"]:
 
 
 @pytest.mark.slow
-def test_notebook_runs_from_top_to_bottom():
+@pytest.mark.filterwarnings("ignore")
+def test_notebook_runs_from_top_to_bottom(run_here):
     notebook = EXAMPLES / "notebook.ipynb"
     Path("run_notebook.py").write_text(RUN_NOTEBOOK)
 
-    done = _run(str(Path.cwd() / "run_notebook.py"), str(notebook))
+    printed = run_here(str(Path.cwd() / "run_notebook.py"), str(notebook))
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "the same weights, bit for bit: True" in done.stdout
-    assert "not predicted" not in done.stdout + done.stderr
-    peaks = [int(n.replace(",", "")) for n in re.findall(r"recomputed: .*peak (\S+) ", done.stdout)]
+    assert "the same weights, bit for bit: True" in printed
+    peaks = [int(n.replace(",", "")) for n in re.findall(r"recomputed: .*peak (\S+) ", printed)]
     assert len(peaks) == 3
     assert peaks == sorted(peaks, reverse=True)
     for cell in json.loads(notebook.read_text())["cells"]:

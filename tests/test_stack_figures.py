@@ -6,6 +6,7 @@ from benchmarks.stacks.__main__ import LIMITS, MIB, SMALL
 from benchmarks.stacks._run import predict, train
 
 FIRST, *OTHERS = LIMITS
+*LARGE, SMALLEST = SMALL
 
 
 @pytest.mark.slow
@@ -19,7 +20,9 @@ def test_single_gpu_is_predicted_below_the_limit(model):
 @pytest.mark.slow
 @pytest.mark.predicts
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(
+    "model", [SMALLEST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in LARGE)]
+)
 def test_small_versions_need_what_is_predicted(model):
     found = train(model, "single_gpu")
     assert found["predicted_bytes"] == pytest.approx(found["counted_bytes"], rel=0.01)

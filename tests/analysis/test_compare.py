@@ -1,6 +1,4 @@
 import json
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +7,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
-import lightning_memsave
 from lightning_memsave.analysis.compare import compare_memory
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.callbacks._run_prediction import RunPrediction
@@ -30,8 +27,6 @@ PEAK = MemoryBreakdown(parameter_bytes=100)
 PREDICTION = MemoryPrediction(
     "cpu", "M", PEAK, {"forward": PEAK}, (ModuleMemory("", "M", 25, PEAK),)
 )
-
-PAGE = "docs/where_did_my_memory_go.md"
 
 
 class Small(nn.Sequential):
@@ -169,20 +164,6 @@ class TestBadInput:
     def test_refuses_a_function_that_makes_no_module(self):
         with pytest.raises(ConfigurationError, match="gave a int, which is no module"):
             compare_memory(Small(), lambda: 5)  # type: ignore[arg-type, return-value]
-
-
-# `tests/test_readme.py` runs the blocks; here, what is printed is what the page shows.
-def test_the_page_shows_real_output(capsys):
-    page = (Path(lightning_memsave.__file__).parents[1] / PAGE).read_text()
-    page = page.partition("\n<!-- second case")[0]
-    names: dict[str, Any] = {}
-    pairs = re.findall(
-        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL
-    )
-    assert len(pairs) == 2
-    for code, shown in pairs:
-        exec(code, names)
-        assert capsys.readouterr().out == shown
 
 
 def test_reports_say_which_modules_grew():

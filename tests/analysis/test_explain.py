@@ -1,7 +1,5 @@
 import json
 import re
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -207,18 +205,3 @@ def test_refuses_what_is_no_model():
 def test_unknown_names_of_suspects_have_no_answer():
     with pytest.raises(KeyError):
         explain(nn.Linear(2, 2)).suspect("weather")
-
-
-# As in `tests/analysis/test_compare.py`, for the second half of the page.
-@pytest.mark.slow
-def test_the_page_shows_real_output(capsys):
-    page = (Path(__file__).parents[2] / "docs/where_did_my_memory_go.md").read_text()
-    page = page.partition("\n<!-- second case")[2]
-    names: dict[str, Any] = {}
-    pairs = re.findall(
-        r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL
-    )
-    assert len(pairs) == 2
-    for code, shown in pairs:
-        exec(code, names)
-        assert capsys.readouterr().out == shown

@@ -1,8 +1,4 @@
-"""Two processes that train together on CPU, started once for all tests of this file.
-
-Run as a script, under torchrun, this file trains every scenario on its rank and writes down what it
-saw; run by pytest, it compares the notes of the two ranks.
-"""
+"""Two processes that train together on CPU: `ranks` runs every scenario on both."""
 
 import contextlib
 import csv
@@ -28,12 +24,10 @@ from tests.callbacks.ranks import (
     Report,
     make_report,
     rank_of_this_process,
-    write_notes,
 )
 from tests.cases import WIDTH, BatchNormModel, Model
 
 LENGTH, BATCH = 40, 4  # five batches on each rank
-SECONDS = 200
 
 
 # --- what runs on each rank ---
@@ -293,8 +287,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return make_report(tmp_path_factory, __file__, SECONDS)
+def report(request: pytest.FixtureRequest) -> Report:
+    return make_report(request)
 
 
 @pytest.mark.parametrize("which", ["all", "selective", "every:2"])
@@ -398,7 +392,3 @@ def test_8bit_optimizer_gives_way_to_sharding_or_is_refused(report):
         assert status == "off"
         assert "shards parameters" in reason
         assert "Set `optimizer=None`" in notes["refusal"]
-
-
-if __name__ == "__main__":
-    write_notes(SCENARIOS, sys.argv[1:])

@@ -59,15 +59,6 @@ def row(callback: MemSaveCallback) -> Any:
     return next(row for row in callback.rows if row.name == "micro_batch_size")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_collection():
-    """A retry collects garbage, and a test process has much that is not: leave that out."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(params=PACKAGES)
 def package(request):
     return PACKAGES[request.param]
@@ -257,9 +248,18 @@ class TestSameGradients:
             torch.testing.assert_close(saving[1][name], value, rtol=1e-8, atol=1e-10)
 
 
+WHOLE_BATCHES = ("auto", 4, 1000)  # what the size can be where batches stay whole
+
+
 class TestOnePart:
-    @pytest.mark.parametrize("size", ["auto", 4, 1000])
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize(
+        ("name", "size"),
+        [
+            pytest.param(name, size, marks=() if turn % 3 == number else pytest.mark.exhaustive)
+            for turn, name in enumerate(MODELS)
+            for number, size in enumerate(WHOLE_BATCHES)
+        ],
+    )
     @pytest.mark.filterwarnings(BATCH_NORM)
     def test_is_bit_identical(self, name, size):
         lit = make_lit(model=name)
@@ -487,24 +487,30 @@ def check_place(place: int, model: str, settings: tuple[tuple[str, Any], ...] = 
 @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
 class TestOutOfMemory:
     @pytest.mark.slow
-    def test_at_every_operator_of_a_batch(self):
+    @pytest.mark.parametrize("distance", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
+    def test_at_operators_of_a_batch(self, distance):
         """The result is that of a run with the smaller size from this batch on, bit for bit."""
         _, start, end, _ = ops_of_batches("batch_norm")
         assert end - start > 100
-        for place in range(start, end):
+        for place in range(start, end, distance):
             check_place(place, "batch_norm")
 
     @pytest.mark.slow
     @pytest.mark.parametrize("part", range(6))
-    @pytest.mark.parametrize("num_places", [8, pytest.param(50, marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize("num_places", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
     def test_at_random_places(self, part, num_places):
         random.seed(part)
-        matrix = [
-            (model, (*accumulation, ("memsave", (("activation_checkpointing", checkpointing),))))
-            for model in MODELS
+        combinations = [
+            (*accumulation, ("memsave", (("activation_checkpointing", checkpointing),)))
             for accumulation in ((), (("accumulate_grad_batches", 2),))
-            for checkpointing in (None, "all")
-            if not (model == "unrepeated" and checkpointing) and model not in INSEPARABLE
+            for checkpointing in ("all", None)
+        ]
+        # Each model with another of them first.
+        matrix = [
+            (model, combinations[(turn + number) % 4])
+            for turn in range(4)
+            for number, model in enumerate(name for name in MODELS if name not in INSEPARABLE)
+            if not (model == "unrepeated" and "'all'" in str(combinations[(turn + number) % 4]))
         ]
         own = matrix[part::6]
         for number in range(num_places):
@@ -759,13 +765,14 @@ class TestOutOfMemoryAroundTheBatch:
     @pytest.mark.slow
     @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
     @pytest.mark.parametrize("distance", [None, 1, 6, 25])
-    def test_is_that_of_a_smaller_size_or_of_none(self, distance):
+    @pytest.mark.parametrize("spacing", [11, pytest.param(3, marks=pytest.mark.exhaustive)])
+    def test_is_that_of_a_smaller_size_or_of_none(self, distance, spacing):
         """Once, or twice with the second one in what follows the first."""
-        whole, mode, _ = self.run()
-        expected: Any = {None: whole} | {size: self.run(size=size)[0] for size in (6, 3)}
+        whole, mode, _ = around_a_batch(None)
+        expected: Any = {None: whole} | {size: around_a_batch(size)[0] for size in (6, 3)}
         assert mode.num_ops > 150
         sizes = []
-        for place in range(0, mode.num_ops, 3 if distance is None else 9):
+        for place in range(0, mode.num_ops, spacing * (1 if distance is None else 3)):
             places = (place,) if distance is None else (place, place + distance)
             result, _, size = self.run(*places)
             sizes.append(size)
@@ -776,6 +783,11 @@ class TestOutOfMemoryAroundTheBatch:
         assert set(sizes) >= ({6, None} if distance is None else {3})
 
 
+@functools.cache
+def around_a_batch(size: int | None) -> Any:
+    return TestOutOfMemoryAroundTheBatch().run(size=size)
+
+
 class TestOutOfMemoryInTheStep:
     @pytest.mark.parametrize(
         ("name", "optimizer"),
@@ -784,7 +796,7 @@ class TestOutOfMemoryInTheStep:
     def test_state_is_there_before_any_parameter_changes(self, name, optimizer, monkeypatch):
         """Memory runs out at operators of making state: no parameter has changed."""
         num_failed = 0
-        for place in range(0, 1000, 5):
+        for place in range(0, 1000, 8):
             mode = OutOfMemoryAt(place)
             monkeypatch.setattr(_micro_batching, "allocate_state", armed_allocation(mode))
             lit = make_lit()

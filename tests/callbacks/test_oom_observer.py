@@ -34,9 +34,7 @@ TEXT, JSON = Path("memsave_oom.txt"), Path("memsave_oom.json")
 pytestmark = pytest.mark.usefixtures("only_own_tensors")
 
 
-@pytest.fixture(
-    params=["lightning.pytorch", pytest.param("pytorch_lightning", marks=pytest.mark.exhaustive)]
-)
+@pytest.fixture(params=["lightning.pytorch", "pytorch_lightning"])
 def package(request):
     return importlib.import_module(request.param)
 

@@ -40,9 +40,7 @@ HOOKS = (
 )
 
 
-@pytest.fixture(
-    params=["lightning", pytest.param("pytorch_lightning", marks=pytest.mark.exhaustive)]
-)
+@pytest.fixture(params=PACKAGES)
 def package(request):
     return PACKAGES[request.param]
 

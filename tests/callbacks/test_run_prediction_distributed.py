@@ -1,9 +1,8 @@
 """The prediction of a run on two ranks: rank zero alone makes it, and nobody waits for ever.
 
-Run as a script, under torchrun, this file trains every scenario on its rank; see `ranks`.
+`ranks` runs every scenario on both.
 """
 
-import sys
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,7 +14,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memsave import MemSaveCallback
 from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
-from tests.callbacks.ranks import RANKS, Notes, Report, make_report, write_notes
+from tests.callbacks.ranks import RANKS, Notes, Report, make_report
 from tests.cases import Model
 
 
@@ -63,8 +62,8 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return make_report(tmp_path_factory, __file__, 120)
+def report(request: pytest.FixtureRequest) -> Report:
+    return make_report(request)
 
 
 @pytest.mark.slow
@@ -82,7 +81,3 @@ def test_both_ranks_train_as_without_it(report):
     for predicted, plain in zip(report("predicted"), report("plain"), strict=True):
         assert predicted["losses"] == plain["losses"]
         assert predicted["gathered"] == plain["gathered"]
-
-
-if __name__ == "__main__":
-    write_notes(SCENARIOS, sys.argv[1:])

@@ -272,9 +272,16 @@ PROJECTS = {
 }
 
 
+# In `make test` every other stack for each.
 @pytest.mark.filterwarnings("ignore")  # of Lightning and torch, each project has its own
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("name", PROJECTS)
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        pytest.param(*(name, stack), marks=() if (turn + number) % 2 else pytest.mark.exhaustive)
+        for turn, name in enumerate(PROJECTS)
+        for number, stack in enumerate(STACKS)
+    ],
+)
 def test_no_project_is_refused(name, stack):
     project = PROJECTS[name]
     callback = MemSaveCallback(stack=stack, monitor=False)

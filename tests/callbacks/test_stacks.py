@@ -1,6 +1,7 @@
 """Stacks and what is near the floor, in a Trainer."""
 
 import copy
+import functools
 import json
 import re
 from pathlib import Path
@@ -37,6 +38,11 @@ def package(request):
     return PACKAGES[request.param]
 
 
+@functools.cache
+def plain_fit(name: str) -> Any:
+    return fit(make_lit(model=name), max_epochs=3)
+
+
 class TestStacks:
     def test_bitwise_is_bitwise(self, package):
         lit = make_lit(package)
@@ -61,15 +67,23 @@ class TestStacks:
         assert rows["attention"].status == "off"  # no model of Hugging Face, and no warning of it
         assert all(tensor.dtype != torch.bfloat16 for tensor in state.values())
 
-    # The stacks as they are sold, on every awkward model.
+    # The stacks as they are sold, on every awkward model: in `make test` every other one.
     @pytest.mark.filterwarnings("ignore::lightning_memsave.errors.NoEffectWarning")
-    @pytest.mark.parametrize("stack", STACKS)
-    @pytest.mark.parametrize("name", MODELS)
+    @pytest.mark.parametrize(
+        ("name", "stack"),
+        [
+            pytest.param(
+                *(name, stack),
+                marks=() if turn % 2 == number % 2 else pytest.mark.exhaustive,
+            )
+            for turn, name in enumerate(MODELS)
+            for number, stack in enumerate(STACKS)
+        ],
+    )
     def test_trains_as_exactly_as_declared(self, name, stack):
-        lit = make_lit(model=name)
         callback = MemSaveCallback(stack=stack, monitor=False, predict=False)
-        plain = fit(lit, max_epochs=3)
-        ours = fit(lit, callback, max_epochs=3)
+        plain = plain_fit(name)
+        ours = fit(make_lit(model=name), callback, max_epochs=3)
         if stack == "bitwise":
             assert_same(plain, ours)
         else:
@@ -623,8 +637,14 @@ class TestBadInput:
 
 class TestPrediction:
     @pytest.mark.predicts
-    @pytest.mark.parametrize("stack", STACKS)
-    @pytest.mark.parametrize("model", ["classifier", "eager_bert"])
+    @pytest.mark.parametrize(
+        ("model", "stack"),
+        [
+            pytest.param(*(model, stack), marks=() if (m + s) % 2 else pytest.mark.exhaustive)
+            for m, model in enumerate(("classifier", "eager_bert"))
+            for s, stack in enumerate(STACKS)
+        ],
+    )
     def test_predicted_is_measured(self, stack, model):
         callback = MemSaveCallback(stack=stack)
         trainer = make_trainer(LIGHTNING, callback, max_epochs=1)

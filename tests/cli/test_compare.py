@@ -166,6 +166,7 @@ class TestBadInput:
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive  # the command is that of `test_predict.TestProcess`
 def test_process():
     done = run_process("compare", "gpt2", "larger")
     assert (done.returncode, done.stderr) == (0, "")

@@ -84,7 +84,7 @@ class TestStep:
 
     @pytest.mark.slow
     def test_remedies(self, capsys):
-        found = json_of(capsys, "explain", "gpt2", "--batch", "4x32", "--device", "cpu")
+        found = json_of(capsys, "explain", "net.py:Lit", "--batch", BATCH, "--device", "cpu")
         assert found["remedies"]
         assert all(remedy["saved_bytes"] > 0 for remedy in found["remedies"])
 

@@ -31,8 +31,7 @@ CLIS: dict[str, Any] = {
     "lightning": lightning_pytorch.MemSaveCLI,
     "pytorch_lightning": pytorch_lightning.MemSaveCLI,
 }
-OTHER = pytest.param("pytorch_lightning", marks=pytest.mark.exhaustive)
-packages = pytest.mark.parametrize("name", ["lightning", OTHER])
+packages = pytest.mark.parametrize("name", CLIS)
 
 TRAINER = [
     "--trainer.accelerator=cpu",

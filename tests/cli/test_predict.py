@@ -293,7 +293,7 @@ class TestText:
             )
             found = json_of(capsys, "predict", "listed.yaml", "--batch", BATCH)
             assert found["settings"]["precision"] == precision
-            explained = explain_memory("listed.yaml", BATCH, remedies=False).prediction
+            explained = explain_memory("listed.yaml", BATCH, suspects=[], remedies=False).prediction
             assert explained.settings["precision"] == precision
 
     def test_memsave_switches_everything_on(self, capsys):
@@ -441,9 +441,13 @@ class TestBadInput:
 
 class TestProcess:
     @pytest.mark.slow
-    def test_statuses(self):
+    def test_status_of_what_fits(self):
         good = run_process("predict", "net:Lit", "--batch", BATCH, "--json")
         assert (good.returncode, json.loads(good.stdout)["model"]) == (0, "Lit"), good.stderr
+
+    @pytest.mark.slow
+    @pytest.mark.exhaustive  # `test_bad_input` asks for the same without a process
+    def test_status_of_bad_input(self):
         bad = run_process("predict", "nowhere:Lit", "--batch", BATCH)
         assert bad.returncode == 2
         assert len(bad.stderr.splitlines()) == 1

@@ -24,7 +24,7 @@ def peak_of_fit(**memsave: Any) -> Any:
         DEEP, task="masked_lm", memsave={"report": False, "monitor": GPUMemoryMonitor()} | memsave
     )
     data = loader("masked_lm", length=32, batch_size=16, num_tokens=64)
-    trainer = make_trainer(max_epochs=1)
+    trainer = make_trainer(max_epochs=1, limit_val_batches=0)
     trainer.fit(lit, data, data)
     [callback] = [c for c in trainer.callbacks if isinstance(c, MemSaveCallback)]
     assert callback.monitor is not None

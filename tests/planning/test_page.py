@@ -25,6 +25,8 @@ from lightning_memsave.units import format_bytes
 from tests.planning.chromium import EXECUTABLE, Chromium
 from tests.planning.page_data import Gpt2, ladder, measured_step
 
+more = pytest.mark.exhaustive
+
 CAPACITY = 16 * 2**30
 EVIL = (
     "</script x><script>window.hacked = 1</script><!-- <img src=x onerror=hacked=1> &amp; \"'$style"
@@ -553,7 +555,10 @@ class TestModules:
         page.click("tr[data-name='transformer.h'] .module")
         assert self.names(page) == before
 
-    @pytest.mark.parametrize("key", ["total", "parameters", "activation"])
+    @pytest.mark.parametrize(
+        "key",
+        ["total", *(pytest.param(k, marks=more) for k in ("parameters", "activation"))],
+    )
     def test_sorts_among_siblings(self, page, predictions, key):
         prediction = predictions[0][1]
         page.click("#open-all")

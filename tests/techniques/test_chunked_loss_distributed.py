@@ -1,9 +1,8 @@
 """The loss without logits under DistributedDataParallel.
 
-Run as a script, under torchrun, this file trains every scenario on its rank; see `ranks`.
+`ranks` runs every scenario on both.
 """
 
-import sys
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_memsave.techniques._logits.product import Product
 from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from tests.callbacks.ranks import Notes, Report, make_report, write_notes
+from tests.callbacks.ranks import Notes, Report, make_report
 
 WIDTH, WORDS = 16, 1200
 
@@ -59,6 +58,8 @@ def train(*, chunked: bool, finds_unused: bool, has_loss_outside: bool) -> Model
 
 
 def compare(*, finds_unused: bool = False, has_loss_outside: bool = False) -> Notes:
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     settings = {"finds_unused": finds_unused, "has_loss_outside": has_loss_outside}
     theirs = train(chunked=False, **settings)
     count, compute = [0], Product.compute
@@ -84,8 +85,8 @@ SCENARIOS = {
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    return make_report(tmp_path_factory, __file__, 120)
+def report(request: pytest.FixtureRequest) -> Report:
+    return make_report(request)
 
 
 @pytest.mark.slow
@@ -95,9 +96,3 @@ def test_trains_as_without(report, name):
     assert ranks[0] == ranks[1]
     if not name.startswith("unused"):  # there it copies the outputs, logits included
         assert ranks[0]["n"] == [0]
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    write_notes(SCENARIOS, sys.argv[1:])
-    dist.destroy_process_group()

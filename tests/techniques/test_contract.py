@@ -1,6 +1,7 @@
 """What every technique promises, on every awkward model."""
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -28,6 +29,7 @@ from tests.cases import CASES, INDEPENDENT_OF_THE_BATCH, MODELS, make_batch, mak
 from tests.helpers import (
     OF_OPTIMIZER,
     InAutocast,
+    Run,
     adamw,
     assert_bitwise_equal,
     for_model,
@@ -70,6 +72,28 @@ ROUNDING = in_some_precisions(
 )
 APPROXIMATE = in_some_precisions(lambda t: t.exactness is Exactness.APPROXIMATE, "unrepeated")
 IN_PARTS = in_some_precisions(lambda t: isinstance(t, MicroBatching), "new_tensors")
+
+
+def in_turns(is_long: Callable[[Technique[Any]], bool]) -> list[Any]:
+    """All of them; in `make test` a model has one variant of each technique, where it is long."""
+    return [
+        pytest.param(
+            *(variant, name),
+            id=f"{variant!r}-{name}",
+            marks=more if is_long(variant) and turn % len(case.variants) != number else (),
+        )
+        for case in CASES.values()
+        for number, variant in enumerate(case.variants)
+        for turn, name in enumerate(case.only_on)
+        if not (case.needs_blocks and name == "unrepeated")
+    ]
+
+
+TRAINED = [
+    param
+    for param in in_turns(lambda variant: variant.exactness is Exactness.APPROXIMATE)
+    if param.values[0] != MicroBatching(6)
+]
 VARIANTS = [
     pytest.param(variant, id=repr(variant)) for case in CASES.values() for variant in case.variants
 ]
@@ -77,6 +101,12 @@ VARIANTS = [
 
 def target_of(technique: Technique[Any], model: nn.Module) -> Any:
     return adamw(model) if isinstance(technique, OF_OPTIMIZER) else model
+
+
+@functools.cache
+def plain_run(name: str, steps: int = 3) -> Run:
+    """Training without any technique, to compare many with."""
+    return train(make_model(name), make_batch, steps=steps)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -109,18 +139,17 @@ def standing_still(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
 
 
-@pytest.mark.parametrize(("technique", "name"), [p for p in ALL if p.values[0] != MicroBatching(6)])
+@pytest.mark.parametrize(("technique", "name"), TRAINED)
 def test_trains_as_exactly_as_it_declares(technique, name):
     model = make_model(name)
     if technique.exactness is Exactness.BITWISE or technique == WHOLE:
-        plain = train(model, make_batch)
-        assert_bitwise_equal(plain, train(model, make_batch, technique))
+        assert_bitwise_equal(plain_run(name), train(model, make_batch, technique))
         return
     if technique.exactness is Exactness.ROUNDING:
         assert_same_in_float64(technique, model.double())
         return
     # Below dropout's noise, so that the masks, which are the same, do not hide a difference.
-    plain = train(model, make_batch, steps=30)
+    plain = plain_run(name, steps=30)
     saving = train(model, make_batch, technique, steps=30)
     assert saving.losses[-1] <= plain.losses[-1] * CASES[technique.name].loss_factor
     moved = [torch.equal(saving.state[k], plain.state[k]) for k in saving.state]
@@ -299,7 +328,7 @@ def test_applying_twice_equals_once_or_is_refused(technique):
     first.undo()
 
 
-@pytest.mark.parametrize(("technique", "name"), ALL)
+@pytest.mark.parametrize(("technique", "name"), in_turns(lambda _: True))
 def test_state_loads_with_and_without_it(technique, name):
     """Saved with, loaded without, and back; optimizer state goes through a file half-way."""
     model = make_model(name)

@@ -1,7 +1,9 @@
 """Techniques together: every pair, and all of a stack, hold what each of them declares."""
 
 import copy
+import functools
 import io
+from collections import Counter
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
@@ -65,65 +67,70 @@ def name_of(techniques: Sequence[Technique[Any]]) -> str:
     return "+".join(technique.name for technique in techniques)
 
 
-# Thirty steps of what is approximate take seconds: on the other models in `make test-all`.
-OFTEN = ("dropout", "tied", "classifier", "eager_bert")
-
-
 def is_approximate(techniques: Sequence[Technique[Any]]) -> bool:
     # Micro-batches are compared with a loop over the same parts.
     declared = {t.exactness for t in techniques if not isinstance(t, MicroBatching)}
     return Exactness.APPROXIMATE in declared
 
 
-def combinations_of(*, is_long: bool) -> list[Any]:
-    """All that go together, with the models for them."""
+def combinations_of() -> list[Any]:
+    """All that go together, with the models for them: in `make test` two, each in its turn."""
+    result = []
     named = [*((name_of(pair), pair) for pair in PAIRS), *STACKS.items()]
-    return [
-        pytest.param(
-            techniques,
-            model,
-            id=f"{name}-{model}",
-            marks=pytest.mark.exhaustive
-            if is_long and is_approximate(techniques) and model not in OFTEN
-            else (),
-        )
-        for name, techniques in named
-        for model in models_of(techniques)
-    ]
+    turns: Counter[str] = Counter()
+    for name, techniques in named:
+        models = models_of(techniques)
+        # Those that had the fewest turns so far.
+        now = sorted(models, key=lambda model: turns[model])[:2]
+        turns.update(now)
+        result += [
+            pytest.param(
+                *(techniques, model),
+                id=f"{name}-{model}",
+                marks=() if model in now else pytest.mark.exhaustive,
+            )
+            for model in models
+        ]
+    return result
 
 
-COMBINATIONS = combinations_of(is_long=False)
+COMBINATIONS = combinations_of()
+
+
+@functools.cache
+def plain_run(name: str, steps: int, *, is_in_parts: bool, is_double: bool) -> Run:
+    """Training without any technique; by hand in parts where batches are to pass in parts."""
+    model = make_model(name).double() if is_double else make_model(name)
+    by_hand = (lambda m: in_parts(m, (6, 6, 4))) if is_in_parts else None
+    make = (lambda step: make_batch(step).double()) if is_double else make_batch
+    return train(model, make, steps=steps, run_step_of=by_hand)
 
 
 def reference(
-    model: nn.Module, techniques: Sequence[Technique[Any]], batch: Any, steps: int = 3
+    name: str, techniques: Sequence[Technique[Any]], steps: int = 3, *, is_double: bool = False
 ) -> Run:
-    """Training without any of them; in parts by hand where batches are to pass in parts."""
     is_in_parts = any(isinstance(technique, MicroBatching) for technique in techniques)
-    by_hand = (lambda m: in_parts(m, (6, 6, 4))) if is_in_parts else None
-    return train(model, batch, steps=steps, run_step_of=by_hand)
+    return plain_run(name, steps, is_in_parts=is_in_parts, is_double=is_double)
 
 
-@pytest.mark.parametrize(("techniques", "name"), combinations_of(is_long=True))
+@pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
 def test_train_as_exactly_as_they_declare(techniques, name):
     model = make_model(name)
     if is_approximate(techniques):
-        plain = reference(model, techniques, make_batch, steps=30)
+        plain = reference(name, techniques, steps=30)
         saving = train(model, make_batch, techniques, steps=30)
         assert saving.losses[-1] <= plain.losses[-1] * 1.05
         return
     if any(t.exactness is Exactness.ROUNDING for t in techniques if type(t) is not MicroBatching):
         model = model.double()
-        truth = reference(model, techniques, lambda step: make_batch(step).double())
+        truth = reference(name, techniques, is_double=True)
         saving = train(model, lambda step: make_batch(step).double(), techniques)
         for one, other in zip(truth.losses, saving.losses, strict=True):
             assert abs(one - other) <= 1e-12 * abs(one) + 1e-14
         for key, value in truth.state.items():
             assert torch.allclose(saving.state[key], value, rtol=1e-7, atol=1e-9), key
         return
-    assert_bitwise_equal(
-        reference(model, techniques, make_batch), train(model, make_batch, techniques)
-    )
+    assert_bitwise_equal(reference(name, techniques), train(model, make_batch, techniques))
 
 
 @pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
