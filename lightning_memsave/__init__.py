@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
     from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
     from lightning_memsave.callbacks.oom_observer import OOMObserver as OOMObserver
+    from lightning_memsave.cli.lightning_cli import MemSaveCLIMixin as MemSaveCLIMixin
     from lightning_memsave.cli.lightning_pytorch import MemSaveCLI as MemSaveCLI
-    from lightning_memsave.cli.mixin import MemSaveCLIMixin as MemSaveCLIMixin
     from lightning_memsave.core.blocks import find_blocks as find_blocks
     from lightning_memsave.core.memory import MemoryBreakdown as MemoryBreakdown
     from lightning_memsave.core.technique import Exactness as Exactness
@@ -30,69 +30,77 @@ if TYPE_CHECKING:
     from lightning_memsave.errors import MissingDependencyError as MissingDependencyError
     from lightning_memsave.errors import NoEffectWarning as NoEffectWarning
     from lightning_memsave.measure.peak import PeakMemory as PeakMemory
-    from lightning_memsave.modules import CheckpointedTransformer as CheckpointedTransformer
     from lightning_memsave.modules.checkpointed_transformer import (
         CheckpointedTransformerMixin as CheckpointedTransformerMixin,
+    )
+    from lightning_memsave.modules.lightning_pytorch import (
+        CheckpointedTransformer as CheckpointedTransformer,
     )
     from lightning_memsave.modules.mixins import (
         ActivationCheckpointingMixin as ActivationCheckpointingMixin,
     )
     from lightning_memsave.modules.mixins import LowBitOptimizerMixin as LowBitOptimizerMixin
     from lightning_memsave.modules.mixins import MemoryLoggingMixin as MemoryLoggingMixin
-    from lightning_memsave.planning.page import write_page as write_page
-    from lightning_memsave.planning.prediction import MemoryPrediction as MemoryPrediction
-    from lightning_memsave.techniques.activation_checkpointing import (
+    from lightning_memsave.prediction.result import MemoryPrediction as MemoryPrediction
+    from lightning_memsave.report.page import write_page as write_page
+    from lightning_memsave.techniques.activation_checkpointing.technique import (
         ActivationCheckpointing as ActivationCheckpointing,
     )
-    from lightning_memsave.techniques.attention_kernel import AttentionKernel as AttentionKernel
-    from lightning_memsave.techniques.chunked_cross_entropy import (
+    from lightning_memsave.techniques.attention_kernel.technique import (
+        AttentionKernel as AttentionKernel,
+    )
+    from lightning_memsave.techniques.chunked_cross_entropy.technique import (
         ChunkedCrossEntropy as ChunkedCrossEntropy,
     )
-    from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer as LowBitOptimizer
-    from lightning_memsave.techniques.low_precision_weights import (
+    from lightning_memsave.techniques.low_bit_optimizer.technique import (
+        LowBitOptimizer as LowBitOptimizer,
+    )
+    from lightning_memsave.techniques.low_precision_weights.technique import (
         LowPrecisionWeights as LowPrecisionWeights,
     )
-    from lightning_memsave.techniques.micro_batching import MicroBatching as MicroBatching
-    from lightning_memsave.techniques.optimizer_in_backward import (
+    from lightning_memsave.techniques.micro_batching.technique import (
+        MicroBatching as MicroBatching,
+    )
+    from lightning_memsave.techniques.optimizer_in_backward.technique import (
         OptimizerInBackward as OptimizerInBackward,
     )
 
 _MODULES = {
-    "ActivationCheckpointing": "techniques.activation_checkpointing",
+    "ActivationCheckpointing": "techniques.activation_checkpointing.technique",
     "ActivationCheckpointingMixin": "modules.mixins",
-    "AttentionKernel": "techniques.attention_kernel",
+    "AttentionKernel": "techniques.attention_kernel.technique",
     "CheckpointedTransformer": "modules",
     "CheckpointedTransformerMixin": "modules.checkpointed_transformer",
-    "ChunkedCrossEntropy": "techniques.chunked_cross_entropy",
+    "ChunkedCrossEntropy": "techniques.chunked_cross_entropy.technique",
     "ConfigurationError": "errors",
     "Exactness": "core.technique",
     "ExactnessWarning": "errors",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
-    "LowBitOptimizer": "techniques.low_bit_optimizer",
+    "LowBitOptimizer": "techniques.low_bit_optimizer.technique",
     "LowBitOptimizerMixin": "modules.mixins",
-    "LowPrecisionWeights": "techniques.low_precision_weights",
+    "LowPrecisionWeights": "techniques.low_precision_weights.technique",
     "MemSaveCLI": "cli.lightning_pytorch",
-    "MemSaveCLIMixin": "cli.mixin",
+    "MemSaveCLIMixin": "cli.lightning_cli",
     "MemSaveCallback": "callbacks.memsave",
     "MemoryBreakdown": "core.memory",
     "MemoryExhaustedError": "errors",
     "MemoryLoggingMixin": "modules.mixins",
-    "MemoryPrediction": "planning.prediction",
+    "MemoryPrediction": "prediction.result",
     "MemsaveError": "errors",
     "MemsaveWarning": "errors",
-    "MicroBatching": "techniques.micro_batching",
+    "MicroBatching": "techniques.micro_batching.technique",
     "MissingDependencyError": "errors",
     "NoEffectWarning": "errors",
     "OOMObserver": "callbacks.oom_observer",
-    "OptimizerInBackward": "techniques.optimizer_in_backward",
+    "OptimizerInBackward": "techniques.optimizer_in_backward.technique",
     "PeakMemory": "measure.peak",
     "compare_memory": "analysis.compare",
     "explain_memory": "analysis.explain",
     "find_blocks": "core.blocks",
     "find_remedies": "analysis.explain",
     "predict_memory": "analysis.predict",
-    "write_page": "planning.page",
+    "write_page": "report.page",
 }
 
 __all__ = sorted(_MODULES)  # noqa: PLE0605 - sorted() gives a list

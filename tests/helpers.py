@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Handle, Technique
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching import MicroBatching
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
 OF_OPTIMIZER = (LowBitOptimizer, OptimizerInBackward)
 

@@ -17,7 +17,9 @@ from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import DEEP, SMALL, MaskedLM, masked_batch
 from benchmarks._profiler import AllocationPeak
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
 from lightning_memsave.units import format_bytes
 
 CASES = {"6 layers, vocabulary 8,000": SMALL, "24 layers, vocabulary 500": DEEP}

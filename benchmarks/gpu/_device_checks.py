@@ -130,9 +130,7 @@ def saved_by_attention(device: str) -> Iterator[Found]:
 
 def allocator_replay(device: str) -> Iterator[Found]:
     """Three real training steps, replayed through our CachingAllocator: equal bytes expected."""
-    from lightning_memsave.planning.caching_allocator import (  # noqa: PLC0415
-        CachingAllocator,
-    )
+    from lightning_memsave.prediction.cuda.allocator import CachingAllocator  # noqa: PLC0415
 
     sizes, batch_size, num_tokens = (BASE, 16, 128) if device == "cuda" else (TINY, 2, 16)
     batch = masked_batch(sizes.vocab_size, batch_size, num_tokens)

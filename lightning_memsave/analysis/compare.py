@@ -9,19 +9,15 @@ from typing import Any, Literal, TypeAlias
 
 from torch import nn
 
-from lightning_memsave.analysis._targets_building import explained
-from lightning_memsave.analysis.targets import load_target
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.planning.comparison import (
-    compare_parameters,
-    compare_predictions,
-)
-from lightning_memsave.planning.fake_building import buildable
-from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.planning.memory_comparison import MemoryComparison
-from lightning_memsave.planning.parameter_table import ParameterTable, parameter_table
-from lightning_memsave.planning.prediction import MemoryPrediction
-from lightning_memsave.planning.report_comparison import compare_reports
+from lightning_memsave.explain.memory_changes import MemoryComparison
+from lightning_memsave.explain.model_changes import compare_parameters, compare_predictions
+from lightning_memsave.explain.parameters import ParameterTable, parameter_table
+from lightning_memsave.explain.report_changes import compare_reports
+from lightning_memsave.prediction.fake.tensors import buildable, fake_tensors
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.targets.code import explained
+from lightning_memsave.targets.find import load_target
 
 Comparable: TypeAlias = (
     nn.Module

@@ -1,5 +1,7 @@
 """Say where the memory goes, why, and what would lower it."""
 
+import inspect
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -9,21 +11,132 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from lightning_memsave.analysis._explain_inputs import make_trials
-from lightning_memsave.analysis._explain_sentences import sentences_of
-from lightning_memsave.analysis._explain_suspect import label_of
-from lightning_memsave.analysis.predict import TIME_LIMIT_S, MakeOptimizer
-from lightning_memsave.analysis.remedies import Remedy, cheapest_that_fits, remedies_of
-from lightning_memsave.analysis.suspects import Suspect, find_suspects
-from lightning_memsave.analysis.targets import Target
+from lightning_memsave.analysis.predict import (
+    TIME_LIMIT_S,
+    MakeOptimizer,
+    check_arguments,
+    predict_memory,
+    with_instances,
+)
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.plain_text import as_plain_text
-from lightning_memsave.planning._page_data import PageTable
-from lightning_memsave.planning.gpus import Gpu
-from lightning_memsave.planning.parameter_table import ParameterTable
-from lightning_memsave.planning.parameter_tree import parameter_tree
-from lightning_memsave.planning.prediction import MemoryPrediction, TensorMemory
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.finding import Suspect, label_of
+from lightning_memsave.explain.parameters import ParameterTable, parameter_table
+from lightning_memsave.explain.sentences import sentences_of
+from lightning_memsave.explain.suspects import find_suspects
+from lightning_memsave.explain.what_if import Trials, attention_of
+from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.planning.search import Remedy, cheapest_that_fits, remedies_of
+from lightning_memsave.prediction.batch_sizes import find_sequence
+from lightning_memsave.prediction.cuda.gpus import Gpu, as_gpu
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
+from lightning_memsave.report.page import PageTable
+from lightning_memsave.report.parameter_tree import parameter_tree
+from lightning_memsave.targets.batches import BatchSpec
+from lightning_memsave.targets.code import explained
+from lightning_memsave.targets.find import load_target
+from lightning_memsave.targets.target import Target, make_batch_spec
+from lightning_memsave.techniques.registry import with_rest_off
 from lightning_memsave.units import format_bytes
+
+
+def make_trials(
+    model: Any,
+    batch: Any = None,
+    optimizer: Any = None,
+    settings: Mapping[str, Any] | MemSaveCallback | None = None,
+    *,
+    device: str = "cuda",
+    gpu: str | Gpu | None = None,
+    sequence_axis: int | None = None,
+    **options: Any,
+) -> Trials:
+    """Find out what a model and its batch are.
+
+    Args:
+        model: A module, a function that makes one, a `Target`, or what `load_target` takes.
+        batch: A batch, a function that gives one, or a text that `make_batch_spec` takes; for a
+            target whatever that takes.
+        optimizer: As for `predict_memory`.
+        settings: As for `predict_memory`; without them those of the target.
+        device: As for `predict_memory`.
+        gpu: As for `predict_memory`.
+        sequence_axis: As for `find_sequence`.
+        **options: More arguments of `predict_memory`.
+
+    Returns:
+        What predicts; nothing has been predicted yet.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+    """
+    check_arguments(device, options.get("time_limit_s"))
+    if isinstance(model, str | os.PathLike):
+        model = load_target(model)
+    source: Any = model
+    if isinstance(model, Target):
+        if settings is None and model.settings is not None:
+            settings = MemSaveCallback(**with_instances(model.settings))
+        given = options.get("trainer_arguments") or {}
+        options["trainer_arguments"] = {**model.trainer_arguments, **given}
+        if isinstance(batch, str | Mapping | list | tuple) and not _has_tensors(batch):
+            batch = make_batch_spec(batch, model)
+        source, model = model.parameter_source(), model.make
+    elif not isinstance(model, nn.Module):
+        source = _made_without_data(model)
+    if isinstance(batch, str):
+        batch = make_batch_spec(batch)
+    if isinstance(batch, BatchSpec):
+        batch = batch.build_for_prediction()
+    elif inspect.isroutine(batch):
+        batch = batch()
+    arguments = (
+        dict(settings.arguments)
+        if isinstance(settings, MemSaveCallback)
+        else with_rest_off(settings or {})
+    )
+    is_module = isinstance(source, nn.Module)
+    return Trials(
+        predict_memory,
+        MemSaveCallback,
+        model,
+        batch,
+        arguments,
+        parameter_table(source),
+        _name_of(optimizer, source),
+        attention_of(source) if is_module else None,
+        None if batch is None else find_sequence(batch, sequence_axis),
+        as_gpu(gpu),
+        device,
+        {"optimizer": optimizer, **options},
+    )
+
+
+def _has_tensors(batch: Any) -> bool:
+    return next(tensors_in_batch(batch), None) is not None
+
+
+def _made_without_data(make: Any) -> nn.Module:
+    name = getattr(make, "__name__", type(make).__name__)
+    fix = "Pass a function without arguments that makes the module, or the module itself."
+    if not callable(make):
+        raise ConfigurationError(f"A {type(make).__name__} has no memory to explain. {fix}")
+    with fake_tensors(), explained(f"`{name}()`", fix):
+        module = make()
+        if not isinstance(module, nn.Module):
+            raise ConfigurationError(f"`{name}()` gave a {type(module).__name__}. {fix}")
+        if callable(configure := getattr(module, "configure_model", None)):
+            configure()
+        return module
+
+
+def _name_of(optimizer: Any, source: Any) -> str:
+    if optimizer is not None:
+        return str(getattr(optimizer, "__name__", type(optimizer).__name__))
+    return "" if hasattr(source, "configure_optimizers") else "AdamW"
+
 
 _SHOWN_TENSORS = 8
 _SHOWN_DEPTH = 3

@@ -5,18 +5,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_memsave import host
-from lightning_memsave.callbacks._base import CallbackBase, inform
-from lightning_memsave.callbacks._memory_probes import (
+from lightning_memsave.callbacks.memory_probes import (
     PEAKS,
     CudaProbe,
     LiveTensorsProbe,
     Probe,
 )
-from lightning_memsave.callbacks._memory_summary import MemorySummary, Predicted, print_summary
-from lightning_memsave.callbacks._ranks import reduce_over_ranks
+from lightning_memsave.callbacks.memory_summary import (
+    MemorySummary,
+    Predicted,
+    print_summary,
+)
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.trainer.distributed import reduce_over_ranks
+from lightning_memsave.trainer.hooks import CallbackBase, inform
+from lightning_memsave.trainer.trainer import first_of, logged_step
 
 
 @dataclass
@@ -122,7 +126,7 @@ class GPUMemoryMonitor(CallbackBase):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure, unless another monitor of this Trainer does."""
-        first = host.first_of(trainer, GPUMemoryMonitor)
+        first = first_of(trainer, GPUMemoryMonitor)
         if first is not None and first is not self:
             inform(trainer, "Another `GPUMemoryMonitor` measures already: this one does nothing.")
             return
@@ -143,7 +147,7 @@ class GPUMemoryMonitor(CallbackBase):
         if run.step_before is None:
             run.step_before = trainer.global_step
             every = self.every_n_steps or trainer.log_every_n_steps
-            run.is_logged = every > 0 and (host.logged_step(trainer) + 1) % every == 0
+            run.is_logged = every > 0 and (logged_step(trainer) + 1) % every == 0
             run.probe.begin_step(run.is_logged)
         run.probe.begin_batch(pl_module, trainer.optimizers, batch)
 
@@ -168,7 +172,7 @@ class GPUMemoryMonitor(CallbackBase):
             peaks = {key: metrics.get(key) for key in PEAKS}
             metrics |= reduce_over_ranks(trainer, "max", peaks)
             for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=host.logged_step(trainer))
+                logger.log_metrics(metrics, step=logged_step(trainer))
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""
@@ -321,3 +325,56 @@ def _summarize(run: _Run, prediction: Predicted | None) -> MemorySummary:
         prediction=predicted.prediction,
         no_prediction=predicted.note,
     )
+
+
+class MonitoredCallback(CallbackBase):
+    """Passes hooks on to a monitor that is not among the Trainer's callbacks itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._driven: GPUMemoryMonitor | None = None
+        """The monitor whose hooks are called."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_start(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_epoch_end(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_validation_start(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_validation_end(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_train_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Pass the hook on to the monitor."""
+        if self._driven is not None:
+            self._driven.on_fit_end(trainer, pl_module)

@@ -6,34 +6,36 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from lightning_memsave import host
-from lightning_memsave.callbacks import _report
-from lightning_memsave.callbacks._arguments import make_settings, time_limit
-from lightning_memsave.callbacks._backward_updates import BackwardUpdates
-from lightning_memsave.callbacks._micro_batching import MicroBatches
-from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
-from lightning_memsave.callbacks._monitored import MonitoredCallback
-from lightning_memsave.callbacks._oom_facts import (
+from lightning_memsave.callbacks import report as _report
+from lightning_memsave.callbacks.arguments import make_settings, time_limit
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, MonitoredCallback
+from lightning_memsave.callbacks.micro_batching import MicroBatches
+from lightning_memsave.callbacks.module_techniques import LossWithoutLogits
+from lightning_memsave.callbacks.oom_report import (
     add_advice,
     attempted,
     out_of_memory_in,
     say,
 )
-from lightning_memsave.callbacks._run_prediction import RunPrediction, in_force
-from lightning_memsave.callbacks._settings import warn
-from lightning_memsave.callbacks._stacks import with_stack
-from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
+from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
+from lightning_memsave.callbacks.run_prediction import RunPrediction, in_force
+from lightning_memsave.callbacks.settings import warn
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
-from lightning_memsave.planning.prediction import MemoryPrediction
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.attention_kernel import AttentionKernel
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching import MicroBatching
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.registry import with_stack
+from lightning_memsave.trainer.trainer import check_host, first_of, leave_device, put_first
+from lightning_memsave.trainer.training_loop import has_open_window
 
 
 class MemSaveCallback(MonitoredCallback):
@@ -204,7 +206,7 @@ class MemSaveCallback(MonitoredCallback):
                 lists every conflict, and nothing has been changed.
         """
         self._refuse_second_use(trainer)
-        self._is_disabled = host.first_of(trainer, MemSaveCallback) is not self
+        self._is_disabled = first_of(trainer, MemSaveCallback) is not self
         if self._is_disabled:
             warnings.warn(
                 "This Trainer has two `MemSaveCallback`s: the second one does nothing. Remove one.",
@@ -215,14 +217,14 @@ class MemSaveCallback(MonitoredCallback):
         self._outside = sys.exception()
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
-        problems = host.check_host(trainer) or self._settings.apply(trainer, pl_module, is_fit)
+        problems = check_host(trainer) or self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
         self._user = id(trainer)
         with self._settings.undone_on_error():
             if is_fit:
-                host.put_first(trainer, self)
-                own = host.first_of(trainer, GPUMemoryMonitor)
+                put_first(trainer, self)
+                own = first_of(trainer, GPUMemoryMonitor)
                 self._driven = self.monitor if own is None else None
                 self._reported = own or self.monitor
             if self._driven is not None:
@@ -284,7 +286,7 @@ class MemSaveCallback(MonitoredCallback):
                 self._driven.on_exception(trainer, pl_module, exception)
         if error is not None and pl_module is not None:
             with attempted(trainer, "The module stays on the device"):
-                host.leave_device(trainer, pl_module)
+                leave_device(trainer, pl_module)
         self._undo(trainer)
         with attempted(trainer, f"`{_report.REPORT_NAME}` is not written"):
             self._write_report(trainer, exception, is_always=error is not None)
@@ -325,7 +327,7 @@ class MemSaveCallback(MonitoredCallback):
             )
 
     def _warn_of_open_window(self, trainer: Any) -> None:
-        if self._has_warned_of_window or not host.has_open_window(trainer):
+        if self._has_warned_of_window or not has_open_window(trainer):
             return
         self._has_warned_of_window = True
         window = trainer.accumulate_grad_batches

@@ -9,26 +9,24 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_memsave.callbacks._arguments import time_limit
-from lightning_memsave.callbacks._base import CallbackBase
-from lightning_memsave.callbacks._oom_facts import (
+from lightning_memsave.callbacks.arguments import time_limit
+from lightning_memsave.callbacks.oom_remedies import add_predictions, predict_remedies
+from lightning_memsave.callbacks.oom_report import (
+    SNAPSHOT_NAME,
+    BatchTensor,
+    OutOfMemoryReport,
     add_advice,
     attempted,
     describe_batch,
     make_report,
     out_of_memory_in,
     say,
-)
-from lightning_memsave.callbacks._oom_remedies import add_predictions, predict_remedies
-from lightning_memsave.callbacks._oom_report import (
-    SNAPSHOT_NAME,
-    BatchTensor,
-    OutOfMemoryReport,
     write_files,
 )
-from lightning_memsave.callbacks._settings import describe
+from lightning_memsave.callbacks.settings import describe
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.trainer.hooks import CallbackBase
 
 PREDICT_LIMIT_S = 60.0
 

@@ -6,20 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_memsave.cli._step_arguments import (
+from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
     add_model_arguments,
     add_step_arguments,
+    read_subject,
     refuse_step_arguments,
     show_notes,
 )
-from lightning_memsave.cli._subject import read_subject
 from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_memsave.planning.gpu_fit import GpuFit
-    from lightning_memsave.planning.memory_comparison import MemoryComparison
-    from lightning_memsave.planning.prediction import MemoryPrediction
+    from lightning_memsave.explain.memory_changes import MemoryComparison
+    from lightning_memsave.prediction.cuda.gpus import GpuFit
+    from lightning_memsave.prediction.result import MemoryPrediction
 
 SUMMARY = "Say what makes the second model, prediction or run take more memory than the first."
 EXAMPLES = """\
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: If a page or a card is asked for and there are no predictions.
     """
     from lightning_memsave.analysis.compare import compare_memory
-    from lightning_memsave.cli._failures import running_code_of
+    from lightning_memsave.cli.arguments import running_code_of
 
     names = (arguments.a, arguments.b)
     cases = _cases(names, arguments)
@@ -152,8 +152,7 @@ def _predicted(name: str, arguments: argparse.Namespace) -> _Case:
 
 
 def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Namespace) -> _Case:
-    from lightning_memsave.planning.gpu_fit import GpuFit
-    from lightning_memsave.planning.gpus import parse_gpu
+    from lightning_memsave.prediction.cuda.gpus import GpuFit, parse_gpu
 
     gpus = [parse_gpu(part) for text in arguments.gpu for part in text.split(",")]
     if gpus and prediction.device != "cuda":
@@ -168,7 +167,7 @@ def _saved_prediction(name: str) -> "MemoryPrediction | None":
     found = _json_of(name)
     if found is None or not {"by_phase", "modules"} <= found.keys():
         return None
-    from lightning_memsave.planning.prediction import MemoryPrediction
+    from lightning_memsave.prediction.result import MemoryPrediction
 
     try:
         return MemoryPrediction.from_dict(found)
@@ -183,7 +182,8 @@ def _saved_prediction(name: str) -> "MemoryPrediction | None":
 def _side(name: str, arguments: argparse.Namespace) -> Any:
     if not (arguments.arg or arguments.model or arguments.task):
         return name
-    from lightning_memsave.analysis.targets import load_target, parse_arguments
+    from lightning_memsave.targets.code import parse_arguments
+    from lightning_memsave.targets.find import load_target
 
     given = parse_arguments(arguments.arg)
     target = load_target(name, model=arguments.model, arguments=given, task=arguments.task)
@@ -195,7 +195,7 @@ def _print(
 ) -> None:
     from rich.text import Text
 
-    from lightning_memsave.planning.prediction_text import case_table, show
+    from lightning_memsave.report.text import case_table, show
 
     if arguments.json:
         found = comparison.to_dict()
@@ -213,7 +213,7 @@ def _print(
 
 
 def _write_page(path: str, cases: list[_Case], comparison: "MemoryComparison") -> None:
-    from lightning_memsave.planning.page import write_page
+    from lightning_memsave.report.page import write_page
 
     first, second = cases
     name = second.name if second.name != first.name else f"{second.name} (B)"

@@ -67,7 +67,9 @@ def run(arguments: argparse.Namespace) -> None:
             "--keep-32bit is for --to 8bit. Remove it: all states get 32 bits."
         )
     # After what can be refused at once: this import takes seconds.
-    from lightning_memsave.techniques._optimizers.checkpoint import convert_optimizer_states
+    from lightning_memsave.techniques.low_bit_optimizer.checkpoint import (
+        convert_optimizer_states,
+    )
 
     checkpoint = load_checkpoint(source)
     converted, changes = convert_optimizer_states(checkpoint, arguments.to, arguments.keep_32bit)

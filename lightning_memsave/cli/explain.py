@@ -7,21 +7,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_memsave.cli._step_arguments import (
+from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
+    Subject,
     add_model_arguments,
     add_step_arguments,
+    read_subject,
     refuse_step_arguments,
     show_notes,
 )
-from lightning_memsave.cli._subject import Subject, read_subject
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import MIB
 
 if TYPE_CHECKING:
     from lightning_memsave.analysis.explain import MemoryExplanation
-    from lightning_memsave.planning.gpu_fit import GpuFit
-    from lightning_memsave.planning.oom_diagnosis import Diagnosis
+    from lightning_memsave.explain.oom_diagnosis import Diagnosis
+    from lightning_memsave.prediction.cuda.gpus import GpuFit
 
 SUMMARY = "Say what takes the memory of a model and its training, and what would lower it."
 EXAMPLES = """\
@@ -92,8 +93,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
-    from lightning_memsave.planning.oom_diagnosis import diagnose
-    from lightning_memsave.planning.out_of_memory import read_out_of_memory
+    from lightning_memsave.explain.oom_diagnosis import diagnose
+    from lightning_memsave.explain.oom_message import read_out_of_memory
 
     if arguments.target is not None and arguments.batch is None:
         raise ConfigurationError(
@@ -127,9 +128,9 @@ def _read(name: str) -> str:
 
 def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None") -> int:
     from lightning_memsave.analysis.explain import explain_memory
-    from lightning_memsave.cli._failures import running_code_of
-    from lightning_memsave.planning.gpu_fit import GpuFit
-    from lightning_memsave.planning.prediction_text import show
+    from lightning_memsave.cli.arguments import running_code_of
+    from lightning_memsave.prediction.cuda.gpus import GpuFit
+    from lightning_memsave.report.text import show
 
     if arguments.batch is None:
         refuse_step_arguments(arguments, "add --batch")
@@ -202,7 +203,7 @@ def _write_page(
     fits: "list[GpuFit]",
     diagnosis: "Diagnosis | None",
 ) -> None:
-    from lightning_memsave.planning.page import write_page
+    from lightning_memsave.report.page import write_page
 
     assert explanation.prediction is not None, "--html was refused without --batch"
     write_page(

@@ -2,7 +2,7 @@
 
 from lightning.pytorch.cli import LightningCLI
 
-from lightning_memsave.cli.mixin import MemSaveCLIMixin
+from lightning_memsave.cli.lightning_cli import MemSaveCLIMixin
 
 
 class MemSaveCLI(MemSaveCLIMixin, LightningCLI):

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import lightning_memsave
 from lightning_memsave.cli import compare, convert, env, explain, predict
-from lightning_memsave.cli._failures import StepError
+from lightning_memsave.cli.arguments import StepError
 from lightning_memsave.errors import MemsaveError
 
 

@@ -6,20 +6,21 @@ import shlex
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_memsave.cli._step_arguments import (
+from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
+    Subject,
     add_model_arguments,
     add_step_arguments,
+    read_settings,
+    read_subject,
     show_notes,
     whole_number,
 )
-from lightning_memsave.cli._subject import Subject, read_settings, read_subject
 from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_memsave.planning.gpu_fit import GpuFit
-    from lightning_memsave.planning.gpus import Gpu
-    from lightning_memsave.planning.prediction import MemoryPrediction
+    from lightning_memsave.prediction.cuda.gpus import Gpu, GpuFit
+    from lightning_memsave.prediction.result import MemoryPrediction
 
 SUMMARY = "Predict the peak memory of training, without a GPU and without the model's memory."
 EXAMPLES = """\
@@ -127,11 +128,7 @@ def _show(
 ) -> None:
     from rich.text import Text
 
-    from lightning_memsave.planning.prediction_text import (
-        case_table,
-        print_prediction,
-        show,
-    )
+    from lightning_memsave.report.text import case_table, print_prediction, show
 
     print_prediction(
         first.prediction,
@@ -146,7 +143,7 @@ def _show(
 
 
 def _write_page(path: str, cases: list[_Case], subject: Subject) -> None:
-    from lightning_memsave.planning.page import write_page
+    from lightning_memsave.report.page import write_page
 
     gpu: Gpu | None = subject.gpus[0] if subject.gpus else None
     prediction = cases[0].prediction

@@ -1,6 +1,7 @@
 """How the memory of a training step divides into categories."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -154,3 +155,30 @@ class MemoryBreakdown:
     def __str__(self) -> str:
         parts = [f"{k} {format_bytes(v)}" for k, v in self.by_category().items() if v]
         return f"{format_bytes(self.total_bytes)} ({', '.join(parts)})"
+
+
+_num_contexts = 0
+
+
+@contextlib.contextmanager
+def host_copies() -> Iterator[None]:
+    """Make tensors that count as host memory, also where the device itself is the CPU.
+
+    What is counted on a CPU stands for what a GPU would hold. A copy that would leave the GPU must
+    not count there.
+    """
+    global _num_contexts  # noqa: PLW0603 - asked by each operator that is counted
+    _num_contexts += 1
+    try:
+        yield
+    finally:
+        _num_contexts -= 1
+
+
+def is_host_copy() -> bool:
+    """Say whether what is made now counts as host memory.
+
+    Returns:
+        True inside `host_copies`.
+    """
+    return _num_contexts > 0

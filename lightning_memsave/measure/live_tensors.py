@@ -1,7 +1,7 @@
 """Count the bytes of live tensors, exactly and by category, on any device."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -11,9 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.measure._autograd import current_node, in_backward, summed_in_place
-from lightning_memsave.measure._categories import HOST, UNCLAIMED, category_of_new
+from lightning_memsave.core.memory import MemoryBreakdown, is_host_copy
 from lightning_memsave.measure.storages import (
     LiveStorage,
     device_of,
@@ -24,6 +22,100 @@ from lightning_memsave.measure.storages import (
     tensors_in_batch,
     with_index,
 )
+
+_NO_GRAPH_TASK = -1
+NO_NODE = -1
+# The tensor itself, and the storage object that was made to ask.
+_SOLE_OWNER = 2
+
+
+def in_backward() -> bool:
+    """Say whether autograd's engine runs.
+
+    Returns:
+        True in backward, recomputation included.
+    """
+    return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
+
+
+def current_node() -> int:
+    """Tell apart the nodes of the graph that run one after the other in backward.
+
+    Returns:
+        The number of the node that runs or ran last; `NO_NODE` outside of backward.
+    """
+    if not in_backward():
+        return NO_NODE
+    node: Any = torch._C._current_autograd_node()
+    number: int = NO_NODE if node is None else node._sequence_nr()
+    return number
+
+
+def summed_in_place(
+    entries: Mapping[int, LiveStorage], total: Tensor, gradient: object
+) -> LiveStorage | None:
+    """Find the storage in which autograd adds up two gradients.
+
+    It adds in the memory of the first where it holds the last reference to it (``accumulate`` in
+    torch's ``input_buffer.cpp``), but never while a dispatch mode looks on.
+
+    Args:
+        entries: Known storages.
+        total: What there is of the gradient already.
+        gradient: What is added to it.
+
+    Returns:
+        The storage that would hold the sum without the mode; ``None`` if that would be a new one.
+    """
+    if not isinstance(gradient, Tensor) or torch.is_grad_enabled():
+        return None
+    is_alike = total.shape == gradient.shape and total.dtype == gradient.dtype
+    key = total.untyped_storage()._cdata
+    if not is_alike or not total.is_contiguous() or torch._C._storage_Use_Count(key) > _SOLE_OWNER:
+        return None
+    entry = entries.get(key)
+    # What this node made itself is added in its own formula, which takes new memory.
+    if entry is None or entry.category != "temporary" or entry.node == current_node():
+        return None
+    return entry
+
+
+HOST = "host"
+"""Kept on the host by a technique; counted apart from the categories of `MemoryBreakdown`."""
+
+UNCLAIMED = frozenset({"activation", "temporary", "other", "weight_copy"})
+"""What the phase of the step says of a new storage is a guess until something claims it. What is
+claimed already keeps its category, for example a parameter that an optimizer also has in
+``state``."""
+
+
+def category_of_new(
+    func: Callable[..., Any],
+    args: Sequence[Any],
+    entries: Mapping[int, LiveStorage],
+    *,
+    in_step: bool,
+) -> str:
+    """Say what an operator makes.
+
+    Args:
+        func: The operator.
+        args: What it was given.
+        entries: Known storages.
+        in_step: Whether an optimizer steps.
+
+    Returns:
+        A category of `MemoryBreakdown`, or `HOST`.
+    """
+    if is_host_copy():
+        return HOST
+    if func is torch.ops.aten._to_copy.default:
+        sources = [entries.get(storage._cdata) for storage in storages_of(args[0])]
+        if any(source is not None and source.category == "parameter" for source in sources):
+            return "weight_copy"
+    if torch.is_grad_enabled():
+        return "activation"
+    return "temporary" if in_backward() or in_step else "activation"
 
 
 class LiveTensors(TorchDispatchMode):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.nesting import attributes_of, items_of
+from lightning_memsave.core.nested import attributes_of, items_of
 
 if TYPE_CHECKING:
     import weakref

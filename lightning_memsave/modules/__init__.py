@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from lightning_memsave import host
+from lightning_memsave.trainer.trainer import PACKAGES
 
 if TYPE_CHECKING:
     from lightning_memsave.modules.lightning_pytorch import (
@@ -28,5 +28,5 @@ def __getattr__(name: str) -> Any:
     if name != "CheckpointedTransformer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     # find_spec of a submodule imports its parent, so look for the top level only.
-    installed = [name for name in host.PACKAGES if importlib.util.find_spec(name.split(".")[0])]
+    installed = [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0])]
     return importlib.import_module(_VARIANTS[installed[0]]).CheckpointedTransformer

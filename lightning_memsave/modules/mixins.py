@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 from weakref import WeakSet
 
-from lightning_memsave import host
-from lightning_memsave.callbacks._stacks import OFF_BY_NONE
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.registry import OFF_BY_NONE
+from lightning_memsave.trainer.trainer import PACKAGES
 
 _Callback = MemSaveCallback | GPUMemoryMonitor
 
@@ -45,7 +47,7 @@ class MemSaveMixin:
         if cls.__module__ == __name__:
             return
         before = cls.__mro__[: cls.__mro__.index(MemSaveMixin)]
-        if any(base.__module__.startswith(host.PACKAGES) for base in before):
+        if any(base.__module__.startswith(PACKAGES) for base in before):
             mixin = next(b for b in before if b is not cls and issubclass(b, MemSaveMixin))
             raise ConfigurationError(
                 f"`{cls.__name__}` names LightningModule before `{mixin.__name__}`, which hides "

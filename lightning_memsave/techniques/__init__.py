@@ -3,13 +3,15 @@
 from typing import Any
 
 from lightning_memsave.core.technique import Technique
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.attention_kernel import AttentionKernel
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
-from lightning_memsave.techniques.micro_batching import MicroBatching
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
 TECHNIQUES: tuple[type[Technique[Any]], ...] = (
     AttentionKernel,  # docs/techniques/attention_kernel.md

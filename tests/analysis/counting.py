@@ -16,17 +16,17 @@ from lightning_memsave import (
     AttentionKernel,
     ChunkedCrossEntropy,
     MemSaveCallback,
-    host,
 )
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.callbacks._micro_batching import MicroBatches
-from lightning_memsave.callbacks._stacks import with_rest_off
+from lightning_memsave.callbacks.micro_batching import MicroBatches
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.planning.prediction import MemoryPrediction
-from lightning_memsave.techniques._micro_batches.loss_proof import Proof
-from lightning_memsave.techniques._micro_batches.loss_weights import Weighting
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.techniques.micro_batching.loss_proof import Proof
+from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
+from lightning_memsave.techniques.registry import with_rest_off
+from lightning_memsave.trainer.nested_fit import quiet
 from tests.analysis.architectures import SETTINGS, Architecture
 
 
@@ -94,7 +94,7 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
     """What there is at that peak."""
     num_batches = 2 * settings.get("accumulate_grad_batches", 1)
     proven = Proof((Weighting("weighted equally", lambda part: 1.0),), is_settled=True)
-    with host.quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
+    with quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
         # A prediction is of the training steps, without the proof before the first one.
         patch = until_end.enter_context(pytest.MonkeyPatch.context())
         patch.setattr(MicroBatches, "_prove", lambda *_: proven)

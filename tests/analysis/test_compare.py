@@ -9,12 +9,12 @@ from torch import nn
 
 from lightning_memsave.analysis.compare import compare_memory
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.callbacks._run_prediction import RunPrediction
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.run_prediction import RunPrediction
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.planning.parameter_table import parameter_table
-from lightning_memsave.planning.prediction import MemoryPrediction, ModuleMemory
+from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from tests.tabular_bert import (
     LARGE_PARAMETERS,
     LARGE_VOCABULARY,

@@ -8,11 +8,11 @@ from torch import nn
 
 from lightning_memsave.analysis.explain import explain_memory
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.analysis.targets import load_target
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.planning.fixed_costs import FixedCosts
+from lightning_memsave.explain.model_states import FixedCosts
+from lightning_memsave.targets.find import load_target
 from lightning_memsave.units import format_bytes
-from tests.analysis.test_suspects import IMAGES, bert, conv_net, ids
+from tests.explain.test_suspects import IMAGES, bert, conv_net, ids
 from tests.tabular_bert import LARGE_CARDINALITIES, LARGE_VOCABULARY, Rows, TabularBert, Vocabulary
 
 

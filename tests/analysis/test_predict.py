@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.core.nesting import map_tensors
+from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit

@@ -22,7 +22,8 @@ import pytest
 from filelock import FileLock
 from torch import distributed
 
-from lightning_memsave.callbacks import _arguments, _settings
+from lightning_memsave.callbacks import arguments as _arguments
+from lightning_memsave.callbacks import settings as _settings
 
 Notes = dict[str, Any]
 Report = Callable[[str], list[Notes]]

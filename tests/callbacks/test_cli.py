@@ -13,7 +13,7 @@ from lightning_memsave import (
     LowBitOptimizer,
     MemSaveCallback,
 )
-from lightning_memsave.core.batches import split_samples
+from lightning_memsave.core.nested import split_samples
 
 # lightning 2.6.6 calls jsonargparse 4.53 by names of older releases.
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning:lightning.pytorch.cli")
@@ -68,7 +68,7 @@ def from_flags(*flags: str) -> MemSaveCallback:
         ("eval_micro_batch_size=2", 2),
         ("loss_weight=tokens_shifted", "tokens_shifted"),
         ("split_batch=null", None),
-        ("split_batch=lightning_memsave.core.batches.split_samples", split_samples),
+        ("split_batch=lightning_memsave.core.nested.split_samples", split_samples),
         ("accumulate_grad_batches=4", 4),
         ("accumulate_grad_batches=null", None),
         ("chunked_cross_entropy=true", True),

@@ -15,14 +15,14 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks._configure_optimizers import (
+from lightning_memsave.callbacks.optimizers import (
+    OptimizerTechnique,
     enable,
     load_optimizer_state_dict,
 )
-from lightning_memsave.callbacks._optimizer_techniques import OptimizerTechnique
 from lightning_memsave.core.patching import patch_method
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from tests.callbacks.lit import make_lit, make_trainer
 
 PACKAGES = [lightning.pytorch, pytorch_lightning]

@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks import _settings
+from lightning_memsave.callbacks import settings as _settings
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
 
@@ -210,7 +210,7 @@ class TestResume:
 
 def test_the_report_names_the_device_of_the_run(monkeypatch):
     """Not a GPU that the machine has and the run has not used, nor makes a context on it."""
-    from lightning_memsave.callbacks import _report
+    from lightning_memsave.callbacks import report as _report
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked: list[Any] = []

@@ -18,15 +18,15 @@ from rich.console import Console
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave.callbacks import _memory_probes
-from lightning_memsave.callbacks._memory_probes import CudaProbe
-from lightning_memsave.callbacks._memory_summary import MemorySummary, print_summary
-from lightning_memsave.callbacks._ranks import reduce_over_ranks
+from lightning_memsave.callbacks import memory_probes as _memory_probes
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, batch_size_of
+from lightning_memsave.callbacks.memory_probes import CudaProbe
+from lightning_memsave.callbacks.memory_summary import MemorySummary, print_summary
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.units import GIB
 
 NUM_SAMPLES, BATCH_SIZE = 40, 4

@@ -17,8 +17,10 @@ from torch import nn
 
 from lightning_memsave import GPUMemoryMonitor, MemSaveCallback
 from lightning_memsave.errors import IncompatibleError, MemsaveWarning
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from tests.callbacks.lit import PACKAGES, Trace, assert_same, fit, loader, make_lit, make_trainer
 from tests.cases import MODELS, Model
 from tests.helpers import snapshot
@@ -206,7 +208,7 @@ class TestNothingSilent:
 
         from rich.console import Console
 
-        from lightning_memsave.callbacks import _report
+        from lightning_memsave.callbacks import report as _report
 
         callback = MemSaveCallback(monitor=False)
         fit(make_lit(), callback)
@@ -221,7 +223,7 @@ class TestNothingSilent:
 
         from rich.console import Console
 
-        from lightning_memsave.callbacks import _report
+        from lightning_memsave.callbacks import report as _report
         from lightning_memsave.core.technique import Row
 
         file = io.StringIO()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback, PeakMemory
-from lightning_memsave.callbacks import _micro_batching
+from lightning_memsave.callbacks import micro_batching as _micro_batching
 from lightning_memsave.errors import (
     ConfigurationError,
     ExactnessWarning,
@@ -28,9 +28,9 @@ from lightning_memsave.errors import (
     MemsaveWarning,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques._micro_batches.training_state import TrainingState
-from lightning_memsave.techniques._optimizers.memory import allocate_state
-from lightning_memsave.techniques.micro_batching import MicroBatching
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.techniques.optimizer_tools import allocate_state
 from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, loader, make_lit, make_trainer
 from tests.cases import MODELS, WIDTH
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt

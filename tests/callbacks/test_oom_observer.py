@@ -13,10 +13,11 @@ import torch
 from jsonargparse import ArgumentParser
 from torch import nn
 
-from lightning_memsave.callbacks import _oom_facts, oom_observer
-from lightning_memsave.callbacks._oom_report import OutOfMemoryReport
+from lightning_memsave.callbacks import oom_observer
+from lightning_memsave.callbacks import oom_report as _oom_facts
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
+from lightning_memsave.callbacks.oom_report import OutOfMemoryReport
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, MemsaveWarning
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.nvml import NvmlReading
@@ -24,8 +25,8 @@ from lightning_memsave.units import GIB
 from tests import out_of_memory
 from tests.callbacks.lit import make_lit, make_trainer
 from tests.cases import WIDTH, make_model
+from tests.explain import oom_messages
 from tests.out_of_memory import OutOfMemoryAt
-from tests.planning import oom_messages
 
 MESSAGE = oom_messages.FRAGMENTED.partition(": ")[2]
 TEXT, JSON = Path("memsave_oom.txt"), Path("memsave_oom.json")

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from lightning_memsave.callbacks._memory_summary import MemorySummary
+from lightning_memsave.callbacks.memory_summary import MemorySummary
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.memory import MemoryBreakdown
-from lightning_memsave.planning.fake_models import fake_tensors
+from lightning_memsave.prediction.fake.tensors import fake_tensors
 from tests.callbacks.lit import make_lit, make_trainer
 from tests.callbacks.test_run_prediction import fit, lit_with, measured_and_predicted, wide
 from tests.cases import WIDTH, Block

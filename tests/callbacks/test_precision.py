@@ -4,11 +4,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memsave import MemSaveCallback, host
-from lightning_memsave.callbacks import _precision
-from lightning_memsave.callbacks._precision import TrainerPrecision
-from lightning_memsave.callbacks._weight_precision import WeightPrecision
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.callbacks import precision as _precision
+from lightning_memsave.callbacks.low_precision_weights import WeightPrecision
+from lightning_memsave.callbacks.precision import TrainerPrecision
 from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.trainer.trainer import check_host, package_of
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
 
 
@@ -250,9 +251,9 @@ def test_tf32_beside_torchs_new_setting():
 
 def test_host_says_which_private_names_are_missing():
     trainer = make_trainer()
-    assert host.check_host(trainer) == []
+    assert check_host(trainer) == []
     del trainer.fit_loop.epoch_loop.automatic_optimization
-    problems = host.check_host(trainer)
+    problems = check_host(trainer)
     assert [p.what for p in problems] == [
         "`Trainer.fit_loop.epoch_loop.automatic_optimization._make_closure`"
     ]
@@ -261,4 +262,4 @@ def test_host_says_which_private_names_are_missing():
 
 def test_host_refuses_what_is_no_trainer():
     with pytest.raises(TypeError, match="no Trainer or LightningModule of lightning"):
-        host.package_of(object())
+        package_of(object())

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
-from lightning_memsave.callbacks._run_prediction import in_force
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.run_prediction import in_force
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError
@@ -656,7 +656,7 @@ class TestSummary:
             time.sleep(0.5)
             raise ValueError("no")
 
-        monkeypatch.setattr("lightning_memsave.callbacks._run_prediction.predict", slow)
+        monkeypatch.setattr("lightning_memsave.callbacks.run_prediction.predict", slow)
         start = time.perf_counter()
         fit(make_lit(), callback := MemSaveCallback(optimizer=None), max_steps=1)
         of_everything = time.perf_counter() - start

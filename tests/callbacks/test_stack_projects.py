@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_memsave import MemSaveCallback, host
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import make_lit, make_trainer, rows_of
 
 STACKS = ("classic", "bitwise", "single_gpu")
@@ -175,7 +176,7 @@ class Projected(nn.Module):
 
 
 def scaler() -> dict[str, Any]:
-    return {"plugins": [host.half_precision_on_cpu(pl)]}
+    return {"plugins": [half_precision_on_cpu(pl)]}
 
 
 BY_HAND = "automatic_optimization=False"
@@ -311,7 +312,7 @@ def test_no_project_is_refused(name, stack):
 
 def _has(callback: MemSaveCallback, part: str) -> bool:
     """Say whether the stack would do it."""
-    from lightning_memsave.callbacks._stacks import STACKS
+    from lightning_memsave.techniques.registry import STACKS
 
     return STACKS[callback.arguments["stack"]].get(part) is not None
 

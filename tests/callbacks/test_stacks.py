@@ -11,15 +11,18 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave import MemSaveCallback, host
-from lightning_memsave.callbacks._backward_updates import BackwardUpdates
-from lightning_memsave.callbacks._module_techniques import LossWithoutLogits
-from lightning_memsave.callbacks._stacks import STACKS
-from lightning_memsave.callbacks._weight_precision import WeightPrecision
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.callbacks.low_precision_weights import WeightPrecision
+from lightning_memsave.callbacks.module_techniques import LossWithoutLogits
+from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.registry import STACKS
+from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import PACKAGES, assert_same, fit, loader, make_lit, make_trainer, rows_of
 from tests.cases import MODELS
 from tests.helpers import snapshot
@@ -258,7 +261,7 @@ class TestOptimizerInBackward:
         assert rows_of(callback)["optimizer_in_backward"].status == "on"
 
     def test_a_gradient_scaler_of_the_trainer_is_refused(self, package):
-        plugins = [host.half_precision_on_cpu(package)]
+        plugins = [half_precision_on_cpu(package)]
         with pytest.raises(IncompatibleError, match=r'Use `precision="bf16-mixed"`, or set'):
             fit(
                 make_lit(package),
@@ -273,7 +276,7 @@ class TestOptimizerInBackward:
         trainer = make_trainer(LIGHTNING, callback)
         setting = callback._settings.find(BackwardUpdates)
         assert setting.check(trainer, make_lit()) == []
-        trainer.strategy.precision_plugin = host.half_precision_on_cpu(LIGHTNING)
+        trainer.strategy.precision_plugin = half_precision_on_cpu(LIGHTNING)
         with pytest.raises(IncompatibleError, match="parameters are updated already"):
             setting.apply(trainer, make_lit())
 
@@ -292,7 +295,7 @@ class TestOptimizerInBackward:
 
     def test_in_a_stack_it_yields_to_a_scaler(self, package):
         callback = MemSaveCallback(stack="bitwise", monitor=False, predict=False, report=False)
-        plugins = [host.half_precision_on_cpu(package)]
+        plugins = [half_precision_on_cpu(package)]
         fit(make_lit(package), callback, package=package, plugins=plugins)
         row = rows_of(callback)["optimizer_in_backward"]
         assert row.status == "off"

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import MemSaveCallback, host
+from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import PACKAGES, fit, loader, make_lit, make_trainer
 from tests.cases import make_batch, make_model
 from tests.helpers import snapshot
@@ -203,7 +204,7 @@ class TestMessages:
         ("settings", "trainer"),
         [
             ({}, {"precision": "bf16-true"}),
-            ({}, {"plugins": [host.half_precision_on_cpu(LIGHTNING)]}),
+            ({}, {"plugins": [half_precision_on_cpu(LIGHTNING)]}),
             ({"precision": None}, {}),
         ],
         ids=["bf16-true", "plugin", "none"],

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from lightning_memsave.cli.main import main
-from lightning_memsave.techniques._optimizers.state_checks import NESTED
-from lightning_memsave.techniques._weights.rounded_updates import COMPENSATION, SEED
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import NESTED
+from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
+    COMPENSATION,
+    SEED,
+)
 from tests.cli.shell import message_of
 
 

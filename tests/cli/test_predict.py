@@ -11,10 +11,11 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave.analysis.explain import explain_memory
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.analysis.targets import load_target, make_batch_spec
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.main import main
-from lightning_memsave.planning.prediction import MemoryPrediction
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.targets.find import load_target
+from lightning_memsave.targets.target import make_batch_spec
 from tests.cli.shell import BATCH, json_of, message_of, run_process, write_project
 
 

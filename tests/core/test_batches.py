@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import MaskedLMOutput
 
-from lightning_memsave.core.batches import count_samples, merge_outputs, split_samples
+from lightning_memsave.core.nested import count_samples, merge_outputs, split_samples
 from lightning_memsave.errors import IncompatibleError
 
 Point = namedtuple("Point", "x y")

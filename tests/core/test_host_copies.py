@@ -1,6 +1,6 @@
 import pytest
 
-from lightning_memsave.core.host_copies import host_copies, is_host_copy
+from lightning_memsave.core.memory import host_copies, is_host_copy
 
 
 def test_inside_and_outside():

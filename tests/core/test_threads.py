@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave import host
 from lightning_memsave.measure.storages import on_storage_resize
-from lightning_memsave.planning.fake_building import buildable
-from lightning_memsave.techniques._logits.numbers_after_all import compute_kept_logits
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
-from lightning_memsave.techniques.micro_batching import check_repeatable
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.prediction.fake.tensors import buildable
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
+    compute_kept_logits,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.micro_batching.technique import check_repeatable
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.trainer.nested_fit import quiet
 
 
 @contextlib.contextmanager
@@ -48,7 +50,7 @@ def replaced() -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("context", [host.quiet, building, hearing_of_sizes])
+@pytest.mark.parametrize("context", [quiet, building, hearing_of_sizes])
 def test_the_first_to_come_may_be_the_first_to_go(context):
     before = replaced()
     has_entered, may_leave = threading.Event(), threading.Event()

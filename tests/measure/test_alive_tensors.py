@@ -6,7 +6,9 @@ from torch import nn
 
 from lightning_memsave.measure.alive_tensors import find_alive_tensors
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
 from tests.cases import WIDTH, make_model
 from tests.out_of_memory import OutOfMemoryAt
 

@@ -2,8 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.measure.allocator import AllocatorReading, read_allocator
-from lightning_memsave.measure.host_memory import read_host_memory
+from lightning_memsave.measure.allocator import AllocatorReading, read_allocator, read_host_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.peak import PeakMemory
 

@@ -8,7 +8,12 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 from torchmetrics.text import Perplexity
 
-from lightning_memsave.modules._metrics import LossPerplexity, WeightedMean, accuracy, num_targets
+from lightning_memsave.modules.steps import (
+    LossPerplexity,
+    WeightedMean,
+    accuracy,
+    num_targets,
+)
 from tests.callbacks.lit import PACKAGES, make_trainer
 from tests.modules.tiny import CONFIGS, ONLY_CHECKPOINTING, VOCAB, loader, make_lit
 

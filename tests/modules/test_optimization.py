@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_memsave import IncompatibleError
-from lightning_memsave.modules._optimization import make_scheduler, weight_decay_groups
+from lightning_memsave.modules.steps import make_scheduler, weight_decay_groups
 from tests.callbacks.lit import PACKAGES, make_trainer
 from tests.modules.tiny import CONFIGS, loader, make_lit
 

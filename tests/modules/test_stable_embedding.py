@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForMaskedLM, BertConfig, Gemma3TextConfig
 
 from lightning_memsave import ConfigurationError, find_blocks
-from lightning_memsave.modules._stable_embedding import StableEmbedding
+from lightning_memsave.modules.hugging_face import StableEmbedding
 from lightning_memsave.modules.lightning_pytorch import CheckpointedTransformer
 from tests.modules.tiny import CONFIGS, SIZES, batch_of, fit, make_lit, predict
 

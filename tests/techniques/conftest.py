@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_memsave.techniques._logits.product import Product
+from lightning_memsave.techniques.chunked_cross_entropy.products import Product
 
 
 @pytest.fixture

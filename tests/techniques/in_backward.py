@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.techniques.optimizer_in_backward import (
+from lightning_memsave.techniques.optimizer_in_backward.technique import (
     InBackwardHandle,
     OptimizerInBackward,
 )

@@ -23,7 +23,9 @@ from lightning_memsave.errors import (
     IncompatibleError,
     NoEffectWarning,
 )
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
 from tests.cases import WIDTH, Block, Model, make_batch, make_model
 from tests.helpers import assert_bitwise_equal, saved_bytes, snapshot, train
 

@@ -28,7 +28,7 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from lightning_memsave.callbacks._module_techniques import FusedAttention
+from lightning_memsave.callbacks.module_techniques import FusedAttention
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -36,10 +36,12 @@ from lightning_memsave.errors import (
     NoEffectWarning,
 )
 from lightning_memsave.measure.peak import PeakMemory
-from lightning_memsave.planning.cuda_kernels import cuda_kernels
-from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.attention_kernel import AttentionKernel
+from lightning_memsave.prediction.cuda.kernels import cuda_kernels
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from tests.helpers import snapshot
 
 EAGER: dict[str, Any] = {"attn_implementation": "eager"}
@@ -572,7 +574,7 @@ class TestPaddingOnTheLeft:
 
 class TestChunked:
     def test_is_sdpa_for_all_samples(self, monkeypatch):
-        monkeypatch.setattr("lightning_memsave.techniques._attention.chunked._SCORE_BYTES", 1)
+        monkeypatch.setattr("lightning_memsave.techniques.attention_kernel.chunked._SCORE_BYTES", 1)
         model = bert().train()
         ids = torch.randint(0, 50, (5, 12))
         mask = torch.ones_like(ids)
@@ -588,7 +590,7 @@ class TestChunked:
             assert torch.allclose(one, other, rtol=1e-5, atol=1e-7)
 
     def test_needs_less_where_torch_has_no_kernel_for_dropout(self, monkeypatch):
-        monkeypatch.setattr("lightning_memsave.techniques._attention.chunked._SCORE_BYTES", 1)
+        monkeypatch.setattr("lightning_memsave.techniques.attention_kernel.chunked._SCORE_BYTES", 1)
         config = BertConfig(**(BERT | {"attention_probs_dropout_prob": 0.1}))
         model = BertForMaskedLM(config).train()
         ids = torch.randint(0, 50, (8, 128))

@@ -12,10 +12,14 @@ from torch.nn import functional
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques._logits.deferred import DeferredLogits
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
+    DeferredLogits,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from tests.helpers import snapshot
 
 WIDTH, WORDS, LENGTH = 32, 1500, 64

@@ -12,8 +12,8 @@ from torch import distributed as dist
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_memsave.techniques._logits.product import Product
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from lightning_memsave.techniques.chunked_cross_entropy.products import Product
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from tests.callbacks.ranks import Notes, Report, make_report
 
 WIDTH, WORDS = 16, 1200

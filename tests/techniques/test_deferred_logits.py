@@ -13,9 +13,13 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques._logits.deferred import DeferredLogits
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.chunked_cross_entropy import ChunkedCrossEntropy
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
+    DeferredLogits,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 
 # What is said when logits are needed is tested in `test_logits_needed.py`.
 pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from transformers.activations import FastGELUActivation, NewGELUActivation
 
-from lightning_memsave.planning.cuda_kernels import cuda_kernels
-from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.prediction.cuda.kernels import cuda_kernels
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 
 LAYERS: dict[str, Any] = {
     "LayerNorm": lambda: nn.LayerNorm(64),

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
 from tests.helpers import assert_bitwise_equal, seed_all, train
 from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny
 from tests.techniques.hugging_face_inputs import make_inputs

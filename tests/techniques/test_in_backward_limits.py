@@ -17,11 +17,13 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques._updates.held_gradients import HeldGradients
-from lightning_memsave.techniques.activation_checkpointing import ActivationCheckpointing
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import MODELS, make_batch, make_model
 from tests.techniques.in_backward import adamw, apply, assert_same, loops, step
 
@@ -108,7 +110,9 @@ def test_check_copies_no_weights():
 
 @pytest.mark.parametrize("name", ["LAMB", "LARS", "AdEMAMix", "Adagrad8bit", "RMSprop8bit"])
 def test_takes_optimizers_of_bitsandbytes(name):
-    from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import import_bitsandbytes
+    from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+        import_bitsandbytes,
+    )
 
     settings: Any = {"momentum": 0.9} if name == "LARS" else {}
     make = getattr(import_bitsandbytes("test").optim, name)
@@ -359,7 +363,9 @@ def test_torch_sees_a_weight_that_is_read_again_after_its_update():
 
 
 def test_overrides_of_bitsandbytes_are_kept():
-    from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import import_bitsandbytes
+    from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+        import_bitsandbytes,
+    )
 
     bnb = import_bitsandbytes("test")
     manager = bnb.optim.GlobalOptimManager.get_instance()

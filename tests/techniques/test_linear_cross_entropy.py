@@ -10,8 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques._logits.linear_cross_entropy import linear_cross_entropy
-from lightning_memsave.techniques._logits.operands import Call, LossSettings, Operands
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
+    Call,
+    LossSettings,
+    Operands,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 
 ROWS, WIDTH, CLASSES = 150, 24, 67
 EPSILON = {torch.float32: 2e-7, torch.float64: 1e-15, torch.bfloat16: 1e-3, torch.float16: 1e-4}

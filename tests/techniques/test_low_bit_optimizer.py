@@ -16,14 +16,13 @@ from lightning_memsave.errors import (
     MissingDependencyError,
     NoEffectWarning,
 )
-from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
     find_changed_names,
     find_obstacle,
 )
-from lightning_memsave.techniques._optimizers.kinds import KINDS
-from lightning_memsave.techniques._optimizers.low_bit_settings import NAMES
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KINDS
+from lightning_memsave.techniques.low_bit_optimizer.technique import NAMES, LowBitOptimizer
 
 
 def needs_cuda(test):
@@ -173,8 +172,10 @@ def test_change_names_the_exact_bytes_before_and_after(name):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [n for n in NAMES if n.endswith("_8bit") and n[:5] != "paged"])
 def test_bytes_are_counted_to_the_byte(name, dtype):
-    from lightning_memsave.techniques._optimizers.kinds import KIND_BY_WORD
-    from lightning_memsave.techniques._optimizers.state_precision import low_bit_state_bytes
+    from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD
+    from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
+        low_bit_state_bytes,
+    )
 
     model = nn.Sequential(nn.Linear(70, 65), nn.Linear(65, 3)).to(dtype)  # not whole blocks of 256
     adamw = optim.AdamW(model.parameters())
@@ -542,7 +543,9 @@ def test_paged_state_is_paged_again_after_a_load():
 
 
 def test_the_path_for_kernels_that_cuda_lacks_computes_the_same(monkeypatch):
-    from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import _PerParameterBits
+    from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+        _PerParameterBits,
+    )
 
     expected, _, _ = train(CONVERTED["sgd"], in_32bit, dtype=torch.bfloat16)
     monkeypatch.setattr(_PerParameterBits, "_lacks_kernel", lambda self, p: True)
@@ -681,8 +684,8 @@ def test_a_cuda_library_that_does_not_load_is_an_obstacle_on_cuda(monkeypatch):
 
 def test_import_does_not_import_bitsandbytes():
     code = (
-        "import sys, lightning_memsave.techniques.low_bit_optimizer as m; m.LowBitOptimizer(); "
-        "import lightning_memsave.techniques._optimizers.state; "
+        "import sys, lightning_memsave as m; m.LowBitOptimizer(); "
+        "import lightning_memsave.techniques.low_bit_optimizer.state; "
         "sys.exit('bitsandbytes' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

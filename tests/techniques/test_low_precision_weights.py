@@ -17,17 +17,21 @@ from torch.optim import Optimizer
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.peak import PeakMemory
-from lightning_memsave.planning.fake_models import fake_tensors
-from lightning_memsave.techniques._optimizers.memory import allocate_state
-from lightning_memsave.techniques._weights import (
-    gradient_sums,
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import (
+    bf16_layers as gradient_sums,
+)
+from lightning_memsave.techniques.low_precision_weights import (
     rounded_updates,
     tiled_steps,
 )
-from lightning_memsave.techniques._weights import rounding as rounding_functions
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.techniques.low_precision_weights import (
+    rounded_updates as rounding_functions,
+)
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.optimizer_tools import allocate_state
 from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import snapshot
 

@@ -17,14 +17,14 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemoryExhaustedError
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques._micro_batches.loss_weights import (
+from lightning_memsave.techniques.micro_batching.loss_weights import (
     guess,
     read_weights,
     weightings_of,
 )
-from lightning_memsave.techniques._micro_batches.training_state import TrainingState
-from lightning_memsave.techniques.micro_batching import MicroBatching
-from lightning_memsave.techniques.optimizer_in_backward import OptimizerInBackward
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
 

@@ -5,10 +5,12 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
-from lightning_memsave.techniques._optimizers.checkpoint import convert_optimizer_states
-from lightning_memsave.techniques._optimizers.state import convert_state_dict
-from lightning_memsave.techniques._optimizers.state_checks import flat_state
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_bit_optimizer.checkpoint import (
+    convert_optimizer_states,
+)
+from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import flat_state
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 
 MAKE = {
     "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),

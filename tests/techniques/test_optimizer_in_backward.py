@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques._updates.gradient_updates import IN_BACKWARD
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.optimizer_in_backward.updates import IN_BACKWARD
 from tests.cases import MODELS, make_batch, make_model
 from tests.techniques.in_backward import (
     WIDTH,
@@ -31,7 +31,7 @@ def test_trains_bitwise_the_same(name):
 
 def bitsandbytes_optimizer(name: str, **settings: Any) -> MakeOptimizer:
     def make(params: Any) -> Optimizer:
-        from lightning_memsave.techniques._optimizers.bitsandbytes_optimizers import (
+        from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
             import_bitsandbytes,
         )
 

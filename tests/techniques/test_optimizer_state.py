@@ -6,9 +6,9 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques._optimizers.state import convert_state_dict
-from lightning_memsave.techniques.low_bit_optimizer import LowBitOptimizer
-from lightning_memsave.techniques.low_precision_weights import LowPrecisionWeights
+from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 
 FAMILIES = {
     "adamw": lambda m: optim.AdamW(m.parameters(), lr=3e-3),

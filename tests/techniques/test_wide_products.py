@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_memsave.techniques._logits import wide_products
-from lightning_memsave.techniques._logits.wide_products import find_product
+from lightning_memsave.techniques.chunked_cross_entropy import wide_products
+from lightning_memsave.techniques.chunked_cross_entropy.wide_products import find_product
 
 BF16, WIDE = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")

@@ -1,0 +1,392 @@
+"""Arguments of ``MemSaveCallback``: checked all at once, and turned into settings."""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lightning_memsave.callbacks.accumulation import Accumulation
+from lightning_memsave.callbacks.argument_values import (
+    Arguments,
+    as_given,
+    exactness_limit,
+    is_asked,
+    read_flag,
+    refuse_technique,
+    why_beyond,
+)
+from lightning_memsave.callbacks.early_release import EarlyReleases
+from lightning_memsave.callbacks.evaluation import EvaluationMicroBatches
+from lightning_memsave.callbacks.low_precision_weights import WeightPrecision
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
+from lightning_memsave.callbacks.micro_batching import MicroBatches
+from lightning_memsave.callbacks.module_techniques import (
+    Checkpointing,
+    FusedAttention,
+    LossWithoutLogits,
+    ModuleTechnique,
+)
+from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
+from lightning_memsave.callbacks.optimizers import OptimizerTechnique
+from lightning_memsave.callbacks.precision import TrainerPrecision, full_name
+from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
+from lightning_memsave.callbacks.settings import Setting, Settings, Stack, TensorFloat32
+from lightning_memsave.core.technique import Exactness, Technique
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.technique import (
+    ROUNDINGS,
+    LowPrecisionWeights,
+)
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.registry import with_stack
+
+_BF16 = "bf16-mixed"
+
+
+def _attention(arguments: Arguments) -> Setting:
+    wanted = arguments["attention"]
+    technique = wanted
+    if isinstance(wanted, str):
+        technique = AttentionKernel(wanted)
+    elif wanted is not None:
+        _refuse_other("attention", wanted, AttentionKernel, '"sdpa"')
+    value = "None" if technique is None else repr(technique.kernel)
+    return _module_technique("attention", arguments, technique, value, FusedAttention)
+
+
+def _chunked_cross_entropy(arguments: Arguments) -> Setting:
+    name, wanted = "chunked_cross_entropy", arguments["chunked_cross_entropy"]
+    technique = wanted
+    if wanted is True:
+        technique = ChunkedCrossEntropy()
+    elif wanted is False:
+        technique = None
+    elif type(wanted) is int and wanted > 0:
+        technique = ChunkedCrossEntropy(chunk_size=wanted)
+    elif wanted is not None:
+        _refuse_other(name, wanted, ChunkedCrossEntropy, f"True`, `{name}=512")
+    return _module_technique(name, arguments, technique, _short(wanted), LossWithoutLogits)
+
+
+def _activation_checkpointing(arguments: Arguments) -> Setting:
+    name = "activation_checkpointing"
+    wanted, blocks = arguments[name], arguments["blocks"]
+    if wanted is None or isinstance(wanted, ActivationCheckpointing):
+        if blocks is not None:
+            raise ConfigurationError(
+                f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
+                f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."
+            )
+        technique = wanted
+    else:
+        refuse_technique(name, wanted, ActivationCheckpointing)
+        technique = ActivationCheckpointing(wanted, blocks=blocks)
+    value = "None" if technique is None else repr(technique.which)
+    own = is_asked(arguments, name) or blocks is not None
+    return Checkpointing(name, technique, value, own)
+
+
+def _early_release(arguments: Arguments) -> Setting:
+    name, wanted = "early_release", arguments["early_release"]
+    if wanted is not None and not isinstance(wanted, bool):
+        raise ConfigurationError(
+            f"`{name}={wanted!r}` is not a valid value. Use `{name}=True`, or `None`."
+        )
+    return EarlyReleases(wanted is True, is_asked(arguments, name))
+
+
+def _optimizer(arguments: Arguments) -> Setting:
+    wanted = arguments["optimizer"]
+    details = {
+        name: arguments[name]
+        for name in ("optimizer_kwargs", "keep_32bit", "force_8bit")
+        if arguments[name]
+    }
+    if wanted is None or isinstance(wanted, LowBitOptimizer):
+        if details:
+            raise ConfigurationError(
+                f"{', '.join(f'`{name}`' for name in details)} is not used with "
+                f"{as_given(arguments, 'optimizer')}. Pass `optimizer=LowBitOptimizer(...)` with "
+                'them, or use `optimizer="8bit"`.'
+            )
+        technique = wanted
+    else:
+        refuse_technique("optimizer", wanted, LowBitOptimizer)
+        technique = LowBitOptimizer(wanted, **details)
+    value = "None" if technique is None else repr(technique.optimizer)
+    if technique and (why := why_beyond(arguments, "optimizer", technique.exactness)):
+        return OptimizerTechnique(None, "None", is_asked=False, off_reason=why)
+    return OptimizerTechnique(technique, value, is_asked(arguments, "optimizer"))
+
+
+def _low_precision_weights(arguments: Arguments) -> Setting:
+    name, wanted = "low_precision_weights", arguments["low_precision_weights"]
+    is_rounding = isinstance(wanted, str) and wanted in ROUNDINGS
+    technique = LowPrecisionWeights(wanted) if is_rounding else wanted
+    own = is_asked(arguments, name)
+
+    def off(why: str = "") -> WeightPrecision:
+        return WeightPrecision(None, "None", brings_precision=False, is_asked=own, off_reason=why)
+
+    if technique is None:
+        return off()
+    _refuse_other(name, technique, LowPrecisionWeights, f'"stochastic"`, `{name}="kahan"')
+    if why := why_beyond(arguments, name, technique.exactness):
+        return off(why)
+    precision = arguments["precision"]
+    brings = precision == "auto" or (precision is not None and full_name(precision) == _BF16)
+    what = as_given(arguments, name)
+    if not brings and precision is not None and not own:
+        return off(f"it computes in {_BF16}, and `precision={precision!r}` was given")
+    if not brings and precision is not None:
+        raise ConfigurationError(
+            f"{what} computes in bfloat16 and does not go with "
+            f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{name}=None`."
+        )
+    return WeightPrecision(
+        technique, repr(technique.rounding), brings_precision=brings, written=what, is_asked=own
+    )
+
+
+def _optimizer_in_backward(arguments: Arguments) -> Setting:
+    name, wanted = "optimizer_in_backward", arguments["optimizer_in_backward"]
+    technique = OptimizerInBackward() if wanted is True else wanted
+    if wanted is False:
+        technique = None
+    if technique is not None:
+        _refuse_other(name, technique, OptimizerInBackward, "True")
+        why_beyond(arguments, name, technique.exactness)
+    parts = arguments["micro_batch_size"]
+    return BackwardUpdates(
+        technique,
+        _short(wanted),
+        is_asked=is_asked(arguments, name),
+        halves_batches=getattr(parts, "micro_batch_size", parts) == "auto",
+    )
+
+
+def _module_technique(
+    name: str,
+    arguments: Arguments,
+    technique: Any,
+    value: str,
+    kind: type[ModuleTechnique] = ModuleTechnique,
+) -> ModuleTechnique:
+    own = is_asked(arguments, name)
+    if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
+        return kind(name, None, "None", own, why)
+    return kind(name, technique, value, own)
+
+
+def _refuse_other(name: str, value: object, expected: type[Technique[Any]], choices: str) -> None:
+    if not isinstance(value, expected):
+        raise ConfigurationError(
+            f"`{name}={value!r}` is not a choice. Use `{name}={choices}`, "
+            f"`{name}={expected.__name__}(...)`, or `None`."
+        )
+
+
+def _short(value: object) -> str:
+    return "None" if value is None or value is False else repr(value)
+
+
+TECHNIQUE_MAKERS = (
+    _attention,
+    _chunked_cross_entropy,
+    _activation_checkpointing,
+    _early_release,
+    # In the order in which optimizers pass through them.
+    _optimizer,
+    _low_precision_weights,
+    _optimizer_in_backward,
+)
+"""In the order in which their settings are applied."""
+
+
+def _precision(arguments: Arguments) -> Setting:
+    wanted, own = arguments["precision"], is_asked(arguments, "precision")
+    if wanted is None:
+        return TrainerPrecision(None, is_asked=own)
+    has_weights = arguments["low_precision_weights"] is not None
+    if wanted == "auto" and has_weights:
+        wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
+    if wanted != "auto":
+        wanted = full_name(wanted)
+    # "32-true" is what Lightning does by itself; it cannot be told from no choice.
+    exactness = Exactness.BITWISE if wanted == "32-true" else Exactness.APPROXIMATE
+    if why := why_beyond(arguments, "precision", exactness):
+        return TrainerPrecision(None, is_asked=False, off_reason=why)
+    return TrainerPrecision(
+        wanted,
+        written=as_given({**arguments, "precision": wanted}, "precision"),
+        is_for_weights=has_weights,
+        is_asked=own or (has_weights and is_asked(arguments, "low_precision_weights")),
+    )
+
+
+def _tf32(arguments: Arguments) -> Setting:
+    wanted = read_flag(arguments, "tf32", (True, False, None))
+    if wanted:
+        why_beyond(arguments, "tf32", Exactness.APPROXIMATE)
+    return TensorFloat32(wanted)
+
+
+def _accumulation(arguments: Arguments) -> Setting:
+    wanted = arguments["accumulate_grad_batches"]
+    if wanted is not None and (type(wanted) is not int or wanted < 1):
+        raise ConfigurationError(
+            f"`accumulate_grad_batches={wanted!r}` is not a number of batches: it must be a whole "
+            "number of at least 1. Use `accumulate_grad_batches=4` for a step every four batches, "
+            "or `None` to leave it to the Trainer."
+        )
+    if wanted is not None and wanted > 1:
+        why_beyond(arguments, "accumulate_grad_batches", Exactness.ROUNDING)
+    return Accumulation(wanted)
+
+
+def _micro_batches(arguments: Arguments) -> Setting:
+    technique, why = _micro_batching(arguments, "micro_batch_size")
+    value = "None" if technique is None or why else repr(technique.micro_batch_size)
+    return MicroBatches(
+        None if why else technique,
+        value,
+        not why and is_asked(arguments, "micro_batch_size"),
+        off_reason=why,
+        limit=exactness_limit(arguments),
+    )
+
+
+def _evaluation_micro_batches(arguments: Arguments) -> Setting:
+    technique, why = _micro_batching(arguments, "eval_micro_batch_size")
+    is_own = is_asked(arguments, "eval_micro_batch_size")
+    return EvaluationMicroBatches(None if why else technique, is_own, off_reason=why)
+
+
+def _micro_batching(arguments: Arguments, name: str) -> tuple[MicroBatching | None, str]:
+    """Read one of the two sizes, and why the limit switches it off."""
+    wanted, details = arguments[name], _micro_batch_details(arguments)
+    if isinstance(wanted, MicroBatching) and details:
+        raise ConfigurationError(
+            f"{', '.join(f'`{name}`' for name in details)} is not used with "
+            f"`{name}={wanted!r}`. Pass `MicroBatching(...)` with it."
+        )
+    if wanted is None:
+        MicroBatching(**details)  # refuses what is wrong with them
+        return None, ""
+    technique = wanted
+    if not isinstance(wanted, MicroBatching):
+        refuse_technique(name, wanted, MicroBatching)
+        try:
+            technique = MicroBatching(wanted, **details)
+        except ConfigurationError as error:
+            message = str(error).replace("`micro_batch_size=", f"`{name}=")
+            raise ConfigurationError(message) from None
+    return technique, why_beyond(arguments, name, technique.exactness)
+
+
+def _micro_batch_details(arguments: Arguments) -> dict[str, Any]:
+    defaults = {"loss_weight": "auto", "split_batch": None}
+    return {n: arguments[n] for n, default in defaults.items() if arguments[n] != default}
+
+
+TRAINER_MAKERS = (
+    _precision,
+    _tf32,
+    _accumulation,
+    _micro_batches,
+    _evaluation_micro_batches,
+)
+"""In the order in which their settings are applied."""
+
+
+T = TypeVar("T")
+
+
+def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemoryMonitor | None]:
+    """Check every argument and make what the callback works with.
+
+    Args:
+        owner: Name of the class whose arguments they are, for the message.
+        arguments: All arguments of ``MemSaveCallback`` by name.
+
+    Returns:
+        The settings and the monitor.
+
+    Raises:
+        ConfigurationError: If any argument is wrong; the message lists every problem.
+    """
+    problems: list[Problem | str] = []
+    try:
+        arguments = with_stack(arguments)
+    except ConfigurationError as error:
+        problems.append(str(error))
+        arguments = with_stack({**arguments, "stack": None})
+
+    def attempt(make: Callable[[Arguments], T]) -> T | None:
+        try:
+            return make(arguments)
+        except ConfigurationError as error:
+            problems.extend(error.problems or [str(error)])
+            return None
+
+    attempt(exactness_limit)
+    settings = [attempt(make) for make in (*TRAINER_MAKERS, *TECHNIQUE_MAKERS)]
+    monitor = attempt(_monitor)
+    attempt(_report)
+    attempt(_prediction)
+    if problems:
+        failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
+        raise failure
+    found = [setting for setting in settings if setting is not None]
+    stack = Stack(arguments)
+    made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
+    made.find(MicroBatches).weights = made.find(WeightPrecision)
+    return made, monitor
+
+
+def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:
+    wanted = arguments["monitor"]
+    if isinstance(wanted, GPUMemoryMonitor):
+        return wanted
+    if isinstance(wanted, bool):
+        return GPUMemoryMonitor() if wanted else None
+    raise ConfigurationError(
+        f"`monitor={wanted!r}` is neither True, False nor a monitor. Use "
+        "`monitor=GPUMemoryMonitor(every_n_steps=10)` for settings of its own."
+    )
+
+
+def _report(arguments: Arguments) -> bool:
+    return bool(read_flag(arguments, "report", (True, False)))
+
+
+def _prediction(arguments: Arguments) -> float | None:
+    return time_limit(arguments["predict"])
+
+
+def time_limit(predict: object) -> float | None:
+    """Read how long a prediction may take.
+
+    Args:
+        predict: True, False or a number of seconds.
+
+    Returns:
+        Seconds; ``None`` if there shall be no prediction.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if isinstance(predict, bool):
+        return TIME_LIMIT_S if predict else None
+    if not isinstance(predict, int | float) or not 0 < predict < math.inf:
+        raise ConfigurationError(
+            f"`predict={predict!r}` is neither True, False nor a number of seconds. Use "
+            "`predict=60` to let the prediction take a minute."
+        )
+    return float(predict)

@@ -1,0 +1,60 @@
+"""Tensors that a fit keeps longer than it needs them, as a setting."""
+
+from typing import Any
+
+from lightning_memsave.callbacks.settings import Setting, off_rows
+from lightning_memsave.core.technique import Row, Status
+from lightning_memsave.trainer.hooks import owner_of, who_zeroes
+from lightning_memsave.trainer.training_loop import release_early
+
+
+class EarlyReleases(Setting):
+    """The last step's gradients are freed before forward, unused outputs before backward.
+
+    Args:
+        is_on: Whether to do it.
+        is_asked: The user wrote it by name.
+    """
+
+    name = "early_release"
+
+    def __init__(self, is_on: bool, is_asked: bool) -> None:
+        super().__init__()
+        self.is_on, self.is_asked = is_on, is_asked
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Change the training loop.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        self.rows = []
+        if not self.is_on:
+            self.rows = off_rows(self)
+        elif not pl_module.automatic_optimization:
+            name = type(pl_module).__name__
+            reason = f"`{name}.automatic_optimization=False`: the module runs its own steps"
+            self.rows = [Row(self.name, "True", "off", (reason,))]
+        else:
+            self._release(trainer, pl_module)
+
+    def _release(self, trainer: Any, pl_module: Any) -> None:
+        # Callbacks of Lightning and of this package do not look at outputs.
+        viewer = owner_of(trainer, pl_module, "on_train_batch_end")
+        zeroing = who_zeroes(trainer, pl_module)
+        outputs = (
+            f"outputs are kept, as `{viewer}` may look at them"
+            if viewer
+            else "what `training_step` returns beside the loss is freed before backward"
+        )
+        gradients = (
+            f"gradients of the last step are kept in the forward pass, as `{zeroing}` may read them"
+            if zeroing
+            else "gradients of the last step are freed before the forward pass"
+        )
+        is_off = bool(viewer and zeroing)
+        status: Status = "off" if is_off else "on"
+        exactness = "" if is_off else "bitwise"
+        self.rows = [Row(self.name, "True", status, (gradients, outputs), exactness)]
+        self._undo.append(release_early(trainer, gradients=not zeroing, outputs=not viewer))

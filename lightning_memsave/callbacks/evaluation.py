@@ -1,0 +1,313 @@
+"""Batches of validation, test and prediction in parts, in a Trainer."""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.callbacks.micro_batching import warn_of_retry
+from lightning_memsave.callbacks.settings import Setting, off_rows
+from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
+from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
+from lightning_memsave.techniques.micro_batching.loss_proof import Proof, Question, prove
+from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
+from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.trainer.distributed import alone
+from lightning_memsave.trainer.evaluation import split_evaluation_batches
+from lightning_memsave.trainer.logged_values import LoggedValues, combined
+from lightning_memsave.trainer.nested_fit import quiet
+from lightning_memsave.trainer.trainer import SHARDED, is_strategy
+
+# Kernels for one sample and for two round differently, and deep models add that up.
+_TOLERANCE = 1e-3
+
+
+class _Seen(NamedTuple):
+    part: Any
+    logged: dict[str, tuple[Any, Tensor]]
+    output: Any
+
+
+class EvaluationStep:
+    """A step that is looked at with some samples together and with each of two parts of them.
+
+    Args:
+        run: The step, of a batch.
+        logged: Where what it logs is held back.
+    """
+
+    def __init__(self, run: Callable[[Any], Any], logged: LoggedValues) -> None:
+        self._run, self._logged = run, logged
+        self._seen: list[_Seen] = []
+        self.has_numbers = False
+        """Whether it logged or returned any."""
+
+    def numbers(self, part: Any) -> Tensor:
+        """Run the step for what would be averaged over the parts of a batch; nothing is logged.
+
+        Args:
+            part: A batch.
+
+        Returns:
+            One more than the sum of the numbers that it logs and returns, of shape (): a constant
+            is the mean of itself whatever it is over, and no sum.
+        """
+        with self._logged.forgotten():
+            self._logged.start_part(1.0, None)
+            output = self._run(part)
+            logged = self._logged.tensors()
+        self._seen.append(_Seen(part, logged, output))
+        numbers = [value for meta, value in logged.values() if meta.is_mean_reduction]
+        numbers += _numbers_of(output)
+        self.has_numbers = self.has_numbers or bool(numbers)
+        is_double = all(number.dtype == torch.float64 for number in numbers)
+        total = 1 + sum(number.double().cpu() for number in numbers)
+        return torch.as_tensor(total, dtype=torch.float64 if is_double else torch.float32)
+
+    def difference(self, proof: Proof) -> str:
+        """Compare what was seen last: some samples together, and put together from two parts.
+
+        Args:
+            proof: What the numbers are the mean over.
+
+        Returns:
+            What is not as it was together, as a clause; empty if everything is.
+        """
+        if len(self._seen) < 3:  # a batch of one sample
+            return ""
+        both, *alone = self._seen[-3:]
+        weights = [0.5, 0.5]
+        if proof.weightings:
+            rows = read_weights(proof.weightings[:1], [seen.part for seen in alone])
+            weights = shares_of(proof.weightings[0], rows[0]) or weights
+        # A sample without a label has no loss, and passes in no part.
+        parts = [(seen, weight) for seen, weight in zip(alone, weights, strict=True) if weight]
+        for name, (meta, value) in both.logged.items():
+            values = [seen.logged[name][1] for seen, _ in parts if name in seen.logged]
+            if len(values) < len(parts) or not _agree(
+                value, combined(meta, values, [weight for _, weight in parts])
+            ):
+                return f"`{name}`, which it logs, is no mean over samples or tokens"
+        try:
+            sizes = [samples_of(seen.part, proof.whole) or -1 for seen, _ in parts]
+            merged = merge_outputs([s.output for s, _ in parts], sizes, [w for _, w in parts])
+        except ValueError as error:
+            return f"what it returns cannot be put together: {error}"
+        same = len(parts) < 2 or _agree(both.output, merged)
+        return "" if same else "what it returns for a sample depends on the others in its batch"
+
+
+def _numbers_of(output: Any) -> Iterator[Tensor]:
+    if isinstance(output, float):
+        yield torch.tensor(output)
+    elif isinstance(output, Tensor):
+        if output.ndim == 0 and output.is_floating_point():
+            yield output.detach()
+    else:
+        for _, item in items_of(output):
+            yield from _numbers_of(item)
+
+
+def _agree(whole: Any, merged: Any) -> bool:
+    if isinstance(whole, Tensor):
+        if not whole.is_floating_point() or not whole.numel():
+            return True  # a class that was chosen may be another one after rounding
+        atol = _TOLERANCE * float(whole.nan_to_num(0.0, 0.0, 0.0).abs().max())
+        return whole.shape == merged.shape and torch.allclose(
+            merged.to(whole), whole, rtol=_TOLERANCE, atol=atol, equal_nan=True
+        )
+    if isinstance(whole, float):
+        return math.isclose(whole, merged, rel_tol=_TOLERANCE) or math.isnan(whole)
+    items = dict(items_of(merged))
+    return all(_agree(item, items.get(name)) for name, item in items_of(whole))
+
+
+_FIX = (
+    "Log metrics of torchmetrics instead of their values; pass `loss_weight=`, a function of a "
+    "micro-batch that gives what the mean is over; or use a smaller batch in that DataLoader and "
+    "`eval_micro_batch_size=None`."
+)
+# There is no backward pass whose memory could be saved.
+_ADVICE = (
+    'Use `precision="bf16-mixed"`, shorter samples or a smaller model, or return less from the '
+    "step, such as no logits."
+)
+
+
+class EvaluationMicroBatches(Setting):
+    """Batches of validation, test and prediction pass in parts.
+
+    Args:
+        technique: The settings, or ``None`` to leave batches as they are.
+        is_asked: The user set it.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
+    """
+
+    name = "eval_micro_batch_size"
+    is_for_evaluation = True
+
+    def __init__(
+        self, technique: MicroBatching | None, is_asked: bool, off_reason: str = ""
+    ) -> None:
+        super().__init__()
+        self.technique, self.is_asked, self.off_reason = technique, is_asked, off_reason
+        self.value = "None" if technique is None else repr(technique.micro_batch_size)
+        self._runner: MicroBatchRunner | None = None
+        # Of each step and DataLoader whose batches have been split.
+        self._proofs: dict[tuple[Any, ...], Proof] = {}
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find what stands against it.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems.
+        """
+        if self.technique is None:
+            return []
+        what = f"`{self.name}={self.value}`"
+        if is_strategy(trainer, *SHARDED):
+            why = "all processes communicate in every forward pass"
+            fix = f"Set `{self.name}=None` and use a smaller batch in that DataLoader."
+            return [Problem(what, f"under `{type(trainer.strategy).__name__}` {why}", fix)]
+        if trainer.world_size > 1 and not self.is_asked:
+            why = (
+                "each of several processes splits its own batches, which cannot be where a step "
+                f'communicates; where none does, `{self.name}=MicroBatching("auto")` is right'
+            )
+            return [Problem(what, why, f"Set `{self.name}=None`.")]
+        return []
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Let batches pass in parts.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        self.rows = off_rows(self)
+        if self.technique is None:
+            return
+        self._runner, self._proofs = self.technique.make_runner(), {}
+        self._runner.advice = _ADVICE
+        self._undo.append(split_evaluation_batches(trainer, self._run_batch))
+        self._show(self._runner)
+
+    def _show(self, runner: MicroBatchRunner) -> None:
+        how, exactness = "outputs are put together", "rounding"
+        if runner.is_auto and runner.size is None:
+            how = (
+                "whole batches; halved when memory runs out, if samples of it prove that it may be"
+            )
+            exactness = "bitwise"
+        elif runner.is_auto:
+            how = f"in parts of {runner.size} samples, as memory ran out with more"
+        self.rows = [Row(self.name, self.value, "on", (how,), exactness)]
+
+    def undo(self) -> None:
+        """Restore the steps; a second call does nothing."""
+        self._runner = None
+        super().undo()
+
+    def _run_batch(
+        self,
+        trainer: Any,
+        batch: Any,
+        step: Callable[[Any], Any],
+        logged: LoggedValues,
+        which: tuple[Any, ...],
+    ) -> Any:
+        runner = self._runner
+        assert runner is not None, "batches run between `apply` and `undo`"
+        passed: list[tuple[Any, int, float]] = []
+
+        def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
+            logged.start_part(weight, num_samples)
+            passed.append((step(part), -1 if num_samples is None else num_samples, weight))
+
+        def forget() -> None:
+            passed.clear()
+            logged.clear()
+
+        def prove_it(batch: Any, differ: bool = True) -> bool:
+            known = self._proofs.get(which)
+            num_samples = samples_of(batch, find_shared_leaves(batch)[0])
+            is_small = num_samples is not None and num_samples <= (runner.size or 0)
+            if differ and not (known is None and is_small):
+                seen = EvaluationStep(step, logged)
+                self._proofs[which] = self._prove(trainer, batch, seen, which[0], known)
+                self._use(which, prove_it)
+            return True
+
+        self._use(which, prove_it)
+        size = runner.size
+        runner.run(
+            batch,
+            pass_part,
+            take_down=lambda: TrainingState(trainer.lightning_module, gradients="leave"),
+            forget=forget,
+        )
+        if runner.size != size:
+            warn_of_retry(trainer, runner, self.name, "")
+            self._show(runner)
+        outputs, sizes, weights = zip(*passed, strict=True)
+        return outputs[0] if len(outputs) == 1 else _merged(outputs, sizes, weights)
+
+    def _prove(
+        self, trainer: Any, batch: Any, step: EvaluationStep, name: str, known: Proof | None
+    ) -> Proof:
+        assert self._runner is not None, "batches run between `apply` and `undo`"
+        assert self.technique is not None, "there is something to run"
+        question = Question(
+            step.numbers,
+            batch,
+            trainer.lightning_module,
+            loss_weight=self.technique.loss_weight,
+            split_batch=self.technique.split_batch,
+            known=known,
+            needs_split=True,
+            subject="the sum of what it logs and returns (and 1)",
+        )
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(alone(trainer))
+            if trainer.world_size == 1:
+                stack.enter_context(quiet())
+            proof = prove(question)
+            reason = proof.reason or step.difference(proof)
+        if not reason:
+            return proof if step.has_numbers else replace(proof, weightings=())
+        problem = Problem(f"`{name}` with `{self.name}={self.value}`", reason, proof.fix or _FIX)
+        if self._runner.is_auto:
+            raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
+        raise IncompatibleError(self.name, [problem])
+
+    def _use(self, which: tuple[Any, ...], prove_it: Callable[..., bool]) -> None:
+        """Split by what is proven; ask where nothing is yet, or weightings do not agree."""
+        runner, proof = self._runner, self._proofs.get(which, Proof())
+        assert runner is not None, "batches run between `apply` and `undo`"
+        runner.weightings, runner.whole = proof.weightings, proof.whole
+        runner.prove = None if which in self._proofs else prove_it
+        runner.tell_apart = prove_it if len(proof.weightings) > 1 else None
+
+
+def _merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    try:
+        return merge_outputs(outputs, sizes, weights)
+    except ValueError as error:
+        problem = Problem(
+            "what the step returned for the parts of a batch",
+            f"it cannot be put together: {error}",
+            "Return tensors or lists with one entry per sample, or nothing; or set "
+            "`eval_micro_batch_size=None`.",
+        )
+        raise IncompatibleError("eval_micro_batch_size", [problem]) from None

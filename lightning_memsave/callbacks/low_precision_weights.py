@@ -1,0 +1,257 @@
+"""Weights in bfloat16, as a setting."""
+
+import contextlib
+import functools
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from lightning_memsave.callbacks import optimizers as configure_optimizers
+from lightning_memsave.callbacks import settings as _settings
+from lightning_memsave.callbacks.module_techniques import ModuleTechnique
+from lightning_memsave.callbacks.settings import saves
+from lightning_memsave.core.technique import Handle, Row, Technique
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.low_precision_weights.technique import (
+    LowPrecisionWeights,
+    describe_updates,
+    rounds_any,
+)
+from lightning_memsave.trainer.trainer import (
+    SHARDED,
+    averages_weights,
+    builds_model_late,
+    is_strategy,
+    prunes_weights,
+)
+from lightning_memsave.trainer.training_loop import around_backward
+from lightning_memsave.units import format_bytes
+
+_ALWAYS_SUMMED = (
+    "gradients summed in float32, for 4 bytes each: with `automatic_optimization=False` only the "
+    "module knows which of its backward passes are parts of a step"
+)
+
+
+class WeightPrecision(ModuleTechnique):
+    """Weights are kept in bfloat16, and the optimizer rounds its updates.
+
+    Args:
+        technique: The settings, or ``None`` to leave weights as they are.
+        value: What the user wrote for it.
+        brings_precision: The Trainer is given bf16 autocast at the same time.
+        written: How messages name it.
+        is_asked: The user wrote it by name: it is set, or refused.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
+    """
+
+    technique: LowPrecisionWeights | None
+
+    def __init__(
+        self,
+        technique: LowPrecisionWeights | None,
+        value: str,
+        *,
+        brings_precision: bool,
+        written: str = "",
+        is_asked: bool = True,
+        off_reason: str = "",
+    ) -> None:
+        name = LowPrecisionWeights.name
+        super().__init__(name, technique, value, is_asked, off_reason)
+        self.brings_precision = brings_precision
+        self.written = written or f"`{name}={value}`"
+        self._optimizers: Any = None
+        self._sums_in_fp32 = False
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Convert the weights, unless they are made later, and wrap ``configure_optimizers``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        super().apply(trainer, pl_module)
+        if self.technique is None:
+            return
+        updates = _RoundedUpdates(self.technique)
+        yields = not self.is_asked
+        self._optimizers, undo = configure_optimizers.enable(pl_module, updates, yields)
+        context = functools.partial(self._around_backward, pl_module)
+        self._undo += [undo, around_backward(trainer, context)]
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the Trainer, its callbacks, and the module as far as it is built.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems.
+        """
+        if self.technique is None:
+            return []
+        problems = super().check(trainer, pl_module)
+        late = builds_model_late(pl_module)
+        limit = _settings.SMALLEST_SAVING_BYTES
+        if not self.is_asked and not late and _saved_bytes(pl_module) < limit:
+            why = f"less than {format_bytes(limit)} need not change whether a run fits"
+            problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))
+        # Weights that are made later are converted after every callback's `setup`.
+        averaging = [] if late else _averaging_after(trainer)
+        problems += [
+            Problem(
+                f"{self.written} beside `{type(callback).__name__}`",
+                f"`{type(callback).__name__}` comes after `MemSaveCallback` and would copy the "
+                "weights in bfloat16: the average would lose small updates",
+                f"Put `{type(callback).__name__}` before `MemSaveCallback` in "
+                f"`Trainer(callbacks=[...])`, or set `{self.name}=None`.",
+            )
+            for callback in averaging
+        ]
+        problems += [
+            Problem(
+                f"{self.written} beside `{type(callback).__name__}`",
+                f"`{type(callback).__name__}` puts float32 tensors in place of weights whose "
+                "gradients are bfloat16",
+                f"Remove that callback, or set `{self.name}=None`.",
+            )
+            for callback in trainer.callbacks
+            if prunes_weights(callback)
+        ]
+        return problems
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Convert weights that were made after ``setup``, and say what becomes of all."""
+        if self.technique is None:
+            return
+        if self._optimizers.problems:
+            self.yield_to(self._optimizers.problems, trainer, pl_module)
+            return
+        if self._handle is None or not self._handle.changes:
+            self._use(self.technique, pl_module)
+        handle = self._handle
+        assert handle is not None, "it was made above, or in `apply`"
+        optimizers = [one.target for one in self._optimizers.handles]
+        details = [
+            *handle.changes,
+            *handle.skipped,
+            # Only now: layers that are made late are float32 when optimizers are configured.
+            *(describe_updates(one, self.technique.rounding) for one in optimizers),
+        ]
+        if self._sums_in_fp32:
+            details.append(_ALWAYS_SUMMED)
+        if handle.changes or any(map(rounds_any, optimizers)):
+            exactness = self.technique.exactness.value
+            self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+            return
+        if self.is_asked:
+            problem = Problem(self.written, "; ".join(handle.skipped), self._advice())
+            raise IncompatibleError("MemSaveCallback", [problem])
+        self.rows = [Row(self.name, self.value, "off", tuple(details))]
+
+    def undo(self) -> None:
+        """Restore module and optimizers; a second call does nothing."""
+        self._optimizers = None
+        self._sums_in_fp32 = False
+        super().undo()
+
+    def savings(self, pl_module: Any) -> str:
+        """Say how much smaller the weights would be."""
+        return saves(_saved_bytes(pl_module), "weights")
+
+    # Optimizers may round bfloat16 weights even where there is nothing to convert.
+    def _is_served(self, pl_module: Any) -> bool:
+        return True
+
+    def _use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
+        handle = super()._use(technique, pl_module)
+        if not pl_module.automatic_optimization:
+            self._sum_in_fp32(pl_module)
+        return handle
+
+    # On from the first batch in parts to the end of the fit: others will come.
+    def _around_backward(self, pl_module: Any, is_last: bool) -> AbstractContextManager[None]:
+        if not is_last:
+            self._sum_in_fp32(pl_module)
+        return contextlib.nullcontext()
+
+    def _sum_in_fp32(self, pl_module: Any) -> None:
+        if not self._sums_in_fp32 and self.technique is not None:
+            self._sums_in_fp32 = True
+            self._undo.append(self.technique.sum_gradients_in_fp32(pl_module).undo)
+
+    def _conflicts(self, trainer: Any) -> list[Problem]:
+        what, problems = self.written, []
+        # Where it is asked for, its precision is as well, and is refused if it cannot be set.
+        is_set = self.brings_precision and self.is_asked
+        if not is_set and str(trainer.precision) != "bf16-mixed":
+            problems.append(
+                Problem(
+                    what,
+                    f"the Trainer computes in {trainer.precision}, which does not take weights of "
+                    "several types",
+                    f'Use `precision="bf16-mixed"`, or set `{self.name}=None`.',
+                )
+            )
+        if is_strategy(trainer, *SHARDED):
+            problems.append(
+                Problem(
+                    what,
+                    f"`{type(trainer.strategy).__name__}` decides itself in which type it keeps "
+                    "and gathers weights",
+                    f"Set `{self.name}=None`, and use the strategy's own mixed precision.",
+                )
+            )
+        return problems
+
+
+def _saved_bytes(module: nn.Module) -> int:
+    trained = [p for p in module.parameters() if p.dtype is torch.float32 and not is_lazy(p)]
+    return 2 * sum(p.numel() for p in trained)
+
+
+def _averaging_after(trainer: Any) -> list[Any]:
+    """Return the callbacks that copy the module in a ``setup`` that comes after ours."""
+    found: list[Any] = []
+    for callback in trainer.callbacks:
+        if any(cls.__name__ == "MemSaveCallback" for cls in type(callback).__mro__):
+            found = []
+        elif averages_weights(callback):
+            found.append(callback)
+    return found
+
+
+@dataclass(frozen=True)
+class _RoundedUpdates(Technique[Optimizer]):
+    """The part of `LowPrecisionWeights` that is about optimizers.
+
+    Args:
+        technique: The settings.
+    """
+
+    name: ClassVar[str] = LowPrecisionWeights.name
+    exactness = LowPrecisionWeights.exactness
+    source = LowPrecisionWeights.source
+
+    technique: LowPrecisionWeights
+
+    def check(self, target: Optimizer) -> list[Problem]:
+        """Find nothing: what can be known is known before there are optimizers.
+
+        Args:
+            target: Not used.
+
+        Returns:
+            An empty list.
+        """
+        return []
+
+    def _apply(self, target: Optimizer) -> Handle[Optimizer]:
+        return self.technique.round_updates(target)

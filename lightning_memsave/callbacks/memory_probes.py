@@ -1,0 +1,319 @@
+"""How memory is measured during training: on CUDA by its allocator, elsewhere by counting."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.measure.allocator import read_allocator, read_host_memory
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.measure.nvml import NvmlDevice, NvmlReading
+from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.units import GIB
+
+PEAKS = ("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_live_gib")
+
+# In the first step the optimizer makes its state, the second is like all that follow.
+_NUM_EARLY_STEPS = 2
+
+
+@dataclass
+class Highest:
+    """Largest values so far, in bytes; ``None`` until there is one."""
+
+    peak_bytes: int | None = None
+    by_category: dict[str, int] = field(default_factory=dict)
+    reserved_bytes: int | None = None
+    nvml_bytes: int | None = None
+    is_nvml_of_gpu: bool = False
+    num_counted_steps: int | None = None
+    had_larger_batches: bool = False
+
+
+class Probe(ABC):
+    """Measures one optimizer step after the other.
+
+    Args:
+        device: Where the module is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.highest = Highest()
+        self.notes: list[str] = []
+        self._largest_batch_bytes: int | None = None
+
+    def is_larger(self, batch: object) -> bool:
+        """Say whether a batch has more bytes than any before, and remember it.
+
+        Args:
+            batch: Tensors in any nesting, or an object that holds them.
+
+        Returns:
+            True also for the first one.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in tensors_in_batch(batch))
+        largest = self._largest_batch_bytes
+        if largest is not None and num_bytes <= largest:
+            return False
+        self.highest.had_larger_batches = largest is not None
+        self._largest_batch_bytes = num_bytes
+        return True
+
+    @property
+    def name(self) -> str:
+        """Name of the device, for people."""
+        return str(self.device)
+
+    @abstractmethod
+    def begin_step(self, is_logged: bool) -> None:
+        """Forget the peak of the step before.
+
+        Args:
+            is_logged: Whether ``metrics`` will be asked for at the end of this step.
+        """
+
+    @abstractmethod
+    def begin_batch(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
+    ) -> None:
+        """Prepare for one of the batches of the step.
+
+        Args:
+            module: What is trained.
+            optimizers: What it is trained with, without wrappers.
+            batch: Its tensors are input.
+        """
+
+    @abstractmethod
+    def end_batch(self) -> None:
+        """Stop what ``begin_batch`` began, if it did; harmless at any time."""
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Take the peak of the step into account."""
+
+    @abstractmethod
+    def metrics(self) -> dict[str, float]:
+        """Read what is logged of the step that just ended.
+
+        Returns:
+            Values under their documented keys; what is not known is left out.
+        """
+
+    def pause(self) -> None:  # noqa: B027 - only an allocator goes on measuring by itself
+        """Leave out what comes now, until `resume`."""
+
+    def resume(self) -> None:  # noqa: B027
+        """Measure again."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Take the rest into account, after training, while the module is still there."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what was opened; a second call does nothing."""
+
+
+class CudaProbe(Probe):
+    """Reads torch's allocator around the first two steps and logged ones, and the driver at them.
+
+    Between them the allocator keeps the peak by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._cleanup = contextlib.ExitStack()
+        self._nvml = self._cleanup.enter_context(NvmlDevice(device))
+        self._reading = read_allocator(device)
+        self._num_steps = 0
+        self._is_read = False
+        if reason := self._nvml.read().reason:
+            self.notes.append(reason)
+
+    @property
+    @override
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device)
+
+    @override
+    def begin_step(self, is_logged: bool) -> None:
+        is_early = self._num_steps < _NUM_EARLY_STEPS
+        self._is_read = is_logged or is_early
+        if self._is_read and self._num_steps:
+            self._note_peaks()
+        if self._is_read:
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def begin_batch(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
+    ) -> None:
+        self.is_larger(batch)
+
+    @override
+    def end_batch(self) -> None:
+        pass
+
+    @override
+    def end_step(self) -> None:
+        self._num_steps += 1
+        if not self._is_read:
+            return
+        self._note_peaks()
+        if self._num_steps <= _NUM_EARLY_STEPS:
+            self._read_nvml()
+
+    @override
+    def pause(self) -> None:
+        if self._num_steps:  # validation before training has peaks of its own
+            self._note_peaks()
+
+    @override
+    def resume(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self.device)
+
+    @override
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self._note_peaks()
+        self._read_nvml()
+
+    def _note_peaks(self) -> None:
+        self._reading = reading = read_allocator(self.device)
+        if reading is not None:
+            highest = self.highest
+            highest.peak_bytes = max(highest.peak_bytes or 0, reading.peak_allocated_bytes)
+            highest.reserved_bytes = max(highest.reserved_bytes or 0, reading.peak_reserved_bytes)
+
+    def _read_nvml(self) -> NvmlReading:
+        reserved_bytes = None if self._reading is None else self._reading.reserved_bytes
+        nvml = self._nvml.read(reserved_bytes)
+        seen_bytes = nvml.used_bytes if nvml.process_bytes is None else nvml.process_bytes
+        if seen_bytes is not None:
+            self.highest.nvml_bytes = max(self.highest.nvml_bytes or 0, seen_bytes)
+            self.highest.is_nvml_of_gpu = nvml.process_bytes is None
+        return nvml
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        reading = self._reading
+        if reading is None:
+            return _host_metrics()
+        nvml = self._read_nvml()
+        sizes = {
+            "memory/allocated_gib": reading.allocated_bytes,
+            "memory/reserved_gib": reading.reserved_bytes,
+            "memory/peak_allocated_gib": reading.peak_allocated_bytes,
+            "memory/peak_reserved_gib": reading.peak_reserved_bytes,
+            "memory/nvml_used_gib": nvml.used_bytes,
+            "memory/nvml_total_gib": nvml.total_bytes,
+            "memory/nvml_process_gib": nvml.process_bytes,
+            "memory/cuda_context_gib": nvml.context_bytes,
+        }
+        counts = {
+            "memory/num_alloc_retries": float(reading.num_alloc_retries),
+            "memory/num_ooms": float(reading.num_ooms),
+        }
+        return _in_gib(sizes) | counts | _host_metrics()
+
+    @override
+    def close(self) -> None:
+        self._cleanup.close()
+
+
+class LiveTensorsProbe(Probe):
+    """Counts live tensors in the first two steps, in those that are logged and in larger ones."""
+
+    def __init__(self, device: torch.device, module: nn.Module) -> None:
+        super().__init__(device)
+        self._can_count = not is_compiled(module)
+        if not self._can_count:
+            self.notes.append(
+                "live tensors are not counted in a module with `torch.compile`, whose graphs "
+                "allocate unseen: train without it, or on CUDA, to measure memory"
+            )
+        self._num_steps = 0
+        self._is_counted = False
+        self._live: LiveTensors | None = None
+        self._step_peak: MemoryBreakdown | None = None
+        self._live_bytes: int | None = None
+
+    @override
+    def begin_step(self, is_logged: bool) -> None:
+        self._step_peak = self._live_bytes = None
+        self._is_counted = self._can_count and (is_logged or self._num_steps < _NUM_EARLY_STEPS)
+
+    @override
+    def begin_batch(
+        self, module: nn.Module, optimizers: Sequence[Optimizer], batch: object
+    ) -> None:
+        self.end_batch()
+        if self._can_count and (self.is_larger(batch) or self._is_counted):
+            live = LiveTensors(module, optimizers, self.device)
+            live.__enter__()
+            self._live = live
+            live.track_input(batch)
+
+    @override
+    def end_batch(self) -> None:
+        live, self._live = self._live, None
+        if live is None:
+            return
+        live.__exit__(None, None, None)
+        self._live_bytes = live.live_bytes
+        if self._step_peak is None or live.peak.total_bytes > self._step_peak.total_bytes:
+            self._step_peak = live.peak
+
+    @override
+    def end_step(self) -> None:
+        self._num_steps += 1
+        peak = self._step_peak
+        if peak is None:
+            return
+        self.highest.num_counted_steps = (self.highest.num_counted_steps or 0) + 1
+        if peak.total_bytes > (self.highest.peak_bytes or 0):
+            self.highest.peak_bytes = peak.total_bytes
+            self.highest.by_category = peak.by_category()
+
+    @override
+    def metrics(self) -> dict[str, float]:
+        peak_bytes = None if self._step_peak is None else self._step_peak.total_bytes
+        sizes = {"memory/live_gib": self._live_bytes, "memory/peak_live_gib": peak_bytes}
+        return _in_gib(sizes) | _host_metrics()
+
+    @override
+    def close(self) -> None:
+        self.end_batch()
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Say whether ``torch.compile`` was applied to a module or to one inside it.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        False also for compiled functions that a module merely calls: they cannot be seen.
+    """
+    return getattr(module, "_compiler_ctx", None) is not None or any(
+        # By name: importing torch._dynamo to compare classes takes seconds.
+        type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
+        for part in module.modules()
+    )
+
+
+def _host_metrics() -> dict[str, float]:
+    host = read_host_memory()
+    sizes = {"memory/host_rss_gib": host.rss_bytes, "memory/host_pinned_gib": host.pinned_bytes}
+    return _in_gib(sizes)
+
+
+def _in_gib(sizes: dict[str, int | None]) -> dict[str, float]:
+    return {name: n / GIB for name, n in sizes.items() if n is not None}

@@ -1,0 +1,205 @@
+"""What a fit needed, at its end."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.units import format_bytes
+
+MAX_LINES = 3
+_WHERE_WHY = "why is in the log, at the start of fit"
+
+
+class Predicted:
+    """What became of the prediction of a fit."""
+
+    def __init__(self) -> None:
+        self.prediction: MemoryPrediction | None = None
+        self.note = ""
+        """Why there is none."""
+        self.seconds = 0.0
+        """What it took, also if there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemorySummary:
+    """Memory and speed of one fit; the figures of memory are maxima over its steps and ranks.
+
+    Args:
+        device: Name of the device.
+        peak_bytes: Peak of allocated memory on CUDA, of live tensors elsewhere; ``None`` if nothing
+            could be counted.
+        by_category: The peak by category, of rank zero; empty on CUDA.
+        peak_reserved_bytes: Peak of what torch's CUDA allocator reserved; ``None`` elsewhere.
+        nvml_peak_bytes: Largest value that the driver told for this process, or, where it does not
+            tell that, for the whole GPU with all its processes; seen in the first two steps, at
+            logged ones and at the end of training. ``None`` if unknown.
+        is_nvml_of_gpu: That it is for the whole GPU.
+        num_steps: Optimizer steps.
+        num_samples: Samples in all training batches of all ranks.
+        seconds: From the start of training to the end of the last batch, without validation and
+            without the time that a prediction took.
+        num_counted_steps: Steps in which memory was measured; ``None`` for all of them.
+        had_larger_batches: Whether a batch came that has more bytes than the first.
+        notes: What was not measured and why, one line each.
+        prediction: What `MemSaveCallback` predicted before the first step.
+        no_prediction: Why there is none, if there was to be one.
+    """
+
+    device: str
+    peak_bytes: int | None
+    by_category: Mapping[str, int] = field(default_factory=dict)
+    peak_reserved_bytes: int | None = None
+    nvml_peak_bytes: int | None = None
+    is_nvml_of_gpu: bool = False
+    num_steps: int = 0
+    num_samples: int = 0
+    seconds: float = 0.0
+    num_counted_steps: int | None = None
+    had_larger_batches: bool = False
+    notes: tuple[str, ...] = ()
+    prediction: MemoryPrediction | None = None
+    no_prediction: str = ""
+
+    @property
+    def samples_per_second(self) -> float:
+        """Samples of all ranks per second."""
+        return self.num_samples / self.seconds if self.seconds else 0.0
+
+    @property
+    def steps_per_second(self) -> float:
+        """Optimizer steps per second."""
+        return self.num_steps / self.seconds if self.seconds else 0.0
+
+    @property
+    def prediction_error(self) -> float | None:
+        """Predicted peak over measured peak, less 1; ``None`` if there is nothing to compare.
+
+        The optimizer makes its state at the end of the first step, so that a run of one step has
+        not the peak that is predicted for all others.
+        """
+        if self.prediction is None or not self.peak_bytes or self._ended_before_state:
+            return None
+        return self.prediction.measurable_bytes / self.peak_bytes - 1
+
+    @property
+    def _ended_before_state(self) -> bool:
+        predicted = self.prediction
+        has_state = predicted is not None and predicted.peak.optimizer_state_bytes > 0
+        return has_state and self.num_steps < 2
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give what was measured as plain values, for JSON.
+
+        Returns:
+            The fields under their names, with the two rates and without the prediction.
+        """
+        predicted = ("prediction", "no_prediction")
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in predicted}
+        return values | {
+            "by_category": dict(self.by_category),
+            "notes": list(self.notes),
+            "samples_per_second": self.samples_per_second,
+            "steps_per_second": self.steps_per_second,
+        }
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Write what is known as pairs of name and value.
+
+        Returns:
+            For example ``("peak memory", "1.50 GiB, predicted 1.49 GiB (-0.7 %)")``.
+        """
+        reserved_bytes = None if self.prediction is None else self.prediction.reserved_bytes
+        nvml = "peak seen by NVML" + (" on the whole GPU" if self.is_nvml_of_gpu else "")
+        sizes = {
+            "peak reserved": self._beside(self.peak_reserved_bytes, reserved_bytes),
+            nvml: self._beside(self.nvml_peak_bytes, None),
+        }
+        return [
+            ("device", self.device),
+            *self._peak_rows(),
+            *self._limits(),
+            *((name, size) for name, size in sizes.items() if size),
+            *([("not predicted", _WHERE_WHY)] if self.no_prediction else []),
+            ("time", f"{self.seconds:.1f} s"),
+            ("steps", f"{self.num_steps} ({self.steps_per_second:.2f} per second)"),
+            ("samples", f"{self.num_samples} ({self.samples_per_second:.1f} per second)"),
+            *(("note", note) for note in self.notes),
+        ]
+
+    def _peak_rows(self) -> list[tuple[str, str]]:
+        predicted, error = self.prediction, self.prediction_error
+        peak = [] if self.peak_bytes is None else [format_bytes(self.peak_bytes)]
+        if predicted is not None:
+            of_measured = "" if error is None else f" ({100 * error:+.2f} %)"
+            first = " for the first batch" if self.had_larger_batches else ""
+            size = format_bytes(predicted.measurable_bytes)
+            peak.append(f"predicted {size}{first}{of_measured}")
+        rows = [("peak memory", ", ".join(peak))] if peak else []
+        foreseen = {} if predicted is None else predicted.peak.by_category()
+        for name in foreseen or self.by_category:
+            # On CUDA nothing tells one category from another.
+            measured = self.by_category.get(name, 0) if self.by_category else None
+            if measured or foreseen.get(name):
+                size = self._beside(measured, foreseen.get(name))
+                rows.append((f"  {name.replace('_', ' ')}", size))
+        return rows
+
+    # What must be known to compare the two.
+    def _limits(self) -> list[tuple[str, str]]:
+        rows = []
+        if self.num_counted_steps is not None and self.num_counted_steps < self.num_steps:
+            rows.append(("counted in", f"{self.num_counted_steps} of {self.num_steps} steps"))
+        if self.prediction is not None and self.had_larger_batches:
+            rows.append(("not comparable", "later batches were larger than the first"))
+        if self._ended_before_state:
+            rows.append(("not comparable", "optimizer state comes with the second step"))
+        guesses = () if self.prediction is None else self.prediction.guesses
+        return rows + [("guessed", guess) for guess in shortened(guesses)]
+
+    # Where both are the same there is one figure.
+    @staticmethod
+    def _beside(measured: int | None, predicted: int | None) -> str:
+        sizes = [] if measured is None else [format_bytes(measured)]
+        if predicted is not None and format_bytes(predicted) not in sizes:
+            sizes.append(f"predicted {format_bytes(predicted)}")
+        return ", ".join(sizes)
+
+
+def shortened(lines: Sequence[str]) -> list[str]:
+    """Give the first three of some lines, and how many more there are.
+
+    Args:
+        lines: Any number of them.
+
+    Returns:
+        At most four lines.
+    """
+    more = len(lines) - MAX_LINES
+    return [*lines[:MAX_LINES], *([f"and {more} more"] if more > 0 else [])]
+
+
+def print_summary(summary: MemorySummary, console: Console | None = None) -> None:
+    """Show a summary.
+
+    Args:
+        summary: What to show.
+        console: Where to; without one, standard output: a table on a terminal, plain lines if not.
+    """
+    console = console or Console(file=sys.stdout)
+    title = "Memory of this fit"
+    if console.is_terminal:
+        table = Table("", "", title=title, title_justify="left", show_header=False)
+        for name, value in summary.rows():
+            table.add_row(name, value)
+        console.print(table, markup=False)
+        return
+    # Not through rich, which would wrap long lines.
+    console.file.write(f"{title}\n")
+    console.file.writelines(f"  {name}: {value}\n" for name, value in summary.rows())
+    console.file.flush()

@@ -1,0 +1,483 @@
+"""Training batches in micro-batches, in a Trainer."""
+
+import contextlib
+import functools
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_memsave.callbacks.accumulation import find_conflicts, has_batch_norm
+from lightning_memsave.callbacks.module_techniques import ModuleTechnique
+from lightning_memsave.callbacks.settings import Setting, off_rows, warn
+from lightning_memsave.core.nested import find_shared_leaves, leaves_of
+from lightning_memsave.core.out_of_memory import first_line
+from lightning_memsave.core.technique import Exactness, Row
+from lightning_memsave.errors import (
+    ExactnessWarning,
+    IncompatibleError,
+    MemoryExhaustedError,
+    MemsaveWarning,
+    Problem,
+)
+from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.techniques.micro_batching.loss_proof import Proof, Question, prove
+from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
+from lightning_memsave.techniques.micro_batching.runner import (
+    MicroBatchRunner,
+    PassPart,
+    samples_of,
+)
+from lightning_memsave.techniques.micro_batching.technique import (
+    MicroBatching,
+    check_repeatable,
+)
+from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.techniques.optimizer_tools import allocate_state
+from lightning_memsave.trainer.batch_parts import BatchParts
+from lightning_memsave.trainer.distributed import (
+    alone,
+    average_gradients,
+    has_static_graph,
+    meets_in_forward,
+    share_buffers,
+    smallest,
+    without_sync,
+)
+from lightning_memsave.trainer.hooks import GradientMarks, inform, who_zeroes
+from lightning_memsave.trainer.nested_fit import quiet
+from lightning_memsave.trainer.trainer import is_strategy
+from lightning_memsave.trainer.training_loop import pass_batches, will_step
+
+# The first step has no optimizer state before it, the second has all there is.
+_PROBED_STEPS = 2
+
+_NOT_KEPT = (
+    "Out of memory in the backward pass of a batch in the middle of an accumulation window, where "
+    "batches of this size had fitted before: gradients of the earlier batches have no copy by "
+    "then, so the batch cannot be repeated.\n"
+    "Pass a size such as `micro_batch_size=4`, and resume from the last checkpoint."
+)
+
+
+class MicroBatches(Setting):
+    """Training batches pass in parts.
+
+    Args:
+        technique: The settings, or ``None`` to leave batches as they are.
+        value: What the user wrote for it.
+        is_asked: The user wrote it by name: it is set, or refused.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
+        limit: How far results may move.
+    """
+
+    name = "micro_batch_size"
+
+    def __init__(
+        self,
+        technique: MicroBatching | None,
+        value: str,
+        is_asked: bool = True,
+        off_reason: str = "",
+        limit: Exactness = Exactness.APPROXIMATE,
+    ) -> None:
+        super().__init__()
+        self.weights: ModuleTechnique | None = None
+        """If it is on, gradients of half-precision parameters are summed in float32."""
+        self.is_asked = is_asked
+        self.off_reason = off_reason
+        self.limit = limit
+        self.technique = technique
+        self.value = value
+        self.size: int | None = None
+        """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
+        self.runner: MicroBatchRunner | None = None
+        self._probe = _Probe()
+        self.proof = Proof()
+        """What is known of the loss since the first batch."""
+        self._tie = ""
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether it gives way to what stands against it."""
+        return self.technique is not None and self.technique.micro_batch_size == "auto"
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find what conflicts with it."""
+        return [] if self.technique is None else self._problems(trainer, pl_module)
+
+    def savings(self, pl_module: Any) -> str:
+        """Say what happens without it."""
+        return "a batch for which memory runs out is not repeated in parts"
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Let batches pass in parts, or say why not.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        if self.technique is None:
+            self.rows = off_rows(self)
+            return
+        self._undo.append(
+            pass_batches(
+                trainer,
+                functools.partial(self._pass_batch, trainer, pl_module),
+                frees_gradients=not who_zeroes(trainer, pl_module),
+                before_step=allocate_state,
+                on_out_of_memory=_exhausted_in_step,
+            )
+        )
+        self._undo.append(self._forget_runner)
+        self.proof, self._tie = Proof(), ""
+        self._show(trainer, pl_module)
+        if not self.is_auto:
+            _warn_of_batch_norm(trainer, pl_module, self.value)
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Find half-precision parameters of modules that are built after ``setup``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Raises:
+            IncompatibleError: If there are any and a size was asked for.
+        """
+        if self.technique is None or not self._undo:
+            return
+        self._probe = _Probe()
+        self.runner = self._make_runner(trainer, pl_module)
+        problems = [] if self._takes_half else self.technique.check_module(pl_module)
+        problems += self._batch_norm_problems(pl_module)
+        if problems and self.is_asked:
+            raise IncompatibleError(self.name, problems)
+        if problems:
+            self.yield_to(problems, trainer, pl_module)
+
+    @property
+    def _takes_half(self) -> bool:
+        weights = self.weights
+        return weights is not None and weights.technique is not None and not weights.has_yielded
+
+    def _make_runner(self, trainer: Any, pl_module: Any) -> MicroBatchRunner:
+        assert self.technique is not None, "there is something to run"
+        runner = self.technique.make_runner(functools.partial(self._agree, trainer))
+        runner.size = self.size if self.is_auto else runner.size
+        runner.needs_proof, runner.asks_together = True, trainer.world_size > 1
+        return runner
+
+    def _forget_runner(self) -> None:
+        self.runner, self.proof = None, Proof()  # a callback that is not used can be pickled
+
+    def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        assert self.technique is not None, "called with a technique only"
+        conflicts = find_conflicts(trainer, pl_module, self.technique, takes_half=self._takes_half)
+        return conflicts + self._batch_norm_problems(pl_module)
+
+    def _batch_norm_problems(self, pl_module: Any) -> list[Problem]:
+        if self.limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
+            return []
+        return [
+            Problem(
+                f"`micro_batch_size={self.value}`",
+                "batch normalisation computes its statistics from each micro-batch alone, which is "
+                f"approximate, and `exactness={self.limit.value!r}` does not allow that",
+                'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
+                "`nn.GroupNorm`, or `micro_batch_size=None`.",
+            )
+        ]
+
+    def _pass_batch(
+        self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts, is_fresh: bool
+    ) -> None:
+        if self.runner is None:
+            self.runner = self._make_runner(trainer, pl_module)
+        is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
+        if is_open and self._may_be_split(trainer, batch):
+            self._start_proof(trainer, pl_module, batch, parts)
+        if self.proof.reason:
+            parts(batch, 1.0, None)
+        else:
+            self._run(trainer, pl_module, batch, parts, is_fresh)
+
+    def _run(
+        self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts, is_fresh: bool
+    ) -> None:
+        runner = self.runner
+        assert runner is not None, "batches pass with a runner"
+        is_apart = self._is_apart(trainer)
+        if is_apart:
+            share_buffers(trainer)
+        if not self.is_auto and (meets := meets_in_forward(trainer, pl_module)):
+            self._check_counts(trainer, batch, meets)
+        gradients: Literal["drop", "keep", "leave"] = "drop"
+        if not is_fresh:
+            gradients = "keep" if self._probe.is_open(batch, is_fresh) else "leave"
+        marks = GradientMarks(pl_module.parameters() if gradients == "leave" else ())
+
+        def forget() -> None:
+            check_repeatable(pl_module)
+            if trainer.world_size > 1 and not is_apart:
+                raise self._exhausted_after_probe(trainer, batch)
+            if marks.have_changed():
+                raise MemoryExhaustedError(_NOT_KEPT)
+            parts.forget()
+
+        if runner.needs_proof and not self.proof.is_settled:
+            runner.tell_apart = functools.partial(self._tell_apart, trainer, pl_module, parts)
+        try:
+            runner.run(
+                batch,
+                _part_passer(trainer, parts, is_apart=is_apart),
+                take_down=lambda: TrainingState(pl_module, gradients=gradients),
+                forget=forget,
+            )
+        finally:
+            runner.tell_apart = None
+        if is_apart and will_step(trainer):
+            average_gradients(trainer, pl_module)
+        self._probe.passed(batch, is_fresh, will_step(trainer))
+        if self.is_auto and runner.size != self.size:
+            self.size = runner.size
+            warn_of_retry(trainer, runner, self.name, self._weighted())
+            _warn_of_batch_norm(trainer, pl_module, str(self.size))
+            self._show(trainer, pl_module)
+
+    # Other processes repeat a batch together with this one, which DDP cannot do: they go without
+    # it until two optimizer steps have shown that memory is enough.
+    def _is_apart(self, trainer: Any) -> bool:
+        if not self.is_auto or trainer.world_size == 1:
+            return False
+        # A static graph is that of DDP's first pass, and cannot skip sharing in some parts.
+        return self._probe.num_steps < _PROBED_STEPS or has_static_graph(trainer)
+
+    def _agree(self, trainer: Any, size: int) -> int:
+        return smallest(trainer, size) if self._is_apart(trainer) else size
+
+    def _exhausted_after_probe(self, trainer: Any, batch: Any) -> MemoryExhaustedError:
+        assert self.runner is not None, "batches pass with a runner"
+        before = self.runner.size_of(batch)
+        size = max(before // 2, 1)
+        return MemoryExhaustedError(
+            f"Out of memory with {before} samples at once on rank {trainer.global_rank}, after "
+            f"{self._probe.num_steps} optimizer steps. Processes repeat a batch together in the "
+            f"first {_PROBED_STEPS} steps only: from then on they train under DDP itself, which "
+            "cannot repeat one. Batches that grow during training are the usual reason.\n"
+            f"Pass `micro_batch_size={size}` and go on from the last checkpoint with "
+            "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
+        )
+
+    def _may_be_split(self, trainer: Any, batch: Any) -> bool:
+        """Say whether any process has a batch for which the weights will matter."""
+        assert self.runner is not None, "batches pass with a runner"
+        num_samples = samples_of(batch, find_shared_leaves(batch)[0])
+        size = self.runner.size
+        is_large = self.is_auto or num_samples is None or (size or 0) < num_samples
+        return smallest(trainer, int(not is_large)) == 0
+
+    def _start_proof(self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts) -> None:
+        """Find what the losses of micro-batches are weighted by, or yield."""
+        runner = self.runner
+        assert runner is not None, "batches pass with a runner"
+        tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(batch))]
+        if any(isinstance(tensor, FakeTensor) for tensor in tensors):  # for a prediction
+            runner.whole = find_shared_leaves(batch)[0]
+            runner.weightings = [Weighting("weighted equally", lambda part: 1.0)]
+            runner.needs_proof = False
+            return
+        proof = self._prove(trainer, pl_module, parts, batch, None)
+        if proof.reason and not self.is_auto:
+            raise IncompatibleError(self.name, [_refusal(f"micro_batch_size={self.value}", proof)])
+        if proof.reason:
+            self.proof = proof
+            self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
+        elif proof.weightings:
+            self.proof = proof
+            runner.weightings, runner.whole = proof.weightings, proof.whole
+            self._show(trainer, pl_module)
+        else:
+            return
+        row = self.rows[0]
+        inform(trainer, f"{row.name}={row.value}: {row.status}. {'; '.join(row.details)}.")
+
+    def _tell_apart(
+        self, trainer: Any, pl_module: Any, parts: BatchParts, batch: Any, differ: bool
+    ) -> bool:
+        """Prove again, with a batch whose micro-batches get other weights by what is known."""
+        if smallest(trainer, int(not differ)):
+            return True
+        proof = self._prove(trainer, pl_module, parts, batch, self.proof)
+        if proof.reason:
+            problem = _refusal(f"micro_batch_size={self.value}", proof)
+            if self.is_auto:
+                raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
+            raise IncompatibleError(self.name, [problem])
+        if proof.weightings:
+            assert self.runner is not None, "batches pass with a runner"
+            self.proof, self.runner.weightings = proof, proof.weightings
+            others = [w.text for w in proof.weightings[1:]]
+            self._tie = (
+                f"its samples cannot tell this from losses that are {others[0]}" if others else ""
+            )
+            self._show(trainer, pl_module)
+        return bool(proof.weightings)
+
+    def _prove(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        parts: BatchParts,
+        batch: Any,
+        known: Proof | None,
+    ) -> Proof:
+        assert self.technique is not None, "there is something to run"
+        is_sharded = is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy")
+        with contextlib.ExitStack() as stack:
+            if not is_sharded:
+                stack.enter_context(alone(trainer))
+            if trainer.world_size == 1:
+                stack.enter_context(quiet())
+            question = Question(
+                parts.compute_loss,
+                batch,
+                pl_module,
+                loss_weight=self.technique.loss_weight,
+                split_batch=self.technique.split_batch,
+                known=known,
+                needs_split=not self.is_auto,
+            )
+            return prove(question, functools.partial(smallest, trainer))
+
+    def _weighted(self) -> str:
+        return self.proof.weightings[0].text if self.proof.weightings else ""
+
+    def _check_counts(self, trainer: Any, batch: Any, meets: str) -> None:
+        assert self.runner is not None, "batches pass with a runner"
+        num_parts = len(self.runner.split(batch)[0])
+        if -smallest(trainer, -num_parts) != smallest(trainer, num_parts):
+            raise IncompatibleError(
+                self.name,
+                [
+                    Problem(
+                        f"`micro_batch_size={self.value}`",
+                        f"{meets}, and batches of different lengths came, of which some have more "
+                        "parts than others",
+                        "Use `drop_last=True` in the DataLoader.",
+                    )
+                ],
+            )
+
+    def _show(self, trainer: Any, pl_module: Any) -> None:
+        details = ["batches pass in parts of this size"]
+        if self.is_auto:
+            details = [
+                "whole batches; halved when memory runs out"
+                if self.size is None
+                else f"in parts of {self.size} samples, as memory ran out with more"
+            ]
+        details.append(
+            f"losses of micro-batches are {self._weighted()}, proven with samples of a batch in "
+            f"{self.proof.seconds * 1000:.0f} ms"
+            if self.proof.weightings
+            else "what their losses are weighted by is proven before the first one is split"
+        )
+        if self._tie:
+            details.append(self._tie)
+        if self.is_auto and trainer.world_size > 1:
+            details.append("gradients are shared after backward in the first two steps")
+        # More than two processes can sum in an order that is not DDP's.
+        is_bitwise = self.is_auto and self.size is None and trainer.world_size <= 2
+        in_parts = "approximate" if has_batch_norm(pl_module) else "rounding"
+        exactness = "bitwise" if is_bitwise else in_parts
+        self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+
+
+def _part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
+    # A process that runs out of memory must not leave the others waiting in their passes.
+    context = alone if is_apart else without_sync
+
+    def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
+        if is_apart or not is_last:
+            with context(trainer):
+                parts(part, weight, num_samples, is_last)
+        else:
+            parts(part, weight, num_samples)
+
+    return pass_part
+
+
+class _Probe:
+    """Remembers which batches have been proven to fit, so that they need no safety net."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._largest = {True: (0, 0), False: (0, 0)}  # of those without and with gradients
+
+    def is_open(self, batch: Any, is_fresh: bool) -> bool:
+        numel, length = _extent(batch)
+        most = self._largest[is_fresh]
+        return self.num_steps < _PROBED_STEPS or numel > most[0] or length > most[1]
+
+    def passed(self, batch: Any, is_fresh: bool, has_stepped: bool) -> None:
+        numel, length = _extent(batch)
+        most = self._largest[is_fresh]
+        self._largest[is_fresh] = (max(most[0], numel), max(most[1], length))
+        self.num_steps += has_stepped
+
+
+# Attention grows with the square of the longest side: numbers alone do not say what is larger.
+def _extent(batch: Any) -> tuple[int, int]:
+    tensors = list(tensors_in_batch(batch))
+    return sum(t.numel() for t in tensors), max(
+        (max(t.shape, default=1) for t in tensors), default=0
+    )
+
+
+def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: str) -> None:
+    """Say that memory ran out and that the batch was repeated.
+
+    Args:
+        trainer: The Trainer.
+        runner: What repeated it.
+        name: The argument that begins with this size.
+        weighted: What the losses of micro-batches were proven to be weighted by; may be empty.
+    """
+    proven = f" The losses of micro-batches are {weighted}, as proven." if weighted else ""
+    warn(
+        trainer,
+        f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven} Begin with "
+        f"`{name}={runner.size}` next time.",
+        MemsaveWarning,
+    )
+
+
+def _refusal(what: str, proof: Proof) -> Problem:
+    fix = (
+        "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; "
+        "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
+    )
+    return Problem(f"`{what}`", proof.reason, proof.fix or fix)
+
+
+def _warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
+    if not has_batch_norm(pl_module):
+        return
+    warn(
+        trainer,
+        f"`micro_batch_size={value}` and batch normalisation: its statistics come from each "
+        "micro-batch alone. Use a normalisation without batch statistics, such as "
+        "`nn.GroupNorm`, if that matters.",
+        ExactnessWarning,
+    )
+
+
+def _exhausted_in_step(optimizer: torch.optim.Optimizer, error: BaseException) -> BaseException:
+    return MemoryExhaustedError(
+        f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
+        f"complete: {first_line(error)}\n"
+        'Its state needs less with `optimizer="8bit"`, or host memory with '
+        '`optimizer="paged_8bit"`; micro-batches do not help here.'
+    )

@@ -1,0 +1,190 @@
+"""Techniques that change the module, behind the methods of a `Setting`."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.callbacks.settings import Setting, off_rows, row_of
+from lightning_memsave.core.blocks import find_blocks
+from lightning_memsave.core.technique import Handle, Technique
+from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.attention_kernel.models import find_parts, has_kernel
+from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
+    compute_kept_logits,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
+from lightning_memsave.trainer.trainer import (
+    builds_model_late,
+    checkpoints_activations_itself,
+    is_strategy,
+)
+from lightning_memsave.units import format_bytes
+
+
+class ModuleTechnique(Setting):
+    """A technique that changes the module.
+
+    Args:
+        name: Name of the argument that sets it.
+        technique: The technique, or ``None`` to leave the module as it is.
+        value: What the user or the stack wrote for it.
+        is_asked: The user wrote it by name: it is set, or refused.
+        off_reason: Why there is no technique, where it is not the user's ``None``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        technique: Technique[nn.Module] | None,
+        value: str,
+        is_asked: bool,
+        off_reason: str = "",
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.technique = technique
+        self.value = value
+        self.is_asked = is_asked
+        self.off_reason = off_reason
+        self._handle: Handle[nn.Module] | None = None
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the strategy and the module as far as it is built."""
+        if self.technique is None:
+            return []
+        technique = self._for_trainer(self.technique, trainer)
+        return technique.check(pl_module) + self._conflicts(trainer)
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Change the module, unless it makes its layers later."""
+        self.rows = []  # those of an earlier Trainer
+        if self.technique is None:
+            self.rows = off_rows(self)
+        elif not builds_model_late(pl_module):
+            self._use(self._for_trainer(self.technique, trainer), pl_module)
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Change a module that made its layers after ``setup``."""
+        is_done = self._handle is not None and bool(self._handle.changes)
+        if self.technique is None or is_done:
+            return
+        technique = self._for_trainer(self.technique, trainer)
+        if not self.is_asked and (problems := technique.check(pl_module)):
+            self.yield_to(problems, trainer, pl_module)
+            return
+        self._use(technique, pl_module)
+
+    def undo(self) -> None:
+        """Restore the module; a second call does nothing."""
+        self._handle = None
+        super().undo()
+
+    def _conflicts(self, trainer: Any) -> list[Problem]:
+        return []
+
+    # With what only the Trainer knows.
+    def _for_trainer(self, technique: Technique[nn.Module], trainer: Any) -> Technique[nn.Module]:
+        return technique
+
+    def _is_served(self, pl_module: nn.Module) -> bool:
+        """Return whether the module has what is asked for without any change."""
+        return False
+
+    def _advice(self) -> str:
+        return f"Set `{self.name}=None`."
+
+    def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
+        with warnings.catch_warnings():
+            # What is left to a stack has a line in the table; what is not is refused.
+            warnings.simplefilter("ignore", NoEffectWarning)
+            handle = self._handle = technique.apply(pl_module)
+        self._undo.append(handle.undo)
+        if not handle.changes and self.is_asked and not self._is_served(pl_module):
+            what, why = f"`{self.name}={self.value}`", "; ".join(handle.skipped)
+            raise IncompatibleError("MemSaveCallback", [Problem(what, why, self._advice())])
+        self.rows = [row_of(self.name, self.value, handle, technique.exactness.value)]
+        return handle
+
+
+class Checkpointing(ModuleTechnique):
+    """Activation checkpointing, which a strategy may do already."""
+
+    technique: ActivationCheckpointing | None
+
+    def savings(self, pl_module: Any) -> str:
+        """Say which blocks would have been recomputed."""
+        assert self.technique is not None, "only what is on can yield"
+        blocks = find_blocks(pl_module, self.technique.blocks)
+        return f"it would free the activations of {len(blocks)} blocks" if blocks else ""
+
+    def _conflicts(self, trainer: Any) -> list[Problem]:
+        if not checkpoints_activations_itself(trainer):
+            return []
+        strategy = type(trainer.strategy).__name__
+        return [
+            Problem(
+                f"`{self.name}={self.value}`",
+                f"`{strategy}` was told to checkpoint activations, and twice is too much",
+                f"Remove that setting from `{strategy}`, or set `{self.name}=None` here.",
+            )
+        ]
+
+    def _is_served(self, pl_module: nn.Module) -> bool:
+        assert self.technique is not None, "it was applied"
+        return bool(find_blocks(pl_module, self.technique.blocks))
+
+    def _advice(self) -> str:
+        return f"Use `blocks=` with the class of the blocks, or set `{self.name}=None`."
+
+
+class LossWithoutLogits(ModuleTechnique):
+    """Chunked cross-entropy, which reads the head's weight after its forward pass."""
+
+    is_for_evaluation = True
+
+    def before_backward(self, pl_module: Any) -> None:
+        """Compute the logits that somebody kept: they are those of the weights before the step.
+
+        Args:
+            pl_module: The LightningModule.
+        """
+        # In its own optimization the step is not over, and may look at its logits as it likes.
+        if self._handle is not None and pl_module.automatic_optimization:
+            compute_kept_logits(pl_module)
+
+    def savings(self, pl_module: Any) -> str:
+        """Say how large the logits are."""
+        heads, _ = find_heads(pl_module, None)
+        widths = [len(head.module.weight) for head in heads]  # type: ignore[arg-type]
+        size = format_bytes(16 * max(widths, default=0))
+        return f"it would save up to {size} for each token of a batch" if widths else ""
+
+    def _conflicts(self, trainer: Any) -> list[Problem]:
+        if not is_strategy(trainer, "FSDPStrategy", "DeepSpeedStrategy"):
+            return []
+        return [
+            Problem(
+                f"`{self.name}={self.value}`",
+                f"`{type(trainer.strategy).__name__}` may have freed the head's weight when the "
+                "loss is computed",
+                f"Set `{self.name}=None`.",
+            )
+        ]
+
+
+class FusedAttention(ModuleTechnique):
+    """Attention kernels, of which some run on a GPU only; the module moves there after `setup`."""
+
+    def _for_trainer(self, technique: Technique[nn.Module], trainer: Any) -> Technique[nn.Module]:
+        assert isinstance(technique, AttentionKernel), "the argument takes no other"
+        return dataclasses.replace(technique, device=trainer.strategy.root_device)
+
+    def _is_served(self, pl_module: nn.Module) -> bool:
+        assert isinstance(self.technique, AttentionKernel), "it was applied"
+        return any(has_kernel(part, self.technique.kernel) for part in find_parts(pl_module))

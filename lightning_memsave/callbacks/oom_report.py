@@ -1,0 +1,453 @@
+"""What is known when memory ran out, as text, as JSON and as files."""
+
+import contextlib
+import json
+import logging
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import PurePosixPath
+from typing import Any, TypeVar
+
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from torch import Tensor
+
+from lightning_memsave.callbacks.report import versions
+from lightning_memsave.callbacks.settings import describe
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
+from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
+from lightning_memsave.explain.oom_diagnosis import Diagnosis, diagnose
+from lightning_memsave.explain.oom_message import OutOfMemory, read_out_of_memory
+from lightning_memsave.measure.alive_tensors import AliveTensor, find_alive_tensors
+from lightning_memsave.measure.allocator import (
+    AllocatorReading,
+    HostReading,
+    read_allocator,
+    read_host_memory,
+)
+from lightning_memsave.measure.nvml import NvmlReading, read_nvml
+from lightning_memsave.trainer.trainer import package_of
+from lightning_memsave.units import format_bytes
+
+TEXT_NAME = "memsave_oom.txt"
+JSON_NAME = "memsave_oom.json"
+SNAPSHOT_NAME = "memsave_oom_snapshot.pickle"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchTensor:
+    """A tensor of the batch at hand.
+
+    Args:
+        name: Where it stands in the batch, such as ``batch['input_ids']``.
+        shape: Its sizes.
+        dtype: Such as ``"int64"``.
+        device: Such as ``"cuda:0"``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One more part of a report.
+
+    Args:
+        title: Its heading, and its key in JSON.
+        lines: Its text.
+        data: The same for programs; must be plain values.
+    """
+
+    title: str
+    lines: tuple[str, ...]
+    data: Any = None
+
+
+@dataclass
+class OutOfMemoryReport:
+    """What is known when memory ran out. Holds no tensors, so that it may be kept.
+
+    Args:
+        diagnosis: What the message says and what to do.
+        error: Class and message of the exception.
+        where: Stage, epoch, step and rank.
+        alive: Bytes of the tensors that were found alive on the device, by category.
+        largest: The largest of them, largest first.
+        num_alive: How many there are.
+        batch: The batch at hand; empty between batches.
+        allocator: What torch's allocator says; ``None`` without CUDA.
+        nvml: What the driver says; ``None`` without CUDA.
+        host: Host memory of this process.
+        trace: The traceback as text.
+        notes: What is special about this report, one sentence each.
+    """
+
+    diagnosis: Diagnosis
+    error: str
+    where: dict[str, Any]
+    alive: MemoryBreakdown
+    largest: tuple[AliveTensor, ...]
+    num_alive: int
+    batch: tuple[BatchTensor, ...] = ()
+    allocator: AllocatorReading | None = None
+    nvml: NvmlReading | None = None
+    host: HostReading | None = None
+    trace: str = ""
+    notes: list[str] = field(default_factory=list)
+    sections: list[Section] = field(default_factory=list, init=False)
+    files: dict[str, str | bytes] = field(default_factory=dict, init=False)
+
+    def add_section(self, title: str, lines: Sequence[str], data: Any = None) -> None:
+        """Add a part to text and JSON.
+
+        Args:
+            title: Its heading, and its key under ``sections`` in JSON.
+            lines: Its text.
+            data: The same for programs, as plain values; without it, the lines.
+        """
+        self.sections.append(Section(title, tuple(lines), data))
+
+    def add_file(self, name: str, content: str | bytes) -> None:
+        """Write one more file beside the report.
+
+        Args:
+            name: Such as ``"memsave_oom.html"``; with several ranks, the rank is put into it.
+            content: What to write.
+        """
+        self.files[name] = content
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            The fields under their names, ``alive`` as ``total_bytes`` and ``by_category``.
+        """
+        readings = {"allocator": self.allocator, "nvml": self.nvml, "host": self.host}
+        return {
+            "diagnosis": self.diagnosis.to_dict(),
+            "error": self.error,
+            "where": self.where,
+            "alive": {
+                "total_bytes": self.alive.total_bytes,
+                "by_category": self.alive.by_category(),
+                "num_tensors": self.num_alive,
+                "largest": [asdict(one) | {"shape": list(one.shape)} for one in self.largest],
+            },
+            "batch": [asdict(one) | {"shape": list(one.shape)} for one in self.batch],
+            **{name: None if one is None else asdict(one) for name, one in readings.items()},
+            "notes": list(self.notes),
+            "sections": {
+                one.title: list(one.lines) if one.data is None else one.data
+                for one in self.sections
+            },
+            "traceback": self.trace,
+            "versions": versions(),
+        }
+
+    def __str__(self) -> str:
+        parts = [
+            str(self.diagnosis),
+            _titled(
+                "Where",
+                [f"{name.replace('_', ' ')}: {value}" for name, value in self.where.items()],
+            ),
+            *(_titled(one.title, one.lines) for one in self.sections),
+            _titled("Tensors that were alive", self._alive_lines()),
+            _titled("Batch", [f"{b.name}: {b.shape} {b.dtype} on {b.device}" for b in self.batch]),
+            _titled("torch's allocator", _reading_lines(self.allocator)),
+            _titled("The driver (NVML)", _reading_lines(self.nvml)),
+            _titled("Host memory of this process", _reading_lines(self.host)),
+            _titled("Notes", self.notes),
+            _titled("Message", [self.diagnosis.oom.message]),
+            _titled("Traceback", self.trace.splitlines()),
+        ]
+        return "\n\n".join(part for part in parts if part) + "\n"
+
+    def _alive_lines(self) -> list[str]:
+        total_bytes = self.alive.total_bytes
+        lines = [
+            f"{format_bytes(n):>11}  {n / total_bytes:6.1%}  {name}"
+            for name, n in sorted(self.alive.by_category().items(), key=lambda item: -item[1])
+            if n
+        ]
+        lines += [f"{format_bytes(total_bytes):>11}  in {self.num_alive} tensors"]
+        if self.allocator is not None:
+            rest_bytes = max(self.allocator.allocated_bytes - total_bytes, 0)
+            lines += [
+                f"{format_bytes(rest_bytes):>11}  allocated beside them: held by C++ alone, and "
+                "rounding"
+            ]
+        if self.largest:
+            lines += ["", "The largest:"]
+        return lines + [
+            f"{format_bytes(one.num_bytes):>11}  {one.category}: {one.name} {one.shape} {one.dtype}"
+            for one in self.largest
+        ]
+
+
+def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> str:
+    """Write a report and the files that were added to it.
+
+    Args:
+        report: What to write.
+        directory: Where to, also a remote one such as ``s3://...``; made if it does not exist.
+        rank: The rank to put into the names, ``None`` if there is only one.
+
+    Returns:
+        Path of the text.
+    """
+    filesystem, folder = url_to_fs(directory)
+    filesystem.makedirs(folder, exist_ok=True)
+    contents = {
+        TEXT_NAME: str(report),
+        JSON_NAME: json.dumps(report.to_dict(), indent=2, default=str) + "\n",
+        **report.files,
+    }
+    for name, content in contents.items():
+        data = content.encode() if isinstance(content, str) else content
+        filesystem.write_bytes(f"{folder}/{_with_rank(name, rank)}", data)
+    return f"{directory}/{_with_rank(TEXT_NAME, rank)}"
+
+
+def trace_of(error: BaseException) -> str:
+    """Write down a traceback with its causes.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        Text, which holds on to nothing.
+    """
+    return "".join(traceback.format_exception(error))
+
+
+def _with_rank(name: str, rank: int | None) -> str:
+    if rank is None:
+        return name
+    path = PurePosixPath(name)
+    return f"{path.stem}_rank{rank}{path.suffix}"
+
+
+def _titled(title: str, lines: Sequence[str]) -> str:
+    return "\n".join([f"{title}:", *(f"  {line}".rstrip() for line in lines)]) if lines else ""
+
+
+def _reading_lines(reading: AllocatorReading | NvmlReading | HostReading | None) -> list[str]:
+    if reading is None:
+        return []
+    lines = []
+    for name, value in asdict(reading).items():
+        if value is None or value == "":
+            continue
+        words = name.removesuffix("_bytes").replace("_", " ")
+        lines.append(f"{words}: {format_bytes(value) if name.endswith('_bytes') else value}")
+    return lines
+
+
+T = TypeVar("T")
+
+_EVALUATION = ("sanity_check", "validate", "test", "predict")
+_SMALLER_EVALUATION = (
+    "Pass a smaller `batch_size` to that DataLoader; in one process "
+    '`MemSaveCallback(eval_micro_batch_size="auto")`, its default, splits batches of steps that '
+    "can be split. There is no backward pass, so what saves activations or optimizer state does "
+    "not help."
+)
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def out_of_memory_in(error: BaseException, outside: BaseException | None) -> BaseException | None:
+    """Find out whether memory that ran out is what ended a run.
+
+    Args:
+        error: What was raised.
+        outside: What was being handled when the run began.
+
+    Returns:
+        It, or what it was raised from; ``None`` if it was something else.
+    """
+    ours = (e for e in errors_behind(error, outside) if isinstance(e, MemoryExhaustedError))
+    return next(ours, None) or find_out_of_memory(error, outside)
+
+
+def make_report(
+    trainer: Any,
+    pl_module: Any,
+    error: BaseException,
+    batch: Sequence[Tensor],
+    num_largest: int,
+) -> OutOfMemoryReport:
+    """Gather what is known; what cannot be read is a note in the report.
+
+    Args:
+        trainer: The Trainer, in whatever state.
+        pl_module: Its LightningModule, or ``None``.
+        error: What says that memory ran out.
+        batch: Tensors of the batch at hand.
+        num_largest: How many of the largest tensors to keep.
+
+    Returns:
+        The report, without the batch.
+    """
+    notes: list[str] = []
+
+    def attempt(what: str, read: Callable[[], T], default: T) -> T:
+        try:
+            return read()
+        except Exception as failure:
+            notes.append(f"{what} cannot be read: {describe(failure)}")
+            return default
+
+    device = trainer.strategy.root_device
+    trace = attempt("The traceback", lambda: trace_of(error), "")
+    diagnosis = _diagnose(trainer, error, trace)
+    alive: list[AliveTensor] = attempt(
+        "The tensors that are alive",
+        lambda: find_alive_tensors(
+            device, pl_module, trainer.optimizers, batch, error, phase=diagnosis.oom.phase
+        ),
+        [],
+    )
+    allocator: AllocatorReading | None = None
+    if device.type == "cuda":
+        allocator = attempt("The allocator", lambda: read_allocator(device), None)
+    reserved_bytes = None if allocator is None else allocator.reserved_bytes
+    if isinstance(error, MemoryExhaustedError):
+        notes.append(
+            "The batch was repeated in smaller parts before, and the activations of the last "
+            "attempt were freed: they are not among the tensors that were alive."
+        )
+    return OutOfMemoryReport(
+        diagnosis=diagnosis,
+        error=f"{type(error).__name__}: {error}",
+        where=attempt("Where it happened", lambda: _where(trainer, device), {}),
+        alive=_by_category(alive),
+        largest=tuple(alive[:num_largest]),
+        num_alive=len(alive),
+        allocator=allocator,
+        nvml=None if device.type != "cuda" else read_nvml(device, reserved_bytes),
+        host=attempt("Host memory", read_host_memory, None),
+        trace=trace,
+        notes=notes,
+    )
+
+
+def add_advice(trainer: Any, exception: BaseException, error: BaseException) -> None:
+    """Let an exception say what to do, below its traceback.
+
+    Args:
+        trainer: The Trainer, in whatever state.
+        exception: What ends the run.
+        error: What says that memory ran out, in it or behind it.
+    """
+    if isinstance(error, MemoryExhaustedError):  # says it itself
+        return
+    diagnosis = _diagnose(trainer, error, trace_of(error))
+    advice = list(diagnosis.advice)
+    if getattr(trainer.state.stage, "value", None) in _EVALUATION:
+        advice.insert(0, _SMALLER_EVALUATION)
+    lines = [f"  {number}. {line}" for number, line in enumerate(advice, 1)]
+    note = "\n".join([diagnosis.summary, "What to do:", *lines])
+    if note not in getattr(exception, "__notes__", ()):  # of another callback of ours
+        exception.add_note(note)
+
+
+def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
+    """List the tensors of a batch.
+
+    Args:
+        batch: Tensors in any nesting.
+        name: What to call it.
+
+    Yields:
+        Name, shape, type and device of each tensor; no reference to it.
+
+    Example:
+        >>> import torch
+        >>> [(t.name, t.shape) for t in describe_batch({"x": [torch.zeros(4, 2)]})]
+        [("batch['x'][0]", (4, 2))]
+    """
+    if isinstance(batch, Tensor):
+        dtype = str(batch.dtype).removeprefix("torch.")
+        yield BatchTensor(name, tuple(batch.shape), dtype, str(batch.device))
+    elif isinstance(batch, Mapping):
+        for key, value in batch.items():
+            yield from describe_batch(value, f"{name}[{key!r}]")
+    elif isinstance(batch, (list, tuple)):
+        for index, value in enumerate(batch):
+            yield from describe_batch(value, f"{name}[{index}]")
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for field in fields(batch):
+            yield from describe_batch(getattr(batch, field.name, None), f"{name}.{field.name}")
+
+
+def say(trainer: Any, message: str) -> None:
+    """Log a warning on the rank where it happened: a Python warning could be made an error.
+
+    Args:
+        trainer: The Trainer, whose package's logger is used.
+        message: One line.
+    """
+    logging.getLogger(f"{package_of(trainer).__name__}.memsave").warning(message)
+
+
+def _diagnose(trainer: Any, error: BaseException, trace: str) -> Diagnosis:
+    oom = _read(trace or str(error), error, trainer.strategy.root_device)
+    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
+    return diagnose(oom, settings, has_memsave=_has_memsave(trainer))
+
+
+@contextlib.contextmanager
+def attempted(trainer: Any, otherwise: str) -> Iterator[None]:
+    """Log what fails inside, and raise nothing: what ended the run must be seen.
+
+    Args:
+        trainer: The Trainer.
+        otherwise: What is missing then.
+
+    Yields:
+        Once.
+    """
+    try:
+        yield
+    except Exception as failure:
+        say(trainer, f"{otherwise}: {describe(failure)}")
+
+
+# By name: `MemSaveCallback` may have an observer of its own, so that importing it makes a circle.
+def _has_memsave(trainer: Any) -> bool:
+    classes = (cls for callback in trainer.callbacks for cls in type(callback).__mro__)
+    return any(cls.__name__ == "MemSaveCallback" for cls in classes)
+
+
+def _read(text: str, error: BaseException, device: Any) -> OutOfMemory:
+    try:
+        return read_out_of_memory(text)
+    except ConfigurationError:  # a library's own words
+        return OutOfMemory(" ".join(str(error).split()), device.type, device.index)
+
+
+def _by_category(alive: Sequence[AliveTensor]) -> MemoryBreakdown:
+    total: Counter[str] = Counter()
+    for one in alive:
+        total[one.category] += one.num_bytes
+    return MemoryBreakdown.from_categories(dict(total))
+
+
+def _where(trainer: Any, device: Any) -> dict[str, Any]:
+    return {
+        "stage": getattr(trainer.state.stage, "value", None),
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "batch": None,
+        "device": str(device),
+        "rank": trainer.global_rank,
+        "world_size": trainer.world_size,
+        "precision": str(trainer.precision),
+    }

@@ -1,0 +1,228 @@
+"""Precision set from the callback."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memsave.callbacks.settings import Setting, off_rows
+from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY
+from lightning_memsave.trainer.precision import precision_state, set_precision
+from lightning_memsave.trainer.trainer import is_strategy
+
+PRECISIONS = (
+    "32-true",
+    "64-true",
+    "bf16-mixed",
+    "16-mixed",
+    "bf16-true",
+    "16-true",
+    "transformer-engine",
+    "transformer-engine-float16",
+)
+_SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+_HALF = (torch.float16, torch.bfloat16)
+_EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
+_NOT_FLOAT16 = (
+    "kept: this GPU has no native bfloat16, and in float16 the activations of some models overflow "
+    '(T5, mT5, Gemma); pass `precision="16-mixed"` where they do not'
+)
+
+
+def full_name(precision: str | int) -> str:
+    """Give the long form of a precision.
+
+    Args:
+        precision: What Lightning's Trainer takes, such as ``"bf16"`` or 16.
+
+    Returns:
+        For example ``"bf16-mixed"``.
+
+    Raises:
+        ConfigurationError: If Lightning has no such precision.
+    """
+    name = _SHORT.get(str(precision), str(precision))
+    if name not in PRECISIONS or isinstance(precision, bool):
+        raise ConfigurationError(
+            f"`precision={precision!r}` is not a precision that Lightning knows. Use "
+            f'"auto", `None` or one of {", ".join(PRECISIONS)}.'
+        )
+    return name
+
+
+class TrainerPrecision(Setting):
+    """The Trainer's precision, as if its constructor had been given it.
+
+    Lightning's own connector builds the plugin, so the gradient scaler is the one that it picks.
+
+    Args:
+        precision: A long name, ``"auto"``, or ``None`` to leave the Trainer's. ``"auto"`` means
+            ``"bf16-mixed"`` on CUDA GPUs with native bfloat16, unless the Trainer or a plugin says
+            otherwise; elsewhere it changes nothing.
+        written: How messages name it; the argument, if nothing is given.
+        is_for_weights: Weights in bfloat16 need it, and cannot stay without.
+        is_asked: The user wrote it, or weights in bfloat16, by name: it is set, or refused.
+        off_reason: Why the Trainer's stays, where it is not the user's ``None``.
+    """
+
+    name = "precision"
+    is_for_evaluation = True
+
+    def __init__(
+        self,
+        precision: str | None,
+        written: str = "",
+        is_for_weights: bool = False,
+        is_asked: bool = True,
+        off_reason: str = "",
+    ) -> None:
+        super().__init__()
+        self.precision = precision
+        self.value = repr(precision)
+        self.is_asked = is_asked
+        self.off_reason = off_reason
+        self.written = written
+        self.is_for_weights = is_for_weights
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
+        wanted = self.precision
+        if wanted is None or wanted == "auto":
+            return []
+        problems = find_conflicts(trainer, pl_module, wanted, self.written, self.is_for_weights)
+        if not self.is_asked and wanted != str(trainer.precision) and _emulates(trainer, wanted):
+            problems.append(Problem(self.written, _EMULATED, f"Set `precision={wanted!r}`."))
+        return problems
+
+    def savings(self, pl_module: Any) -> str:
+        """Say which tensors would be smaller."""
+        return "it would halve the activations of matrix products"
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Set the precision, or say why it stays as it is.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+        current = precision_state(trainer).current
+        wanted, reason = self.precision, ""
+        if self.precision is None:
+            self.rows = off_rows(self)
+            return
+        if self.precision == "auto":
+            wanted, reason = _choose(trainer, pl_module)
+        if wanted is None:
+            self.rows = [Row(self.name, current, "unchanged", (reason,))]
+            return
+        if wanted != current:
+            set_precision(trainer, wanted)
+        got = precision_state(trainer).current
+        details = [reason] if reason else []
+        if _emulates(trainer, wanted):
+            details.append(_EMULATED)
+        if got != wanted:
+            details.append(f"Lightning replaced {wanted} on this device")
+        exactness = "" if got in ("32-true", "64-true") else "approximate"
+        self.rows = [Row(self.name, got, "on", tuple(details), exactness)]
+
+
+def find_conflicts(
+    trainer: Any,
+    pl_module: nn.Module,
+    wanted: str,
+    written: str = "",
+    is_for_weights: bool = False,
+) -> list[Problem]:
+    """Find every reason why a Trainer cannot be given a precision.
+
+    Args:
+        trainer: A Trainer in ``setup``.
+        pl_module: Its LightningModule.
+        wanted: One of `PRECISIONS`.
+        written: How messages name it; the argument, if nothing is given.
+        is_for_weights: Weights in bfloat16 need it: without it they must go as well.
+
+    Returns:
+        All problems, empty if it can.
+    """
+    state = precision_state(trainer)
+    what = written or f"`precision={wanted!r}`"
+    # What the Trainer computes in is as good as ours, if it is the same.
+    must_go_too = is_for_weights and state.current != wanted
+    both = "`precision=None` and `low_precision_weights=None`"
+    leave = f"or set {both if must_go_too else '`precision=None`'} here to leave it to the Trainer."
+    problems = []
+    if state.plugin is not None:
+        why = f"the Trainer was given the plugin `{state.plugin}`, which decides the precision"
+        problems.append(Problem(what, why, f"Remove that plugin, {leave}"))
+    elif state.current not in ("32-true", wanted) and not state.is_ours:
+        why = f"the Trainer was given `precision={state.current!r}`"
+        problems.append(Problem(what, why, f"Remove one of the two, {leave}"))
+    if state.has_own_mixed_precision:
+        why = "`FSDPStrategy(mixed_precision=...)` wins over it, so that it would hold in part"
+        problems.append(Problem(what, why, f"Remove `mixed_precision` from the strategy, {leave}"))
+    if is_strategy(trainer, "ModelParallelStrategy") and wanted == "16-mixed":
+        why = "`ModelParallelStrategy` has no gradient scaler for it"
+        problems.append(Problem(what, why, 'Use `precision="bf16-mixed"`.'))
+    if is_strategy(trainer, "ModelParallelStrategy") and wanted == "64-true":
+        why = "`ModelParallelStrategy` does not support it"
+        problems.append(Problem(what, why, 'Use `precision="32-true"`.'))
+    if state.is_frozen and wanted != state.current:
+        why = f"DeepSpeed was started with {state.current} and keeps it"
+        problems.append(Problem(what, why, "Make a new Trainer with a new strategy."))
+    if is_strategy(trainer, "XLAStrategy", "SingleDeviceXLAStrategy") and wanted not in (
+        "32-true",
+        "16-true",
+        "bf16-true",
+    ):
+        why = "XLA devices run in one precision"
+        problems.append(Problem(what, why, 'Use `precision="bf16-true"` or "32-true".'))
+    return problems + _half_parameters(pl_module, wanted, what, is_for_weights)
+
+
+# Under these precisions Lightning leaves parameters as they are, so ones that are half already
+# stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
+def _half_parameters(
+    module: nn.Module, wanted: str, what: str, is_for_weights: bool
+) -> list[Problem]:
+    if wanted not in ("32-true", "16-mixed", "bf16-mixed"):
+        return []
+    half = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
+    use = "set `low_precision_weights=None` and" if is_for_weights else "use"
+    return [
+        Problem(
+            what,
+            f"trainable parameters are {dtype} already and would stay so",
+            f"Load the model in float32 (Hugging Face: `dtype=torch.float32`), or {use} "
+            f'`precision="{"16-true" if dtype is torch.float16 else "bf16-true"}"`.',
+        )
+        for dtype in sorted(half, key=str)
+    ]
+
+
+def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:
+    state = precision_state(trainer)
+    device = trainer.strategy.root_device
+    if state.plugin is not None:
+        return None, f"kept: the plugin `{state.plugin}` decides it"
+    if state.current != "32-true" and not state.is_ours:
+        return None, "kept: the Trainer was given it"
+    if device.type != "cuda":
+        return None, f"kept on {device.type}; pass a precision to change it"
+    wanted = "bf16-mixed"
+    if _emulates(trainer, wanted):
+        return None, _NOT_FLOAT16
+    conflicts = find_conflicts(trainer, pl_module, wanted)
+    if conflicts:
+        return None, f"kept: {conflicts[0].what} is not possible, as {conflicts[0].why}"
+    return wanted, ""
+
+
+def _emulates(trainer: Any, precision: str) -> bool:
+    device = trainer.strategy.root_device
+    if device.type != "cuda" or not precision.startswith("bf16"):
+        return False
+    return torch.cuda.get_device_capability(device) < BF16_CAPABILITY

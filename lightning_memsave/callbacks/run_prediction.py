@@ -1,0 +1,290 @@
+"""The prediction that a run makes of itself, before its first step."""
+
+import linecache
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memsave.callbacks.memory_probes import is_compiled
+from lightning_memsave.callbacks.memory_summary import Predicted, shortened
+from lightning_memsave.core.patching import unpatch
+from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import MemsaveError
+from lightning_memsave.prediction.fake.tensors import FakeTensors
+from lightning_memsave.prediction.predict import Question, predict
+from lightning_memsave.trainer.hooks import inform
+from lightning_memsave.trainer.trainer import SHARDED, is_strategy
+from lightning_memsave.units import format_bytes
+
+TIME_LIMIT_S = 20.0
+
+_PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
+# What the run has decided already, by what only it knows, such as the strategy.
+_DECIDED = (
+    "activation_checkpointing",
+    "optimizer",
+    "micro_batch_size",
+    "chunked_cross_entropy",
+    "optimizer_in_backward",
+    "low_precision_weights",
+    "attention",
+    "early_release",
+)
+# Arguments that are refused beside an owner that is off, and what they are then.
+_BELONGS_TO: Mapping[str, tuple[str, Any]] = {
+    "blocks": ("activation_checkpointing", None),
+    "optimizer_kwargs": ("optimizer", None),
+    "keep_32bit": ("optimizer", ()),
+    "force_8bit": ("optimizer", ()),
+}
+# The precision is in force, whoever has set it; the others have no part in training steps.
+_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
+
+
+class RunPrediction(Predicted):
+    """Predicts once per fit, on rank zero, when the first batch is there.
+
+    Args:
+        limit_s: Give up after this time; ``None`` to leave it out.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        super().__init__()
+        self.limit_s = limit_s
+        self.is_due = False
+        """The first batch has not come yet."""
+
+    def begin(self) -> None:
+        """A fit begins."""
+        self.prediction, self.note, self.seconds = None, "", 0.0
+        self.is_due = self.limit_s is not None
+
+    def before_batch(
+        self,
+        trainer: Any,
+        pl_module: Any,
+        batch: Any,
+        make_callback: Callable[..., Any],
+        arguments: Mapping[str, Any],
+    ) -> None:
+        """Predict, if this is the first batch.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+            batch: The batch.
+            make_callback: Makes a `MemSaveCallback`.
+            arguments: Its arguments, as `in_force` gives them.
+
+        Raises:
+            KeyboardInterrupt: If somebody interrupts the run meanwhile.
+        """
+        if not self.is_due:
+            return
+        self.is_due = False
+        if not trainer.is_global_zero:
+            return
+        start_s = time.perf_counter()
+        self.note = obstacle(trainer, pl_module)
+        try:
+            if not self.note:
+                # The user's own modes, such as one that counts operations, must not see it.
+                with _disable_current_modes():
+                    question = question_of(trainer, pl_module, batch, make_callback)
+                    limited = replace(question, arguments=arguments, time_limit_s=self.limit_s)
+                    self.prediction = predict(limited)
+        # Whatever the user's code does on tensors without data must not end a run that would train.
+        except (Exception, SystemExit) as error:
+            # A Trainer makes the one of the other.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise KeyboardInterrupt from error
+            is_over = time.perf_counter() - start_s > (self.limit_s or 0)
+            self.note = _reason(error)
+            if isinstance(error, TimeoutError) and is_over:
+                self.note = (
+                    f"it takes more than {self.limit_s:g} seconds; `predict=` sets the limit"
+                )
+        finally:
+            self.seconds = time.perf_counter() - start_s
+        if self.prediction is None:
+            inform(trainer, f"Memory is not predicted: {self.note}.")
+        else:
+            guessed = "; ".join(shortened(self.prediction.guesses))
+            size = format_bytes(self.prediction.measurable_bytes)
+            guessed = guessed and f", guessing: {guessed}"
+            inform(trainer, f"Predicted peak memory: {size}{guessed}.")
+
+    def to_dict(self, error: float | None) -> dict[str, Any] | None:
+        """Give what the report says of it.
+
+        Args:
+            error: The predicted peak over the measured one less 1; ``None`` if it is not known.
+
+        Returns:
+            ``peak_bytes``, ``by_category``, ``modules`` (of each, what it has) and ``error``; or
+            why there is no prediction.
+        """
+        if self.prediction is None:
+            return {"note": self.note} if self.note else None
+        predicted = self.prediction
+        return {
+            "peak_bytes": predicted.peak_bytes,
+            "by_category": predicted.peak.by_category(),
+            "allocated_bytes": predicted.allocated_bytes,
+            "reserved_bytes": predicted.reserved_bytes,
+            "modules": [
+                {
+                    "name": module.name,
+                    "class_name": module.class_name,
+                    "num_parameters": module.num_parameters,
+                    "by_category": {n: v for n, v in module.memory.by_category().items() if v},
+                }
+                for module in predicted.modules
+            ],
+            "error": error,
+            "seconds": self.seconds,
+            "is_extrapolated": predicted.is_extrapolated,
+            "assumptions": list(predicted.assumptions),
+            "guesses": list(predicted.guesses),
+        }
+
+
+def in_force(
+    arguments: Mapping[str, Any], rows: Sequence[Row], micro_batch_size: int | None
+) -> dict[str, Any]:
+    """Say with which arguments another callback would do what this run does.
+
+    Args:
+        arguments: Arguments of `MemSaveCallback`.
+        rows: What became of them.
+        micro_batch_size: The size to which batches had to shrink, if they had to.
+
+    Returns:
+        The arguments; what gave way to something in this run is off.
+    """
+    on = {row.name for row in rows if row.status == "on"}
+    off = [name for name in _DECIDED if name not in on]
+    result = {**arguments, **dict.fromkeys([*off, *_LEFT_OUT])}
+    result.pop("from_stack", None)
+    for name, (owner, value) in _BELONGS_TO.items():
+        if result[owner] is None:
+            result[name] = value
+    if micro_batch_size is not None and "micro_batch_size" in on:
+        result["micro_batch_size"] = micro_batch_size
+    return result
+
+
+def obstacle(trainer: Any, pl_module: Any) -> str:
+    """Find out why a fit cannot be predicted.
+
+    Args:
+        trainer: The Trainer.
+        pl_module: Its LightningModule.
+
+    Returns:
+        The reason; empty if it can.
+    """
+    if is_compiled(pl_module):
+        return "the graphs of `torch.compile` allocate in their own way"
+    if is_strategy(trainer, *SHARDED):
+        return f"not for `{type(trainer.strategy).__name__}`, which shards the model"
+    if trainer.strategy.root_device.type not in ("cpu", "cuda"):
+        return f"not for {trainer.strategy.root_device.type}"
+    if str(trainer.precision) not in _PREDICTABLE:
+        return f"not for precision {trainer.precision}"
+    return ""
+
+
+# In words of the project: which of its lines ends the prediction, and not what torch says.
+def _reason(error: BaseException) -> str:
+    what = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    what = f"{type(error).__name__}: {what}" if what else type(error).__name__
+    if isinstance(error, MemsaveError | TimeoutError):
+        return what
+    own = [
+        (Path(frame.f_code.co_filename), number)
+        for frame, number in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _NOT_OF_A_PROJECT
+    ]
+    if not own:
+        return what
+    path, number = own[-1]
+    where = f"{path.name}, line {number}"
+    if type(error).__name__ in _OF_VALUES or any(text in str(error) for text in _WITHOUT_VALUES):
+        code = linecache.getline(str(path), number).strip()
+        return f"{where} needs the values of a tensor, which only a real step has: `{code}`"
+    return f"{where} raises {what} where the step is followed without the values of its tensors"
+
+
+_NOT_OF_A_PROJECT = {
+    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("lightning_utilities", "lightning_memsave", *sys.stdlib_module_names),
+} - {"__main__"}
+_OF_VALUES = {"DataDependentOutputException", "DynamicOutputShapeException"}
+_WITHOUT_VALUES = (
+    *("data is not allocated", "unallocated storage", "data pointer", "meta tensor"),
+    "not supported for tensor subclasses",
+)
+
+
+def question_of(
+    trainer: Any, pl_module: Any, batch: Any, make_callback: Callable[..., Any]
+) -> Question:
+    """Ask what the steps of a fit will take.
+
+    Args:
+        trainer: The Trainer, in a training batch.
+        pl_module: Its LightningModule.
+        batch: The batch.
+        make_callback: Makes a `MemSaveCallback`.
+
+    Returns:
+        A question without the arguments of the callback.
+    """
+
+    def build(fakes: FakeTensors) -> tuple[Any, Any]:
+        twin = fakes.copy_module(pl_module, without=[trainer])
+        for part in twin.modules():
+            unpatch(part)
+        return twin, fakes.copy_whole_batch(batch)
+
+    device = trainer.strategy.root_device
+    return Question(
+        build,
+        make_callback,
+        {},
+        device.type,
+        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0),
+        trainer_arguments={
+            "precision": str(trainer.precision),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+            # Schedules ask for them.
+            "max_epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps if trainer.max_steps < 0 else max(trainer.max_steps, 2),
+        },
+        num_batches=_finite(trainer.num_training_batches),
+        is_running=True,
+        other_bytes=_bucket_bytes(trainer, pl_module),
+    )
+
+
+# DDP copies the gradients into buckets of its own, unless they are views of them.
+def _bucket_bytes(trainer: Any, pl_module: Any) -> int:
+    ddp = trainer.strategy.model
+    if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
+        return 0
+    return sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
+
+
+def _finite(num_batches: float) -> int:
+    return 1000 if num_batches == float("inf") else max(int(num_batches), 4)

@@ -1,0 +1,336 @@
+"""What ``MemSaveCallback`` can set, each behind the same few methods."""
+
+import contextlib
+import functools
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+from lightning_memsave.core.technique import Handle, Row, Status, undo_all
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.registry import BARE, STACKS
+from lightning_memsave.units import format_bytes
+
+AS_IT_IS = "left as it is: `None` was asked for"
+SMALLEST_SAVING_BYTES = 20 * 2**20
+"""What is left to a stack stays off below this: CUDA's allocator takes memory from the GPU in
+segments of 20 MiB, so that less need not change whether a run fits."""
+
+
+def saves(num_bytes: int, what: str) -> str:
+    """Say what a setting that has yielded would save; nothing for nothing."""
+    return f"it would save up to {format_bytes(num_bytes)} of {what}" if num_bytes else ""
+
+
+def warn(trainer: Any, message: str, category: type[Warning]) -> None:
+    """Give a warning on rank zero.
+
+    Args:
+        trainer: The Trainer.
+        message: What happens, why, and what to type instead.
+        category: Class of the warning.
+    """
+    if trainer.is_global_zero:
+        warnings.warn(message, category, stacklevel=3)
+
+
+def describe(failure: BaseException) -> str:
+    """Write a failure in one line.
+
+    Args:
+        failure: What was raised.
+
+    Returns:
+        Class and message.
+    """
+    return " ".join(f"{type(failure).__name__}: {failure}".split())
+
+
+class Setting(ABC):
+    """One thing that the callback sets in a Trainer or a module, and takes back."""
+
+    name: str
+    value: str
+    """What the user, or the stack, wrote for it."""
+    is_for_evaluation: ClassVar[bool] = False
+    """It matters in validation, test and prediction too."""
+    is_asked = True
+    """The user wrote it by name: a conflict is an error. Otherwise it yields, with the reason."""
+    off_reason = ""
+    """Why it is off from the start: a limit of the user's, or a stack that is without it."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.has_yielded = False
+        self._undo: list[Callable[[], None]] = []
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find every conflict with this Trainer and module; changes nothing.
+
+        Args:
+            trainer: A Trainer in ``setup``.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems; none of a setting that goes with everything.
+        """
+        return []
+
+    @abstractmethod
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Make the changes, in ``setup`` of a fit, after every ``check`` was empty.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+
+    def yield_to(self, problems: Sequence[Problem], trainer: Any, pl_module: Any) -> None:
+        """Stay off, and show why and what it would have saved."""
+        self.undo()
+        self.has_yielded = True
+        own = f"`{self.name}="
+        reasons = (p.why if p.what.startswith(own) else f"{p.what}: {p.why}" for p in problems)
+        details = [*dict.fromkeys(reasons), self.savings(pl_module)]
+        self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
+
+    def savings(self, pl_module: Any) -> str:
+        """Say what it would have saved."""
+        return ""
+
+    def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
+        """Make what could not be done in ``setup``, in ``on_fit_start``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+        """
+
+    def undo(self) -> None:
+        """Restore what was there before; a second call does nothing."""
+        undo_all(self._undo)
+
+
+def off_rows(setting: Setting) -> list[Row]:
+    """Write why a setting does nothing: a limit, or the user's ``None``; none for a stack's."""
+    if setting.off_reason:
+        return [Row(setting.name, "auto", "off", (setting.off_reason,))]
+    return [Row(setting.name, "None", "unchanged", (AS_IT_IS,))] if setting.is_asked else []
+
+
+def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
+    """Write what became of a technique.
+
+    Args:
+        name: Name of the argument that sets it.
+        value: What the user wrote for it.
+        handle: What its ``apply`` returned.
+        exactness: What it declares.
+
+    Returns:
+        A line of the table.
+    """
+    if not handle.changes:
+        return Row(name, value, "off", handle.skipped)
+    return Row(name, value, "on", (handle.summary, *handle.skipped), exactness)
+
+
+SettingT = TypeVar("SettingT", bound=Setting)
+
+
+class Settings:
+    """All settings of a callback.
+
+    Args:
+        settings: In the order in which they are applied; they are undone in reverse.
+    """
+
+    def __init__(self, settings: Sequence[Setting]) -> None:
+        self._settings = settings
+
+    @property
+    def rows(self) -> list[Row]:
+        """The lines of the table at the start of fit."""
+        return [row for setting in self._settings for row in setting.rows]
+
+    def find(self, kind: type[SettingT]) -> SettingT:
+        """Give the setting of a class.
+
+        Args:
+            kind: One of which there is one.
+
+        Returns:
+            The setting.
+        """
+        return next(setting for setting in self._settings if isinstance(setting, kind))
+
+    def apply(self, trainer: Any, pl_module: Any, is_fit: bool) -> list[Problem]:
+        """Apply every setting, or none.
+
+        Args:
+            trainer: A Trainer in ``setup``.
+            pl_module: Its LightningModule.
+            is_fit: Not for validation, test or prediction.
+
+        Returns:
+            Every conflict; nothing has been changed if there is one.
+        """
+        chosen = [s for s in self._settings if is_fit or s.is_for_evaluation]
+        problems = [p for s in chosen if s.is_asked for p in s.check(trainer, pl_module)]
+        if problems:
+            return problems
+        # What finds nothing to change is known only when it is applied.
+        with self.undone_on_error():
+            for setting in chosen:
+                setting.has_yielded = False
+                # Only now: those before it decide what it finds, as the precision does.
+                against = [] if setting.is_asked else setting.check(trainer, pl_module)
+                if against:
+                    setting.yield_to(against, trainer, pl_module)
+                    continue
+                try:
+                    setting.apply(trainer, pl_module)
+                except IncompatibleError as error:
+                    problems += error.problems
+        if problems:
+            self.undo()
+        return problems
+
+    def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Make what could not be done before, in ``on_fit_start``.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            Every conflict; everything is restored if there is one.
+        """
+        problems: list[Problem] = []
+        with self.undone_on_error():
+            for setting in self._settings:
+                try:
+                    if not setting.has_yielded:
+                        setting.start(trainer, pl_module)
+                except IncompatibleError as error:
+                    problems += error.problems
+        if problems:
+            self.undo()
+        return problems
+
+    def undo(self) -> list[str]:
+        """Restore everything; a second call does nothing.
+
+        Returns:
+            What could not be restored, one line each; it keeps nothing else from being restored.
+        """
+        failures = []
+        for setting in reversed(self._settings):
+            try:
+                setting.undo()
+            except Exception as failure:
+                failures.append(f"`{setting.name}` is not restored: {describe(failure)}")
+        return failures
+
+    @contextlib.contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Restore everything if what is done inside fails.
+
+        Yields:
+            Once.
+        """
+        try:
+            yield
+        except BaseException as error:
+            for failure in self.undo():
+                error.add_note(failure)
+            raise
+
+
+class Stack(Setting):
+    """Shows the settings of a stack; the settings themselves do the work.
+
+    Args:
+        arguments: As `with_stack` gives them.
+    """
+
+    name = "stack"
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        given = arguments["stack"]
+        own = [n for n in STACKS[given or BARE] if n not in arguments["from_stack"]]
+        settings = {name: arguments[name] for name in arguments["from_stack"]}
+        on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
+        off = ", ".join(name for name, value in settings.items() if value is None)
+        beside = ", ".join(name for name in own if name != "force_8bit")
+        texts = {"": on, "off in it: ": off, "set beside it: ": beside}
+        details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
+        self._row = Row(self.name, repr(given), "on" if on else "off", details)
+        if given is None:
+            meaning = f'"auto" is what `stack={BARE!r}` has'
+            details = (f"{meaning}, without {off}" if off else meaning,)
+            self._row = Row(self.name, "None", "unchanged", details)
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Show the settings of the stack."""
+        self.rows = [self._row]
+
+
+class TensorFloat32(Setting):
+    """TF32 for float32 matrix products and convolutions on CUDA.
+
+    Args:
+        is_allowed: Whether to use it; ``None`` leaves torch's process-wide setting alone.
+    """
+
+    name = "tf32"
+    is_for_evaluation = True
+
+    def __init__(self, is_allowed: bool | None) -> None:
+        super().__init__()
+        self.is_allowed = is_allowed
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Set it, if asked to.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Not used.
+        """
+        if self.is_allowed is None:
+            return
+        self._undo.append(_set_tf32(self.is_allowed))
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        status: Status = "on" if self.is_allowed and on_cuda else "off"
+        details = () if on_cuda or not self.is_allowed else ("it has an effect on CUDA only",)
+        exactness = "approximate" if status == "on" else ""
+        self.rows = [Row(self.name, str(self.is_allowed), status, details, exactness)]
+
+
+def _set_tf32(is_allowed: bool) -> Callable[[], None]:
+    """Set it, and return what restores it."""
+    try:
+        matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # a project that uses `fp32_precision` must not read or set the old names
+        cudnn: Any = torch.backends.cudnn
+        backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+        before = [backend.fp32_precision for backend in backends]
+        _set_all(backends, ["tf32" if is_allowed else "ieee"] * len(backends))
+        return functools.partial(_set_all, backends, before)
+    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolution
+
+    return restore
+
+
+def _set_all(backends: Sequence[Any], precisions: Sequence[str]) -> None:
+    for backend, precision in zip(backends, precisions, strict=True):
+        backend.fp32_precision = precision

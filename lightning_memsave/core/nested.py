@@ -1,0 +1,409 @@
+"""Look into batches and outputs, whatever they are made of, and make others of the same form."""
+
+import copy
+import dataclasses
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from types import ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.errors import IncompatibleError, Problem
+
+
+def items_of(value: Any) -> list[tuple[Any, Any]]:
+    """List what a container holds.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        Pairs of name and item for mappings, lists, tuples, named tuples and dataclasses; nothing
+        for all else.
+
+    Example:
+        >>> items_of({"x": 1}), items_of([2]), items_of("text")
+        ([('x', 1)], [(0, 2)], [])
+    """
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return []
+
+
+def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
+    """Make a container of the same form with other items.
+
+    Args:
+        value: A container of ``items_of``; it is not changed.
+        items: An item for each name of ``items_of``.
+
+    Returns:
+        A container of the same type.
+
+    Example:
+        >>> with_items((1, 2), {0: 3, 1: 4})
+        (3, 4)
+    """
+    # Hugging Face's ModelOutput is a mapping and a dataclass; absent fields are no items of it.
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if isinstance(value, Mapping) and is_record:
+        return type(value)(**items)
+    if isinstance(value, MutableMapping):
+        twin: Any = copy.copy(value)  # with what else it has: a default, encodings of a tokenizer
+        twin.update(items)
+        return twin
+    if is_record:
+        return _with_fields(value, items)
+    if hasattr(value, "_fields"):
+        return type(value)(*items.values())
+    return type(value)(items if isinstance(value, Mapping) else items.values())
+
+
+def attributes_of(value: Any) -> list[tuple[str, Any]]:
+    """List what an object of a user's class holds, such as a batch that is no container.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        Pairs of name and attribute; nothing for containers, modules, functions and classes.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> attributes_of(SimpleNamespace(x=1)), attributes_of([1])
+        ([('x', 1)], [])
+    """
+    if isinstance(value, Tensor | nn.Module | type | ModuleType) or callable(value):
+        return []
+    return [] if items_of(value) else list(getattr(value, "__dict__", {}).items())
+
+
+def map_tensors(value: Any, function: Callable[[Tensor], Any], *, in_objects: bool = False) -> Any:
+    """Apply a function to all tensors in any nesting.
+
+    Args:
+        value: Anything; it is not changed.
+        function: Of a tensor.
+        in_objects: Whether to look into the attributes of objects that are no containers, too;
+            not into objects that these have.
+
+    Returns:
+        The same form with what the function gave.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    items = {
+        name: map_tensors(item, function, in_objects=in_objects) for name, item in items_of(value)
+    }
+    if items or not in_objects:
+        return with_items(value, items) if items else value
+    held = {name: map_tensors(item, function) for name, item in attributes_of(value)}
+    return with_attributes(value, held)
+
+
+def with_attributes(value: Any, attributes: Mapping[str, Any]) -> Any:
+    """Make an object like another one with other attributes.
+
+    Args:
+        value: It is not changed.
+        attributes: By name.
+
+    Returns:
+        The object itself if nothing is different, else a copy.
+    """
+    different = {n: v for n, v in attributes.items() if v is not value.__dict__[n]}
+    return _with_fields(value, different) if different else value
+
+
+# Not `replace`, which would call `__post_init__` and leaves out fields that are no arguments.
+def _with_fields(value: Any, items: Mapping[Any, Any]) -> Any:
+    twin = copy.copy(value)
+    for name, item in items.items():
+        object.__setattr__(twin, name, item)  # it may be frozen
+    return twin
+
+
+# Of these a list holds one per sample; lists of anything else are looked into.
+_PER_SAMPLE = (str, bytes, int, float, bool, type(None))
+
+
+Path: TypeAlias = tuple[Any, ...]
+"""Where in a batch something is: keys, indices and names of fields."""
+
+
+def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
+    """Count the samples of a batch.
+
+    Args:
+        batch: Tensors of shape (samples, ...) and lists of strings or numbers, one per sample, in
+            any nesting of lists, tuples, named tuples, mappings and dataclasses. Scalars and
+            strings belong to the whole batch.
+        whole: Paths of what belongs to the whole batch, too.
+
+    Returns:
+        The size that all of them share.
+
+    Raises:
+        IncompatibleError: If they disagree or if there is none.
+
+    Example:
+        >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0})
+        4
+    """
+    sizes = {path: size for path, size in _sizes(batch) if path not in whole}
+    if len(set(sizes.values())) == 1:
+        return next(iter(sizes.values()))
+    found = ", ".join(f"{_indices(path)}: {size}" for path, size in sizes.items()) or "none"
+    raise IncompatibleError(
+        "micro_batching",
+        [
+            Problem(
+                f"batch of type `{type(batch).__name__}`",
+                f"its parts do not share one number of samples ({found})",
+                "Pass `split_batch=`, a function of batch and size that gives a list of batches, "
+                "or set `micro_batch_size=None`.",
+            )
+        ],
+    )
+
+
+def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -> list[Any]:
+    """Split a batch into batches of at most a number of samples.
+
+    Args:
+        batch: As for `count_samples`.
+        size: Samples in each part. The last one may have fewer, but not a single one where that can
+            be helped: batch normalisation in training refuses it.
+        whole: Paths of what belongs to every part.
+
+    Returns:
+        Batches of the same type that share memory with the batch; itself if it is small enough.
+
+    Raises:
+        IncompatibleError: If the parts of the batch disagree on the number of samples.
+
+    Example:
+        >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(5, 2)}, 2)]
+        [2, 2, 1]
+        >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(7, 2)}, 3)]
+        [3, 2, 2]
+    """
+    num_samples = count_samples(batch, whole)
+    if size >= num_samples:
+        return [batch]
+    starts = list(range(0, num_samples, size))
+    if size > 2 and num_samples - starts[-1] == 1:
+        starts[-1] -= 1
+    slices = itertools.starmap(slice, itertools.pairwise([*starts, num_samples]))
+    return [_map(batch, operator.itemgetter(part), whole) for part in slices]
+
+
+def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = frozenset()) -> Any:
+    """Copy some samples of a batch.
+
+    Args:
+        batch: As for `count_samples`.
+        indices: Which ones.
+        whole: Paths of what belongs to every sample.
+
+    Returns:
+        A batch of these samples; it shares memory with the batch only where that is not split.
+
+    Example:
+        >>> pick_samples({"x": torch.tensor([5, 6, 7]), "names": ["a", "b", "c"]}, [2, 0])
+        {'x': tensor([7, 5]), 'names': ['c', 'a']}
+    """
+
+    def pick(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf[torch.tensor([*indices], device=leaf.device)]
+        return type(leaf)(leaf[index] for index in indices)
+
+    return _map(batch, pick, whole)
+
+
+def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
+    """List what may belong to every sample of a batch.
+
+    Args:
+        batch: As for `count_samples`.
+
+    Returns:
+        Sets of paths, the most likely one first: of tensors whose first dimension is 1 where that
+        of others is not; and of those and vectors of floating-point numbers, which may be weights
+        of classes.
+    """
+    leaves = [(path, value) for path, value in leaves_of(batch) if isinstance(value, Tensor)]
+    sizes = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
+    single = {path for path, leaf in leaves if leaf.ndim and leaf.shape[0] == 1 and len(sizes) > 1}
+    vectors = {path for path, leaf in leaves if leaf.ndim == 1 and leaf.is_floating_point()}
+    both = frozenset(single | vectors)
+    is_all = len(both) == sum(1 for _ in _sizes(batch))
+    return [frozenset(single)] + ([both] if vectors - single and not is_all else [])
+
+
+def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Find all tensors and lists of samples in a batch.
+
+    Args:
+        value: A batch, or what is in it.
+        path: Where it is.
+
+    Yields:
+        Where each of them is, and itself.
+    """
+    if isinstance(value, Tensor) or _is_list_of_samples(value):
+        yield path, value
+    else:
+        for name, item in items_of(value):
+            yield from leaves_of(item, (*path, name))
+
+
+def leaf_at(batch: Any, path: Path) -> Any:
+    """Get what `leaves_of` has found.
+
+    Args:
+        batch: A batch.
+        path: Where to look.
+
+    Returns:
+        A tensor or a list of samples.
+    """
+    for name in path:
+        batch = dict(items_of(batch))[name]
+    return batch
+
+
+def path_text(path: Path) -> str:
+    """Write a path for people.
+
+    Args:
+        path: Where something is in a batch.
+
+    Returns:
+        Its name where it has one.
+
+    Example:
+        >>> path_text(("labels",)), path_text((1,)), path_text(())
+        ('`labels`', '`batch[1]`', 'the batch')
+    """
+    if len(path) == 1 and isinstance(path[0], str):
+        return f"`{path[0]}`"
+    return f"`batch{_indices(path)}`" if path else "the batch"
+
+
+def merge_outputs(
+    outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], path: str = "output"
+) -> Any:
+    """Put together what a function gave for the parts of a batch.
+
+    Args:
+        outputs: One for each part, all of one form.
+        sizes: Samples of each part.
+        weights: Share of each part in the batch; they sum to 1.
+        path: Where we are, for the message.
+
+    Returns:
+        What the function would have given for the whole batch: what has one entry per sample is
+        joined, numbers are averaged with the weights, what is equal everywhere stays.
+
+    Raises:
+        ValueError: If something is none of these; the message names it.
+
+    Example:
+        >>> first = {"loss": 1.0, "ids": torch.tensor([7])}
+        >>> second = {"loss": 4.0, "ids": torch.tensor([8, 9, 6])}
+        >>> merge_outputs([first, second], [1, 3], [0.25, 0.75])
+        {'loss': 3.25, 'ids': tensor([7, 8, 9, 6])}
+    """
+    first = outputs[0]
+    if all(isinstance(output, Tensor) for output in outputs):
+        return _merge_tensors(outputs, sizes, weights, path)
+    if _holds_one_per_sample(outputs, sizes):
+        return [item for output in outputs for item in output]
+    names = [name for name, _ in items_of(first)]
+    by_name = [dict(items_of(output)) for output in outputs]
+    is_one_form = all(type(output) is type(first) for output in outputs)
+    if names and is_one_form and all(list(items) == names for items in by_name):
+        merged = {
+            name: merge_outputs(
+                [items[name] for items in by_name], sizes, weights, f"{path}[{name!r}]"
+            )
+            for name in names
+        }
+        return with_items(first, merged)
+    if all(isinstance(output, float) for output in outputs):
+        return first + sum(w * (output - first) for w, output in zip(weights, outputs, strict=True))
+    if not names and is_one_form and all(output == first for output in outputs):
+        return first
+    raise ValueError(
+        f"`{path}` is neither one entry per sample, nor a number to be averaged, nor equal in all "
+        f"parts of the batch (its type is `{type(first).__name__}`)"
+    )
+
+
+def _merge_tensors(
+    outputs: Sequence[Tensor], sizes: Sequence[int], weights: Sequence[float], path: str
+) -> Tensor:
+    if all(o.ndim > 0 and o.shape[0] == size for o, size in zip(outputs, sizes, strict=True)):
+        return torch.cat(list(outputs))
+    if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
+        stacked = torch.stack(list(outputs))
+        # By differences, so that what is equal everywhere stays so to the last bit.
+        return outputs[0] + ((stacked - outputs[0]) * stacked.new_tensor(weights)).sum()
+    if all(torch.equal(output, outputs[0]) for output in outputs):
+        return outputs[0]
+    shapes = ", ".join(str(tuple(output.shape)) for output in outputs[:3])
+    raise ValueError(
+        f"`{path}` has neither one entry per sample nor a value that is equal in all parts of the "
+        f"batch (shapes {shapes})"
+    )
+
+
+# A list of tensors is looked into where each of them has one entry per sample.
+def _holds_one_per_sample(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
+    if not all(isinstance(o, list) and len(o) == n for o, n in zip(outputs, sizes, strict=True)):
+        return False
+    return not all(
+        isinstance(item, Tensor) and item.ndim > 0 and item.shape[0] == size
+        for output, size in zip(outputs, sizes, strict=True)
+        for item in output
+    )
+
+
+def _sizes(batch: Any) -> Iterator[tuple[Path, int]]:
+    for path, leaf in leaves_of(batch):
+        if not isinstance(leaf, Tensor):
+            yield path, len(leaf)
+        elif leaf.ndim:
+            yield path, leaf.shape[0]
+
+
+def _indices(path: Path) -> str:
+    return "".join(f"[{name!r}]" for name in path) or "batch"
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    is_sequence = isinstance(value, list | tuple) and not hasattr(value, "_fields")
+    return is_sequence and bool(value) and all(isinstance(item, _PER_SAMPLE) for item in value)
+
+
+# Rebuilds a batch with a function applied to all that has one entry per sample.
+def _map(
+    value: Any, function: Callable[[Any], Any], whole: frozenset[Path], path: Path = ()
+) -> Any:
+    if path in whole:
+        return value
+    if isinstance(value, Tensor):
+        return function(value) if value.ndim else value
+    if _is_list_of_samples(value):
+        return function(value)
+    items = {name: _map(item, function, whole, (*path, name)) for name, item in items_of(value)}
+    return with_items(value, items) if items else value

@@ -1,0 +1,1 @@
+"""Say why memory is what it is."""

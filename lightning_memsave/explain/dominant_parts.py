@@ -1,0 +1,362 @@
+"""Say in sentences which part of a model dominates its parameters, why, and what that costs."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.model_states import FixedCosts
+from lightning_memsave.explain.parameters import ParameterTable, TensorEntry, ancestors
+from lightning_memsave.units import format_bytes
+
+# An embedding table below this share of the parameters does not count as one of those that do.
+_MIN_TABLE_SHARE = 0.01
+# A matrix this much longer than wide is there for its many inputs or outputs.
+_LONG = 4
+_NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+_EMBEDDING_NAMES = re.compile(r"(embed|\bw[tp]e\b)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What holds many parameters, and why."""
+
+    entries: tuple[TensorEntry, ...]
+    sentence: str
+    is_several: bool = True
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all of them."""
+        return sum(entry.num_elements for entry in self.entries)
+
+
+def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list[Part]:
+    """Divide the parameters into embedding tables, families of equal blocks, and what is left.
+
+    Args:
+        table: What the model holds.
+        tables: From `embedding_tables`.
+
+    Returns:
+        The parts, the largest first; every parameter is in one of them, small tables apart.
+    """
+    parts = [_embedding_part(table, tables)] if tables else []
+    taken = {entry.name for entry in tables}
+    for names in _blocks(table):
+        chosen = set(names)
+        inside = [
+            entry
+            for entry in table.parameters
+            if entry.name not in taken and chosen.intersection(ancestors(entry.module))
+        ]
+        taken |= {entry.name for entry in inside}
+        parts.append(_block_part(table, names, inside))
+    rest = [entry for entry in table.parameters if entry.name not in taken]
+    parts += [_single_part(table, entry) for entry in rest]
+    return sorted(parts, key=lambda part: -part.num_parameters)
+
+
+def embedding_tables(table: ParameterTable) -> list[TensorEntry]:
+    """Find the embedding tables that matter.
+
+    Args:
+        table: What the model holds.
+
+    Returns:
+        Those with at least 1 % of all parameters, else the largest; largest first.
+    """
+    found = [entry for entry in table.parameters if _is_embedding(table, entry)]
+    found.sort(key=lambda entry: -entry.num_elements)
+    large = [e for e in found if e.num_elements >= _MIN_TABLE_SHARE * table.num_parameters]
+    return large or found[:1]
+
+
+def dominant_embedding(table: ParameterTable) -> str:
+    """Name the embedding with at least half of all parameters; empty if there is none."""
+    tables = embedding_tables(table)
+    is_dominant = bool(tables) and 2 * tables[0].num_elements >= table.num_parameters
+    return tables[0].name if is_dominant else ""
+
+
+def _is_embedding(table: ParameterTable, entry: TensorEntry) -> bool:
+    if entry.shape is None or len(entry.shape) != 2:
+        return False
+    kind = table.class_names.get(entry.module)
+    if kind is None:  # a checkpoint: there are only names to go by
+        return _EMBEDDING_NAMES.search(entry.module) is not None and entry.shape[0] > entry.shape[1]
+    return kind.lower().endswith(("embedding", "embeddingbag"))
+
+
+def _embedding_part(table: ParameterTable, tables: Sequence[TensorEntry]) -> Part:
+    share = f"{percent_of(table, tables)} of the {table.num_parameters:,} parameters"
+    largest = tables[0]
+    if len(tables) == 1:
+        sentence = f"The embedding table {_described(largest)} holds {share}."
+        return Part(tuple(tables), sentence, is_several=False)
+    number = _NUMBERS[len(tables)] if len(tables) < len(_NUMBERS) else str(len(tables))
+    if len(tables) > 3:
+        named = f"; the largest, {_described(largest)}, alone {percent_of(table, [largest])}"
+        return Part(tuple(tables), f"The {number} embedding tables hold {share}{named}.")
+    names = " and ".join(_described(entry) for entry in tables)
+    rows = {entry.shape[0] for entry in tables if entry.shape}
+    why = f": each has a row for every one of {rows.pop():,} entries" if len(rows) == 1 else ""
+    return Part(tuple(tables), f"The {number} embedding tables {names} hold {share}{why}.")
+
+
+# Modules with numbers for names, the same class (in a checkpoint: the same tensors) and the same
+# size, under one parent; the largest families first, none inside another one.
+def _blocks(table: ParameterTable) -> list[list[str]]:
+    contents: dict[str, set[str]] = {}
+    sizes = {row.name: row.num_parameters for row in table.modules}
+    for entry in table.parameters:
+        for name in ancestors(entry.module):
+            contents.setdefault(name, set()).add(entry.name.removeprefix(name))
+    families: dict[tuple[str, object, int], list[str]] = {}
+    for name, inside in contents.items():
+        parent, _, last = name.rpartition(".")
+        if last.isdigit():
+            kind = table.class_names.get(name) or frozenset(inside)
+            families.setdefault((parent, kind, sizes[name]), []).append(name)
+    several = [names for names in families.values() if len(names) > 1]
+    several.sort(key=lambda names: -sum(sizes[name] for name in names))
+    chosen: list[list[str]] = []
+    for names in several:
+        outer = {name for family in chosen for name in family}
+        inner = {ancestor for name in names for ancestor in ancestors(name)}
+        around = {a for name in outer for a in ancestors(name)}
+        if not outer & inner and not around.intersection(names):
+            chosen.append(names)
+    return chosen
+
+
+def _block_part(table: ParameterTable, names: Sequence[str], inside: Sequence[TensorEntry]) -> Part:
+    each = format_count(sum(entry.num_elements for entry in inside) // len(names))
+    kind = table.class_names.get(names[0], "")
+    where = f"`{names[0]}` to `{names[-1]}`" + (f", {kind}" if kind else "")
+    share = f"{percent_of(table, inside)} of the {table.num_parameters:,} parameters"
+    sentence = f"{len(names)} blocks of {each} parameters ({where}) hold {share}."
+    return Part(tuple(inside), sentence)
+
+
+def _single_part(table: ParameterTable, entry: TensorEntry) -> Part:
+    kind = table.class_names.get(entry.module, "")
+    why = ""
+    if entry.shape and len(entry.shape) == 2:
+        outputs, inputs = entry.shape
+        if outputs >= _LONG * inputs:
+            why = (
+                f": it makes {outputs:,} outputs of {inputs:,} inputs, one for each class or token"
+            )
+        elif inputs >= _LONG * outputs:
+            why = f": it reads {inputs:,} inputs at once"
+    described = f"`{entry.name}` ({kind + ', ' if kind else ''}{shape_of(entry)})"
+    sentence = (
+        f"{described} alone holds {percent_of(table, [entry])} of the {table.num_parameters:,} "
+        f"parameters{why}."
+    )
+    return Part((entry,), sentence, is_several=False)
+
+
+def format_count(number: int) -> str:
+    """Write a number of parameters shortly.
+
+    Args:
+        number: How many.
+
+    Returns:
+        For example ``"12.6M"``; below a million all digits.
+
+    Example:
+        >>> format_count(12_596_224), format_count(1_557_611_200), format_count(50_257)
+        ('12.6M', '1.6B', '50,257')
+    """
+    for size, letter in ((10**9, "B"), (10**6, "M")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return f"{number:,}"
+
+
+def _described(entry: TensorEntry) -> str:
+    return f"`{entry.module or entry.name}` ({shape_of(entry)})"
+
+
+def shape_of(entry: TensorEntry) -> str:
+    """Write a shape.
+
+    Args:
+        entry: Whose.
+
+    Returns:
+        For example ``"50,257 x 768"``.
+    """
+    return " x ".join(f"{size:,}" for size in entry.shape or ())
+
+
+def percent_of(table: ParameterTable, entries: Iterable[TensorEntry]) -> str:
+    """Write which part of all parameters some of them are.
+
+    Args:
+        table: What the model holds.
+        entries: Some of it.
+
+    Returns:
+        For example ``"88.9 %"``.
+    """
+    part = sum(entry.num_elements for entry in entries)
+    return f"{100 * part / max(table.num_parameters, 1):.1f} %"
+
+
+# A part below this share of the parameters is not said to hold much of them.
+_MIN_SHARE = 0.1
+_MIN_BUFFER_SHARE = 0.01
+
+
+def explain_parameters(
+    table: ParameterTable,
+    costs: FixedCosts | None = None,
+    cardinalities: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Say what dominates a model and why.
+
+    Args:
+        table: What the model holds.
+        costs: From `fixed_costs` or ``FixedCosts.from_prediction``; without them, sentences are
+            about numbers of parameters only.
+        cardinalities: For models of tables: how many categories each column has.
+
+    Returns:
+        Sentences, the largest part first; at least one.
+
+    Raises:
+        ConfigurationError: If a cardinality is not a whole number of at least 0.
+
+    Example:
+        >>> from lightning_memsave.explain.parameters import parameter_table
+        >>> table = parameter_table({"embed.weight": (50000, 64), "head.weight": (10, 64)})
+        >>> explain_parameters(table)[0]
+        'The embedding table `embed` (50,000 x 64) holds 100.0 % of the 3,200,640 parameters.'
+    """
+    if table.num_parameters == 0:
+        return _lazy(table) or [f"{table.model} has no parameters."]
+    tables = embedding_tables(table)
+    parts = dominant_parts(table, tables)
+    large = [part for part in parts if part.num_parameters >= _MIN_SHARE * table.num_parameters]
+    sentences = []
+    for i, part in enumerate(large):
+        # Only the first one says of how many.
+        of_all = f" of the {table.num_parameters:,} parameters"
+        sentences.append(part.sentence.replace(of_all, "") if i else part.sentence)
+        if costs is not None:
+            sentences.append(_cost(part, costs, is_first=i == 0))
+    if not large:
+        largest = max(table.parameters, key=lambda entry: entry.num_elements)
+        sentences.append(
+            f"Nothing dominates the {table.num_parameters:,} parameters: the largest, "
+            f"`{largest.name}` ({shape_of(largest)}), holds {percent_of(table, [largest])}."
+        )
+    return [
+        *sentences,
+        *_cardinality(table, tables, cardinalities or {}),
+        *_sparse(table, tables),
+        *_tied(part.entries for part in large),
+        *_frozen(table),
+        *_buffers(table),
+        *_lazy(table),
+    ]
+
+
+def _cost(part: Part, costs: FixedCosts, *, is_first: bool) -> str:
+    verb = "they cost" if part.is_several else "it costs"
+    own = format_bytes(_cost_of(part.entries, costs))
+    if not is_first:
+        return f"With {costs.optimizer} {verb} {own}."
+    remark = f" at the peak; {costs.remark}" if costs.remark else ""
+    return (
+        f"With {costs.optimizer} {verb} {own} of the {format_bytes(costs.total_bytes)} that "
+        f"{costs.summary} take together{remark}."
+    )
+
+
+def _cost_of(entries: Iterable[TensorEntry], costs: FixedCosts) -> int:
+    return costs.of(entry.module for entry in entries)
+
+
+def _cardinality(
+    table: ParameterTable, tables: Sequence[TensorEntry], cardinalities: Mapping[str, int]
+) -> list[str]:
+    if not isinstance(cardinalities, Mapping):
+        raise ConfigurationError(
+            f"`cardinalities={cardinalities!r}` is not a mapping of columns to numbers of "
+            "categories. Write for example `cardinalities={'country': 195}`."
+        )
+    for column, number in cardinalities.items():
+        if type(number) is not int or number < 0:
+            raise ConfigurationError(
+                f"`cardinalities={{{column!r}: {number!r}}}` is not a number of categories: it "
+                "must be a whole number of at least 0, such as `{'country': 195}`."
+            )
+    total = sum(cardinalities.values())
+    if not total:
+        return []
+    column, number = max(cardinalities.items(), key=lambda item: item[1])
+    shared = [e for e in tables if e.shape and e.shape[0] >= total and number / e.shape[0] > 0.5]
+    rows = shared[0].shape[0] if shared and shared[0].shape else total
+    largest = (
+        f"Of the {len(cardinalities)} columns one, `{column}`, has {number:,} of the {rows:,} "
+        f"categories ({number / rows:.2%})"
+    ).replace("%", " %")
+    if not shared:
+        return [f"{largest}."]
+    # The bias of an output layer and its matrix, where it is not tied, have as many rows.
+    saved = sum(
+        number * entry.num_elements // rows
+        for entry in table.parameters
+        if entry.shape and entry.shape[0] == rows
+    )
+    return [
+        f"{largest}: without it the embedding table{'s' if len(shared) > 1 else ''} would have "
+        f"{rows - number:,} rows, and the model {table.num_parameters - saved:,} parameters."
+    ]
+
+
+def _sparse(table: ParameterTable, tables: Sequence[TensorEntry]) -> list[str]:
+    # What is tied to a head has a gradient in every row.
+    if not dominant_embedding(table) or tables[0].aliases or not table.class_names:
+        return []
+    return [
+        f"A batch changes only its own rows of `{tables[0].name}`: with `sparse=True` of "
+        "`nn.Embedding`, and `torch.optim.SparseAdam` or SGD for it, its gradient has just these."
+    ]
+
+
+def _tied(groups: Iterable[Iterable[TensorEntry]]) -> list[str]:
+    return [
+        f"`{entry.name}` is also `{'`, `'.join(entry.aliases)}`: it is one tensor and counts once."
+        for entries in groups
+        for entry in entries
+        if entry.aliases
+    ]
+
+
+def _frozen(table: ParameterTable) -> list[str]:
+    frozen = [entry for entry in table.parameters if entry.is_trainable is False]
+    if not any(entry.num_elements for entry in frozen):
+        return []
+    share = percent_of(table, frozen)
+    return [f"{share} of the parameters are frozen: they need neither gradient nor state."]
+
+
+def _buffers(table: ParameterTable) -> list[str]:
+    if table.buffer_bytes < _MIN_BUFFER_SHARE * table.num_bytes:
+        return []
+    return [f"Buffers take {format_bytes(table.buffer_bytes)} more."]
+
+
+def _lazy(table: ParameterTable) -> list[str]:
+    if not table.num_lazy:
+        return []
+    return [
+        f"{table.num_lazy} lazy parameters have no shape before the first forward pass, and do not "
+        "count."
+    ]

@@ -1,0 +1,296 @@
+"""How memory grows with the batch."""
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from math import floor
+
+from lightning_memsave.explain.finding import Figure, Suspect, answered, label_of, unknown
+from lightning_memsave.explain.parameters import ParameterTable
+from lightning_memsave.explain.what_if import Trials
+from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.units import format_bytes
+
+_MAX_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Bytes at the peak of one phase: those that are always there, and those of each sample."""
+
+    fixed_bytes: Fraction
+    bytes_per_sample: Fraction
+
+    def at(self, num_samples: int) -> Fraction:
+        return self.fixed_bytes + self.bytes_per_sample * num_samples
+
+
+def batch_size(trials: Trials) -> Suspect:
+    """Tell what each sample takes from what is there without any, from two batch sizes.
+
+    Args:
+        trials: What predicts.
+
+    Returns:
+        The answer; with a GPU also the largest batch that is predicted to fit.
+    """
+    name, num_samples, base = "batch size", trials.num_samples, trials.base()
+    if not num_samples:
+        return unknown(
+            name, "The tensors of the batch do not share a first size, so that it cannot be halved."
+        )
+    other = num_samples // 2 or 2
+    found = trials.attempt(num_samples=other)
+    if isinstance(found, str):
+        return unknown(name, f"The model does not take a batch of {other}: {found}.")
+    lines = _lines(base, num_samples, found, other)
+    line = lines[base.peak_phase]
+    of_batch = round(line.bytes_per_sample * num_samples)
+    samples = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
+    sentence = (
+        f"Each sample takes {format_bytes(round(line.bytes_per_sample))} and {samples} "
+        f"{format_bytes(of_batch)}; {format_bytes(round(line.fixed_bytes))} are there with any "
+        "batch."
+    )
+    figures: dict[str, Figure] = {
+        "num_samples": num_samples,
+        "bytes_per_sample": round(line.bytes_per_sample),
+        "fixed_bytes": round(line.fixed_bytes),
+    }
+    if trials.gpu is not None:
+        largest, is_exact = _largest(trials, lines, num_samples, trials.gpu.total_bytes)
+        figures |= {"largest_batch": largest}
+        sentence += f" {_fits(label_of(trials.gpu), largest, is_exact)}"
+    return answered(name, of_batch, sentence, base, **figures)
+
+
+def _fits(gpu: str, largest: int, is_exact: bool) -> str:
+    if not largest:
+        return f"Not even one fits on {gpu}."
+    return f"On {gpu} {'' if is_exact else 'at least '}{largest} fit."
+
+
+def _lines(
+    base: MemoryPrediction, num_samples: int, other: MemoryPrediction, num_others: int
+) -> dict[str, _Line]:
+    lines = {}
+    for phase, memory in base.by_phase.items():
+        here, there = memory.total_bytes, other.by_phase[phase].total_bytes
+        each = Fraction(here - there, num_samples - num_others)
+        lines[phase] = _Line(here - each * num_samples, each)
+    return lines
+
+
+# The peak is the highest of several lines, and the allocator's slack is on none, so that one line
+# alone promises too much: the size that it names is predicted, and changed until it fits.
+def _largest(
+    trials: Trials, lines: dict[str, _Line], num_samples: int, capacity_bytes: int
+) -> tuple[int, bool]:
+    tried = {num_samples: trials.base()}
+    for _ in range(_MAX_STEPS):
+        fits, fails = _bounds(tried, capacity_bytes)
+        if fails == fits + 1:
+            break
+        if fits and fails:
+            low, high = tried[fits].device_bytes, tried[fails].device_bytes
+            guess = fits + (fails - fits) * (capacity_bytes - low) // (high - low)
+        else:
+            nearest = tried[fits or fails]
+            scale = nearest.peak_bytes / (nearest.device_bytes - nearest.context_bytes)
+            guess = _guess(lines, round((capacity_bytes - nearest.context_bytes) * scale))
+        guess = max(guess, fits + 1)
+        guess = min(guess, fails - 1) if fails else guess
+        found = trials.attempt(num_samples=guess)
+        if isinstance(found, str):
+            break
+        tried[guess] = found
+    fits, fails = _bounds(tried, capacity_bytes)
+    return fits, fails == fits + 1
+
+
+# The largest size that fits, and the smallest that does not; 0 where none was tried.
+def _bounds(tried: dict[int, MemoryPrediction], capacity_bytes: int) -> tuple[int, int]:
+    fits = [n for n, found in tried.items() if found.device_bytes <= capacity_bytes]
+    fails = [n for n, found in tried.items() if found.device_bytes > capacity_bytes]
+    return max(fits, default=0), min(fails, default=0)
+
+
+def _guess(lines: dict[str, _Line], limit_bytes: int) -> int:
+    sizes = [
+        floor((limit_bytes - line.fixed_bytes) / line.bytes_per_sample)
+        for line in lines.values()
+        if line.bytes_per_sample > 0
+    ]
+    return min(sizes, default=1)
+
+
+_NO_QUADRATIC = 0.01
+# A layer of positions that are learned: it ends where they do.
+_POSITIONS = re.compile(r"(^|[._])(pos|wpe|position)(_|[a-z]*$|[a-z]*_embed)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """Bytes of one moment of the step, by the length."""
+
+    fixed: Fraction
+    linear: Fraction
+    quadratic: Fraction
+
+
+def sequence_length(trials: Trials) -> Suspect:
+    """Find how memory grows with the length of the sequence.
+
+    Args:
+        trials: What predicts.
+
+    Returns:
+        The answer: what the step would take at another length, which is predicted too, and what of
+        the peak grows with the length and with its square, where the peak stays the same moment.
+    """
+    name, sequence, base = "sequence length", trials.sequence, trials.base()
+    if sequence is None:
+        return _without_axis(trials)
+    length, limit = sequence.length, max_positions(trials.table)
+    longest = 2 * length if limit is None else max(min(2 * length, limit), length)
+    found = trials.attempt(length=longest) if 2 * longest >= 3 * length else ""
+    if isinstance(found, str):  # the model ends here
+        longest = length
+        if length < 4:
+            return unknown(name, f"Sequences of {length} are too short to be shortened.")
+    other = longest if longest > length else length // 2
+    at_other = trials.attempt(length=other)
+    if isinstance(at_other, str):
+        return unknown(name, f"The model does not take a length of {other}: {at_other}.")
+    growth = _growth(trials, length, other)
+    figures: dict[str, Figure] = {
+        "length": length,
+        "other_length": other,
+        "other_peak_bytes": at_other.peak_bytes,
+    }
+    what = f"with {other:,} the step would take {format_bytes(at_other.peak_bytes)}"
+    if other < length or other == limit:
+        most = limit if limit is not None and limit >= length else length
+        what += f" ({most:,} are the most that the model takes)"
+    if growth is None:
+        return _of_peaks(trials, base, what, figures)
+    with_length, with_square = (
+        round(growth.linear * length),
+        round(growth.quadratic * length**2),
+    )
+    both = with_length + with_square
+    is_quadratic = with_square >= _NO_QUADRATIC * max(both, 1)
+    grows = f"{format_bytes(both)} grow with the length"
+    if is_quadratic:
+        grows = (
+            f"{format_bytes(with_length)} grow with the length and {format_bytes(with_square)} "
+            "with its square"
+        )
+    return answered(
+        name,
+        both,
+        f"At {length:,} tokens {grows}: {what}.",
+        base,
+        **figures,
+        fixed_bytes=round(growth.fixed),
+        linear_bytes=with_length,
+        quadratic_bytes=with_square,
+        order="quadratic" if is_quadratic and with_square > with_length else "linear",
+    )
+
+
+def max_positions(table: ParameterTable) -> int | None:
+    """Say how long a sequence may be.
+
+    Args:
+        table: The parameters.
+
+    Returns:
+        Rows of the smallest table of learned positions; ``None`` without one.
+    """
+    rows = [
+        entry.shape[0]
+        for entry in table.parameters
+        if entry.shape is not None
+        and len(entry.shape) == 2
+        and entry.shape[0] > 1
+        and _POSITIONS.search(entry.module)
+        and table.class_names.get(entry.module, "").lower().endswith("embedding")
+    ]
+    return min(rows, default=None)
+
+
+def _without_axis(trials: Trials) -> Suspect:
+    name, fix = "sequence length", "Pass `sequence_axis=` if an axis of the batch is a sequence."
+    tensors = list(tensors_in_batch(trials.batch))
+    if trials.lengths:
+        return unknown(
+            name,
+            f"The model attends to {trials.lengths[0]:,} tokens, which is no size in the batch: "
+            f"they follow from others, such as those of images. {fix}",
+        )
+    if not tensors or any(tensor.ndim == 3 for tensor in tensors):
+        return unknown(name, f"It is not known which axis is a sequence. {fix}")
+    return Suspect(
+        name, "does not matter", 0, f"There are no token ids, and nothing is attended to. {fix}"
+    )
+
+
+# A parabola through three lengths, as far apart as the peak stays at the same moment of the step:
+# lines of other moments say nothing of this one.
+def _growth(trials: Trials, length: int, other: int) -> _Growth | None:
+    spans = [other - length, -(length // 4), -(length // 8)]
+    if other > length:
+        spans.insert(1, length // 4)
+    for span in spans:
+        found = {length: trials.base()}
+        for another in (length + span // 2, length + span):
+            attempt = trials.attempt(length=another)
+            if isinstance(attempt, str) or _moment(attempt) != _moment(trials.base()):
+                break
+            found[another] = attempt
+        if len(found) == 3:
+            growth = _parabola({n: p.peak_bytes for n, p in found.items()})
+            if growth is not None:
+                return growth
+    return None
+
+
+def _moment(found: MemoryPrediction) -> tuple[str, str, str]:
+    return found.peak_phase, found.peak_module, found.peak_op
+
+
+def _parabola(peaks: dict[int, int]) -> _Growth | None:
+    (x, y, z), (at_x, at_y, at_z) = peaks.keys(), peaks.values()
+    first, second = Fraction(at_x - at_y, x - y), Fraction(at_y - at_z, y - z)
+    quadratic = (first - second) / (x - z)
+    linear = first - quadratic * (x + y)
+    fixed = at_x - linear * x - quadratic * x**2
+    # A little less than nothing is what rounding in the kernels leaves.
+    if min(linear * x, quadratic * x**2, fixed) < -Fraction(at_x, 1000):
+        return None
+    if quadratic < 0:
+        return _Growth(at_x - first * x, first, Fraction(0))
+    return _Growth(fixed, max(linear, Fraction(0)), quadratic)
+
+
+# Each moment of the step grows at least in proportion, so that this much of the peak does.
+def _of_peaks(
+    trials: Trials, base: MemoryPrediction, what: str, figures: dict[str, Figure]
+) -> Suspect:
+    length = int(str(figures["length"]))
+    half = trials.attempt(length=length // 2) if length > 1 else ""
+    if isinstance(half, str):
+        return unknown("sequence length", f"{what[0].upper()}{what[1:]}.")
+    then = "" if figures["other_length"] == length // 2 else f"; {what}"
+    grows = max(base.peak_bytes - half.peak_bytes, 0)
+    return answered(
+        "sequence length",
+        grows,
+        f"At {length:,} tokens the step takes {format_bytes(grows)} more than at "
+        f"{length // 2:,}{then}. The peak is at another moment of the step then.",
+        base,
+        **figures,
+        half_peak_bytes=half.peak_bytes,
+    )

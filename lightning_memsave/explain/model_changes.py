@@ -1,0 +1,336 @@
+"""Compare parameter tables and predictions."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.explain.dominant_parts import shape_of
+from lightning_memsave.explain.memory_changes import Change, MemoryComparison, differing
+from lightning_memsave.explain.parameters import (
+    ParameterTable,
+    TensorEntry,
+    ancestors,
+    parameter_table,
+)
+from lightning_memsave.prediction.result import PHASES, MemoryPrediction, ModuleMemory
+from lightning_memsave.units import format_bytes
+
+# What torch puts between the names of a module and those inside it: compile, FSDP, checkpointing.
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
+)
+_MAX_ROOT_DEPTH = 4
+# A rest that stands under so many roots, such as that of 100 blocks, is found under their parent.
+_MAX_ROOTS = 64
+# Two layers with a weight and a bias each are the least that is told to be the same by its names.
+_MIN_RENAMED = 4
+
+_Roots = tuple[str, str]
+
+
+def align_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], tuple[_Roots, ...]]:
+    """Find which names mean the same.
+
+    Equal names do, apart from those of torch's wrappers. Of what is then left, the two roots under
+    which most names are the same go together, such as ``"bert"`` and ``"model.encoder"``, and so
+    on. Where it is not only that one side has a prefix more, four names must be the same.
+
+    Args:
+        a: Names with dots.
+        b: The others.
+
+    Returns:
+        Name in ``b`` by name in ``a``; and pairs of roots that were taken for the same.
+
+    Example:
+        >>> align_names(["net.0.weight", "x.bias"], ["model.net.0.weight", "model.x.bias"])
+        ({'net.0.weight': 'model.net.0.weight', 'x.bias': 'model.x.bias'}, (('', 'model'),))
+    """
+    left, right = _cleaned(a), _cleaned(b)
+    found = {left.pop(name): right.pop(name) for name in list(left) if name in right}
+    roots = []
+    while left and right:
+        pair = _best_roots(left, right)
+        if pair is None:
+            break
+        roots.append(pair)
+        for name in list(left):
+            other = _with_root(name, *pair)
+            if other in right:
+                found[left.pop(name)] = right.pop(other)
+    return found, tuple(roots)
+
+
+def _cleaned(names: Iterable[str]) -> dict[str, str]:
+    return {
+        ".".join(part for part in name.split(".") if part not in _WRAPPERS): name for name in names
+    }
+
+
+def _best_roots(left: Iterable[str], right: Iterable[str]) -> _Roots | None:
+    roots_of: dict[str, list[str]] = {}
+    for name in right:
+        for root, rest in _divided(name):
+            roots_of.setdefault(rest, []).append(root)
+    votes: Counter[_Roots] = Counter()
+    for name in left:
+        for root, rest in _divided(name):
+            others = roots_of.get(rest, ())
+            if len(others) <= _MAX_ROOTS:
+                votes.update((root, other) for other in others)
+    sizes = [
+        Counter(root for name in names for root, _ in _divided(name)) for names in (left, right)
+    ]
+    likely = [pair for pair, number in votes.items() if _is_likely(pair, number, sizes)]
+    return max(likely, key=lambda pair: (votes[pair], -_depth(pair), pair), default=None)
+
+
+def _is_likely(pair: _Roots, votes: int, sizes: list[Counter[str]]) -> bool:
+    short, long = sorted(pair, key=len)
+    is_prefix_only = not short or long.endswith(f".{short}")
+    if votes < _MIN_RENAMED and not is_prefix_only:
+        return False
+    return 2 * votes >= min(sizes[0][pair[0]], sizes[1][pair[1]])
+
+
+def _divided(name: str) -> Iterator[_Roots]:
+    parts = name.split(".")
+    for i in range(min(_MAX_ROOT_DEPTH, len(parts) - 1) + 1):
+        if i < len(parts):
+            yield ".".join(parts[:i]), ".".join(parts[i:])
+
+
+def _depth(pair: _Roots) -> int:
+    return sum(len(root.split(".")) if root else 0 for root in pair)
+
+
+def _with_root(name: str, old: str, new: str) -> str | None:
+    if old and not name.startswith(f"{old}."):
+        return None
+    rest = name.removeprefix(f"{old}.") if old else name
+    return f"{new}.{rest}" if new else rest
+
+
+_Pair = tuple[TensorEntry | None, TensorEntry | None]
+
+
+def compare_parameters(
+    a: ParameterTable | nn.Module | Mapping[str, Any],
+    b: ParameterTable | nn.Module | Mapping[str, Any],
+    labels: tuple[str, str] | None = None,
+) -> MemoryComparison:
+    """Find which modules have more or fewer parameters, or exist on one side only.
+
+    Modules are told by their names; prefixes that wrappers add are ignored, and a part of the model
+    that stands under another root is found there.
+
+    Args:
+        a: The first model, or what a checkpoint of it has.
+        b: The second one.
+        labels: What to call them.
+
+    Returns:
+        The comparison, in numbers of parameters.
+
+    Example:
+        >>> found = compare_parameters({"head.weight": (10, 4)}, {"model.head.weight": (20, 4)})
+        >>> [(change.name, change.difference, change.detail) for change in found.modules]
+        [('model.head', 40, 'weight 10 x 4 -> 20 x 4')]
+    """
+    first, second = (
+        side if isinstance(side, ParameterTable) else parameter_table(side) for side in (a, b)
+    )
+    pairs, roots = _paired(first, second)
+    notes = [f"`{old}` is taken for `{new}`" for old, new in roots if old and new]
+    if not any(old and new for old, new in pairs):
+        notes.append("no parameter of one has a name of the other: nothing could be matched")
+    return MemoryComparison(
+        kind="parameters",
+        a=labels[0] if labels else first.model,
+        b=labels[1] if labels else second.model,
+        total=Change("parameters", first.num_parameters, second.num_parameters),
+        modules=_sorted(_module_changes(pairs)),
+        parameter_bytes=Change("parameter_bytes", first.num_bytes, second.num_bytes),
+        notes=(*notes, *_dtype_notes(pairs), *_lazy_notes(first, second)),
+    )
+
+
+def compare_predictions(
+    a: MemoryPrediction, b: MemoryPrediction, labels: tuple[str, str] | None = None
+) -> MemoryComparison:
+    """Find what makes the difference between two predicted training steps.
+
+    Args:
+        a: The first prediction.
+        b: The second one.
+        labels: What to call them.
+
+    Returns:
+        The comparison, in bytes: at the peak by category and by module, and the peak of each phase.
+    """
+    modules, roots = predicted_changes(a.modules, b.modules)
+    devices = () if a.device == b.device else (other_devices(a.device, b.device),)
+    return MemoryComparison(
+        kind="predictions",
+        a=labels[0] if labels else a.model,
+        b=labels[1] if labels else b.model,
+        total=Change("peak_bytes", a.peak_bytes, b.peak_bytes),
+        modules=modules,
+        categories=category_changes(a.peak.by_category(), b.peak.by_category()),
+        phases=tuple(
+            Change(phase, _phase_bytes(a, phase), _phase_bytes(b, phase))
+            for phase in PHASES
+            if phase in a.by_phase or phase in b.by_phase
+        ),
+        settings=differing(a.settings, b.settings),
+        notes=(*devices, *roots),
+    )
+
+
+def predicted_changes(
+    a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]
+) -> tuple[tuple[Change, ...], list[str]]:
+    """Find which modules have more or fewer bytes at the peak.
+
+    Args:
+        a: Those of the first prediction.
+        b: Those of the second one.
+
+    Returns:
+        The changes, the largest first, and a note for each root that is taken for another.
+    """
+    mine = {module.name: module.memory for module in a}
+    theirs = {module.name: module.memory for module in b}
+    names, roots = align_names(mine, theirs)
+    old_of = {new: old for old, new in names.items()}
+    changes = []
+    for name, memory in theirs.items():
+        before = mine[old_of[name]] if name in old_of else None
+        # A module shows in its name what it is; the whole has code of many kinds.
+        detail = "" if name or before is None else _moved(before, memory)
+        total = None if before is None else before.total_bytes
+        changes.append(Change(name, total, memory.total_bytes, detail))
+    changes += [Change(n, memory.total_bytes, None) for n, memory in mine.items() if n not in names]
+    different = [change for change in changes if change.difference]
+    return _sorted(different), [f"`{x}` is taken for `{y}`" for x, y in roots if x and y]
+
+
+def other_devices(a: str, b: str) -> str:
+    """Say that two sides are about different devices.
+
+    Args:
+        a: Device of the first side.
+        b: Device of the second one.
+
+    Returns:
+        A clause.
+    """
+    return f"one is for {a}, one for {b}: kernels and their temporaries differ there anyway"
+
+
+def _moved(before: MemoryBreakdown, after: MemoryBreakdown) -> str:
+    old, new = before.by_category(), after.by_category()
+    sizes = sorted(((name, new[name] - old[name]) for name in new), key=lambda item: -abs(item[1]))
+    shown = [
+        f"{name.replace('_', ' ')} {'+' if n > 0 else ''}{format_bytes(n)}"
+        for name, n in sizes[:2]
+        if n
+    ]
+    return f"outside of the modules: {', '.join(shown)}" if shown else ""
+
+
+def _phase_bytes(prediction: MemoryPrediction, phase: str) -> int | None:
+    memory = prediction.by_phase.get(phase)
+    return None if memory is None else memory.total_bytes
+
+
+def category_changes(a: Mapping[str, int], b: Mapping[str, int]) -> tuple[Change, ...]:
+    """Compare bytes by category.
+
+    Args:
+        a: Of the first side.
+        b: Of the second one.
+
+    Returns:
+        A change for each category that one of them has.
+    """
+    changes = (Change(name, a.get(name, 0), b.get(name, 0)) for name in dict.fromkeys((*a, *b)))
+    return tuple(change for change in changes if change.before or change.after)
+
+
+def _sorted(changes: Iterable[Change]) -> tuple[Change, ...]:
+    different = [c for c in changes if c.difference or c.detail]
+    return tuple(sorted(different, key=lambda change: -abs(change.difference)))
+
+
+# Also by the other names of tied parameters: which one comes first may differ.
+def _paired(
+    a: ParameterTable, b: ParameterTable
+) -> tuple[list[_Pair], tuple[tuple[str, str], ...]]:
+    owners = {name: entry for entry in b.parameters for name in (entry.name, *entry.aliases)}
+    names_a = [name for entry in a.parameters for name in (entry.name, *entry.aliases)]
+    names, roots = align_names(names_a, owners)
+    pairs: list[_Pair] = []
+    taken: set[str] = set()
+    for entry in a.parameters:
+        others = (names.get(name) for name in (entry.name, *entry.aliases))
+        found = (owners[name] for name in others if name is not None)
+        other = next((e for e in found if e.name not in taken), None)
+        if other is not None:
+            taken.add(other.name)
+        pairs.append((entry, other))
+    pairs += [(None, entry) for entry in b.parameters if entry.name not in taken]
+    return pairs, roots
+
+
+def _module_changes(pairs: Iterable[_Pair]) -> Iterator[Change]:
+    pairs = list(pairs)
+    kept = {name for old, new in pairs if old and new for name in ancestors(new.module)}
+    kept_old = {name for old, new in pairs if old and new for name in ancestors(old.module)}
+    by_module: dict[tuple[str, bool], list[_Pair]] = {}
+    for old, new in pairs:
+        if new is not None:
+            name = new.module if old is not None else _whole(new.module, kept)
+        elif old is not None:
+            name = _whole(old.module, kept_old)
+        # What is gone has a name of the first side, which may mean something else on the second.
+        by_module.setdefault((name, new is None), []).append((old, new))
+    for (name, _), members in by_module.items():
+        olds, news = [o for o, _ in members if o], [n for _, n in members if n]
+        yield Change(
+            name,
+            sum(e.num_elements for e in olds) if olds else None,
+            sum(e.num_elements for e in news) if news else None,
+            "; ".join(_shape_changes(members)),
+        )
+
+
+# The outermost module of which everything is new or gone.
+def _whole(module: str, kept: set[str]) -> str:
+    return next((name for name in ancestors(module) if name not in kept), module)
+
+
+def _shape_changes(members: Iterable[_Pair]) -> Iterator[str]:
+    for old, new in members:
+        if old and new and old.shape != new.shape:
+            yield f"{new.name.rpartition('.')[2]} {shape_of(old)} -> {shape_of(new)}"
+
+
+def _dtype_notes(pairs: Iterable[_Pair]) -> list[str]:
+    changed: dict[tuple[str, str], int] = {}
+    for old, new in pairs:
+        if old and new and old.dtype != new.dtype:
+            key = (old.dtype, new.dtype)
+            changed[key] = changed.get(key, 0) + new.num_elements
+    return [f"{n:,} parameters are {y} that were {x}" for (x, y), n in changed.items()]
+
+
+def _lazy_notes(*tables: ParameterTable) -> list[str]:
+    return [
+        f"{table.num_lazy} parameters of {table.model} have no shape yet and are left out"
+        for table in tables
+        if table.num_lazy
+    ]

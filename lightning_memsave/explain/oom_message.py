@@ -1,0 +1,294 @@
+"""Read what torch says when memory runs out."""
+
+import bisect
+import itertools
+import re
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lightning_memsave.errors import ConfigurationError
+
+LONGEST = 10_000  # characters of a message, with a hundred processes
+
+# What stands at the left of a line in quotes, comments, logs of torchrun and rich's tracebacks.
+_LEFT = re.compile(r"^(?:[\s>#|│*]|\[rank\d+\]:)+")
+_COLOR = re.compile(r"\x1b\[[\d;]*m")
+
+MESSAGE = re.compile(
+    r"allocationondevice(?P<index>\d*)wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
+    r"|(?P<host>DefaultCPUAllocator:(?:can.tallocatememory|notenoughmemory)"
+    r"|unabletoallocate(?=[\d.]+[KMGT]?i?B)|(?<!OutOf)MemoryError(?=:|$)"
+    r"|outofmemory:killedprocess|oom[-_]kill)"
+    r"|(?P<library>(?:CU|HIP|ROC)(?:BLAS(?:LT)?|DNN|SPARSE|SOLVER|FFT))_STATUS_ALLOC_FAILED"
+    r"|(?P<backend>CUDA|HIP|XPU|NPU|MPSbackend)outofmemory(?!error)"
+    r"|[:\]]outofmemory(?!error)|outofmemory(?:error:|withonesample|inthestep)",
+    re.IGNORECASE,
+)
+INDEX = re.compile(r"GPU(\d+)(?:;|hasatotal)")
+_SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMGT]i?B|EB|B)"
+PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
+_PATTERNS = {
+    "requested_bytes": rf"triedtoallocate(?:morethan)?{_SIZE}|Requested:{_SIZE}"
+    rf"|unabletoallocate{_SIZE}",
+    "capacity_bytes": rf"totalcapaci?tyof{_SIZE}|;{_SIZE}totalcapacity|Devicelimit:{_SIZE}",
+    "free_bytes": rf"ofwhich{_SIZE}isfree|;{_SIZE}free|Free\(accordingtoCUDA\):{_SIZE}",
+    "allowed_bytes": rf"{_SIZE}allowed;|memoryfraction\):{_SIZE}|maxallowed:{_SIZE}",
+    "allocated_bytes": rf"{_SIZE}isallocatedbyPyTorch|{_SIZE}alreadyallocated"
+    rf"|Currentlyallocated:{_SIZE}|MPSallocated:{_SIZE}",
+    "private_pool_bytes": rf"with{_SIZE}allocatedinprivatepools",
+    "unallocated_bytes": rf"{_SIZE}isreservedbyPyTorchbutunallocated|{_SIZE}cached\)",
+    "reserved_bytes": rf"{_SIZE}reservedintotalbyPyTorch",
+    "process_bytes": rf"thisprocesshas{_SIZE}memoryinuse",
+}
+_SIZES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
+
+# Lines of tracebacks as Python, IPython and Jupyter write them.
+_FRAME = re.compile(r"([^\s\"]+\.py)\b[^\n]*?\bin (?:[\w<>]+\.)*(\w+)")
+_FORWARD = frozenset(
+    {"forward", "training_step", "validation_step", "test_step", "predict_step", "_call_impl"}
+)
+
+
+def words_of(text: str) -> list[str]:
+    """Take a text apart, without colours and without what quotes and logs put around lines.
+
+    Args:
+        text: Any text.
+
+    Returns:
+        Its words, which have no white space inside.
+    """
+    lines = (_LEFT.sub("", line).rstrip(" \t\r|│") for line in _COLOR.sub("", text).splitlines())
+    return [word for line in lines for word in line.split()]
+
+
+def sizes_in(dense: str, start: re.Match[str], stop: int) -> tuple[dict[str, int], int]:
+    """Read the figures of one message.
+
+    Args:
+        dense: The text without white space.
+        start: Where `MESSAGE` found the message.
+        stop: Where the next one begins.
+
+    Returns:
+        Bytes under the names of `OutOfMemory`, and where the last figure ends.
+    """
+    sizes: dict[str, int] = {}
+    end = start.end()
+    for name, pattern in _SIZES.items():
+        match = pattern.search(dense, start.start(), stop)
+        if match is None:
+            continue
+        end = max(end, match.end())
+        number, unit = (group for group in match.groups() if group is not None)
+        num_bytes = bytes_of(number, unit)
+        if num_bytes is not None:
+            sizes[name] = num_bytes
+    reserved_bytes = sizes.pop("reserved_bytes", None)
+    if reserved_bytes is not None and "allocated_bytes" in sizes:
+        # Both are rounded, so that their difference may come out below zero.
+        sizes["unallocated_bytes"] = max(reserved_bytes - sizes["allocated_bytes"], 0)
+    return sizes, end
+
+
+def bytes_of(number: str, unit: str) -> int | None:
+    """Read a size as torch writes it.
+
+    Args:
+        number: Digits, with a point or without.
+        unit: Such as ``"GiB"`` or ``"bytes"``.
+
+    Returns:
+        Bytes; ``None`` for what is no size but -1 as an unsigned number.
+    """
+    # torch divides by 1024 whatever it calls the unit.
+    power = "BKMGTPE".index(unit[0].upper())
+    num_bytes = round(float(number) * 1024**power)
+    # -1 as an unsigned number: what NVML gives on Windows and in WSL, and "no limit".
+    return None if num_bytes >= 2**63 else num_bytes
+
+
+def device_in(start: re.Match[str], dense: str) -> str:
+    """Tell the kind of device that had no memory.
+
+    Args:
+        start: Where `MESSAGE` found the message.
+        dense: The text without white space.
+
+    Returns:
+        As ``torch.device.type`` says it; empty if nothing tells.
+    """
+    if start["host"]:
+        return "cpu"
+    backend = (start["backend"] or "").lower()
+    if backend in {"xpu", "npu"}:
+        return backend
+    if backend == "mpsbackend":
+        return "mps"
+    around = dense[max(start.start() - 40, 0) : start.end() + 200].lower()
+    is_cuda = start["library"] or any(word in around for word in ("cuda", "hip", "gpu"))
+    return "cuda" if is_cuda else ""
+
+
+def phase_in(text: str) -> str:
+    """Tell from the lines of a traceback which part of the step ran.
+
+    Args:
+        text: Text with a traceback of Python, IPython or Jupyter.
+
+    Returns:
+        ``"forward"``, ``"backward"`` or ``"optimizer"``; empty if nothing tells.
+    """
+    phase = ""
+    for path, function in _FRAME.findall(text):
+        if re.search(r"[\\/](torch|bitsandbytes)[\\/]optim[\\/]", path):
+            phase = "optimizer"  # also around the closure, whose frames follow
+        elif function in {"backward", "_engine_run_backward"}:
+            phase = "backward"
+        elif function in _FORWARD and phase != "backward":  # recomputation is part of backward
+            phase = "forward"
+    return phase
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessOnDevice:
+    """A process that the message names.
+
+    Args:
+        pid: Its number as the driver knows it, which is another one inside a container.
+        used_bytes: What it takes on the device; ``None`` where the driver does not tell.
+    """
+
+    pid: int
+    used_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutOfMemory:
+    """The figures of one out-of-memory message; what it does not tell is ``None``.
+
+    torch writes two digits behind the point, so that sizes are exact to half a hundredth of the
+    unit they were written in.
+
+    Args:
+        message: The message itself, on one line.
+        device: ``"cuda"`` (ROCm too), ``"mps"``, ``"xpu"``, ``"cpu"``; empty if it does not say.
+        device_index: Number of the device.
+        library: The CUDA library that found no memory, such as ``"CUBLAS"``; empty if it was
+            torch's own allocator.
+        requested_bytes: What was asked for when it failed, rounded up by the allocator.
+        capacity_bytes: What the device has.
+        free_bytes: What the driver had left.
+        allowed_bytes: The limit set with ``torch.cuda.set_per_process_memory_fraction``.
+        allocated_bytes: In tensors of this process, private pools included.
+        private_pool_bytes: Of that, what the private pools of CUDA graphs keep.
+        unallocated_bytes: Kept by torch's allocator with no tensor in it.
+        process_bytes: All that this process takes, CUDA context included.
+        processes: Processes that are named by their number.
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``, where a traceback shows it.
+        allocator_variable: The environment variable with settings of the allocator.
+        num_messages: How many messages with figures the text held; this is the last one.
+    """
+
+    message: str
+    device: str = ""
+    device_index: int | None = None
+    library: str = ""
+    requested_bytes: int | None = None
+    capacity_bytes: int | None = None
+    free_bytes: int | None = None
+    allowed_bytes: int | None = None
+    allocated_bytes: int | None = None
+    private_pool_bytes: int | None = None
+    unallocated_bytes: int | None = None
+    process_bytes: int | None = None
+    processes: tuple[ProcessOnDevice, ...] = ()
+    phase: str = ""
+    allocator_variable: str = "PYTORCH_CUDA_ALLOC_CONF"
+    num_messages: int = 1
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """All that torch's allocator has taken from the driver, in bytes."""
+        if self.allocated_bytes is None or self.unallocated_bytes is None:
+            return None
+        return self.allocated_bytes + self.unallocated_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            The fields under their names, and ``reserved_bytes``.
+        """
+        processes = [asdict(process) for process in self.processes]
+        return {**asdict(self), "reserved_bytes": self.reserved_bytes, "processes": processes}
+
+
+def read_out_of_memory(text: str) -> OutOfMemory:
+    """Find the message of an out-of-memory error in a text and read its figures.
+
+    Reads what torch has said since 1.0, on CUDA with either allocator backend, on ROCm, XPU, MPS
+    and the CPU, and what CUDA's libraries, numpy and the kernel say in its place.
+
+    Args:
+        text: The message, or anything around it: a traceback, a log, with or without line breaks
+            in the middle of words, quoted, of several ranks.
+
+    Returns:
+        The figures of the last message that has any; of the last message if none has.
+
+    Raises:
+        ConfigurationError: If there is no such message in the text.
+
+    Example:
+        >>> oom = read_out_of_memory(
+        ...     "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 15.90 GiB "
+        ...     "total capacity; 13.98 GiB already allocated; 1.03 GiB free; 14.19 GiB reserved "
+        ...     "in total by PyTorch)"
+        ... )
+        >>> oom.requested_bytes == 2 * 2**30, oom.device_index
+        (True, 0)
+    """
+    # Without white space, because a terminal may have broken a line anywhere.
+    words = words_of(text)
+    ends = list(itertools.accumulate(len(word) for word in words))
+    dense = "".join(words)
+    starts = list(MESSAGE.finditer(dense))
+    if not starts:
+        raise ConfigurationError(
+            f"There is no out-of-memory error in this text of {len(text)} characters. Pass the "
+            'message, such as "CUDA out of memory. Tried to allocate 2.00 GiB ...", or the whole '
+            "traceback or log with it."
+        )
+    stops = [start.start() for start in starts[1:]] + [len(dense)]
+    found = [
+        (start, *sizes_in(dense, start, min(stop, start.start() + LONGEST)))
+        for start, stop in zip(starts, stops, strict=True)
+    ]
+    with_sizes = [one for one in found if one[1]]
+    start, sizes, end = (with_sizes or found)[-1]
+    part = dense[start.start() : end]
+    first, last = (bisect.bisect_right(ends, at) for at in (start.start(), end - 1))
+    index = start["index"] or _first(INDEX, part)
+    if start["backend"] and start["backend"].lower() == "mpsbackend" and "allowed_bytes" in sizes:
+        sizes["capacity_bytes"] = sizes.pop("allowed_bytes")  # all that Metal gives
+    variable = re.search(r"PYTORCH_\w*?ALLOC_CONF", dense[start.start() : stops[-1]])
+    return OutOfMemory(
+        message=" ".join(words[first : last + 1]),
+        device=device_in(start, dense),
+        device_index=None if not index else int(index),
+        library=(start["library"] or "").upper(),
+        processes=tuple(
+            ProcessOnDevice(int(pid), bytes_of(number, unit))
+            for pid, number, unit in PROCESS.findall(part)
+        ),
+        phase=phase_in(text),
+        allocator_variable="PYTORCH_CUDA_ALLOC_CONF" if variable is None else variable[0],
+        num_messages=max(len(with_sizes), 1),
+        **sizes,
+    )
+
+
+def _first(pattern: re.Pattern[str], text: str) -> str | None:
+    match = pattern.search(text)
+    return None if match is None else match[1]

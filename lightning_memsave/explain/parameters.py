@@ -1,0 +1,346 @@
+"""How many parameters each module has, without running the model or having its code."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.measure.storages import storages_of
+
+# What safetensors writes in its headers.
+_SHORT_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+# A checkpoint does not say which of its tensors are buffers; these are, in torch and transformers.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "position_ids", "inv_freq")
+_BUFFER_DTYPES = ("int64", "int32", "bool")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One parameter or buffer.
+
+    Args:
+        name: The first of its names in ``named_parameters()``.
+        shape: ``None`` for a lazy one, which has no shape before the first forward pass.
+        dtype: Such as ``"float32"``.
+        num_elements: Numbers in it.
+        num_bytes: What they take.
+        is_trainable: Whether it gets a gradient; ``None`` where a checkpoint does not say.
+        is_buffer: Whether it is a buffer.
+        aliases: Its other names, where it is tied.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None
+    dtype: str
+    num_elements: int
+    num_bytes: int
+    is_trainable: bool | None = None
+    is_buffer: bool = False
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """Name of the module that owns it."""
+        return self.name.rpartition(".")[0]
+
+
+_Keyed = tuple[object, TensorEntry]
+
+
+def entries_of_module(module: nn.Module) -> tuple[TensorEntry, ...]:
+    """Read the parameters and buffers of a module.
+
+    Args:
+        module: Any module, on any device.
+
+    Returns:
+        Each once, parameters first.
+    """
+    return tuple(_joined(_of_module(module)))
+
+
+def entries_of_mapping(source: Mapping[str, Any]) -> tuple[TensorEntry, ...]:
+    """Read what a checkpoint holds.
+
+    Args:
+        source: Tensors, shapes, pairs of shape and dtype or mappings with both, under their names.
+
+    Returns:
+        Each tensor once.
+
+    Raises:
+        ConfigurationError: If a value is none of these.
+    """
+    return tuple(_joined(_of_mapping(source)))
+
+
+# Tied parameters come with the same key.
+def _joined(keyed: Iterator[_Keyed]) -> list[TensorEntry]:
+    found: dict[object, TensorEntry] = {}
+    for key, entry in keyed:
+        first = found.setdefault(key, entry)
+        if first is not entry:
+            found[key] = replace(first, aliases=(*first.aliases, entry.name))
+    return list(found.values())
+
+
+def _of_module(module: nn.Module) -> Iterator[_Keyed]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield _keyed(name, parameter, parameter.requires_grad)
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield _keyed(name, buffer, False, is_buffer=True)
+
+
+def _of_mapping(source: Mapping[str, Any]) -> Iterator[_Keyed]:
+    for name, value in source.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(
+                f"`{name!r}` is not the name of a tensor. Give a mapping such as "
+                "`{'head.weight': (10, 4)}`, or a `state_dict`."
+            )
+        if name.endswith("_extra_state"):
+            continue
+        if isinstance(value, Tensor):
+            dtype = str(value.dtype).removeprefix("torch.")
+            yield _keyed(name, value, None, is_buffer=_is_buffer(name, dtype))
+            continue
+        try:
+            shape, dtype = _shape_and_dtype(value)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigurationError(
+                f"`{name}` is {value!r:.80}, which is neither a tensor nor a shape. Give a tensor, "
+                "a shape such as `(10, 4)`, or a pair such as `((10, 4), 'float32')`."
+            ) from error
+        entry = _entry(name, shape, dtype, None, is_buffer=_is_buffer(name, dtype))
+        yield name, entry
+
+
+def _is_buffer(name: str, dtype: str) -> bool:
+    return name.rpartition(".")[2] in _BUFFERS or dtype in _BUFFER_DTYPES
+
+
+def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], str]:
+    if isinstance(value, Mapping):
+        value = (value["shape"], value.get("dtype", "float32"))
+    shape, dtype = value, "float32"
+    if len(value) == 2 and isinstance(value[0], Sequence):
+        shape, dtype = value[0], str(value[1]).removeprefix("torch.")
+    sizes = tuple(int(size) for size in shape)
+    if isinstance(shape, str) or any(size < 0 for size in sizes):
+        raise ValueError(shape)
+    dtype = _SHORT_DTYPES.get(dtype, dtype)
+    if not isinstance(getattr(torch, dtype), torch.dtype):
+        raise ValueError(dtype)
+    return sizes, dtype
+
+
+def _entry(
+    name: str, shape: tuple[int, ...], dtype: str, is_trainable: bool | None, *, is_buffer: bool
+) -> TensorEntry:
+    count = torch.Size(shape).numel()
+    num_bytes = count * getattr(torch, dtype).itemsize
+    return TensorEntry(name, shape, dtype, count, num_bytes, is_trainable, is_buffer)
+
+
+def _keyed(
+    name: str, tensor: Tensor, is_trainable: bool | None, *, is_buffer: bool = False
+) -> _Keyed:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if is_lazy(tensor):
+        return id(tensor), TensorEntry(name, None, dtype, 0, 0, is_trainable, is_buffer)
+    entry = _entry(name, tuple(tensor.shape), dtype, is_trainable, is_buffer=is_buffer)
+    storages = tuple(storage._cdata for storage in storages_of(tensor))
+    if not storages:
+        return id(tensor), entry
+    return (storages, tensor.storage_offset(), tensor.shape, tensor.stride()), entry
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleParameters:
+    """Parameters of one module with all that is inside it.
+
+    Args:
+        name: As in ``named_modules()``; empty for the whole.
+        class_name: Its class; empty where only a checkpoint is known.
+        num_parameters: Numbers in all of its parameters; tied ones count where they come first.
+        own_parameters: Numbers in those that no module inside it owns.
+        num_bytes: What its parameters take.
+        buffer_bytes: What its buffers take.
+        num_trainable: Numbers in those that get a gradient; ``None`` if unknown.
+        dtypes: Of its parameters.
+        share: Its part of the parameters of the whole, from 0 to 1.
+    """
+
+    name: str
+    class_name: str
+    num_parameters: int = 0
+    own_parameters: int = 0
+    num_bytes: int = 0
+    buffer_bytes: int = 0
+    num_trainable: int | None = 0
+    dtypes: tuple[str, ...] = ()
+    share: float = 0.0
+
+
+@dataclass(frozen=True)
+class ParameterTable:
+    """The tree of a model's modules with what each one holds.
+
+    Args:
+        model: What the table is about.
+        entries: Parameters and buffers, each once.
+        class_names: Class by name of module, in order; names alone where there is no code.
+
+    Example:
+        >>> table = parameter_table(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 2)))
+        >>> table.num_parameters, table.num_bytes, round(table.modules[1].share, 3)
+        (8018, 32072, 0.998)
+    """
+
+    model: str
+    entries: tuple[TensorEntry, ...]
+    class_names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def parameters(self) -> tuple[TensorEntry, ...]:
+        """Entries that are no buffers."""
+        return tuple(entry for entry in self.entries if not entry.is_buffer)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in all parameters; tied ones count once."""
+        return sum(entry.num_elements for entry in self.parameters)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the parameters take."""
+        return sum(entry.num_bytes for entry in self.parameters)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What the buffers take."""
+        return sum(entry.num_bytes for entry in self.entries if entry.is_buffer)
+
+    @property
+    def num_lazy(self) -> int:
+        """How many parameters have no shape yet and count as nothing."""
+        return sum(entry.shape is None for entry in self.parameters)
+
+    @cached_property
+    def modules(self) -> tuple[ModuleParameters, ...]:
+        """Each module with all that is inside it, parents before children."""
+        found = {name: ModuleParameters(name, kind) for name, kind in self.class_names.items()}
+        for entry in self.entries:
+            for name in ancestors(entry.module):
+                row = found.get(name) or ModuleParameters(name, "")
+                found[name] = _with_entry(row, entry)
+        total = max(self.num_parameters, 1)
+        return tuple(replace(row, share=row.num_parameters / total) for row in found.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            Totals, ``modules`` and ``tensors``.
+        """
+        return {
+            "model": self.model,
+            "num_parameters": self.num_parameters,
+            "num_bytes": self.num_bytes,
+            "buffer_bytes": self.buffer_bytes,
+            "num_lazy": self.num_lazy,
+            "modules": [asdict(row) | {"dtypes": list(row.dtypes)} for row in self.modules],
+            "tensors": [
+                asdict(entry)
+                | {"shape": entry.shape and list(entry.shape), "aliases": list(entry.aliases)}
+                for entry in self.entries
+            ],
+        }
+
+
+def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> ParameterTable:
+    """Count the parameters of every module; nothing is run, and no numbers are read.
+
+    Args:
+        source: A module, also one on the meta device or of fake tensors. Or what a ``state_dict``
+            has: under each name a tensor, a shape, a pair of shape and dtype, or a mapping with
+            ``"shape"`` and ``"dtype"``.
+        model: What to call it; the class of the module by default.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigurationError: If a value of the mapping is none of these.
+
+    Note:
+        Tied parameters of a mapping are recognised if its values are tensors that share memory. A
+        DTensor counts as the whole of it, not as the part that this process has. A parameter that
+        is packed, such as a 4-bit one, counts as the numbers that are stored.
+
+    Example:
+        >>> parameter_table({"head.weight": (10, 4), "head.bias": ((10,), "bfloat16")}).num_bytes
+        180
+    """
+    if isinstance(source, nn.Module):
+        # Not without duplicates: under its second name a shared module would be missing.
+        classes = {
+            name: type(module).__name__
+            for name, module in source.named_modules(remove_duplicate=False)
+        }
+        return ParameterTable(model or type(source).__name__, entries_of_module(source), classes)
+    if not isinstance(source, Mapping):
+        raise ConfigurationError(
+            f"A {type(source).__name__} has no parameters to count. Pass a module, or a mapping of "
+            "names to tensors or shapes such as `module.state_dict()`."
+        )
+    return ParameterTable(model or "checkpoint", entries_of_mapping(source))
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Give the modules that a module is in.
+
+    Args:
+        name: Its name, such as ``"encoder.0"``.
+
+    Yields:
+        From the whole, which is ``""``, down to the module itself.
+    """
+    yield ""
+    parts = name.split(".") if name else []
+    for i in range(len(parts)):
+        yield ".".join(parts[: i + 1])
+
+
+def _with_entry(row: ModuleParameters, entry: TensorEntry) -> ModuleParameters:
+    if entry.is_buffer:
+        return replace(row, buffer_bytes=row.buffer_bytes + entry.num_bytes)
+    is_known = row.num_trainable is not None and entry.is_trainable is not None
+    return replace(
+        row,
+        num_parameters=row.num_parameters + entry.num_elements,
+        own_parameters=row.own_parameters + entry.num_elements * (entry.module == row.name),
+        num_bytes=row.num_bytes + entry.num_bytes,
+        num_trainable=(row.num_trainable or 0) + entry.num_elements * bool(entry.is_trainable)
+        if is_known
+        else None,
+        dtypes=tuple(dict.fromkeys((*row.dtypes, entry.dtype))),
+    )

@@ -1,0 +1,361 @@
+"""What `CheckpointedTransformer` does with a batch, and how it optimizes."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+from torchmetrics import Metric
+
+from lightning_memsave.errors import IncompatibleError, Problem
+
+LM_TASKS = ("masked_lm", "causal_lm")
+_IGNORED = -100  # what Hugging Face's losses leave out
+
+
+class WeightedMean(Metric):
+    """The mean of values of batches, each weighted with what it is a mean of.
+
+    Unlike torchmetrics' ``MeanMetric`` it shows values that are not a number, and leaves out
+    batches of which there is nothing to take a mean of.
+    """
+
+    is_differentiable = False
+    full_state_update = False
+    total: Tensor
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor, count: Tensor) -> None:
+        """Take a batch in.
+
+        Args:
+            value: Its mean.
+            count: Number of tokens or samples.
+        """
+        # In float32, as sums of half precision stop growing; 0 times not a number would be none.
+        self.total += torch.where(count > 0, value.detach().float() * count, 0.0)
+        self.count += count
+
+    def compute(self) -> Tensor:
+        """Give the mean over all batches so far.
+
+        Returns:
+            A scalar.
+        """
+        return self.total / self.count
+
+
+class LossPerplexity(WeightedMean):
+    """The exponential of the mean loss per token: perplexity, without a look at the logits."""
+
+    def compute(self) -> Tensor:
+        """Give the perplexity of all batches so far.
+
+        Returns:
+            A scalar.
+        """
+        return super().compute().exp()
+
+
+def targets_of(task: str | None, labels: Tensor) -> Tensor:
+    """Take those labels that predictions are compared with.
+
+    Args:
+        task: Of the model.
+        labels: (batch, tokens) or (batch,).
+
+    Returns:
+        The labels; for causal language models without the first token, which nothing predicts.
+    """
+    return labels[..., 1:] if task == "causal_lm" else labels
+
+
+def num_targets(task: str | None, labels: Tensor) -> Tensor:
+    """Count what a loss is the mean of.
+
+    Args:
+        task: Of the model.
+        labels: (batch, tokens) or (batch,).
+
+    Returns:
+        Tokens or samples, as a scalar on the device of the labels.
+    """
+    return (targets_of(task, labels) != _IGNORED).sum()
+
+
+def accuracy(task: str | None, logits: Tensor, labels: Tensor) -> Tensor:
+    """Compute the share of targets for which the largest logit is the right one.
+
+    Args:
+        task: Of the model.
+        logits: (batch, tokens, vocabulary) or (batch, classes).
+        labels: (batch, tokens) or (batch,).
+
+    Returns:
+        A scalar; not a number without targets.
+
+    Example:
+        >>> logits = torch.eye(3).unsqueeze(0)
+        >>> accuracy("masked_lm", logits, torch.tensor([[0, 2, -100]]))
+        tensor(0.5000)
+    """
+    predictions = logits.argmax(-1)
+    if task == "causal_lm":
+        predictions = predictions[..., :-1]
+    targets = targets_of(task, labels)
+    is_asked = targets != _IGNORED
+    return ((predictions == targets) & is_asked).sum() / is_asked.sum()
+
+
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
+"""Our names of schedules, and those of transformers."""
+
+
+def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Sort the trained parameters of a model into those with and those without weight decay.
+
+    Norms, biases, embeddings (and heads that share their weight), and all else that has a single
+    axis, are not decayed.
+
+    Args:
+        model: Any module.
+        weight_decay: For the others.
+
+    Returns:
+        Groups for an optimizer. Each trained parameter is in one of them; none is empty.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+        >>> [(len(g["params"]), g["weight_decay"]) for g in weight_decay_groups(model, 0.1)]
+        [(1, 0.1), (4, 0.0)]
+    """
+    plain = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if _is_plain(module, name, parameter)
+    }
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if id(p) not in plain], "weight_decay": weight_decay},
+        {"params": [p for p in trained if id(p) in plain], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def _is_plain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) or name.endswith("bias"):
+        return True
+    if "norm" in type(module).__name__.lower():
+        return True
+    # FSDP1 makes one axis of every weight, so that the number of axes says nothing there.
+    return parameter.ndim < 2 and not hasattr(parameter, "_fsdp_flattened")
+
+
+def make_scheduler(
+    owner: str,
+    optimizer: Optimizer,
+    schedule: str,
+    warmup: int | float,
+    num_steps: float,
+) -> Any:
+    """Make a scheduler that warms up and then goes down to zero, or stays.
+
+    Args:
+        owner: Name of the class that asks, for messages.
+        optimizer: With the highest learning rates.
+        schedule: A key of `SCHEDULES`.
+        warmup: Optimizer steps, or as a ``float`` the share of all.
+        num_steps: Optimizer steps in all; infinite if they are not known.
+
+    Returns:
+        A scheduler of torch, to be stepped after each optimizer step.
+
+    Raises:
+        IncompatibleError: If the number of steps is needed and not known, or if nothing is left
+            of it after the warm-up.
+    """
+    from transformers import get_scheduler  # noqa: PLC0415
+
+    is_needed = schedule != "constant" or isinstance(warmup, float)
+    if is_needed and num_steps == float("inf"):
+        problem = Problem(
+            f"`lr_schedule={schedule!r}` with `warmup={warmup!r}`",
+            "the Trainer does not know how many optimizer steps there will be",
+            "Use `max_steps=...` here or in the Trainer, or "
+            '`lr_schedule="constant"` with a whole number as `warmup`.',
+        )
+        raise IncompatibleError(owner, [problem])
+    num_warmup_steps = round(warmup * num_steps) if isinstance(warmup, float) else warmup
+    if schedule != "constant" and num_warmup_steps > num_steps:
+        problem = Problem(
+            f"`warmup={warmup!r}`",
+            f"training ends after {num_steps:.0f} optimizer steps",
+            "Use a smaller number, or a share such as `warmup=0.1`.",
+        )
+        raise IncompatibleError(owner, [problem])
+    return get_scheduler(
+        SCHEDULES[schedule],
+        optimizer,
+        num_warmup_steps=num_warmup_steps,
+        num_training_steps=int(num_steps) if is_needed else None,
+    )
+
+
+def make_metrics() -> nn.ModuleDict:
+    """Make what the steps measure with.
+
+    Returns:
+        Metrics by the names under which they are logged.
+    """
+    metrics = nn.ModuleDict({"train_perplexity": LossPerplexity()})
+    for stage in ("val", "test"):
+        metrics[f"{stage}_loss"] = WeightedMean()
+        metrics[f"{stage}_perplexity"] = LossPerplexity()
+        metrics[f"{stage}_accuracy"] = WeightedMean()
+    return metrics
+
+
+class TransformerSteps:
+    """Steps, optimizer and schedule, in front of a LightningModule."""
+
+    if TYPE_CHECKING:
+        # Of the LightningModule that comes behind.
+        __call__: Any
+        log: Any
+        trainer: Any
+
+    model: Any
+    """The network; its output has ``loss`` and ``logits`` for the steps that are here."""
+    _step_metrics: Any
+    task: str | None
+    learning_rate: float
+    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+    lr_schedule: str
+    warmup: int | float
+    max_steps: int | None
+
+    def forward(self, **inputs: Any) -> Any:
+        """Run the model.
+
+        Args:
+            inputs: What the model takes, for example ``input_ids`` and ``attention_mask``.
+
+        Returns:
+            Its output.
+
+        Raises:
+            IncompatibleError: If there is no model.
+        """
+        if self.model is None:
+            what = f"`{type(self).__name__}` without `model`"
+            fix = "Pass `model`, or set `self.model` after `super().__init__()`."
+            raise IncompatibleError(type(self).__name__, [Problem(what, "it has no model", fix)])
+        return cast(Any, self.model)(**inputs)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Compute the loss of a batch and log it.
+
+        Args:
+            batch: A dictionary with ``labels``.
+            batch_idx: Not used.
+
+        Returns:
+            The loss; nothing else of the output is kept.
+        """
+        loss: Tensor = self(**self._inputs(batch)).loss
+        self.log("train_loss", loss, prog_bar=True)
+        if self.task in LM_TASKS:
+            perplexity = self._step_metrics["train_perplexity"]
+            perplexity.update(loss, num_targets(self.task, batch["labels"]))
+            self.log("train_perplexity", perplexity, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Measure loss, perplexity and accuracy.
+
+        Args:
+            batch: A dictionary with ``labels``.
+            batch_idx: Not used.
+        """
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Measure loss, perplexity and accuracy.
+
+        Args:
+            batch: A dictionary with ``labels``.
+            batch_idx: Not used.
+        """
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """Predict.
+
+        Args:
+            batch: A dictionary; its ``labels`` are not used.
+            batch_idx: Not used.
+
+        Returns:
+            Logits: (batch, tokens, vocabulary) or (batch, classes).
+        """
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits: Tensor = self(**inputs, **self._without_cache()).logits
+        return logits
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        output, labels = self(**self._inputs(batch)), batch["labels"]
+        count = num_targets(self.task, labels)
+        values = {"loss": output.loss}
+        if self.task in LM_TASKS:
+            values["perplexity"] = output.loss
+        if self.task is not None:
+            values["accuracy"] = accuracy(self.task, output.logits, labels)
+        for name, value in values.items():
+            metric = self._step_metrics[f"{stage}_{name}"]
+            metric.update(value, count)
+            self.log(f"{stage}_{name}", metric, prog_bar=name != "perplexity")
+
+    def _inputs(self, batch: Any) -> dict[str, Any]:
+        if isinstance(batch, Mapping) and "labels" in batch:
+            return {**batch, **self._without_cache()}
+        keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        problem = Problem(
+            f"a batch of {keys}",
+            "the loss needs a dictionary with `labels`",
+            "Let the DataLoader collate with `DataCollatorForLanguageModeling` of transformers, or "
+            "write your own `training_step`.",
+        )
+        raise IncompatibleError(type(self).__name__, [problem])
+
+    # Keys and values are for generation; they would only take memory here.
+    def _without_cache(self) -> dict[str, bool]:
+        return {"use_cache": False} if self.task == "causal_lm" else {}
+
+    def configure_optimizers(self) -> Any:
+        """Make AdamW with two groups of parameters, and the schedule.
+
+        Returns:
+            Both, as Lightning takes them.
+        """
+        optimizer = AdamW(
+            weight_decay_groups(cast(nn.Module, self), self.weight_decay),
+            lr=self.learning_rate,
+            betas=self.betas,
+            eps=self.eps,
+        )
+        num_steps = self.max_steps or self.trainer.estimated_stepping_batches
+        owner = type(self).__name__
+        scheduler = make_scheduler(owner, optimizer, self.lr_schedule, self.warmup, num_steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }

@@ -1,0 +1,202 @@
+"""Make batches with fewer or more samples, or shorter ones, out of one batch."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.nested import (
+    attributes_of,
+    items_of,
+    with_attributes,
+    with_items,
+)
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
+from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL
+
+_IDS = 2  # axes of token ids: samples and tokens
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceAxis:
+    """Where the sequence runs.
+
+    Args:
+        axis: Of the tensors that have it.
+        length: Tokens.
+    """
+
+    axis: int
+    length: int
+
+
+def sample_count(batch: Any) -> int | None:
+    """Count samples by tensors alone; what else is in the batch may belong to all of it.
+
+    Args:
+        batch: Tensors in any nesting.
+
+    Returns:
+        The first size that all of them share; ``None`` if they disagree or there is none.
+
+    Example:
+        >>> sample_count({"x": torch.zeros(4, 2), "columns": ("a", "b")})
+        4
+    """
+    sizes = {tensor.shape[0] for tensor in tensors_in_batch(batch) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def with_samples(batch: Any, num_samples: int) -> Any:
+    """Give the batch with another number of samples; if there are more, they repeat.
+
+    Tensors with more values than a prediction reads are on the meta device.
+
+    Args:
+        batch: One with a `sample_count`.
+        num_samples: At least 1.
+
+    Returns:
+        The same nesting; lists with one entry for each sample change with the tensors.
+
+    Example:
+        >>> with_samples([torch.tensor([7, 8, 9]), ["a", "b", "c"]], 4)
+        [tensor([7, 8, 9, 7]), ['a', 'b', 'c', 'a']]
+    """
+    now = sample_count(batch)
+    assert now, "a batch whose samples were counted"
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        return _resized_axis(tensor, 0, num_samples)
+
+    return _mapped(batch, _once(change), lambda of_list: _resized(of_list, now, num_samples))
+
+
+def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
+    """Find the axis along which a sequence runs.
+
+    Args:
+        batch: Tensors in any nesting.
+        axis: Of the first tensor that has so many; ``None`` finds token ids, which are integers
+            of shape (samples, tokens).
+
+    Returns:
+        The axis; ``None`` if there are no ids, or ids of several lengths.
+
+    Raises:
+        ConfigurationError: If no tensor has such an axis.
+
+    Example:
+        >>> find_sequence({"input_ids": torch.zeros(8, 128, dtype=torch.long)})
+        SequenceAxis(axis=1, length=128)
+        >>> find_sequence([torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)])
+    """
+    tensors = list(tensors_in_batch(batch))
+    if axis is not None:
+        if type(axis) is not int or axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
+            raise ConfigurationError(
+                f"`sequence_axis={axis!r}` is no axis of a sequence in this batch: it must be from "
+                f"1 to {max([t.ndim for t in tensors], default=1) - 1}. For tensors of shape "
+                "(samples, tokens, features) it is 1."
+            )
+        return SequenceAxis(axis, next(t.shape[axis] for t in tensors if t.ndim > axis))
+    ids = [t for t in tensors if t.ndim == _IDS and not t.is_floating_point()]
+    lengths = {tensor.shape[1] for tensor in ids}
+    return SequenceAxis(1, lengths.pop()) if len(lengths) == 1 else None
+
+
+def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
+    """Find the axis that has one of the lengths that a model attends to.
+
+    Args:
+        batch: Tensors in any nesting.
+        lengths: The first one that is found counts.
+
+    Returns:
+        The axis; ``None`` if no tensor has one.
+
+    Example:
+        >>> find_axis([torch.zeros(8, 256, 64), torch.zeros(8)], [256])
+        SequenceAxis(axis=1, length=256)
+    """
+    tensors = list(tensors_in_batch(batch))
+    for length in lengths:
+        for tensor in tensors:
+            if length in tensor.shape[1:]:
+                return SequenceAxis(tensor.shape[1:].index(length) + 1, length)
+    return None
+
+
+def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
+    """Give the batch with shorter or longer sequences; longer ones repeat.
+
+    Tensors with more values than a prediction reads are on the meta device.
+
+    Args:
+        batch: One in which `find_sequence` found something.
+        sequence: What it found.
+        length: At least 1.
+
+    Returns:
+        The same nesting. Of tensors with the axis, each axis from there on that has the old length
+        changes: a mask of (samples, 1, tokens, tokens) has two.
+
+    Example:
+        >>> ids = torch.arange(4).view(1, 4)
+        >>> with_length(ids, find_sequence(ids), 3), with_length(ids, find_sequence(ids), 5)
+        (tensor([[0, 1, 2]]), tensor([[0, 1, 2, 3, 0]]))
+    """
+
+    def change(tensor: Tensor) -> Tensor:
+        axes = [a for a in range(sequence.axis, tensor.ndim) if tensor.shape[a] == sequence.length]
+        for axis in axes:
+            tensor = _resized_axis(tensor, axis, length)
+        return tensor
+
+    return _mapped(batch, _once(change), lambda of_list: of_list)
+
+
+def _resized_axis(tensor: Tensor, axis: int, size: int) -> Tensor:
+    shape = (*tensor.shape[:axis], size, *tensor.shape[axis + 1 :])
+    if math.prod(shape) > MAX_KNOWN_NUMEL:
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+    chosen = torch.arange(size, device=tensor.device) % tensor.shape[axis]
+    return tensor.detach().index_select(axis, chosen)
+
+
+# A tensor that is in the batch twice must stay one.
+def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    changed: dict[int, Tensor] = {}
+
+    def once(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return once
+
+
+def _mapped(
+    value: Any, of_tensor: Callable[[Tensor], Tensor], of_list: Callable[[Any], Any]
+) -> Any:
+    if isinstance(value, Tensor):
+        return of_tensor(value)
+    if isinstance(value, list) and value and next(tensors_in(value), None) is None:
+        return of_list(value)
+    items = {name: _mapped(item, of_tensor, of_list) for name, item in items_of(value)}
+    if items:
+        return with_items(value, items)
+    held = {name: _mapped(item, of_tensor, of_list) for name, item in attributes_of(value)}
+    return with_attributes(value, held)
+
+
+def _resized(values: list[Any], now: int, num_samples: int) -> list[Any]:
+    if len(values) != now:
+        return values
+    return [values[i % now] for i in range(num_samples)]

@@ -1,0 +1,1 @@
+"""What CUDA's kernels and its allocator would do with a step."""

@@ -1,0 +1,466 @@
+"""A model of the allocator that stands between torch's tensors and the memory of a CUDA device."""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+
+from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
+from lightning_memsave.units import MIB, format_bytes
+
+Key = tuple[int, int, "Block"]  # size and address order the free blocks; an address is unique
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A piece of a segment.
+
+    Args:
+        address: Where it begins.
+        size: Its bytes.
+        pool: The pool that its segment belongs to.
+        is_free: Whether no tensor has it.
+        is_mapped: Whether memory stands behind the addresses; not so in the unused part of an
+            expandable segment.
+        previous: The block before it in the segment.
+        next: The block behind it.
+    """
+
+    address: int
+    size: int
+    pool: "Pool"
+    is_free: bool = True
+    is_mapped: bool = True
+    previous: "Block | None" = None
+    next: "Block | None" = None
+
+    @property
+    def room(self) -> int:
+        """Its bytes and those that it can grow by."""
+        has_room = self.next is not None and not self.next.is_mapped
+        return self.size + (self.next.size if has_room and self.next is not None else 0)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its segment."""
+        return self.previous is None and self.next is None
+
+    def and_following(self) -> Iterator["Block"]:
+        """Walk through the segment.
+
+        Yields:
+            This block and those behind it.
+        """
+        block: Block | None = self
+        while block is not None:
+            yield block
+            block = block.next
+
+    def cut(self, size: int) -> "Block":
+        """Shorten it, while it is in no list.
+
+        Args:
+            size: Bytes that it keeps.
+
+        Returns:
+            The rest, in no list yet.
+        """
+        rest = Block(self.address + size, self.size - size, self.pool)
+        rest.is_mapped, rest.previous, rest.next = self.is_mapped, self, self.next
+        if rest.next is not None:
+            rest.next.previous = rest
+        self.next, self.size = rest, size
+        return rest
+
+    def joined(self) -> "Block":
+        """Join it with free neighbours, while it is in no list (``try_merge_blocks``).
+
+        Returns:
+            What became of it.
+        """
+        block = self
+        if self.next is not None and self._joins(self.next):
+            block = _one_of(self, self.next)
+        if block.previous is not None and block._joins(block.previous):
+            block = _one_of(block.previous, block)
+        return block
+
+    def _joins(self, neighbour: "Block") -> bool:
+        if not neighbour.is_free or neighbour.is_mapped != self.is_mapped:
+            return False
+        neighbour.pool.take(neighbour)
+        return True
+
+
+@dataclass(eq=False, slots=True)
+class Pool:
+    """The blocks for small requests, or those for large ones.
+
+    Args:
+        is_small: For which of the two.
+        page_bytes: What an expandable segment grows by.
+        heads: The first block of each segment.
+        free: Free blocks by size, then address (``BlockComparatorSize``).
+        unmapped: Blocks without memory, by address.
+    """
+
+    is_small: bool
+    page_bytes: int
+    heads: list[Block] = field(default_factory=list)
+    free: list[Key] = field(default_factory=list)
+    unmapped: list[Key] = field(default_factory=list)
+
+    def put(self, block: Block) -> None:
+        """Put a free block into its list.
+
+        Args:
+            block: One that is in no list.
+        """
+        insort(self._list_of(block), _key(block))
+
+    def take(self, block: Block) -> None:
+        """Take a block out of its list.
+
+        Args:
+            block: One that was put there.
+        """
+        blocks = self._list_of(block)
+        del blocks[bisect_left(blocks, _key(block))]
+
+    def smallest_from(self, size: int) -> Iterator[Block]:
+        """Find free blocks.
+
+        Args:
+            size: What they must have at least.
+
+        Yields:
+            Each, smallest first.
+        """
+        # An address is never 0, so this stands before all blocks of the size.
+        for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
+            yield self.free[index][2]
+
+    def _list_of(self, block: Block) -> list[Key]:
+        return self.free if block.is_mapped else self.unmapped
+
+
+def _key(block: Block) -> Key:
+    return (block.size if block.is_mapped else 0, block.address, block)
+
+
+def _one_of(left: Block, right: Block) -> Block:
+    left.size += right.size
+    left.next = right.next
+    if left.next is not None:
+        left.next.previous = left
+    return left
+
+
+_MIN_BLOCK_BYTES = 512  # kMinBlockSize
+_SMALL_BYTES = MIB  # kSmallSize: the largest request that the small pool serves
+_SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
+_LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size
+_MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a request has a segment of its own
+_ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
+_ADDRESS_SPACE_BYTES = 2**36 * _LARGE_SEGMENT_BYTES  # of an expandable segment; no memory yet
+
+
+class CachingAllocator:
+    """CUDA memory as torch's native caching allocator hands it out.
+
+    Reserved bytes are what other programs see a process take. They exceed the bytes of tensors,
+    because requests are rounded, because segments are cut into blocks, and because freed blocks are
+    kept. Follows ``c10/cuda/CUDACachingAllocator.cpp`` with the constants of torch 2.13
+    (``c10/core/AllocatorConfig.h``), for one device and one stream.
+
+    Args:
+        capacity_bytes: What the device has for this allocator. ``None`` sets no limit.
+        expandable_segments: As ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment
+            per pool that grows by pages, instead of many of fixed size.
+
+    Raises:
+        ConfigurationError: If ``capacity_bytes`` is less than 1.
+
+    Note:
+        Not modelled: several streams, graphs, private pools, and ``max_split_size_mb``,
+        ``roundup_power2_divisions`` and ``garbage_collection_threshold``, which are off by default.
+        Where the driver puts segments is not known; new ones lie above old ones here, which decides
+        only between free blocks of one size.
+
+    Example:
+        >>> allocator = CachingAllocator()
+        >>> handle = allocator.malloc(1_000_000)
+        >>> allocator.allocated_bytes, allocator.reserved_bytes
+        (1000448, 2097152)
+        >>> allocator.free(handle)
+        >>> allocator.allocated_bytes, allocator.reserved_bytes
+        (0, 2097152)
+    """
+
+    def __init__(
+        self, capacity_bytes: int | None = None, *, expandable_segments: bool = False
+    ) -> None:
+        if capacity_bytes is not None and capacity_bytes < 1:
+            raise ConfigurationError(
+                f"`capacity_bytes={capacity_bytes}` is no memory: it must be at least 1. "
+                "Use `None` for no limit."
+            )
+        self.capacity_bytes = capacity_bytes
+        self.expandable_segments = expandable_segments
+        self.allocated_bytes = 0
+        self.reserved_bytes = 0
+        self.peak_allocated_bytes = 0
+        self.peak_reserved_bytes = 0
+        self.num_retries = 0
+        self._used: dict[int, Block] = {}
+        self._small = Pool(is_small=True, page_bytes=_SMALL_SEGMENT_BYTES)
+        self._large = Pool(is_small=False, page_bytes=_LARGE_SEGMENT_BYTES)
+        self._next_address = _LARGE_SEGMENT_BYTES  # 0 is the null pointer
+
+    @property
+    def slack_bytes(self) -> int:
+        """Reserved and in no block that is in use, now."""
+        return self.reserved_bytes - self.allocated_bytes
+
+    def malloc(self, num_bytes: int) -> int:
+        """Hand out memory: a free block if one fits, else a new segment (``malloc``).
+
+        Args:
+            num_bytes: Bytes asked for. What counts as allocated is the block that serves them, as
+                in ``torch.cuda.memory_allocated``.
+
+        Returns:
+            A handle for ``free``; 0 for no bytes, like torch's null pointer.
+
+        Raises:
+            ConfigurationError: If ``num_bytes`` is negative.
+            MemoryExhaustedError: If the capacity does not allow it, even without cached blocks.
+        """
+        if num_bytes < 0:
+            raise ConfigurationError(f"`num_bytes={num_bytes}` is no size: use 0 or more.")
+        if num_bytes == 0:
+            return 0
+        size = _rounded_up(num_bytes, _MIN_BLOCK_BYTES)  # round_size
+        pool = self._small if size <= _SMALL_BYTES else self._large  # get_pool
+        block = self._take_free(pool, size) or self._add(pool, size)
+        if block is None:
+            self._release_cached_blocks()
+            self.num_retries += 1
+            block = self._add(pool, size)
+        if block is None:
+            raise self._exhausted(num_bytes)
+        remaining = block.size - size
+        # should_split
+        if remaining >= _MIN_BLOCK_BYTES and (
+            pool.is_small or self.expandable_segments or remaining > _SMALL_BYTES
+        ):
+            pool.put(block.cut(size))
+        block.is_free = False
+        self._used[block.address] = block
+        self.allocated_bytes += block.size
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return block.address
+
+    def free(self, handle: int) -> None:
+        """Take memory back and join it with free neighbours (``free_block``).
+
+        Args:
+            handle: From ``malloc``, once.
+
+        Raises:
+            ConfigurationError: If nothing in use has this handle.
+        """
+        if handle == 0:
+            return
+        block = self._used.pop(handle, None)
+        if block is None:
+            raise ConfigurationError(
+                f"`handle={handle}` is not in use: `free` takes what `malloc` gave, once."
+            )
+        self.allocated_bytes -= block.size
+        block.is_free = True
+        block.pool.put(block.joined())
+
+    def replay(self, events: Iterable[tuple[int, int]]) -> None:
+        """Run through what a program allocates and frees.
+
+        Args:
+            events: Storage and change of its bytes, in order: more than 0 when it is made, less
+                when it is freed. A storage that changes its size gets its new block before the old
+                one goes, as in ``resize_bytes_cuda``.
+
+        Raises:
+            ConfigurationError: If a storage shrinks below nothing.
+            MemoryExhaustedError: If the capacity does not allow it.
+        """
+        alive: dict[int, tuple[int, int]] = {}
+        for storage, change in events:
+            handle, num_bytes = alive.pop(storage, (0, 0))
+            num_bytes += change
+            if num_bytes:
+                alive[storage] = (self.malloc(num_bytes), num_bytes)
+            self.free(handle)
+
+    def segments(self) -> list[list[tuple[int, int, bool]]]:
+        """List what is reserved, like ``torch.cuda.memory_snapshot``.
+
+        Returns:
+            For each segment its blocks as address, bytes, and whether it is in use.
+        """
+        return [
+            [(b.address, b.size, not b.is_free) for b in head.and_following() if b.is_mapped]
+            for head in (*self._small.heads, *self._large.heads)
+        ]
+
+    # get_free_block: best fit. The end of an expandable segment counts as large as it can grow, so
+    # that other blocks are filled first.
+    def _take_free(self, pool: Pool, size: int) -> Block | None:
+        candidates = pool.smallest_from(size)
+        block = next(candidates, None)
+        if block is None:
+            return None
+        if self.expandable_segments:
+            for other in candidates:
+                if other.room >= block.room:
+                    break
+                block = other
+        pool.take(block)
+        return block
+
+    # alloc_block, get_allocation_size: new memory from the driver.
+    def _add(self, pool: Pool, size: int) -> Block | None:
+        if self.expandable_segments:
+            return self._expand(pool, size)
+        if pool.is_small:
+            segment_size = _SMALL_SEGMENT_BYTES
+        elif size < _MIN_LARGE_BYTES:
+            segment_size = _LARGE_SEGMENT_BYTES
+        else:
+            segment_size = _rounded_up(size, _ROUND_LARGE_BYTES)
+        return self._new_segment(pool, segment_size) if self._reserve(segment_size) else None
+
+    def _new_segment(self, pool: Pool, size: int) -> Block:
+        block = Block(self._next_address, size, pool)
+        self._next_address += size
+        pool.heads.append(block)
+        return block
+
+    def _reserve(self, num_bytes: int) -> bool:
+        reserved = self.reserved_bytes + num_bytes
+        if self.capacity_bytes is not None and reserved > self.capacity_bytes:
+            return False
+        self.reserved_bytes = reserved
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, reserved)
+        return True
+
+    # try_allocate_expandable_block: map pages behind a free block, or in a gap.
+    def _expand(self, pool: Pool, size: int) -> Block | None:
+        block = self._expandable_block(pool, size)
+        mapped = block if block.is_mapped else self._map(block, min(block.size, size))
+        while mapped is not None and mapped.size < size:
+            following = mapped.next
+            assert following is not None, "find_expandable_block checks that there is room"
+            mapped = self._map(following, min(size - mapped.size, following.size))
+        if mapped is not None:
+            pool.take(mapped)
+        return mapped
+
+    # find_expandable_block: the lowest address at which there is room.
+    def _expandable_block(self, pool: Pool, size: int) -> Block:
+        for _, _, unmapped in pool.unmapped:
+            before = unmapped.previous
+            block = unmapped if before is None or not before.is_free else before
+            free = takewhile(lambda piece: piece.is_free, block.and_following())
+            if sum(piece.size for piece in free) >= size:
+                return block
+        block = self._new_segment(pool, _ADDRESS_SPACE_BYTES)
+        block.is_mapped = False
+        pool.put(block)
+        return block
+
+    # map_block: whole pages.
+    def _map(self, block: Block, size: int) -> Block | None:
+        size = _rounded_up(size, block.pool.page_bytes)
+        if not self._reserve(size):
+            return None
+        block.pool.take(block)
+        if size < block.size:
+            block.pool.put(block.cut(size))
+        block.is_mapped = True
+        block = block.joined()
+        block.pool.put(block)
+        return block
+
+    # release_cached_blocks: everything that nothing uses.
+    def _release_cached_blocks(self) -> None:
+        for pool in (self._large, self._small):
+            for block in list(pool.smallest_from(0)):
+                if self.expandable_segments:
+                    self._unmap(block)
+                elif block.is_whole:
+                    pool.take(block)
+                    pool.heads.remove(block)
+                    self.reserved_bytes -= block.size
+
+    # unmap_block: the pages inside a block; segments begin at a multiple of their page.
+    def _unmap(self, block: Block) -> None:
+        pool = block.pool
+        first = _rounded_up(block.address, pool.page_bytes)
+        size = (block.address + block.size) // pool.page_bytes * pool.page_bytes - first
+        if size <= 0:
+            return
+        pool.take(block)
+        if first > block.address:
+            rest = block.cut(first - block.address)
+            pool.put(block)
+            block = rest
+        if size < block.size:
+            pool.put(block.cut(size))
+        block.is_mapped = False
+        self.reserved_bytes -= size
+        pool.put(block.joined())
+
+    def _exhausted(self, num_bytes: int) -> MemoryExhaustedError:
+        return MemoryExhaustedError(
+            f"{format_bytes(num_bytes)} do not fit: of {format_bytes(self.capacity_bytes or 0)}, "
+            f"{format_bytes(self.allocated_bytes)} are in use and {format_bytes(self.slack_bytes)} "
+            "are reserved around them. Lower the peak, or raise `capacity_bytes`."
+        )
+
+
+def least_capacity(events: Sequence[tuple[int, int]], low: int, high: int) -> int:
+    """Find the least memory with which torch gets through allocations.
+
+    Before it gives up, torch returns cached segments to the driver and tries again: so it is less
+    than what it reserves where there is room.
+
+    Args:
+        events: As for ``CachingAllocator.replay``.
+        low: Less is not enough: the peak of allocated bytes.
+        high: This is enough, such as the peak of reserved bytes.
+
+    Returns:
+        Bytes, exact to the larger of one small segment and 0.4 % of ``high``.
+
+    Example:
+        >>> mib = 2**20
+        >>> events = [(1, 30 * mib), (1, -30 * mib), (2, 40 * mib)]
+        >>> CachingAllocator().reserved_bytes, least_capacity(events, 40 * mib, 70 * mib) // mib
+        (0, 40)
+    """
+    step = max(_SMALL_SEGMENT_BYTES, high >> 8)
+    low -= 1  # it may be enough itself
+    while high - low > step:
+        middle = (low + high) // (2 * _SMALL_SEGMENT_BYTES) * _SMALL_SEGMENT_BYTES
+        if middle <= low:
+            break
+        try:
+            CachingAllocator(middle).replay(events)
+            high = middle
+        except MemoryExhaustedError:
+            low = middle
+    return high
+
+
+def _rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step

@@ -1,0 +1,307 @@
+"""Common GPUs and the memory that torch sees on them."""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.units import GIB, MIB, format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU as far as its memory goes.
+
+    Args:
+        name: As in `GPUS`, or the size that was asked for.
+        total_bytes: What torch reports as ``total_memory``. It is less than what is on the box:
+            the driver keeps a part, and error correction takes another on some cards.
+        has_bf16: Whether it computes in bfloat16 natively, from compute capability 8.0 on; for a
+            mere size it is taken for granted.
+        marketed_bytes: What is on the box.
+        compute_capability: Major and minor; ``None`` for a mere size.
+    """
+
+    name: str
+    total_bytes: int
+    has_bf16: bool = True
+    marketed_bytes: int = 0
+    compute_capability: tuple[int, int] | None = None
+
+    @property
+    def known_name(self) -> str:
+        """Its name; empty for a mere size."""
+        return "" if self.compute_capability is None else self.name
+
+
+BF16_CAPABILITY = (8, 0)
+"""Compute capability from which on bfloat16 is native."""
+
+# Name, GiB on the box, MiB that torch sees, compute capability. The third is `total_memory` as
+# `torch.cuda.get_device_properties` shows it in public logs and issues on GitHub (many of them the
+# first line that ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between
+# drivers; the least found on Linux is taken, so that "fits" holds on all of them. The memory of
+# the last group was not found; it is the least of the same size above. Compute capabilities are
+# those of https://developer.nvidia.com/cuda-gpus.
+_ROWS = (
+    ("T4", 16, 14_930, (7, 5)),
+    ("P100-16GB", 16, 16_269, (6, 0)),
+    ("V100-16GB", 16, 16_130, (7, 0)),
+    ("V100-32GB", 32, 32_510, (7, 0)),
+    ("A10G", 24, 22_587, (8, 6)),
+    ("A40", 48, 45_416, (8, 6)),
+    ("A100-40GB", 40, 40_441, (8, 0)),
+    ("A100-80GB", 80, 81_038, (8, 0)),
+    ("L4", 24, 22_563, (8, 9)),
+    ("L40S", 48, 45_495, (8, 9)),
+    ("H20-96GB", 96, 97_285, (9, 0)),
+    ("H100-80GB", 80, 81_008, (9, 0)),
+    ("H200", 141, 143_156, (9, 0)),
+    ("B200", 180, 182_631, (10, 0)),
+    ("GTX-1080", 8, 8_118, (6, 1)),
+    ("GTX-1080-Ti", 11, 11_172, (6, 1)),
+    ("GTX-1660-Ti", 6, 5_936, (7, 5)),
+    ("RTX-2060", 6, 5_918, (7, 5)),
+    ("RTX-2070", 8, 7_949, (7, 5)),
+    ("RTX-2080-Ti", 11, 11_019, (7, 5)),
+    ("TITAN-RTX", 24, 24_212, (7, 5)),
+    ("RTX-8000", 48, 48_380, (7, 5)),
+    ("RTX-3060-12GB", 12, 11_931, (8, 6)),
+    ("RTX-3060-Ti", 8, 7_833, (8, 6)),
+    ("RTX-3070", 8, 7_753, (8, 6)),
+    ("RTX-3080-10GB", 10, 10_002, (8, 6)),
+    ("RTX-3080-Ti", 12, 11_910, (8, 6)),
+    ("RTX-3090", 24, 24_259, (8, 6)),
+    ("RTX-A5000", 24, 24_114, (8, 6)),
+    ("RTX-A6000", 48, 48_676, (8, 6)),
+    ("RTX-4060", 8, 7_807, (8, 9)),
+    ("RTX-4060-Ti-8GB", 8, 7_806, (8, 9)),
+    ("RTX-4070", 12, 11_994, (8, 9)),
+    ("RTX-4070-Ti", 12, 12_007, (8, 9)),
+    ("RTX-4070-Ti-SUPER", 16, 15_934, (8, 9)),
+    ("RTX-4080", 16, 16_049, (8, 9)),
+    ("RTX-4090", 24, 24_177, (8, 9)),
+    ("RTX-6000-Ada", 48, 48_622, (8, 9)),
+    ("RTX-5060-Ti-16GB", 16, 15_848, (12, 0)),
+    ("RTX-5080", 16, 15_840, (12, 0)),
+    ("RTX-5090", 32, 32_120, (12, 0)),
+    ("RTX-PRO-6000", 96, 97_250, (12, 0)),
+    # Not found in any log.
+    ("A10", 24, 22_563, (8, 6)),
+    ("L40", 48, 45_416, (8, 9)),
+    ("RTX-2080", 8, 7_753, (7, 5)),
+    ("RTX-3070-Ti", 8, 7_753, (8, 6)),
+    ("RTX-3080-12GB", 12, 11_910, (8, 6)),
+    ("RTX-3090-Ti", 24, 24_114, (8, 6)),
+    ("RTX-4060-Ti-16GB", 16, 15_840, (8, 9)),
+    ("RTX-4070-SUPER", 12, 11_910, (8, 9)),
+    ("RTX-4080-SUPER", 16, 15_840, (8, 9)),
+    ("RTX-5060-8GB", 8, 7_753, (12, 0)),
+    ("RTX-5060-Ti-8GB", 8, 7_753, (12, 0)),
+    ("RTX-5070", 12, 11_910, (12, 0)),
+    ("RTX-5070-Ti", 16, 15_840, (12, 0)),
+)
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        name: Gpu(name, mib * MIB, capability >= BF16_CAPABILITY, gib * GIB, capability)
+        for name, gib, mib, capability in _ROWS
+    }
+)
+"""Every known card by name."""
+
+_WORDS_OF_NO_USE = re.compile(
+    r"nvidia|geforce|tesla|quadro|generation|blackwell|(?:server|workstation) edition"
+    r"|sxm\d?|pcie|hbm\d?e?"
+)
+_LEAST_BYTES, _MOST_BYTES = 256 * MIB, 4096 * GIB
+
+
+def parse_gpu(text: str) -> Gpu:
+    """Find a card by its name, or make one of a size.
+
+    Args:
+        text: A name of `GPUS` in any spelling, with or without the words that torch and NVIDIA put
+            around it, or a size with a unit. The size in a name may be left out where there is
+            only one.
+
+    Returns:
+        The card.
+
+    Raises:
+        ConfigurationError: If there is no such card, if the name is that of several, or if the
+            size is none that a GPU can have.
+
+    Example:
+        >>> parse_gpu("rtx 3060 12gb").name, parse_gpu("NVIDIA A100-SXM4-40GB").name
+        ('RTX-3060-12GB', 'A100-40GB')
+        >>> parse_gpu("T4").has_bf16, parse_gpu("12GiB").total_bytes
+        (False, 12884901888)
+    """
+    if re.match(r"\s*[-+]?[\d.]+\s*([KMG]i?B|B)?\s*$", text, re.IGNORECASE) and not _named(text):
+        return _of_size(text.strip())
+    found = _named(text)
+    if len(found) == 1:
+        return found[0]
+    if found:
+        names = " or ".join(f'"{gpu.name}"' for gpu in found)
+        raise ConfigurationError(
+            f"GPU {text!r} is sold with more than one size of memory. Use {names}."
+        )
+    near = difflib.get_close_matches(_key(text), _KEYS, n=3, cutoff=0.5)
+    names = ", ".join(f'"{_KEYS[key].name}"' for key in near) or ", ".join(f'"{n}"' for n in GPUS)
+    raise ConfigurationError(
+        f'GPU {text!r} is not known. Use {names}, or the size of its memory, such as "12GiB".'
+    )
+
+
+def as_gpu(gpu: object) -> Gpu | None:
+    """Give a card by its name or size; a card and ``None`` as they are.
+
+    Args:
+        gpu: What a user gave.
+
+    Returns:
+        The card.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if gpu is None or isinstance(gpu, Gpu):
+        return gpu
+    if not isinstance(gpu, str):
+        raise ConfigurationError(
+            f'`gpu={gpu!r}` is not a text. Use `gpu="T4"`, or the size of its memory: '
+            '`gpu="12GiB"`.'
+        )
+    return parse_gpu(gpu)
+
+
+def _named(text: str) -> list[Gpu]:
+    spelled = _key(text)
+    for key in (spelled, "rtx" + spelled, "gtx" + spelled) if spelled else ():
+        if key in _KEYS:
+            return [_KEYS[key]]
+        with_size = re.compile(re.escape(key) + r"\d+gb")
+        found = [gpu for name, gpu in _KEYS.items() if with_size.fullmatch(name)]
+        if found:
+            return found
+    return []
+
+
+# "NVIDIA A100-SXM4-40GB" and "a100 40 GiB" are both "a10040gb".
+def _key(name: str) -> str:
+    words = _WORDS_OF_NO_USE.sub(" ", name.lower().replace("gib", "gb"))
+    return re.sub(r"[^a-z0-9]", "", words)
+
+
+def _of_size(text: str) -> Gpu:
+    num_bytes = 0 if text.startswith("-") else parse_bytes(text)
+    if not _LEAST_BYTES <= num_bytes <= _MOST_BYTES:
+        raise ConfigurationError(
+            f"GPU {text!r} is not a size that a GPU can have: it must be between "
+            f"{format_bytes(_LEAST_BYTES)} and {format_bytes(_MOST_BYTES)}. "
+            'Write for example "12GiB".'
+        )
+    return Gpu(text, num_bytes, marketed_bytes=num_bytes)
+
+
+_KEYS = {_key(name): gpu for name, gpu in GPUS.items()}
+
+
+# A prediction is not more exact than this on CUDA; see its assumptions.
+_TIGHT = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFit:
+    """A prediction beside the memory of one GPU.
+
+    Args:
+        gpu: The GPU.
+        needed_bytes: The least that the step runs with, the CUDA context included.
+        tensor_bytes: What its tensors need with the context, if there were no gaps between them.
+        used_bytes: What the process uses where there is room.
+    """
+
+    gpu: Gpu
+    needed_bytes: int
+    tensor_bytes: int
+    used_bytes: int = 0
+
+    @classmethod
+    def of(cls, gpu: Gpu, prediction: MemoryPrediction) -> "GpuFit":
+        """Put a prediction beside a card.
+
+        Args:
+            gpu: The card.
+            prediction: Of a step on CUDA.
+
+        Returns:
+            Both together.
+
+        Example:
+            >>> from lightning_memsave.core.memory import MemoryBreakdown
+            >>> from lightning_memsave.prediction.cuda.gpus import parse_gpu
+            >>> prediction = MemoryPrediction("cuda", "Net", MemoryBreakdown(2**30), {})
+            >>> GpuFit.of(parse_gpu("2GiB"), prediction).fits
+            True
+        """
+        tensor_bytes = prediction.measurable_bytes + prediction.context_bytes
+        used_bytes = (prediction.reserved_bytes or 0) + prediction.context_bytes
+        return cls(gpu, prediction.device_bytes, tensor_bytes, used_bytes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card has what the step takes."""
+        return self.spare_bytes >= 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is left on the card; negative where it does not fit."""
+        return self.gpu.total_bytes - self.needed_bytes
+
+    @property
+    def note(self) -> str:
+        """What to know about a close result; empty if it is clear."""
+        if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
+            return "barely: less is left than the prediction may be wrong by"
+        if self.fits and self.used_bytes > self.gpu.total_bytes:
+            return (
+                f"torch would reserve {format_bytes(self.used_bytes)} there, and returns cached "
+                "memory to the driver instead, which costs time: try "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
+        if not self.fits and self.tensor_bytes <= self.gpu.total_bytes:
+            return (
+                "its tensors would fit: try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
+                "which leaves fewer gaps"
+            )
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            ``name``, ``total_bytes``, ``needed_bytes``, ``spare_bytes``, ``fits`` and ``note``.
+        """
+        return {
+            "name": self.gpu.name,
+            "total_bytes": self.gpu.total_bytes,
+            "needed_bytes": self.needed_bytes,
+            "spare_bytes": self.spare_bytes,
+            "fits": self.fits,
+            "note": self.note,
+        }
+
+    def __str__(self) -> str:
+        verb = "fits" if self.fits else "does not fit"
+        over = f"{format_bytes(abs(self.spare_bytes))} {'left' if self.fits else 'too much'}"
+        return (
+            f"{verb} {self.gpu.name} ({format_bytes(self.gpu.total_bytes)}): it takes "
+            f"{format_bytes(self.needed_bytes)}, {over}"
+        )

@@ -1,0 +1,311 @@
+"""Let tensors without data take the memory on a CPU that they would take on CUDA."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _foreach_utils
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.cuda.attention import KERNELS, Attention
+from lightning_memsave.prediction.cuda.autocast import add_autocast
+from lightning_memsave.prediction.cuda.dispatch import Overrides, operator_named
+
+_KEY = "AutogradCPU"
+
+
+def add_operators(overrides: Overrides) -> None:
+    """Let operators on fake tensors keep for backward what they keep on CUDA.
+
+    Args:
+        overrides: Where to add what it takes.
+    """
+    overrides.add("dropout", _KEY, _dropout)
+    overrides.add("_fused_rms_norm", _KEY, _fused_rms_norm)
+    for name in ("softmax", "log_softmax"):
+        fused = operator_named(f"_{name}")
+        overrides.add(f"{name}.int", _KEY, functools.partial(_softmax, fused))
+
+
+def add_scratch(overrides: Overrides) -> None:
+    """Let backward operators on fake tensors take the scratch memory of their CUDA kernels.
+
+    Args:
+        overrides: Where to add what it takes.
+    """
+    overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash_scratch)
+    overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient_scratch)
+    overrides.add_scratch("embedding_dense_backward", _embedding_scratch)
+
+
+class FloatStatistics(TorchDispatchMode):
+    """Statistics of normalisation layers in float32, also where inputs are in less.
+
+    A CPU keeps them in the precision of the input. To be entered inside of ``FakeTensorMode``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.native_layer_norm.default:
+            output, mean, reciprocal = result
+            return output, mean.float(), reciprocal.float()
+        return result
+
+
+# native_dropout, `dropout` in Dropout.cpp: a mask of one byte an element.
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0 or input.numel() == 0:
+        return input
+    if p == 1:
+        return input * input.new_zeros(())
+    output: Tensor = torch.ops.aten.native_dropout(input, p, train)[0]
+    return output
+
+
+# `softmax` in SoftMax.cpp: one kernel converts float16, but not bfloat16, to float32.
+def _softmax(
+    fused: Callable[..., Tensor], input: Tensor, dim: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    is_converted = input.dtype is torch.float16 and dtype is torch.float32
+    if dtype is not None and not is_converted:
+        input = input.to(dtype)
+    return fused(input, dim, is_converted)
+
+
+def _fused_rms_norm(
+    input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    apply: Callable[..., tuple[Tensor, Tensor]] = _RMSNorm.apply
+    return apply(input, len(normalized_shape), weight)
+
+
+# One kernel on CUDA, a chain of operators on a CPU.
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: Tensor, num_axes: int, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        shape = (*input.shape[:-num_axes], *[1] * num_axes)
+        reciprocal = input.new_empty(shape, dtype=torch.float32)
+        ctx.save_for_backward(input, reciprocal, weight)
+        ctx.mark_non_differentiable(reciprocal)
+        ctx.set_materialize_grads(False)
+        return torch.empty_like(input), reciprocal
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
+        input, _, weight = ctx.saved_tensors
+        needs_input, _, needs_weight = ctx.needs_input_grad
+        return (
+            torch.empty_like(input) if needs_input else None,
+            None,
+            torch.empty_like(weight) if needs_weight else None,
+        )
+
+
+# `mha_bwd` in flash_api.cpp: float32 sums of the query's gradient, and gradients of keys and values
+# for each query head where heads share them.
+def _flash_scratch(grad_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
+    batch, heads, tokens, size = query.shape
+    tokens = _rounded_up(tokens, 128)
+    num_bytes = 4 * batch * heads * tokens * (_rounded_up(size, 32) + 1)
+    if key.size(1) != heads:
+        num_bytes += 2 * batch * key.size(2) * heads * size * query.element_size()
+    return num_bytes
+
+
+# `workspace_size` in mem_eff_attention/kernel_backward.h, and the row sums ("delta").
+def _efficient_scratch(grad_out: Tensor, query: Tensor, *_: Any) -> int:
+    batch, heads, tokens, size = query.shape
+    return 4 * batch * heads * (_rounded_up(tokens, 64) * _rounded_up(size, 64) + tokens)
+
+
+# `embedding_dense_backward_cuda` in Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices,
+# and float32 sums of parts of at most ten rows for each index.
+def _embedding_scratch(
+    grad: Tensor, indices: Tensor, num_weights: int, _: int, scale_grad_by_freq: bool
+) -> int:
+    num_indices = indices.numel()
+    if num_indices <= 3072 and not scale_grad_by_freq:
+        return 0
+    num_segments = min(num_indices, num_weights)
+    num_parts = num_indices // 10 + num_segments
+    num_columns = _rounded_up(grad.size(-1), 32)
+    return 16 * num_indices + 24 * num_segments + num_parts * (8 + 4 * num_columns)
+
+
+def _rounded_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+_CHOICE = "_default_to_fused_or_foreach"
+
+Choice = Callable[..., tuple[bool, bool]]
+
+
+@contextlib.contextmanager
+def foreach_optimizers() -> Iterator[None]:
+    """Let optimizers and gradient clipping treat fake tensors like tensors on CUDA.
+
+    By default they then work on all parameters at once, which takes temporaries of the size of all
+    parameters; the loop that is the default on a CPU takes those of one parameter.
+
+    Yields:
+        Nothing; everything is as before afterwards.
+    """
+    types: list[type[Tensor]] = _foreach_utils._foreach_supported_types
+    with contextlib.ExitStack() as undo:
+        for name, module in list(sys.modules.items()):
+            choice = getattr(module, _CHOICE, None) if name.startswith("torch.optim.") else None
+            if choice is not None:  # each module has imported it under this name
+                setattr(module, _CHOICE, _like_cuda(choice))
+                undo.callback(setattr, module, _CHOICE, choice)
+        types.append(FakeTensor)
+        undo.callback(types.remove, FakeTensor)
+        yield
+
+
+def _like_cuda(choice: Choice) -> Choice:
+    def choose(
+        params: list[Tensor | None], differentiable: bool, use_fused: bool = False
+    ) -> tuple[bool, bool]:
+        if differentiable or not all(p is None or isinstance(p, FakeTensor) for p in params):
+            return choice(params, differentiable, use_fused)
+        is_fused = use_fused and all(p is None or p.is_floating_point() for p in params)
+        return is_fused, not is_fused
+
+    return choose
+
+
+ASSUMPTIONS: tuple[str, ...] = (
+    "Dropout keeps a mask of one byte for each element.",
+    "Attention (`scaled_dot_product_attention`) runs torch's flash kernel in float16 and bfloat16 "
+    "without mask, else its memory-efficient kernel, and plain matrix products where neither takes "
+    "the arguments; cuDNN's kernel, which Hopper and Blackwell choose first, counts as flash where "
+    "there is no mask, and does not copy one where there is.",
+    "Autocast follows CUDA's lists: layer norm, softmax, powers, sums and losses in float32.",
+    "Layer norm keeps its statistics in float32; RMS norm is one kernel.",
+    "Optimizers and gradient clipping use the `foreach` implementation unless told otherwise.",
+    "Backward of attention and of embeddings takes the scratch memory that torch 2.13 allocates.",
+    "Not counted: scratch of reductions, and what libraries other than torch allocate.",
+)
+
+
+@contextlib.contextmanager
+def cuda_kernels(
+    attention: str | None = None, *, capability: tuple[int, int] = (8, 0)
+) -> Iterator[None]:
+    """Let fake CPU tensors take CUDA's paths, as far as memory is concerned.
+
+    Changes what is kept for backward (dropout, attention, normalisation, what autocast casts) and
+    what exists for a moment (optimizer, backward of attention and embeddings); see `ASSUMPTIONS`.
+    Costs a few microseconds for each operator.
+
+    Args:
+        attention: The kernel of ``scaled_dot_product_attention`` to prefer: ``"flash"``,
+            ``"efficient"`` or ``"math"``. Where it does not take the arguments, and for ``None``,
+            torch's own choice for CUDA counts.
+        capability: Compute capability of the device, for example ``(7, 5)`` for a T4, which has no
+            flash kernel.
+
+    Yields:
+        Nothing; everything is as before afterwards, also after an exception.
+
+    Raises:
+        ConfigurationError: If ``attention`` or ``capability`` is none of these.
+        MissingDependencyError: If torch is too old for it.
+
+    Note:
+        To be entered inside of ``FakeTensorMode``, before whatever counts memory. Replaces
+        operators in torch's dispatcher for the whole process, for fake tensors only: other tensors
+        take the paths that they always take.
+
+    Example:
+        >>> import torch
+        >>> from torch._subclasses.fake_tensor import FakeTensorMode
+        >>> from lightning_memsave.measure.live_tensors import LiveTensors
+        >>> def kept_bytes():
+        ...     x = torch.ones(1000, requires_grad=True)
+        ...     with LiveTensors() as live:
+        ...         y = torch.nn.functional.dropout(x, 0.1)
+        ...         return live.breakdown.activation_bytes
+        >>> with FakeTensorMode():
+        ...     kept_bytes()
+        8000
+        >>> with FakeTensorMode(), cuda_kernels():
+        ...     kept_bytes()
+        5000
+    """
+    if attention is not None and attention not in KERNELS:
+        raise ConfigurationError(
+            f"`attention={attention!r}` is no attention kernel of CUDA. "
+            f"Use one of {', '.join(map(repr, KERNELS))}, or `None` for torch's choice."
+        )
+    if capability < (5, 0):
+        raise ConfigurationError(
+            f"`capability={capability!r}` is no compute capability that torch supports: it must be "
+            "at least (5, 0). Use for example `(8, 0)` for an A100."
+        )
+    with contextlib.ExitStack() as undo:
+        _ATTENTION.append(Attention(attention, capability))
+        undo.callback(_ATTENTION.pop)
+        if len(_ATTENTION) == 1:
+            overrides = Overrides()
+            undo.callback(overrides.undo)
+            overrides.add("scaled_dot_product_attention", "AutogradCPU", _attend)
+            add_operators(overrides)
+            add_autocast(overrides)
+            add_scratch(overrides)
+            undo.enter_context(foreach_optimizers())
+        undo.enter_context(FloatStatistics())
+        yield
+
+
+# One for each context that is open, since they may stand in each other.
+_ATTENTION: list[Attention] = []
+
+
+def _attend(*args: Any, **kwargs: Any) -> Tensor:
+    return _ATTENTION[-1](*args, **kwargs)
+
+
+def module_assumptions(modules: Iterable[nn.Module], operators: Iterable[str]) -> tuple[str, ...]:
+    """Say what is not known of the kernels that some modules have on CUDA, one line each.
+
+    Args:
+        modules: Of the model.
+        operators: Those that its step has run, such as ``"aten.convolution"``.
+
+    Returns:
+        The lines; none where the model has no such modules.
+    """
+    lines = []
+    if any("convolution" in operator for operator in operators):
+        lines.append(
+            "Not counted: cuDNN's workspaces of convolutions, which exist while one runs. They "
+            "are from nothing to several GiB, and larger with `torch.backends.cudnn.benchmark`."
+        )
+    if any(isinstance(module, nn.RNNBase) for module in modules):
+        lines.append(
+            "Recurrent layers keep for backward what they keep on a CPU; cuDNN's reserve space has "
+            "another layout, and may be 30 to 100 % larger or smaller. Its workspaces are not "
+            "counted."
+        )
+    return tuple(lines)

@@ -1,0 +1,286 @@
+"""Copies of modules and batches that share what is large and have no part in the outside world."""
+
+import collections
+import copy
+import copyreg
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memsave.core.nested import items_of
+
+MAX_COPIED_ITEMS = 1000
+"""Of a longer container the items are shared: a replay buffer, the texts of a corpus."""
+MAX_COPIED_BYTES = 2**20
+"""A larger array is shared, and cannot be written to."""
+
+_UNCHANGED = (
+    *(type(None), bool, int, float, complex, str, bytes, range, type, type(...)),
+    *(types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Generator, weakref.ref),
+)
+_CONTAINERS = (list, dict, set, frozenset, collections.deque)
+# Copies of their objects would wait for threads, processes and answers that never come.
+_WAITING = {
+    *("threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"),
+    *("subprocess", "socket", "ssl", "sqlite3", "tempfile"),
+}
+_ORIGINALS = "_memsave_originals"
+_EMPTY: Any = object()
+
+
+class Copier:
+    """Makes a deep copy in which tensors are others and what is large is the same.
+
+    What steps may change is copied: modules, small containers, objects of Python classes. What has
+    its data outside of Python is shared, such as tokenizers and tables. What cannot be copied is
+    replaced by a `StandIn`: locks, open files, connections.
+
+    Args:
+        make_tensor: Makes a tensor of the copy.
+        memo: Copies by the id of what they are copies of, as for `copy.deepcopy`.
+        deadline_s: On the clock of ``time.monotonic``, when to give up.
+        max_items: Items of longer containers are shared.
+    """
+
+    def __init__(
+        self,
+        make_tensor: Callable[[Tensor], Tensor],
+        memo: dict[int, Any],
+        deadline_s: float,
+        max_items: int = MAX_COPIED_ITEMS,
+    ) -> None:
+        self._make_tensor = make_tensor
+        self._memo = memo
+        self._deadline_s = deadline_s
+        self._max_items = max_items
+        self._kept: list[Any] = []  # so that no other object gets the id of one that was copied
+
+    def __call__(self, value: Any) -> Any:
+        """Give the copy of an object, always the same one.
+
+        Args:
+            value: Anything.
+
+        Returns:
+            The copy, or the object itself.
+
+        Raises:
+            TimeoutError: If the deadline is over.
+        """
+        if isinstance(value, _UNCHANGED):
+            return value
+        if id(value) not in self._memo:
+            if time.monotonic() > self._deadline_s:
+                raise TimeoutError("copying the module takes longer than was allowed")
+            self._kept.append(value)
+            self._memo[id(value)] = self._copy(value)
+        return self._memo[id(value)]
+
+    def _copy(self, value: Any) -> Any:
+        makers: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+            (Tensor, self._tensor),
+            (tuple, self._tuple),
+            (types.FunctionType, self._function),
+            (types.MethodType, self._method),
+            (types.BuiltinFunctionType, self._builtin),
+        )
+        for kind, make in makers:
+            if isinstance(value, kind):
+                return make(value)
+        return self._object(value)
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        made = self._make_tensor(tensor)
+        if isinstance(tensor, nn.Parameter):
+            setattr(made, _ORIGINALS, (id(tensor), *originals_of(tensor)))
+        return made
+
+    def _tuple(self, value: Any) -> Any:
+        items = [self(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    def _method(self, method: types.MethodType) -> types.MethodType:
+        return types.MethodType(self(method.__func__), self(method.__self__))
+
+    def _builtin(self, function: Any) -> Any:
+        owner = self(function.__self__)
+        return function if owner is function.__self__ else getattr(owner, function.__name__)
+
+    # With what it closes over: a hook that calls `self` must call the copy.
+    def _function(self, function: types.FunctionType) -> types.FunctionType:
+        if not function.__closure__ and not function.__defaults__:
+            return function
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        twin = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, closure=cells or None
+        )
+        self._memo[id(function)] = twin
+        for cell, original in zip(cells, function.__closure__ or (), strict=True):
+            with_content = _content_of(original)
+            if with_content is not _EMPTY:
+                cell.cell_contents = self(with_content)
+        twin.__defaults__ = self(function.__defaults__)
+        twin.__kwdefaults__ = self(function.__kwdefaults__)
+        twin.__qualname__ = function.__qualname__
+        twin.__dict__.update(function.__dict__)
+        return twin
+
+    def _object(self, value: Any) -> Any:
+        cls = type(value)
+        package = cls.__module__.partition(".")[0]
+        is_module = isinstance(value, nn.Module)
+        if not is_module and (package in _WAITING or hasattr(cls, "__del__")):
+            return StandIn()
+        if package == "numpy" and getattr(value, "nbytes", 0) > MAX_COPIED_BYTES:
+            return _read_only(value)
+        if _has_data_outside_of_python(value):
+            return value
+        try:
+            if package == "numpy" or (is_module and hasattr(cls, "__deepcopy__")):
+                return copy.deepcopy(value, self._memo)
+            reduced = value.__reduce_ex__(4)
+        except Exception:
+            if is_module:
+                raise
+            return StandIn()
+        return value if isinstance(reduced, str) else self._made_again(value, reduced)
+
+    def _made_again(self, value: Any, reduced: tuple[Any, ...]) -> Any:
+        make, args, state, items, pairs = (*reduced, None, None, None)[:5]
+        is_long = isinstance(value, _CONTAINERS) and len(value) > self._max_items
+        each = self._known if is_long else self
+        twin: Any
+        if isinstance(value, set | frozenset):
+            twin = type(value)(each(item) for item in value)
+        else:
+            twin = make(*(self(argument) for argument in args))
+        self._memo[id(value)] = twin
+        for item in items or ():
+            twin.append(each(item))
+        for key, item in pairs or ():
+            twin[each(key)] = each(item)
+        if state is not None:
+            _set_state(twin, self(state))
+        return twin
+
+    # Parameters in a long list are copied already, where they are a module's.
+    def _known(self, value: Any) -> Any:
+        return self(value) if isinstance(value, nn.Module) else self._memo.get(id(value), value)
+
+
+class StandIn:
+    """Stands for what cannot be copied, such as a lock or an open file: calls do nothing."""
+
+    def __getattr__(self, name: str) -> "StandIn":
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        """Do nothing."""
+
+    def __enter__(self) -> "StandIn":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+def originals_of(parameter: Tensor) -> tuple[int, ...]:
+    """Give the ids of the parameters of which this is a copy, of a copy of one too.
+
+    Args:
+        parameter: Of a module that was copied, or any other.
+
+    Returns:
+        None of one that is no copy.
+    """
+    found: tuple[int, ...] = getattr(parameter, _ORIGINALS, ())
+    return found
+
+
+def keep_originals(parameter: Tensor, converted: Tensor) -> None:
+    """Let a parameter that takes the place of another one be a copy of the same.
+
+    Args:
+        parameter: The one before.
+        converted: The one that takes its place.
+    """
+    setattr(converted, _ORIGINALS, originals_of(parameter))
+
+
+def with_parameters_of(module: nn.Module, configured: Any) -> Any:
+    """Let optimizers train a copy of the module that they were made for.
+
+    Args:
+        module: The copy.
+        configured: What ``configure_optimizers`` gave, which may hold parameters of the original
+            where the function was set on the instance.
+
+    Returns:
+        The same, or a copy whose optimizers hold parameters of the module and have no state.
+    """
+    memo: dict[int, Any] = {
+        original: p for p in module.parameters() for original in originals_of(p)
+    }
+    optimizers = list(_optimizers_in(configured))
+    parameters = (p for o in optimizers for group in o.param_groups for p in group["params"])
+    if not any(id(parameter) in memo for parameter in parameters):
+        return configured
+    memo |= {id(parameter): parameter for parameter in module.parameters()}
+    memo |= {id(o.state): collections.defaultdict(dict) for o in optimizers}
+    return Copier(lambda tensor: tensor, memo, float("inf"))(configured)
+
+
+def _optimizers_in(value: Any) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    for _, item in items_of(value):
+        yield from _optimizers_in(item)
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing was assigned yet
+        return _EMPTY
+
+
+def _read_only(array: Any) -> Any:
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
+# Not what counts on, such as an iterator, which would go on for the original too.
+def _has_data_outside_of_python(value: Any) -> bool:
+    cls = type(value)
+    if isinstance(value, _CONTAINERS) or hasattr(value, "__dict__") or hasattr(cls, "__next__"):
+        return False
+    own = ("__reduce_ex__", "__reduce__", "__getstate__")
+    is_reduced_by_itself = (
+        any(getattr(cls, name) is not getattr(object, name) for name in own)
+        or hasattr(cls, "__deepcopy__")
+        or cls in copyreg.dispatch_table
+    )
+    is_pythons = hasattr(cls, "__slots__")
+    return is_reduced_by_itself and not is_pythons and cls.__module__.partition(".")[0] != "numpy"
+
+
+def _set_state(twin: Any, state: Any) -> None:
+    if hasattr(twin, "__setstate__"):
+        twin.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, {})
+    if attributes:
+        vars(twin).update(attributes)
+    for name, value in (slots or {}).items():
+        object.__setattr__(twin, name, value)

@@ -1,0 +1,109 @@
+"""Where torch's kernels for tensors without data differ from the real ones, and what to do."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memsave.prediction.fake import shape_cache as _remembered_kernels
+
+MAX_MEASURED_NUMEL = 2**24
+"""Up to here a recurrent layer is run once to see what it keeps; larger ones keep in proportion."""
+
+aten = torch.ops.aten
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on tensors without data, as its real kernel would.
+
+    Args:
+        func: The operator.
+        args: Its arguments.
+        kwargs: More of them.
+
+    Returns:
+        Its result: shapes, types and sizes are those of the real kernel.
+    """
+    correct = _CORRECTIONS.get(func)
+    run_it = _remembered_kernels.run if correct is None else correct
+    return run_it(func, args, kwargs)
+
+
+# With parameters of another type than the input, CPUs keep statistics in that of the parameters.
+def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _remembered_kernels.run(func, args, kwargs)
+    weight = args[2 if func is aten.native_layer_norm.default else 1]
+    if weight is None or weight.dtype == args[0].dtype:
+        return result
+    return (result[0], *(part.new_empty(part.shape, dtype=weight.dtype) for part in result[1:]))
+
+
+# The one for tensors without data refuses what is not bfloat16.
+def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    a, b = args[:2]
+    if a.dtype is torch.bfloat16 and b.dtype is torch.bfloat16:
+        made: Tensor = func(*args, **kwargs)
+        return made
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = () if offsets is None else (len(offsets),)
+    shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
+    if a.ndim == b.ndim == 2:
+        shape = (*groups, *shape)
+    elif a.ndim == b.ndim == 3:
+        shape = (len(a), *shape)
+    return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=a.device)
+
+
+# What oneDNN keeps for backward is an opaque block, and has no bytes where there is no data.
+def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    *outputs, kept = func(*args, **kwargs)
+    names = [argument.name for argument in func._schema.arguments]
+    is_training = dict(zip(names, args, strict=False)).get("train", False)
+    if not is_training or not torch.is_grad_enabled():
+        return (*outputs, kept)
+    described = tuple(_Described(a) if isinstance(a, Tensor) else _hashable(a) for a in args)
+    numel = outputs[0].numel()
+    if numel > MAX_MEASURED_NUMEL:
+        first = args[0]
+        shorter = max(1, len(first) * MAX_MEASURED_NUMEL // numel)
+        described = (_Described(first[:shorter]), *described[1:])
+        num_bytes = math.ceil(_bytes_kept(func, described) * len(first) / shorter)
+    else:
+        num_bytes = _bytes_kept(func, described)
+    return (*outputs, kept.new_empty(num_bytes))
+
+
+class _Described(tuple[Any, ...]):
+    """Shape and type of a tensor, to make another one like it."""
+
+    __slots__ = ()
+
+    def __new__(cls, tensor: Tensor) -> "_Described":
+        return super().__new__(cls, (tuple(tensor.shape), tensor.dtype))
+
+    def make(self) -> Tensor:
+        return torch.zeros(self[0], dtype=self[1])
+
+
+@functools.cache
+def _bytes_kept(func: Any, described: tuple[Any, ...]) -> int:
+    with _disable_current_modes():
+        arguments = [d.make() if isinstance(d, _Described) else d for d in described]
+        return int(func(*arguments)[-1].numel())
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+_CORRECTIONS: dict[Any, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten.native_layer_norm.default: _norm,
+    aten.native_group_norm.default: _norm,
+    aten.native_batch_norm.default: _norm,
+    aten._grouped_mm.default: _grouped_mm,
+    aten.mkldnn_rnn_layer.default: _recurrent,
+}

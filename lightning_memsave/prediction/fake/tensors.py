@@ -1,0 +1,342 @@
+"""Copies of modules and batches without data, and what lets training code run on them."""
+
+import contextlib
+import math
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+from lightning_memsave.core.nested import map_tensors
+from lightning_memsave.core.patching import PROCESS_WIDE
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.fake.copies import Copier, keep_originals
+from lightning_memsave.prediction.fake.values import (
+    KnownInFunctions,
+    KnownValues,
+    is_kept,
+    know_as,
+)
+
+
+@contextlib.contextmanager
+def buildable() -> Iterator[None]:
+    """Let modules be made under a ``FakeTensorMode``, if there is one.
+
+    Yields:
+        Nothing.
+    """
+    modes = _get_current_dispatch_mode_stack()
+    fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+    if fake is None:
+        yield
+        return
+    # Other threads get what was replaced for real tensors, as they had it.
+    with PROCESS_WIDE, contextlib.ExitStack() as stack:
+        # A module that copies its layers would copy the mode with them, and two modes do not mix.
+        stack.enter_context(_replaced(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode))
+        stack.enter_context(_replaced(Tensor, "__deepcopy__", _deepcopy_without_data))
+        # Draws until no number lies outside, which never ends where there are no numbers.
+        stack.enter_context(_replaced(nn.init, "_no_grad_trunc_normal_", _trunc_normal))
+        if not any(isinstance(mode, KnownValues) for mode in modes):
+            # Rates of dropout that are read from `torch.linspace`, for example.
+            stack.enter_context(KnownValues(fake))
+        yield
+
+
+_MISSING: Any = object()
+_deepcopy_tensor: Any = Tensor.__deepcopy__
+_trunc_normal_of_numbers: Any = vars(nn.init)["_no_grad_trunc_normal_"]
+
+
+def _trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    if hasattr(tensor, "fake_mode"):
+        return tensor
+    return _trunc_normal_of_numbers(tensor, *args, **kwargs)
+
+
+# torch's own asks where the data lies, and warns.
+def _deepcopy_without_data(tensor: Any, memo: dict[int, Any]) -> Any:
+    if not hasattr(tensor, "fake_mode") or not tensor.is_leaf:
+        return _deepcopy_tensor(tensor, memo)
+    if id(tensor) not in memo:
+        copy = tensor.detach().clone()
+        if isinstance(tensor, nn.Parameter):
+            copy = nn.Parameter(copy, tensor.requires_grad)
+        memo[id(tensor)] = copy.requires_grad_(tensor.requires_grad)
+    return memo[id(tensor)]
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = vars(owner).get(name, _MISSING)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+@dataclass
+class FakeTensors:
+    """Makes modules and batches without data; see `fake_tensors`.
+
+    Args:
+        values: Knows the numbers that follow from the batch.
+        deadline_s: On the clock of ``time.monotonic``, when to give up copying.
+        gradients: Those of the modules that were copied, which have them again afterwards.
+    """
+
+    values: KnownValues
+    deadline_s: float = math.inf
+    gradients: list[tuple[nn.Parameter, Tensor | None]] = field(default_factory=list)
+
+    @property
+    def guesses(self) -> tuple[str, ...]:
+        """What was guessed so far, one line each."""
+        return tuple(self.values.guesses)
+
+    def copy_module(self, module: ModuleT, without: Sequence[object] = ()) -> ModuleT:
+        """Copy a module without the data of its tensors; ties between parameters stay.
+
+        Args:
+            module: Any module, on any device; the copy is on the CPU.
+            without: Objects it refers to and that the copy shall have ``None`` in place of, such as
+                a Trainer.
+
+        Returns:
+            The copy.
+
+        Raises:
+            ConfigurationError: If it has lazy parameters, or cannot be copied.
+            TimeoutError: If it takes too long.
+        """
+        memo: dict[int, Any] = {id(thing): None for thing in without}
+        storages: dict[Any, Tensor] = {}
+
+        def make(tensor: Tensor) -> Tensor:
+            if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
+                raise ConfigurationError(
+                    f"`{type(module).__name__}` has lazy parameters, whose shapes are not known "
+                    "yet. Run one batch through it first."
+                )
+            return self._like(tensor, storages)
+
+        # A global name, or what a copy still refers to, may reach the original and train it.
+        self.gradients += [(p, p.grad) for p in module.parameters()]
+        copier = Copier(make, memo, self.deadline_s)
+        for tensor in (*module.parameters(), *module.buffers()):
+            copier(tensor)
+        try:
+            twin: ModuleT = copier(module)
+        except (ConfigurationError, TimeoutError):
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                f"`{type(module).__name__}` cannot be copied ({type(error).__name__}: {error}). "
+                "Let `copy.deepcopy` of it work."
+            ) from error
+        return twin
+
+    def copy_batch(self, batch: Any) -> Any:
+        """Copy a batch without its data; small integers stay known.
+
+        Args:
+            batch: Tensors in any nesting, or an object that holds them.
+
+        Returns:
+            The same form.
+        """
+        return map_tensors(batch, self._make_once, in_objects=True)
+
+    def copy_whole_batch(self, batch: Any) -> Any:
+        """Copy a batch with all that is no tensor, which steps may change too.
+
+        Args:
+            batch: Anything.
+
+        Returns:
+            The copy.
+        """
+        return Copier(self._make_once, {}, self.deadline_s, max_items=sys.maxsize)(batch)
+
+    def _make_once(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._make(tensor)
+
+    def _make(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cuda" and is_kept(tensor):
+            # One copy of few bytes: masks and lengths decide about the shapes of a step.
+            with _disable_current_modes():
+                tensor = tensor.detach().cpu()
+        if tensor.device.type == "cpu":
+            return self.values.make(tensor)
+        with torch.no_grad():
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def _like(self, tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
+        # In memory of its own, which is free again when the copy lets go of it.
+        is_fake = isinstance(tensor, FakeTensor)
+        fake = _elsewhere(tensor, storages) if is_fake else self._make(tensor)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
+
+
+def real_tensors() -> contextlib.AbstractContextManager[None]:
+    """Let tensors that are made inside `fake_tensors` have data.
+
+    Returns:
+        A context.
+    """
+    return _disable_current_modes()
+
+
+def again(batch: Any) -> Any:
+    """Make a batch once more.
+
+    Args:
+        batch: What `FakeTensors.copy_batch` gave.
+
+    Returns:
+        The same numbers, as far as they are known, in other memory. What shares memory does so.
+    """
+    storages: dict[Any, Tensor] = {}
+    return map_tensors(batch, lambda tensor: _elsewhere(tensor, storages), in_objects=True)
+
+
+def _elsewhere(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
+    storage = tensor.untyped_storage()
+    key = storage._cdata, tensor.dtype
+    if key not in storages:
+        numel = storage.nbytes() // tensor.element_size()
+        storages[key] = torch.empty(numel, dtype=tensor.dtype)
+    place = tensor.shape, tensor.stride(), tensor.storage_offset()
+    with torch.no_grad():
+        return know_as(storages[key].as_strided(*place), tensor)
+
+
+@contextlib.contextmanager
+def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
+    """Let modules be made and trained without the memory and the time that it takes.
+
+    Inside, new tensors have shape, type and device but no data. Random numbers of torch, Python and
+    numpy are as before afterwards.
+
+    Args:
+        deadline_s: On the clock of ``time.monotonic``, when to give up copying.
+
+    Yields:
+        What copies modules and batches.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with _random_numbers_kept(), _modules_convertible(), _no_tracing(), mode:
+        values = KnownValues(mode)
+        with values, buildable(), KnownInFunctions():
+            fakes = FakeTensors(values, deadline_s)
+            try:
+                yield fakes
+            finally:
+                for parameter, gradient in fakes.gradients:
+                    if parameter.grad is not gradient:
+                        parameter.grad = gradient
+
+
+# `Module.to` exchanges the data of parameters, which torch refuses for tensors without data.
+@contextlib.contextmanager
+def _modules_convertible() -> Iterator[None]:
+    original: Any = nn.Module._apply  # untyped in torch
+    # What was converted, under the id of what it was: ties stay. Old ones stay, so that ids do.
+    converted: dict[int, tuple[Tensor, Tensor]] = {}
+    num_running = 0
+
+    def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        nonlocal num_running
+        if not any(isinstance(t, FakeTensor) for part in self.modules() for t in _own(part)):
+            original(self, fn, recurse)
+            return self
+        num_running += 1
+        try:
+            # By their own methods: metrics convert their states, recurrent layers a list.
+            for child in self.children() if recurse else ():
+                child._apply(fn)
+            for table in (self._parameters, self._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and not isinstance(tensor, UninitializedParameter):
+                        if id(tensor) not in converted:
+                            converted[id(tensor)] = tensor, _converted(tensor, fn)
+                        table[name] = converted[id(tensor)][1]  # type: ignore[assignment]
+        finally:
+            num_running -= 1
+            if not num_running:
+                converted.clear()
+        return self
+
+    nn.Module._apply = _apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    for table in (module._parameters, module._buffers):
+        for tensor in table.values():
+            if tensor is not None:
+                yield tensor
+
+
+def _converted(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        new = fn(tensor)
+    if new.dtype == tensor.dtype and new.device == tensor.device:
+        return tensor
+    if not isinstance(tensor, nn.Parameter):
+        return new
+    parameter = nn.Parameter(new, tensor.requires_grad)
+    keep_originals(tensor, parameter)
+    return parameter
+
+
+# Hugging Face takes tensors without data for the tracing of a graph, and then makes masks that a
+# real step does without.
+@contextlib.contextmanager
+def _no_tracing() -> Iterator[None]:
+    def is_tracing(tensor: object = None) -> bool:
+        return False
+
+    modules = [m for name, m in list(sys.modules.items()) if name.startswith("transformers.")]
+    patched = [(m, vars(m)["is_tracing"]) for m in modules if "is_tracing" in vars(m)]
+    for module, _ in patched:
+        module.is_tracing = is_tracing  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module, original in patched:
+            module.is_tracing = original  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _random_numbers_kept() -> Iterator[None]:
+    states: list[tuple[Callable[[Any], object], Any]]
+    states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
+    if "numpy" in sys.modules:
+        numpy: Any = sys.modules["numpy"]
+        states.append((numpy.random.set_state, numpy.random.get_state()))
+    try:
+        yield
+    finally:
+        for restore, state in states:
+            restore(state)

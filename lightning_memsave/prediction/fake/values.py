@@ -1,0 +1,425 @@
+"""Give training code on tensors without data the numbers that it asks for."""
+
+import functools
+import math
+import sys
+from collections import Counter
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
+from typing_extensions import override
+
+from lightning_memsave.measure.storages import operands
+from lightning_memsave.prediction.fake import kernels as _fake_kernels
+from lightning_memsave.prediction.fake.unknown_shapes import (
+    largest_result,
+    packed_sequence,
+    padded_sequence,
+)
+
+# Code whose branches do not change what is allocated: it logs, counts and updates.
+_NOT_REPORTED = (
+    *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
+    *("lightning_utilities", "lightning_memsave"),
+)
+
+
+def is_asked_by_scaler() -> bool:
+    """Say whether a ``GradScaler`` asks, and not the optimizer that it calls.
+
+    Returns:
+        True if it does.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name == "torch.amp.grad_scaler" or name.startswith("torch.optim."):
+            return bool(name == "torch.amp.grad_scaler")
+        frame = frame.f_back
+    return False
+
+
+def asking_line() -> str | None:
+    """Find the innermost line outside of torch and its helpers, which is the model's own.
+
+    Returns:
+        File and line, or module and line of an optimizer of torch; ``None`` for code whose
+        branches do not change what is allocated.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        package = name.partition(".")[0]
+        # What an optimizer does next may depend on it, such as whether it asks for more gradients.
+        if package == "torch" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
+            return f"{name}, line {frame.f_lineno}"
+        if package not in ("torch", "lightning_memsave", "contextlib"):
+            if package in _NOT_REPORTED:
+                return None
+            return f"{Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+MAX_KNOWN_NUMEL = 2**20
+MAX_ASKED = 10_000
+"""A line that has guessed more often than that waits for an answer that does not come."""
+_VALUE = "_memsave_value"
+# On a storage of such numbers: they were replaced by unknown ones, through some view of it.
+_STALE = "_memsave_stale"
+_RANDOM = "_memsave_random"
+_WITH_DATA = (Tensor, nn.Parameter)
+
+aten = torch.ops.aten
+
+
+class KnownValues(TorchDispatchMode):
+    """Computes, beside tensors without data, the small ones that follow from the batch alone.
+
+    A mask of padding, the number of labels that count, positions: what a model computes from token
+    ids and asks for in Python, or what decides about the shape of a tensor, is what it would be in
+    the real step. What depends on weights or random numbers is guessed - a condition holds, all
+    elements are chosen - and noted in ``guesses``; so is what depends on `mark_random` numbers.
+
+    Args:
+        mode: The mode under which the tensors without data are made; entered already.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self._num_asked: Counter[str] = Counter()
+        self._shared: MutableMapping[Tensor, Tensor] = WeakIdKeyDictionary()
+
+    @property
+    def guesses(self) -> list[str]:
+        """What was guessed so far and where, each once."""
+        return list(self._num_asked)
+
+    @property
+    def most_asked(self) -> str:
+        """Of the guesses the one that was asked for most often, and how often; else empty."""
+        return next((f"{guess} ({n:,} times)" for guess, n in self._num_asked.most_common(1)), "")
+
+    def make(self, tensor: Tensor) -> Tensor:
+        """Make a tensor without data, and remember its numbers if they are integers and few.
+
+        Args:
+            tensor: A real one.
+
+        Returns:
+            One of the same shape, strides, type and device.
+        """
+        original = tensor
+        with _disable_current_modes():
+            tensor = tensor.detach()
+            # A copy: steps may change their batch in place.
+            value = _copy(original) if is_kept(tensor) else None
+        fake = self.mode.from_tensor(tensor, static_shapes=True)
+        if value is not None:
+            setattr(fake, _VALUE, value)
+        return fake
+
+    @override
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = [*operands(args), *operands(kwargs.values())]
+        # What Python numbers are made into is known.
+        is_constant = func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
+        if not is_constant and any(type(tensor) in _WITH_DATA for tensor in inputs):
+            args, kwargs = tree_map_only(_WITH_DATA, self._without_data, (args, kwargs))
+            inputs = [*operands(args), *operands(kwargs.values())]
+        is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
+        if (answer := _answer_for_finite(func, args)) is not None:
+            return self._made_known(self._run(func, args, kwargs, is_known=False), answer)
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return self._scalar(args[0])
+        if _is_composite(func):
+            # Its parts must come here too: what they ask for may be known.
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        result = self._run(func, args, kwargs, is_known=is_known)
+        if is_known and _is_computable(func, result):
+            self._compute(func, args, kwargs, result)
+        elif func._schema.is_mutable:
+            _forget(func, args, kwargs)
+        return result
+
+    # Of one that the copy of a module shares with it: steps must not change it, and what it is
+    # changed to must be there when they use it again.
+    def _without_data(self, tensor: Tensor) -> Tensor:
+        if type(tensor) not in _WITH_DATA:
+            return tensor
+        if tensor not in self._shared:
+            with _disable_current_modes():
+                is_small = tensor.device.type == "cpu" and tensor.numel() <= MAX_KNOWN_NUMEL
+                value = _copy(tensor) if is_small else None
+            fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+            if value is not None:
+                setattr(fake, _VALUE, value)
+            self._shared[tensor] = fake
+        return self._shared[tensor]
+
+    @staticmethod
+    def _made_known(result: Tensor, answer: bool) -> Tensor:
+        with _disable_current_modes():
+            setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
+        return result
+
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
+    ) -> Any:
+        if func is aten.index.Tensor:
+            args = (args[0], self._without_masks(args[1]))
+        try:
+            return _fake_kernels.run(func, args, kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            result = self._of_unknown_shape(func, args, kwargs, is_known=is_known)
+            if result is NotImplemented:
+                raise
+            return result
+
+    def _scalar(self, tensor: Tensor) -> bool | int | float:
+        value = _value_of(tensor)
+        if value is not None:
+            self._note_random(tensor)
+            with _disable_current_modes():
+                known: bool | int | float = value.item()
+                return known
+        if tensor.dtype is torch.bool:
+            self._guess("a condition on data was taken as true")
+            return True
+        if is_asked_by_scaler():
+            return 0.0  # no gradient overflows, so that the optimizer steps
+        self._guess("a number that depends on data was taken as 1")
+        return 1.0 if tensor.is_floating_point() else 1
+
+    # Indexing with a mask chooses as many elements as the mask has; fake tensors cannot say.
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+                continue
+            is_known = _value_of(index) is not None
+            places = self._of_unknown_shape(aten.nonzero.default, (index,), {}, is_known=is_known)
+            found += [aten.select.int(places, 1, axis) for axis in range(index.ndim)]
+        return found
+
+    def _of_unknown_shape(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
+    ) -> Any:
+        if func is aten._pack_padded_sequence.default:
+            lengths = _value_of(args[1])
+            self._note_random(args[1])
+            if lengths is None:
+                self._guess("all sequences were taken to be as long as the longest")
+                steps, num_sequences = args[0].shape[:2][:: -1 if args[2] else 1]
+                return packed_sequence(args[0], [steps] * num_sequences)
+            with _disable_current_modes():
+                known = lengths.tolist()
+            return packed_sequence(args[0], known)
+        if is_known:
+            self._note_random(args, kwargs)
+            with _disable_current_modes():
+                real = func(*_values(args), **_values(kwargs))
+            return tree_map_only(Tensor, self.make, real)
+        if func is aten.masked_select.default and (mask := _value_of(args[1])) is not None:
+            self._note_random(args[1])
+            with _disable_current_modes():
+                shape = torch.broadcast_shapes(args[0].shape, mask.shape)
+                num_chosen = int(mask.expand(shape).sum())
+            return args[0].new_empty(num_chosen)
+        result = largest_result(func, args, kwargs)
+        if result is not NotImplemented:
+            self._guess(f"`{func}` was taken to choose everything")
+        return result
+
+    @staticmethod
+    def _compute(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        with _disable_current_modes():
+            real = func(*_values(args), **_values(kwargs))
+        fakes, reals = tree_leaves(result), tree_leaves(real)
+        if "empty" in func._schema.name:
+            reals = [value.zero_() for value in reals]  # code that is right writes before it reads
+        if _is_random(args, kwargs):
+            for value in reals:
+                mark_random(value)
+        for fake, value in zip(fakes, reals, strict=True):
+            # What was changed in place has its numbers, which were changed in place too.
+            if isinstance(fake, FakeTensor) and not hasattr(fake, _VALUE):
+                setattr(fake, _VALUE, value)
+
+    def _note_random(self, *arguments: Any) -> None:
+        if _is_random(*arguments):
+            self._guess("depends on integers of the batch, which are random ones", math.inf)
+
+    def _guess(self, what: str, limit: float | None = None) -> None:
+        where = asking_line()
+        if where is None:
+            return
+        guess = f"{where}: {what}"
+        self._num_asked[guess] += 1
+        if self._num_asked[guess] > (limit or MAX_ASKED):
+            raise TimeoutError(
+                f"{guess}, {MAX_ASKED:,} times: a loop that waits for other data never ends on "
+                "tensors without data. Give the loop a largest number of rounds"
+            )
+
+
+class KnownInFunctions(TorchFunctionMode):
+    """Gives functions of torch that read memory the numbers that `KnownValues` knows."""
+
+    @override
+    def __torch_function__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], list | tuple):
+            args = (tree_map_only(FakeTensor, _number_of, args[0]), *args[1:])
+        elif getattr(func, "__name__", "") == "_pad_packed_sequence":
+            return padded_sequence(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _number_of(tensor: Tensor) -> Any:
+    return tensor.detach().item() if tensor.ndim == 0 else tensor.tolist()
+
+
+# Code that looks out for numbers that are no finite ones is asked about a step that has none.
+def _answer_for_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
+    if func in _NEVER_FINITE:
+        return False
+    if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[1]:
+        return bool(func is aten.eq.Tensor)
+    is_equality = func in (aten.eq.Scalar, aten.ne.Scalar)
+    if is_equality and isinstance(args[1], float) and not math.isfinite(args[1]):
+        return bool(func is aten.ne.Scalar)
+    return None
+
+
+_NEVER_FINITE = (
+    aten.isnan.default,
+    aten.isinf.default,
+    aten.isposinf.default,
+    aten.isneginf.default,
+)
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Say whether the numbers of a tensor are remembered: integers, and few.
+
+    Args:
+        tensor: A real one.
+
+    Returns:
+        True if so.
+    """
+    return not tensor.is_floating_point() and tensor.numel() <= MAX_KNOWN_NUMEL
+
+
+def _value_of(tensor: Tensor) -> Tensor | None:
+    value: Tensor | None = getattr(tensor, _VALUE, None)
+    if value is None or hasattr(value.untyped_storage(), _STALE):
+        return None
+    return value
+
+
+def _forget(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            changed = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in operands((changed,)):
+                value = _value_of(tensor)
+                if value is not None:
+                    setattr(value.untyped_storage(), _STALE, True)
+
+
+def mark_random(value: Any) -> None:
+    """Let it be known that nobody has these numbers: they stand for those of a real batch.
+
+    Args:
+        value: A tensor with data; anything else has no numbers.
+    """
+    if isinstance(value, Tensor):
+        setattr(value, _RANDOM, True)
+
+
+def _is_random(*arguments: Any) -> bool:
+    return any(hasattr(leaf, _RANDOM) for leaf in tree_leaves(_values(arguments)))
+
+
+def _copy(value: Tensor) -> Tensor:
+    copy = value.detach().clone()
+    if hasattr(value, _RANDOM):
+        mark_random(copy)
+    return copy
+
+
+def know_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """Let a tensor without data have the numbers of another one.
+
+    Args:
+        tensor: The one.
+        other: The other, with numbers or without.
+
+    Returns:
+        The first.
+    """
+    value = _value_of(other)
+    if value is not None:
+        with _disable_current_modes():
+            setattr(tensor, _VALUE, _copy(value))
+    return tensor
+
+
+def _is_computable(func: Any, result: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return False
+    if result is None and func._schema.is_mutable:
+        return True  # it changed lists of tensors, such as the numbers of steps of an optimizer
+    tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    if "empty" in func._schema.name and any(t.is_floating_point() for t in tensors):
+        return False
+    return bool(tensors) and all(
+        isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL for t in tensors
+    )
+
+
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    if not isinstance(func, torch._ops.OpOverload) or func.namespace == "prim":
+        return False
+    key = "CompositeImplicitAutograd"
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key))
+
+
+def _values(arguments: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: getattr(tensor, _VALUE, tensor), arguments)

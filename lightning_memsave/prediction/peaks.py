@@ -1,0 +1,184 @@
+"""What a recording of live memory says: peaks by category, phase and module, and the time line."""
+
+from collections.abc import Iterator, Sequence
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.prediction.recording import Event, Recording
+from lightning_memsave.prediction.result import PHASES, TensorMemory, Timeline
+
+MAX_POINTS = 1000
+NUM_LARGEST = 50
+
+
+class Peaks:
+    """The peaks of a recording, over all its batches.
+
+    Args:
+        recording: What was alive when.
+        extra: Blocks that were there all the time and that the recording does not have: category
+            and bytes of each.
+        phase: Look at the peak of this phase instead of the highest one.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        extra: Sequence[tuple[str, int]] = (),
+        phase: str | None = None,
+    ) -> None:
+        self.events = recording.events
+        self.blocks = extra
+        self.extra = sum(
+            (MemoryBreakdown.from_categories({name: size}) for name, size in extra),
+            MemoryBreakdown(),
+        )
+        self.at_peak, self.by_phase_index = self._find()
+        if phase is not None:
+            self.at_peak = self.by_phase_index[phase]
+        last = recording.batch_ends[-2] if len(recording.batch_ends) > 1 else 0
+        # The last batch is like all that follow; if an earlier one takes more, that is shown.
+        starts = [0, *recording.batch_ends[:-1]]
+        self.start = last if self.at_peak >= last else max(s for s in starts if s <= self.at_peak)
+        ends = [end for end in recording.batch_ends if end > self.at_peak]
+        self.end = ends[0] if ends else len(self.events)
+
+    def _find(self) -> tuple[int, dict[str, int]]:
+        live = highest = peak = 0
+        by_phase = dict.fromkeys(PHASES, (-1, 0))
+        for index, event in enumerate(self.events):
+            live += event.change
+            # The later one of two equal peaks: the first step is not like the others.
+            if live >= highest:
+                highest, peak = live, index
+            if live >= by_phase[event.phase][0]:
+                by_phase[event.phase] = live, index
+        return peak, {phase: index for phase, (live, index) in by_phase.items() if live >= 0}
+
+    @property
+    def event(self) -> Event:
+        """The event that made the peak."""
+        return self.events[self.at_peak]
+
+    @property
+    def peak(self) -> MemoryBreakdown:
+        """Bytes by category at the peak."""
+        return self._breakdown(self.at_peak)
+
+    @property
+    def by_phase(self) -> dict[str, MemoryBreakdown]:
+        """Bytes by category at the peak of each phase."""
+        return {phase: self._breakdown(at) for phase, at in self.by_phase_index.items()}
+
+    def by_module(self) -> dict[str, MemoryBreakdown]:
+        """Divide the peak by the modules to which the memory belongs.
+
+        Returns:
+            Bytes by category under the names of the modules.
+        """
+        found: dict[str, dict[str, int]] = {}
+        for tensor in self._alive(self.at_peak):
+            of_module = found.setdefault(tensor.module, {})
+            of_module[tensor.category] = of_module.get(tensor.category, 0) + tensor.num_bytes
+        result = {name: MemoryBreakdown.from_categories(c) for name, c in found.items()}
+        result[""] = result.get("", MemoryBreakdown()) + self.extra
+        return result
+
+    def largest(self, limit: int = NUM_LARGEST) -> tuple[TensorMemory, ...]:
+        """List what is alive at the peak.
+
+        Args:
+            limit: How many to list at most.
+
+        Returns:
+            Largest first.
+        """
+        found = sorted(self._alive(self.at_peak), key=lambda tensor: -tensor.num_bytes)
+        return tuple(found[:limit])
+
+    def timeline(self) -> Timeline:
+        """Follow the step with the peak.
+
+        Returns:
+            At most `MAX_POINTS` points, the peak among them.
+        """
+        now = dict(self.extra.by_category())
+        for event in self.events[: self.start]:
+            now[event.storage.category] += event.change
+        events = self.events[self.start : self.end]
+        size = -(-len(events) // MAX_POINTS) or 1
+        phases: list[str] = []
+        points: list[dict[str, int]] = []
+        peak_index = 0
+        for first in range(0, len(events), size):
+            highest, at, part = -1, now, events[first : first + size]
+            for offset, event in enumerate(part):
+                now = dict(now)
+                now[event.storage.category] += event.change
+                total = sum(now.values())
+                is_peak = self.start + first + offset == self.at_peak
+                if is_peak:
+                    peak_index = len(points)
+                if total >= highest or is_peak:
+                    highest, at = total, now
+                    phase = event.phase
+                if is_peak:
+                    highest = total + 1  # what follows in this part is no higher
+            phases.append(phase)
+            points.append(at)
+        return Timeline(
+            tuple(phases),
+            {name: tuple(point[name] for point in points) for name in now if any_of(points, name)},
+            peak_index,
+        )
+
+    def changes(self) -> Iterator[tuple[int, int]]:
+        """Give what an allocator would be asked for.
+
+        Yields:
+            A number for each storage, and the bytes by which it grows, or shrinks if negative.
+        """
+        for number, (_, num_bytes) in enumerate(self.blocks):
+            if num_bytes:
+                yield -1 - number, num_bytes
+        for event in self.events:
+            yield id(event.storage), event.change
+
+    def _breakdown(self, at: int) -> MemoryBreakdown:
+        found = self.extra.by_category()
+        for event in self.events[: at + 1]:
+            found[event.storage.category] += event.change
+        return MemoryBreakdown.from_categories(found)
+
+    def _alive(self, at: int) -> list[TensorMemory]:
+        sizes: dict[int, int] = {}
+        storages = {}
+        for event in self.events[: at + 1]:
+            key = id(event.storage)
+            sizes[key] = sizes.get(key, 0) + event.change
+            storages[key] = event.storage
+        return [
+            TensorMemory(
+                category=storages[key].category,
+                num_bytes=num_bytes,
+                module=storages[key].origin.module,
+                op=storages[key].origin.op,
+                phase=storages[key].origin.phase,
+                shape=storages[key].origin.shape,
+                dtype=storages[key].origin.dtype,
+            )
+            for key, num_bytes in sizes.items()
+            if num_bytes
+        ]
+
+
+def any_of(points: Sequence[dict[str, int]], name: str) -> bool:
+    """Say whether a category has any bytes.
+
+    Args:
+        points: Bytes by category at each point.
+        name: The category.
+
+    Returns:
+        True if so at some point.
+    """
+    return any(point[name] for point in points)

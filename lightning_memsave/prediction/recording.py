@@ -1,0 +1,272 @@
+"""Follow training steps tensor by tensor: what is alive when, who made it, who owns it."""
+
+import bisect
+import functools
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_memsave.measure.live_tensors import HOST, LiveTensors, in_backward
+from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
+
+_OLDER = frozenset({"other", "input"})
+
+
+@dataclass(slots=True)
+class Origin:
+    """Where a storage comes from.
+
+    Args:
+        module: Name of the module whose code made it, or that owns it.
+        op: The operator that made it; empty if it was there before.
+        phase: When it was made.
+        shape: Of the tensor that came first.
+        dtype: Of the same.
+    """
+
+    module: str
+    op: str
+    phase: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(slots=True)
+class Event:
+    """A storage grew by some bytes, or shrank.
+
+    Args:
+        storage: Which one; its category may still change after the event.
+        change: Bytes, negative when freed.
+        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        module: Name of the module that runs.
+        op: The operator that ran last.
+    """
+
+    storage: LiveStorage
+    change: int
+    phase: str
+    module: str
+    op: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleInfo:
+    """One module of a recording.
+
+    Args:
+        name: Its name in ``named_modules()``.
+        class_name: Name of its class.
+        num_parameters: Numbers in its own parameters; tied ones belong to the first module.
+    """
+
+    name: str
+    class_name: str
+    num_parameters: int
+
+
+@dataclass(slots=True)
+class Recording:
+    """What was alive when.
+
+    Args:
+        modules: All modules, in order.
+        events: In order; the first ones are what was there already.
+        batch_ends: After how many events each batch ended.
+        host_bytes: Most bytes that techniques kept on the host at once.
+        has_loss: Whether each batch had one, or the module steps its optimizers itself.
+    """
+
+    modules: tuple[ModuleInfo, ...] = ()
+    events: list[Event] = field(default_factory=list)
+    batch_ends: list[int] = field(default_factory=list)
+    host_bytes: int = 0
+    has_loss: bool = True
+
+
+class StepProfile(LiveTensors):
+    """Counts live tensors and records each change, with the module that made it.
+
+    In the forward pass a storage belongs to the innermost module that runs. In backward it belongs
+    to the module whose forward made the node of the graph that runs, which is found by the number
+    that autograd gives to each node. Gradients and optimizer state belong to the owner of their
+    parameter.
+
+    Args:
+        module: As for `LiveTensors`.
+        optimizers: As for `LiveTensors`.
+        device: As for `LiveTensors`.
+        deadline_s: On the clock of ``time.monotonic``; a tensor that is made after it raises a
+            ``TimeoutError``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizers: Iterable[Optimizer] = (),
+        device: torch.device | str | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        super().__init__(module, optimizers, device)
+        self._deadline_s = math.inf if deadline_s is None else deadline_s
+        self._names = {id(part): name for name, part in module.named_modules()}
+        sizes: dict[str, int] = {}
+        # Tied parameters belong to the module that comes first.
+        self._owners: dict[Tensor, str] = {}
+        for name, part in module.named_modules():
+            for parameter in part.parameters(recurse=False):
+                if self._owners.setdefault(parameter, name) == name:
+                    sizes[name] = sizes.get(name, 0) + parameter.numel()
+        self.recording = Recording(
+            tuple(
+                ModuleInfo(name, type(part).__name__, sizes.get(name, 0))
+                for name, part in module.named_modules()
+            )
+        )
+        self._buffer_owners = {
+            id(buffer): name
+            for name, part in module.named_modules()
+            for buffer in part.buffers(recurse=False)
+        }
+        self._is_older = False
+        self._num_running_closures = 0
+        self._stack = [""]
+        # From which number of autograd's nodes on which module ran.
+        self._first_nodes: list[int] = [0]
+        self._running: list[str] = [""]
+
+    def end_batch(self) -> None:
+        """Mark the end of a batch."""
+        self.recording.batch_ends.append(len(self.recording.events))
+        self.recording.host_bytes = self._peak_host_bytes
+
+    @override
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._undo.append(register_module_forward_pre_hook(self._enter_module).remove)
+        self._undo.append(register_module_forward_hook(self._leave_module, always_call=True).remove)
+        return self
+
+    def _enter_module(self, module: nn.Module, args: object) -> None:
+        self._stack.append(self._names.get(id(module), self._stack[-1]))
+        self._note_module()
+
+    def _leave_module(self, module: nn.Module, args: object, output: object) -> None:
+        if len(self._stack) > 1:
+            self._stack.pop()
+        self._note_module()
+
+    def _note_module(self) -> None:
+        first = torch._C._autograd._get_sequence_nr()
+        if first == self._first_nodes[-1]:
+            self._running[-1] = self._stack[-1]
+        else:
+            self._first_nodes.append(first)
+            self._running.append(self._stack[-1])
+
+    # A Trainer runs forward and backward in a closure that it gives to the step.
+    @override
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        super()._before_step(optimizer, args, kwargs)
+        return (
+            tuple(self._counted(value) for value in args),
+            {name: self._counted(value) for name, value in kwargs.items()},
+        )
+
+    def _counted(self, value: Any) -> Any:
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def closure(*args: Any, **kwargs: Any) -> Any:
+            self._num_running_closures += 1
+            try:
+                return value(*args, **kwargs)
+            finally:
+                self._num_running_closures -= 1
+
+        return closure
+
+    def _phase(self) -> str:
+        if in_backward():
+            return "backward"
+        is_in_update = self._num_running_steps > self._num_running_closures
+        is_update = is_in_update and not torch.is_grad_enabled()
+        return "optimizer" if is_update else "forward"
+
+    def _current_module(self, phase: str) -> str:
+        # While a block is computed again in backward, its modules run.
+        if phase != "backward" or len(self._stack) > 1:
+            return self._stack[-1]
+        node: Any = torch._C._current_autograd_node()
+        if node is None:
+            return ""
+        parameter = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        if parameter is not None:
+            return self._owners.get(parameter, "")
+        return self._running[bisect.bisect_right(self._first_nodes, node._sequence_nr()) - 1]
+
+    # Operators are given what is older than the context, before they make anything.
+    @override
+    def _see(self, tensor: Tensor, category: str) -> None:
+        self._is_older = category in _OLDER
+        super()._see(tensor, category)
+
+    @override
+    def _origin_of(self, tensor: Tensor) -> Origin:
+        if time.monotonic() > self._deadline_s:
+            raise TimeoutError("following this step takes longer than was allowed")
+        if isinstance(tensor, nn.Parameter) and tensor in self._owners:
+            module, op, phase = self._owners[tensor], "", ""
+        elif id(tensor) in self._buffer_owners:
+            module, op, phase = self._buffer_owners[id(tensor)], "", ""
+        else:
+            phase = self._phase()
+            op = "" if self._is_older else _name_of(self._op)
+            module = self._current_module(phase)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return Origin(module, op, phase, tuple(tensor.shape), dtype)
+
+    @override
+    def _change(self, entry: LiveStorage, change: int) -> None:
+        super()._change(entry, change)
+        if entry.category == HOST:
+            return
+        phase = self._phase()
+        event = Event(entry, change, phase, self._current_module(phase), _name_of(self._op))
+        self.recording.events.append(event)
+
+    @override
+    def _claim_gradient(self, parameter: Tensor) -> None:
+        super()._claim_gradient(parameter)
+        if parameter.grad is not None:
+            self._give_to(parameter.grad, self._owners.get(parameter, ""))
+
+    @override
+    def _claim_state(self, optimizer: Optimizer) -> None:
+        super()._claim_state(optimizer)
+        for parameter, state in optimizer.state.items():
+            for tensor in tensors_in(state):
+                self._give_to(tensor, self._owners.get(parameter, ""))
+
+    def _give_to(self, tensor: Tensor, module: str) -> None:
+        for storage in storages_of(tensor):
+            entry = self._entries.get(storage._cdata)
+            if entry is not None and entry.category in {"gradient", "optimizer_state"}:
+                entry.origin.module = module
+
+
+def _name_of(op: Any) -> str:
+    return "" if op is None else str(op).rsplit(".", 1)[0]

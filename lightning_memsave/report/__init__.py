@@ -1,0 +1,1 @@
+"""How predictions are shown: as text, as a tree, as a page."""

@@ -1,0 +1,1 @@
+"""Find the model and the batch that the user pointed at."""

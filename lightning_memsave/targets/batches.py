@@ -1,0 +1,465 @@
+"""Batches described by dtypes and shapes, and tensors made of them."""
+
+import inspect
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL, mark_random
+from lightning_memsave.targets.hugging_face import TASK_NAMES, TASKS
+
+MAX_NUMEL = 2**40
+"""No tensor of a batch is larger; what is, is a slip of the keyboard."""
+
+_SIZES = re.compile(r"[-+]?[\d.]+(\s*[x×*]\s*[-+]?[\d.]+)*")  # noqa: RUF001 - the sign of products
+_TENSOR = re.compile(r"(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*(?:<\s*(?P<bound>\d+))?")
+_SHORT = {
+    "float": "float32", "fp32": "float32", "double": "float64", "half": "float16",
+    "fp16": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32",
+}  # fmt: skip
+_HOW = (
+    'Write "8x512" for samples x tokens of a Hugging Face model, name each tensor: '
+    '"x=float32[8,3,224,224],y=int64[8]", or write JSON where they are nested: '
+    '\'{"in": {"x": "float32[8,10]"}, "y": "int64[8]"}\'.'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One tensor of a batch.
+
+    Args:
+        dtype: Of its elements.
+        shape: Sizes; the first one is the number of samples.
+        upper_bound: Integers are less than this, so that an embedding has a row for each. Where
+            nothing is known they are 0 or 1.
+        lower_bound: Integers are at least this.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    upper_bound: int = 2
+    lower_bound: int = 0
+
+    def build(self, generator: torch.Generator | None = None) -> Tensor:
+        """Make the tensor: random numbers, or none under a ``FakeTensorMode``.
+
+        Args:
+            generator: Of the random numbers.
+
+        Returns:
+            A tensor on the CPU.
+        """
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            dtype = self.dtype if self.dtype.itemsize > 1 else torch.float32
+            return torch.randn(self.shape, dtype=dtype, generator=generator).to(self.dtype)
+        bounds = (self.lower_bound, self.upper_bound)
+        if self.upper_bound == self.lower_bound + 1:
+            # Known without data too, where random ones are not: a mask of ones stays one.
+            return torch.full(self.shape, self.lower_bound, dtype=self.dtype)
+        dtype = torch.int64 if self.dtype is torch.bool else self.dtype
+        tensor = torch.randint(*bounds, self.shape, dtype=dtype, generator=generator)
+        tensor = tensor.to(self.dtype)
+        mark_random(tensor)
+        return tensor
+
+    def __str__(self) -> str:
+        sizes = ",".join(map(str, self.shape))
+        bound = f"<{self.upper_bound}" if self.upper_bound != 2 else ""
+        return f"{str(self.dtype).removeprefix('torch.')}[{sizes}]{bound}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """A batch as dtypes and shapes.
+
+    Args:
+        structure: `TensorSpec` in any nesting of mappings, lists and tuples; anything else is a
+            part of the batch as it is.
+
+    Example:
+        >>> spec = parse_batch("x=float32[8,16],y=int64[8]<10")
+        >>> {name: tuple(tensor.shape) for name, tensor in spec.build().items()}
+        {'x': (8, 16), 'y': (8,)}
+        >>> print(spec.with_samples(2))
+        x=float32[2,16],y=int64[2]<10
+    """
+
+    structure: Any
+
+    def build(self, seed: int = 0) -> Any:
+        """Make the batch, real or, under a ``FakeTensorMode``, without data.
+
+        Args:
+            seed: Of the random numbers; those of the process are not touched.
+
+        Returns:
+            Tensors on the CPU in the same nesting.
+        """
+        generator = torch.Generator().manual_seed(seed)
+        return _map(self.structure, lambda spec: spec.build(generator))
+
+    def build_for_prediction(self) -> Any:
+        """Make the batch without what a prediction does not read: large tensors are on ``meta``."""
+        generator = torch.Generator().manual_seed(0)
+
+        def make(spec: TensorSpec) -> Tensor:
+            if math.prod(spec.shape) > MAX_KNOWN_NUMEL:
+                return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+            return spec.build(generator)
+
+        return _map(self.structure, make)
+
+    @property
+    def num_samples(self) -> int:
+        """The first size of the first tensor that has one."""
+        return next((spec.shape[0] for spec in _leaves(self.structure) if spec.shape), 1)
+
+    def with_samples(self, num_samples: int) -> "BatchSpec":
+        """Give the same batch with more or fewer samples.
+
+        Args:
+            num_samples: In place of `num_samples`.
+
+        Returns:
+            The other one; tensors whose first size is another one stay.
+        """
+        now = self.num_samples
+
+        def resized(spec: TensorSpec) -> TensorSpec:
+            if spec.shape[:1] != (now,):
+                return spec
+            return checked(replace(spec, shape=(num_samples, *spec.shape[1:])))
+
+        return BatchSpec(_map(self.structure, resized))
+
+    def __str__(self) -> str:
+        if isinstance(self.structure, Mapping):
+            return ",".join(f"{name}={value}" for name, value in self.structure.items())
+        if isinstance(self.structure, tuple) and not hasattr(self.structure, "_fields"):
+            return ",".join(map(str, self.structure)) + "," * (len(self.structure) == 1)
+        return str(self.structure)
+
+
+def parse_sizes(text: object) -> tuple[int, ...] | None:
+    """Read sizes such as ``"8x512"``.
+
+    Args:
+        text: What the user wrote.
+
+    Returns:
+        The sizes; ``None`` if it is written in another way.
+
+    Raises:
+        ConfigurationError: If a size is no whole number of at least 1.
+    """
+    if isinstance(text, int) and not isinstance(text, bool):
+        text = str(text)
+    if not isinstance(text, str) or not _SIZES.fullmatch(text.strip()):
+        return None
+    sizes = re.split(r"\s*[x×*]\s*", text.strip())  # noqa: RUF001
+    return tuple(_size(size, text) for size in sizes)
+
+
+def parse_batch(batch: Any) -> BatchSpec:
+    """Read a batch in which every tensor is named or stands at its place.
+
+    Args:
+        batch: A text such as ``"x=float32[8,3,224,224],y=int64[8]"``,
+            ``"float32[8,10],int64[8]"`` for a tuple or JSON; or texts of single tensors such as
+            ``"int64[8,512]<50257"``, tensors and `TensorSpec` in any nesting.
+
+    Returns:
+        The batch.
+
+    Raises:
+        ConfigurationError: If a part of it cannot be read, or has a size that is none.
+    """
+    if isinstance(batch, BatchSpec):
+        return batch
+    structure = _parse_text(batch) if isinstance(batch, str) else _parse_nested(batch)
+    if next(_leaves(structure), None) is None:
+        raise ConfigurationError(f"Batch {batch!r} has no tensor. {_HOW}")
+    return BatchSpec(structure)
+
+
+def checked(spec: TensorSpec) -> TensorSpec:
+    """Make sure that a tensor can exist.
+
+    Args:
+        spec: The tensor.
+
+    Returns:
+        The same.
+
+    Raises:
+        ConfigurationError: If it has no element, far too many, or no integer within its bounds.
+    """
+    if any(size < 1 for size in spec.shape):
+        raise ConfigurationError(
+            f"`{spec}` has a size below 1. Every size must be a whole number of at least 1."
+        )
+    if torch.Size(spec.shape).numel() > MAX_NUMEL:
+        raise ConfigurationError(
+            f"`{spec}` has more than {MAX_NUMEL:,} elements, which no device holds. Use smaller "
+            "sizes."
+        )
+    if spec.upper_bound <= spec.lower_bound:
+        raise ConfigurationError(
+            f"`{spec}` leaves no integer: those from {spec.lower_bound} on must be below "
+            f"{spec.upper_bound}. Use a bound of at least {spec.lower_bound + 1}."
+        )
+    return spec
+
+
+def _parse_text(text: str) -> Any:
+    if text.lstrip().startswith(("{", "[")):
+        try:
+            return _parse_nested(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(f"Batch {text!r} is no JSON ({error}). {_HOW}") from error
+    inner = text.strip()
+    is_tuple = inner.startswith("(") and inner.endswith(")")
+    inner = inner[1:-1] if is_tuple else inner
+    parts = [part.strip() for part in re.split(r",(?![^\[]*\])", inner)]
+    is_tuple |= len(parts) > 1
+    parts = parts[:-1] if parts[-1] == "" else parts
+    named = [part.partition("=") for part in parts]
+    if parts and all(equals and name.strip().isidentifier() for name, equals, _ in named):
+        names = [name.strip() for name, _, _ in named]
+        if len(set(names)) < len(names):
+            raise ConfigurationError(f"Batch {text!r} names a tensor twice. Use each name once.")
+        return {name.strip(): _parse_tensor(value) for name, _, value in named}
+    if any(equals for _, equals, _ in named):
+        raise ConfigurationError(f"Batch {text!r} has tensors with a name and without. {_HOW}")
+    tensors = tuple(_parse_tensor(part) for part in parts)
+    return tensors if is_tuple or len(tensors) != 1 else tensors[0]
+
+
+def _parse_nested(value: Any) -> Any:
+    if isinstance(value, str):
+        return _parse_tensor(value)
+    if isinstance(value, TensorSpec):
+        return checked(value)
+    if isinstance(value, Tensor):
+        is_integer = not value.dtype.is_floating_point and not value.dtype.is_complex
+        bound = int(value.max()) + 1 if is_integer and value.numel() else 2
+        return checked(TensorSpec(value.dtype, tuple(value.shape), max(bound, 2)))
+    return _rebuilt(value, _parse_nested)
+
+
+def _parse_tensor(text: str) -> TensorSpec:
+    match = _TENSOR.fullmatch(text.strip())
+    if match is None:
+        raise ConfigurationError(f"{text.strip()!r} does not describe a tensor. {_HOW}")
+    dtype = getattr(torch, _SHORT.get(match["dtype"], match["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ConfigurationError(
+            f"`{match['dtype']}` in {text.strip()!r} is no dtype of torch. Use for example "
+            "`float32`, `bfloat16`, `int64` or `bool`."
+        )
+    shape = match["shape"].strip()
+    sizes = [_size(size, text) for size in re.split(r"[,x]", shape)] if shape else []
+    bound = 2 if match["bound"] is None else int(match["bound"])
+    return checked(TensorSpec(dtype, tuple(sizes), bound))
+
+
+def _size(text: str, of: str) -> int:
+    text = text.strip()
+    if not re.fullmatch(r"\d+", text) or int(text) < 1:
+        raise ConfigurationError(
+            f"{text!r} in batch {of!r} is not a size: it must be a whole number of at least 1. "
+            f"{_HOW}"
+        )
+    return int(text)
+
+
+def _map(value: Any, function: Callable[[TensorSpec], Any]) -> Any:
+    if isinstance(value, TensorSpec):
+        return function(value)
+    return _rebuilt(value, lambda item: _map(item, function))
+
+
+def _rebuilt(value: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(value, Mapping):
+        return {name: function(item) for name, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(function, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(function, value))
+    return value
+
+
+def _leaves(value: Any) -> Any:
+    found: list[TensorSpec] = []
+    _map(value, found.append)
+    return iter(found)
+
+
+def find_hugging_face_model(module: nn.Module) -> Any:
+    """Look for a Hugging Face model in a module.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The outermost one whose task is known, such as that inside a wrapper of peft; else the
+        outermost one; ``None`` if there is none.
+    """
+    found = [
+        part
+        for part in module.modules()
+        if hasattr(part, "config") and hasattr(part, "main_input_name")
+    ]
+    return next((part for part in found if _task_of(part) is not None), next(iter(found), None))
+
+
+def batch_of(sizes: tuple[int, ...], model: Any) -> dict[str, TensorSpec]:
+    """Describe the batch that a Hugging Face model takes in training.
+
+    Args:
+        sizes: Samples x tokens, or samples x channels x height x width for images; a
+            multiple-choice model takes samples x choices x tokens, a translating one may have the
+            tokens of the labels as a third size.
+        model: With random weights, or without data.
+
+    Returns:
+        Inputs and labels by name.
+
+    Raises:
+        ConfigurationError: If its task is not known, or the sizes do not go with it.
+    """
+    name, task = type(model).__name__, _task_of(model)
+    if task is None or model.main_input_name not in ("input_ids", "pixel_values"):
+        raise ConfigurationError(
+            f"What a batch of `{name}` looks like is not known. Name each of its tensors, such as "
+            '"input_ids=int64[8,512]<30522,labels=int64[8]", or choose a task with a loss: '
+            f"{', '.join(TASKS)}."
+        )
+    is_image = model.main_input_name == "pixel_values"
+    make = _image_batch if is_image else _token_batch
+    batch = make(sizes, model, task)
+    accepted = inspect.signature(model.forward).parameters
+    return {key: checked(spec) for key, spec in batch.items() if key in accepted}
+
+
+def _token_batch(sizes: tuple[int, ...], model: Any, task: str) -> dict[str, TensorSpec]:
+    form = "samples x choices x tokens" if task == "multiple_choice" else "samples x tokens"
+    expected = {"multiple_choice": (3,), "seq2seq_lm": (2, 3)}.get(task, (2,))
+    example = "8x4x512" if task == "multiple_choice" else "8x512"
+    _check_count(sizes, expected, model, form, example)
+    vocabulary = model.config.get_text_config().vocab_size
+    shape, samples, tokens = sizes, sizes[0], sizes[-1]
+    label_tokens = tokens
+    if task == "seq2seq_lm":
+        shape, tokens = sizes[:2], sizes[1]
+        _check_start_token(model.config)
+    _check_positions(model, max(tokens, label_tokens))
+    batch = {
+        "input_ids": _integers(shape, vocabulary),
+        "attention_mask": TensorSpec(torch.int64, shape, upper_bound=2, lower_bound=1),
+    }
+    if task == "question_answering":
+        return batch | {
+            key: _integers((samples,), tokens) for key in ("start_positions", "end_positions")
+        }
+    if task == "multiple_choice":
+        return batch | {"labels": _integers((samples,), sizes[1])}
+    if task == "sequence_classification":
+        return batch | {"labels": _class_labels(model.config, samples)}
+    if task == "token_classification":
+        return batch | {"labels": _integers(shape, model.config.num_labels)}
+    return batch | {"labels": _integers((samples, label_tokens), vocabulary)}
+
+
+# The labels, moved by one behind this token, are what the decoder reads.
+def _check_start_token(config: Any) -> None:
+    if config.model_type == "t5" and getattr(config, "decoder_start_token_id", None) is None:
+        raise ConfigurationError(
+            f"`{type(config).__name__}` has no `decoder_start_token_id`, with which labels begin "
+            "for the decoder. Add it to the config, or write `--arg decoder_start_token_id=0`."
+        )
+
+
+def _image_batch(sizes: tuple[int, ...], model: Any, task: str) -> dict[str, TensorSpec]:
+    config = model.config
+    if len(sizes) == 1 and getattr(config, "image_size", None) is not None:
+        side = config.image_size
+        height, width = side if isinstance(side, list | tuple) else (side, side)
+        sizes = (sizes[0], getattr(config, "num_channels", 3), height, width)
+    form = "samples x channels x height x width"
+    _check_count(sizes, (4,), model, form, "8x3x224x224")
+    samples, channels, height, width = sizes
+    if channels != getattr(config, "num_channels", channels):
+        raise ConfigurationError(
+            f"`{type(model).__name__}` takes images of {config.num_channels} channels, not "
+            f"{channels}. Use `{samples}x{config.num_channels}x{height}x{width}`."
+        )
+    labels = _class_labels(config, samples)
+    if task == "semantic_segmentation":
+        labels = _integers((samples, height, width), config.num_labels)
+    return {"pixel_values": TensorSpec(torch.float32, sizes), "labels": labels}
+
+
+def _check_count(
+    sizes: tuple[int, ...], expected: tuple[int, ...], model: Any, form: str, example: str
+) -> None:
+    if len(sizes) not in expected:
+        raise ConfigurationError(
+            f"`{'x'.join(map(str, sizes))}` has {len(sizes)} sizes, but a batch of "
+            f"`{type(model).__name__}` is {form}. Write for example `{example}`."
+        )
+
+
+# Without data nothing is out of bounds, so that a step would be predicted that cannot run.
+def _check_positions(model: Any, tokens: int) -> None:
+    for name, module in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if leaf not in ("position_embeddings", "wpe", "embed_positions") or not hasattr(
+            module, "weight"
+        ):
+            continue
+        reserved = (
+            getattr(module, "offset", 0) if module.padding_idx is None else (module.padding_idx + 1)
+        )
+        limit = module.weight.shape[0] - reserved
+        if tokens > limit:
+            raise ConfigurationError(
+                f"{tokens} tokens do not fit `{type(model).__name__}`: its table `{name}` has "
+                f"{limit} positions. Use at most {limit} tokens, or a config with more positions."
+            )
+
+
+def _class_labels(config: Any, samples: int) -> TensorSpec:
+    if config.problem_type == "multi_label_classification":
+        return TensorSpec(torch.float32, (samples, config.num_labels))
+    if config.problem_type == "regression" or config.num_labels == 1:
+        return TensorSpec(torch.float32, (samples,))
+    return _integers((samples,), config.num_labels)
+
+
+def _integers(shape: tuple[int, ...], upper_bound: int) -> TensorSpec:
+    return TensorSpec(torch.int64, shape, upper_bound=max(upper_bound, 1))
+
+
+def _task_of(model: Any) -> str | None:
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415
+
+    classes = {cls.__name__ for cls in type(model).__mro__}
+    for task, (_, mapping) in TASK_NAMES.items():
+        names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values()
+        if not classes.isdisjoint(_flat(names)):
+            return task
+    return None
+
+
+def _flat(names: Any) -> Iterator[str]:
+    for name in names:
+        yield from [name] if isinstance(name, str) else name

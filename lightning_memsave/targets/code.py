@@ -1,0 +1,377 @@
+"""Find a class or a function by ``module:name`` or ``file.py:name``."""
+
+import contextlib
+import difflib
+import functools
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped] # it comes without types
+from torch import nn
+
+from lightning_memsave.errors import ConfigurationError, MemsaveError
+from lightning_memsave.prediction.fake.tensors import buildable
+
+_ABOUT_GPU = re.compile(
+    r"\bcuda\b|\bnvidia\b|\bhip\b|\bcudnn\b|no gpus? |accelerator device", re.IGNORECASE
+)
+_ABOUT_DATA = re.compile(r"\.numpy\(\)|data pointer|data_ptr")
+_MAX_LENGTH = 300
+
+
+def remedy_for(error: BaseException) -> str:
+    """Say what to do about an error that comes from where the code runs, not from what it does.
+
+    Args:
+        error: Whatever code of the user raised on tensors without data.
+
+    Returns:
+        Two sentences; empty for any other error.
+    """
+    if _ABOUT_GPU.search(str(error)):
+        return (
+            "It asks for a GPU, and none is used here. Make the device an argument, guard it with "
+            "`torch.cuda.is_available()`, or leave it to the Trainer."
+        )
+    if _ABOUT_DATA.search(str(error)):
+        return (
+            "It asks for the data of a tensor, and tensors have none here. Compute with torch "
+            "instead of numpy or a kernel of its own."
+        )
+    return ""
+
+
+@contextlib.contextmanager
+def explained(what: str, fix: str) -> Iterator[None]:
+    """Turn whatever code of the user raises into one error that says what to do.
+
+    Args:
+        what: What is done, as the subject of a sentence.
+        fix: What to type instead.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        ConfigurationError: If the code raises, or ends the process.
+        MemsaveError: If the code raises one; it says what to do itself.
+    """
+    try:
+        yield
+    except MemsaveError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = _in_brief(f"{type(error).__name__}: {error}")
+        fix = remedy_for(error) or fix
+        raise ConfigurationError(f"{what} failed{_place(error)} ({said}). {fix}") from error
+
+
+@contextlib.contextmanager
+def importable(folder: str | None = None) -> Iterator[None]:
+    """Let imports find what lies in a folder, as ``python file.py`` does.
+
+    Args:
+        folder: ``None`` is the current one, as for ``python -m``.
+
+    Yields:
+        Nothing.
+    """
+    path = str((Path(folder) if folder else Path.cwd()).resolve())
+    sys.path.insert(0, path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):
+            sys.path.remove(path)
+
+
+# Torch lists all its backends where it has no kernel for one of them.
+def _in_brief(text: str) -> str:
+    text = " ".join(text.split()).rstrip(".")
+    if len(text) <= _MAX_LENGTH:
+        return text
+    first = re.split(r"(?<=[.!?])\s+(?=[A-Z'`\"])", text, maxsplit=1)[0].rstrip(".")
+    return first if len(first) <= _MAX_LENGTH else f"{first[:_MAX_LENGTH]} ..."
+
+
+_PACKAGE = str(Path(__file__).parents[1])
+
+
+# The innermost line that is not of a package: the user's own.
+def _place(error: BaseException) -> str:
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "site-packages" not in frame.filename
+        and not frame.filename.startswith(("<frozen", sys.base_prefix, _PACKAGE))
+    ]
+    return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+
+
+Factory = Callable[..., Any]
+
+
+def find_factory(text: str) -> Factory:
+    """Import what makes a module.
+
+    Args:
+        text: ``package.module:Class``, ``path/to/file.py:function``; the name may have dots.
+
+    Returns:
+        A class or a function.
+
+    Raises:
+        ConfigurationError: If the import fails, if there is no such name, or if what it names
+            cannot make a module.
+    """
+    where, _, name = text.rpartition(":")
+    if not where:
+        raise ConfigurationError(
+            f"`{text}` does not name a class and its module. Write `module:Class`, or "
+            "`path/to/file.py:Class`."
+        )
+    with importable(_folder_of(where)):
+        module = _import_file(where) if where.endswith(".py") else _import_module(where)
+        found = _attribute(module, where, name)
+    if isinstance(found, nn.Module):
+        raise ConfigurationError(
+            f"`{text}` is a model that exists already, and has taken its memory. Name the class or "
+            "a function that makes it."
+        )
+    if isinstance(found, type) and not issubclass(found, nn.Module):
+        raise ConfigurationError(
+            f"`{text}` is a class, but no `nn.Module`. Name the model's class, or a function that "
+            "returns the model."
+        )
+    if not callable(found):
+        raise ConfigurationError(
+            f"`{text}` is a `{type(found).__name__}`, which cannot be called. Name a class or a "
+            "function that returns an `nn.Module`."
+        )
+    result: Factory = found
+    return result
+
+
+def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Callable[[], nn.Module]:
+    """Bind arguments to a factory.
+
+    Args:
+        text: How it was named.
+        factory: From `find_factory`.
+        arguments: By name.
+
+    Returns:
+        A function that makes the module.
+
+    Raises:
+        ConfigurationError: If arguments are missing, or are none of the factory's.
+    """
+    _check_arguments(text, factory, arguments)
+    folder = _folder_of(text.rpartition(":")[0])
+
+    def make() -> nn.Module:
+        fix = "Does it run in a training script?"
+        with explained(f"`{text}`", fix), importable(folder), buildable():
+            return checked_module(text, factory(**arguments))
+
+    return make
+
+
+def checked_module(name: str, made: object) -> nn.Module:
+    """Make sure that a factory has given a module.
+
+    Args:
+        name: Of the factory.
+        made: What it has returned.
+
+    Returns:
+        The same.
+
+    Raises:
+        ConfigurationError: If it is no module.
+    """
+    if isinstance(made, nn.Module):
+        return made
+    raise ConfigurationError(
+        f"`{name}` returned a `{type(made).__name__}`, which is no `nn.Module`. Let it return the "
+        "model alone."
+    )
+
+
+def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
+    """Read arguments such as a shell gives.
+
+    Args:
+        pairs: Each ``name=value``, with values as in YAML.
+
+    Returns:
+        The values by name.
+
+    Raises:
+        ConfigurationError: If one of them has no name, or a value that is no YAML.
+
+    Example:
+        >>> parse_arguments(["depth=4", "attn_implementation=eager", "lr=0.1", "bias=false"])
+        {'depth': 4, 'attn_implementation': 'eager', 'lr': 0.1, 'bias': False}
+    """
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise ConfigurationError(f"{pair!r} is not an argument. Write `name=value`.")
+        try:
+            found[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            said = " ".join(str(error).split())
+            raise ConfigurationError(
+                f"The value of {pair!r} cannot be read as YAML ({said}). Write `name=value`, with "
+                "quotes around a text of special characters."
+            ) from error
+    return found
+
+
+def _folder_of(where: str) -> str | None:
+    return str(Path(where).parent) if where.endswith(".py") else None
+
+
+def _import_module(name: str) -> ModuleType:
+    what = f"Importing `{name}`"
+    try:
+        with explained(what, "Does `python -c 'import ...'` work here?"):
+            return importlib.import_module(name)
+    except ConfigurationError as error:
+        cause = error.__cause__
+        is_missing = isinstance(cause, ModuleNotFoundError)
+        if is_missing and cause.name and f"{name}.".startswith(f"{cause.name}."):  # type: ignore[union-attr]
+            raise ConfigurationError(
+                f"There is no module `{cause.name}` here or among the installed packages. Run "  # type: ignore[union-attr]
+                "it in the folder of your project, or name the file: `path/to/file.py:Class`."
+            ) from cause
+        raise
+
+
+def _import_file(path: str) -> ModuleType:
+    if not Path(path).is_file():
+        raise ConfigurationError(f"`{path}` does not exist. {_near_files(Path(path))}")
+    # Not its bare name, which another module may have.
+    name = f"_memsave_target_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:  # pragma: no cover - not for a file named *.py
+        raise ConfigurationError(f"`{path}` cannot be imported. Write `package.module:Class`.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # pickling, and dataclasses, look there
+    fix = "If it is part of a package, write `package.module:Class` in place of its path."
+    try:
+        with explained(f"Importing `{path}`", fix):
+            spec.loader.exec_module(module)
+    except ConfigurationError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _attribute(module: ModuleType, where: str, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        if not part or not hasattr(found, part):
+            near = difflib.get_close_matches(part, vars(found), n=3) or [
+                other
+                for other, value in vars(found).items()
+                if isinstance(value, type) and issubclass(value, nn.Module)
+            ]
+            options = " or ".join(f"`{where}:{other}`" for other in near)
+            raise ConfigurationError(
+                f"`{where}` has no `{name}`. Write {options or '`module:Class` with its class'}."
+            )
+        found = getattr(found, part)
+    return found
+
+
+def _near_files(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"There is no folder `{folder}` either."
+    near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=3)
+    options = " or ".join(f"`{folder / name}`" for name in near)
+    return f"Did you mean {options}?" if options else "Give the path from the current folder."
+
+
+def _check_arguments(text: str, factory: Factory, arguments: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):  # some built-in ones have none
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        required = [
+            p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+        ]
+        missing = " ".join(f"`--arg {n}=...`" for n in required if n not in arguments)
+        names = ", ".join(f"`{p.name}`" for p in parameters) or "none"
+        raise ConfigurationError(
+            f"`{text}` cannot be called like this: {error}. It takes {names}. "
+            f"{f'Add {missing}.' if missing else 'Remove what it does not take.'}"
+        ) from error
+
+
+def find_optimizer(name: str | None, pairs: Sequence[str] = ()) -> Callable[..., Any] | None:
+    """Import what makes an optimizer, and try it on one number.
+
+    Args:
+        name: ``torch.optim.SGD``, ``SGD``, ``module:function`` or ``file.py:function``.
+        pairs: Its arguments, each ``name=value``.
+
+    Returns:
+        A function of the parameters; ``None`` without a name.
+
+    Raises:
+        ConfigurationError: If it does not exist, or makes no optimizer of these arguments.
+    """
+    if name is None:
+        if pairs:
+            raise ConfigurationError(
+                f"--optimizer-arg {pairs[0]} is for an optimizer that is named. Add --optimizer."
+            )
+        return None
+    arguments = parse_arguments(pairs)
+    factory = functools.partial(_find(name), **arguments)
+    with explained(f"Making the optimizer `{name}`", "Check its arguments: --optimizer-arg."):
+        made = factory([torch.nn.Parameter(torch.zeros(1))])
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigurationError(
+            f"`{name}` made a {type(made).__name__}, which is no optimizer. Name a class such as "
+            "torch.optim.AdamW, or a function of the parameters that returns an optimizer."
+        )
+    return factory
+
+
+def _find(name: str) -> Callable[..., Any]:
+
+    where, _, attribute = name.rpartition(":" if ":" in name else ".")
+    if where.endswith(".py"):
+        return find_factory(name)
+    where = where or "torch.optim"
+    with importable(), explained(f"Importing `{where}`", _fix(name)):
+        module = importlib.import_module(where)
+    found: Any = getattr(module, attribute, None)
+    if not callable(found):
+        raise ConfigurationError(f"`{where}` has no optimizer `{attribute}`. {_fix(name)}")
+    result: Callable[..., Any] = found
+    return result
+
+
+def _fix(name: str) -> str:
+    if "bit" in name:
+        return f"For low-bit optimizers write --set optimizer={name}."
+    return "Write for example torch.optim.AdamW, or module:function."

@@ -1,0 +1,142 @@
+"""Find the model that is named in a shell."""
+
+import difflib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.targets.batches import BatchSpec, TensorSpec
+from lightning_memsave.targets.checkpoints import read_checkpoint
+from lightning_memsave.targets.code import find_factory, maker_of, parse_arguments
+from lightning_memsave.targets.hugging_face import TASKS, maker_of_config, read_config
+from lightning_memsave.targets.lightning_yaml import read_lightning_config
+from lightning_memsave.targets.target import Target, make_batch_spec
+
+__all__ = [
+    "TASKS",
+    "BatchSpec",
+    "Target",
+    "TensorSpec",
+    "load_target",
+    "make_batch_spec",
+    "parse_arguments",
+]
+
+_FORMS = (
+    "Give `module:Class`, `path/to/file.py:Class`, a Hugging Face config.json or its folder, "
+    "`hf:NAME`, a YAML file for LightningCLI, or a checkpoint."
+)
+_CHECKPOINTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
+
+
+def load_target(
+    target: str | os.PathLike[str],
+    *,
+    model: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    task: str | None = None,
+) -> Target:
+    """Find out which model is meant, without making it.
+
+    Args:
+        target: ``package.module:Class`` or ``path/to/file.py:function``; a Hugging Face config, its
+            folder, or ``hf:`` and a name on the Hub; a YAML file for LightningCLI; a checkpoint of
+            Lightning, a ``state_dict``, or a safetensors file.
+        model: ``module:Class`` where the file does not say: for a checkpoint, and for a YAML file
+            of ``LightningCLI(MyModel)``.
+        arguments: Of the class or function by name; for a config, what to change in it; for a YAML
+            file or a checkpoint, in place of the arguments in it.
+        task: For a config: one of `TASKS`; ``None`` is the architecture that it names.
+
+    Returns:
+        The target.
+
+    Raises:
+        ConfigurationError: If it does not exist, cannot be read, or does not say which model it
+            is; the message says what to type instead.
+
+    Note:
+        Code in a checkpoint is never run; code that is named is. The Hub is only asked for
+        ``hf:``, and only for the config.
+
+    Example:
+        >>> target = load_target("torch.nn:Linear", arguments={"in_features": 3, "out_features": 2})
+        >>> target.parameter_shapes()
+        {'weight': ((2, 3), 'float32'), 'bias': ((2,), 'float32')}
+    """
+    text = os.fspath(target).strip()
+    path, arguments = Path(text), dict(arguments or {})
+    if not text:
+        raise ConfigurationError(f"No model is named. {_FORMS}")
+    if text.startswith("hf:") or path.is_dir() or (path.is_file() and path.suffix == ".json"):
+        _refuse(text, "a Hugging Face config", model=model)
+        if path.is_dir() and not (path / "config.json").is_file():
+            raise ConfigurationError(f"The folder `{text}` has no config.json. {_FORMS}")
+        config = read_config(text, arguments)
+        return Target(text, "hugging_face", maker_of_config(text, config, task))
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        _refuse(text, "a configuration for LightningCLI", task=task)
+        read = read_lightning_config(text, model, arguments)
+        return Target(
+            text,
+            "lightning_cli",
+            read.make,
+            read.settings,
+            read.trainer_arguments,
+            notes=read.notes,
+        )
+    if path.is_file() and path.suffix in _CHECKPOINTS:
+        _refuse(text, "a checkpoint", task=task)
+        return _of_checkpoint(text, model, arguments)
+    if path.is_file():
+        is_code = path.suffix == ".py"
+        fix = f"Name what makes the model: `{text}:Class`." if is_code else _FORMS
+        raise ConfigurationError(f"`{text}` does not say which model it is. {fix}")
+    where, separator, name = text.rpartition(":")
+    if separator and where and name and "//" not in text:
+        _refuse(text, "code", model=model, task=task)
+        factory = find_factory(text)
+        return Target(text, "factory", maker_of(text, factory, arguments))
+    raise ConfigurationError(f"`{text}` does not exist. {_near(path)}{_FORMS}")
+
+
+def _of_checkpoint(path: str, model: str | None, arguments: dict[str, Any]) -> Target:
+    read = read_checkpoint(Path(path))
+    if model is None:
+        named = "" if read.class_name is None else f": it was a `{read.class_name}`"
+        note = f"only names and shapes are known without `--model module:Class`{named}"
+        return Target(path, "checkpoint", tensors=read.tensors, notes=(note,))
+    factory = find_factory(model)
+    make = maker_of(model, factory, _accepted(factory, read.hyper_parameters) | arguments)
+    return Target(path, "checkpoint", make, tensors=read.tensors)
+
+
+# Lightning's `load_from_checkpoint` leaves out what a class does not take, too.
+def _accepted(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    parameters = inspect.signature(factory).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(arguments)
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _refuse(text: str, what: str, **given: str | None) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise ConfigurationError(
+                f"`{name}={value!r}` is not for `{text}`, which is {what}. Remove it."
+            )
+
+
+def _near(path: Path) -> str:
+    folder = path.parent
+    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=2, cutoff=0.8)
+    if near:
+        return f"Did you mean {' or '.join(f'`{folder / name}`' for name in near)}? "
+    module, _, name = str(path).rpartition(".")
+    if name[:1].isupper() and module.replace(".", "").isidentifier():
+        return f"Did you mean `{module}:{name}`? "
+    return ""

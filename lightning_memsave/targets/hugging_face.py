@@ -1,0 +1,173 @@
+"""Models of Hugging Face, made of a config alone."""
+
+import copy
+import difflib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.fake.tensors import buildable
+from lightning_memsave.targets.code import explained
+
+# What follows "AutoModelFor", and what stands in the name of transformers' mapping.
+TASK_NAMES = {
+    "masked_lm": ("MaskedLM", "MASKED_LM"),
+    "causal_lm": ("CausalLM", "CAUSAL_LM"),
+    "seq2seq_lm": ("Seq2SeqLM", "SEQ_TO_SEQ_CAUSAL_LM"),
+    "sequence_classification": ("SequenceClassification", "SEQUENCE_CLASSIFICATION"),
+    "token_classification": ("TokenClassification", "TOKEN_CLASSIFICATION"),
+    "question_answering": ("QuestionAnswering", "QUESTION_ANSWERING"),
+    "multiple_choice": ("MultipleChoice", "MULTIPLE_CHOICE"),
+    "image_classification": ("ImageClassification", "IMAGE_CLASSIFICATION"),
+    "semantic_segmentation": ("SemanticSegmentation", "SEMANTIC_SEGMENTATION"),
+}
+TASKS = tuple(TASK_NAMES)
+"""Tasks of Hugging Face models whose batches are known."""
+
+# What configs may have and need not.
+_NEVER_ABSENT = ("attn_implementation", "decoder_start_token_id", "pad_token_id")
+_NAME_PREFIX = "hf:"
+
+
+def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
+    """Read a config; nothing of it is run, and no weights are needed.
+
+    Args:
+        source: A file, a folder with ``config.json``, or ``hf:`` and a name on the Hub.
+        arguments: What to change in it.
+
+    Returns:
+        The config.
+
+    Raises:
+        ConfigurationError: If it cannot be read, or if it has nothing of that name to change.
+    """
+    from transformers import AutoConfig  # noqa: PLC0415
+
+    if source.startswith(_NAME_PREFIX):
+        name = source.removeprefix(_NAME_PREFIX)
+        with explained(
+            f"Reading the config of `{name}`",
+            "Check the name and the network, or download its config.json and give that file.",
+        ):
+            config = AutoConfig.from_pretrained(name, trust_remote_code=False)
+            found = config.to_dict()
+    else:
+        found = _read_json(Path(source))
+        _check_model_type(source, found)
+    with explained(f"Reading `{source}`", "Are all of its values those of this `model_type`?"):
+        plain = AutoConfig.for_model(**copy.deepcopy(found))
+        _check_names(source, plain, arguments)
+        return AutoConfig.for_model(**copy.deepcopy(found) | dict(arguments))
+
+
+def maker_of_config(source: str, config: Any, task: str | None) -> Callable[[], nn.Module]:
+    """Find the class that a config is for.
+
+    Args:
+        source: How it was named.
+        config: From `read_config`.
+        task: One of `TASKS`; ``None`` is the class that the config names.
+
+    Returns:
+        A function that makes the model with random weights in float32.
+
+    Raises:
+        ConfigurationError: If neither task nor config name a class that transformers has.
+    """
+    cls = _class_of_task(config, task) if task else _class_of_config(source, config)
+
+    def make() -> nn.Module:
+        with explained(f"Making `{cls.__name__}` of `{source}`", "Check the values in it."):
+            with buildable():
+                model = cls._from_config(copy.deepcopy(config), dtype=torch.float32)
+            made: nn.Module = model.train()
+            return made
+
+    return make
+
+
+def _class_of_config(source: str, config: Any) -> Any:
+    import transformers  # noqa: PLC0415
+
+    architectures = config.architectures or []
+    for name in architectures:
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    said = f"names {', '.join(architectures)}, which transformers does not have"
+    options = [task for task in TASKS if _classes(config, task)]
+    raise ConfigurationError(
+        f"`{source}` {said if architectures else 'names no architecture'}. "
+        f"Use {' or '.join(f'`--task {task}`' for task in options) or '`module:Class`'}."
+    )
+
+
+def _class_of_task(config: Any, task: str) -> Any:
+    if task not in TASK_NAMES:
+        near = difflib.get_close_matches(task, TASKS, n=2) or TASKS
+        raise ConfigurationError(
+            f"`task={task!r}` is not known. Use {' or '.join(f'`{name}`' for name in near)}."
+        )
+    classes = _classes(config, task)
+    if not classes:
+        options = [other for other in TASKS if _classes(config, other)]
+        raise ConfigurationError(
+            f"transformers has no model for `task={task!r}` with `{type(config).__name__}`. Use "
+            f"{' or '.join(f'`{name}`' for name in options) or 'another config'}."
+        )
+    return classes[0]
+
+
+def _classes(config: Any, task: str) -> tuple[Any, ...]:
+    import transformers  # noqa: PLC0415
+
+    mapping = getattr(transformers, f"AutoModelFor{TASK_NAMES[task][0]}")._model_mapping
+    if type(config) not in mapping:
+        return ()
+    found = mapping[type(config)]
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _read_json(path: Path) -> Any:
+    path = path / "config.json" if path.is_dir() else path
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigurationError(
+            f"`{path}` cannot be read as JSON ({error}). Give a config.json that "
+            "`config.save_pretrained` has written."
+        ) from error
+
+
+def _check_model_type(source: str, found: Any) -> None:
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415
+
+    if not isinstance(found, dict) or "model_type" not in found:
+        raise ConfigurationError(
+            f"`{source}` has no `model_type`: it is no config of Hugging Face. Give one that "
+            "`config.save_pretrained` has written, or name the code: `module:Class`."
+        )
+    kind = found["model_type"]
+    if kind in CONFIG_MAPPING:
+        return
+    near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=3)
+    options = f"Did you mean {' or '.join(f'`{name}`' for name in near)}? " if near else ""
+    own = "It brings its own code, which is not run. " if "auto_map" in found else ""
+    raise ConfigurationError(
+        f"`{source}` has `model_type={kind!r}`, which this transformers does not know. {own}"
+        f"{options}Else name the code: `module:Class`."
+    )
+
+
+def _check_names(source: str, config: Any, arguments: Mapping[str, Any]) -> None:
+    for name in arguments:
+        if name in _NEVER_ABSENT or hasattr(config, name):
+            continue
+        near = difflib.get_close_matches(name, config.to_dict(), n=3)
+        options = f"Use {' or '.join(f'`{other}`' for other in near)}." if near else "Remove it."
+        raise ConfigurationError(f"`{source}` has no `{name}` to change. {options}")

@@ -1,0 +1,195 @@
+"""Model, Trainer's arguments and our settings out of a configuration for LightningCLI."""
+
+import functools
+import importlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped] # it comes without types
+from torch import nn
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.fake.tensors import buildable
+from lightning_memsave.targets.code import checked_module, explained, find_factory, importable
+
+# Live objects that a step's memory does not depend on.
+_NOT_ARGUMENTS = ("callbacks", "logger", "profiler")
+
+
+@dataclass(frozen=True, slots=True)
+class LightningConfig:
+    """What a configuration says.
+
+    Args:
+        make: Makes the model.
+        settings: Arguments of `MemSaveCallback`; ``None`` if the callback is not used.
+        trainer_arguments: Of the Trainer, without callbacks, loggers and profilers.
+        notes: What is in it and not used, one line each.
+    """
+
+    make: Callable[[], nn.Module]
+    settings: dict[str, Any] | None = None
+    trainer_arguments: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def read_lightning_config(
+    path: str, model: str | None, arguments: Mapping[str, Any]
+) -> LightningConfig:
+    """Read a configuration as ``--config`` takes it, without making a Trainer or data.
+
+    Args:
+        path: The file.
+        model: Class of the model, where ``LightningCLI(MyModel)`` has it in code.
+        arguments: What to change in the model's arguments.
+
+    Returns:
+        What it says.
+
+    Raises:
+        ConfigurationError: If it cannot be read, or if it has no model.
+    """
+    found = _section(path, _load(Path(path)), "")
+    for subcommand in ("fit", "validate"):
+        if "model" not in found and "trainer" not in found and subcommand in found:
+            found = _section(path, found, subcommand)
+    trainer = _section(path, found, "trainer")
+    notes = []
+    if "data" in found:
+        notes.append("`data` is not used: the batch is the one that is asked for")
+    optimizer = found.get("optimizer")
+    if isinstance(optimizer, str):
+        optimizer = {"class_path": optimizer}
+    optimizer = _section(path, {"optimizer": optimizer}, "optimizer") or None
+    if optimizer is not None and "class_path" not in optimizer:
+        notes.append("`optimizer` names no class: the model's `configure_optimizers` is used")
+        optimizer = None
+    return LightningConfig(
+        _maker(path, found, model, arguments, optimizer),
+        _settings(path, found, trainer),
+        {name: value for name, value in trainer.items() if name not in _NOT_ARGUMENTS},
+        tuple(notes),
+    )
+
+
+def _maker(
+    path: str,
+    found: dict[str, Any],
+    model: str | None,
+    arguments: Mapping[str, Any],
+    optimizer: Any,
+) -> Callable[[], nn.Module]:
+    section = found.get("model")
+    if isinstance(section, str):
+        file = Path(path).parent / section
+        section = _load(file) if file.is_file() else {"class_path": section}
+    if not isinstance(section, dict) and (model is None or section is not None):
+        raise ConfigurationError(
+            f"`{path}` has no `model`. Add `model: {{class_path: module.Class}}`, or give its "
+            "class: `--model module:Class`."
+        )
+    section = dict(section or {})
+    if model is None and "class_path" not in section:
+        raise ConfigurationError(
+            f"`model` in `{path}` names no `class_path`: its class stands in the code that calls "
+            "`LightningCLI`. Give it too: `--model module:Class`."
+        )
+    if "class_path" in section:
+        section["init_args"] = {**_section(path, section, "init_args"), **arguments}
+    else:
+        section |= arguments
+    return _parsed(path, section, model, optimizer)
+
+
+def _parsed(
+    path: str, section: dict[str, Any], model: str | None, optimizer: Any
+) -> Callable[[], nn.Module]:
+    from jsonargparse import ArgumentError, ArgumentParser  # noqa: PLC0415
+
+    parser = ArgumentParser(exit_on_error=False)
+    fix = "Check the class and its arguments; `python train.py fit --config ...` says the same."
+    with importable(), explained(f"Reading `model` of `{path}`", fix):
+        if "class_path" in section:
+            parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
+        else:
+            # Not None: without a class in the file it has to be given.
+            cls: Any = find_factory(str(model))
+            parser.add_class_arguments(cls, "model", fail_untyped=False, sub_configs=True)
+        try:
+            config = parser.parse_object({"model": section})
+        except ArgumentError as error:
+            found = re.search(r"given class_path (.+?)(?:\n\s*- Expected|$)", str(error), re.DOTALL)
+            said = " ".join((found[1] if found else str(error)).split())
+            raise ConfigurationError(
+                f"`model` of `{path}` cannot be made: {said}. {fix}"
+            ) from error
+    # The old name is deprecated from 4.49 on.
+    instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
+
+    def make() -> nn.Module:
+        with importable(), explained(f"`model` of `{path}`", fix), buildable():
+            made = checked_module(f"model of {path}", instantiate(config.clone()).model)
+        if optimizer is not None:
+            # As LightningCLI does for an optimizer in the file.
+            configure: Any = functools.partial(_make_optimizer, made, path, optimizer)
+            made.configure_optimizers = configure
+        return made
+
+    return make
+
+
+def _make_optimizer(module: nn.Module, path: str, optimizer: dict[str, Any]) -> Any:
+    with importable(), explained(f"`optimizer` of `{path}`", "Check its class and arguments."):
+        # LightningCLI takes the name alone for torch's own.
+        where, _, name = optimizer["class_path"].rpartition(".")
+        cls = getattr(importlib.import_module(where or "torch.optim"), name)
+        return cls(module.parameters(), **(optimizer.get("init_args") or {}))
+
+
+def _settings(path: str, found: dict[str, Any], trainer: dict[str, Any]) -> dict[str, Any] | None:
+    if found.get("memsave") is not None:
+        settings = dict(_section(path, found, "memsave"))
+        return settings if settings.pop("enabled", True) else None
+    callbacks = trainer.get("callbacks") or []
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        given: Any = {"class_path": callback} if isinstance(callback, str) else callback
+        given = _section(path, {"trainer.callbacks": given}, "trainer.callbacks")
+        if str(given.get("class_path", "")).rpartition(".")[2] == "MemSaveCallback":
+            return dict(_section(path, given, "init_args"))
+    return None
+
+
+def _section(path: str, found: Any, name: str) -> dict[str, Any]:
+    section = found.get(name) or {} if name else found
+    if not isinstance(section, dict):
+        what = f"`{name}` in `{path}`" if name else f"`{path}`"
+        raise ConfigurationError(
+            f"{what} is a {type(section).__name__}, not a mapping of names to values. Write it as "
+            "`python train.py fit --print_config` does."
+        )
+    return section
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Reads ``1e-3`` as a number, as LightningCLI does and YAML 1.1 does not."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
+    list("-+0123456789."),
+)
+
+
+def _load(path: Path) -> Any:
+    try:
+        return yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        said = " ".join(str(error).split())
+        raise ConfigurationError(
+            f"`{path}` cannot be read as YAML ({said}). Write it as "
+            "`python train.py fit --print_config` does."
+        ) from error

@@ -1,1 +1,0 @@
-"""Attention kernels, and the models that have them."""

@@ -1,1 +1,0 @@
-"""How a block runs a second time and gives the same."""

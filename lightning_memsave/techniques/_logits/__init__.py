@@ -1,1 +1,0 @@
-"""Logits that are not computed: what stands for them, and the loss without them."""

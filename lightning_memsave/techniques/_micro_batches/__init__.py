@@ -1,1 +1,0 @@
-"""How parts of a batch add up to the whole."""

@@ -1,1 +1,0 @@
-"""Updates of single parameters while backward runs."""

@@ -1,1 +1,0 @@
-"""Weights of 16 bits: casts, rounding, steps by tiles."""

@@ -1,0 +1,1 @@
+"""Recompute the activations of blocks in the backward pass."""

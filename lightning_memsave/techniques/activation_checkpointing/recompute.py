@@ -1,0 +1,404 @@
+"""Run a part of a model again in backward, with the same result and no second side effect."""
+
+import contextlib
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.backends import cuda
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
+
+from lightning_memsave.core.nested import attributes_of, items_of
+from lightning_memsave.errors import ExactnessWarning, IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import computed
+
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+# Of each module: names of all its buffers, and of those that its forward changes. Not kept in the
+# module: a copy of it learns for itself, and a pickle of it has nothing of ours.
+_KNOWN: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], frozenset[str]]] = WeakKeyDictionary()
+
+
+class ChangedBuffers:
+    """Buffers as they were before the forward pass.
+
+    Batch normalisation updates its running statistics in forward. The second run must not update
+    them again, and a module that reads what it updates (spectral normalisation) must read the
+    values of the first run. Which buffers change is learned in the first training forward, in which
+    all are copied for its duration.
+
+    Args:
+        modules: The modules that will run.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        # Module, name, buffer, its version, and its copy if it is expected to change.
+        self._before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
+        for module in modules:
+            known = _KNOWN.get(module)
+            names, changing = known or (_buffer_names(module), frozenset(_buffer_names(module)))
+            for name in names:
+                buffer = _buffer(module, name)
+                if buffer is not None:
+                    copy = buffer.clone() if name in changing else None
+                    self._before.append((module, name, buffer, buffer._version, copy))
+
+    @property
+    def can_change(self) -> bool:
+        """Whether there is any buffer at all."""
+        return bool(self._before)
+
+    def learn(self) -> None:
+        """Find out, after the forward pass, what changed, and free the other copies."""
+        changed = []
+        for module, name, buffer, version, saved in self._before:
+            now = _buffer(module, name)
+            is_changed = now is not buffer or buffer._version != version
+            # Kernels of normalisation layers change statistics without counting up the version.
+            if saved is not None and (
+                is_changed or module in _KNOWN or name in _statistics(module)
+            ):
+                changed.append((module, name, buffer, version, saved))
+            elif is_changed and now is not None:
+                _warn_of_late_change(module, name)
+                changed.append((module, name, buffer, version, now.clone()))
+        self._before = [*changed]
+        for module in self._modules:
+            names, before = _KNOWN.get(module, (_buffer_names(module), frozenset()))
+            found = frozenset(name for owner, name, *_ in changed if owner is module)
+            if module.training and (module not in _KNOWN or not found <= before):
+                _KNOWN[module] = (names, before | found | _statistics(module))
+
+    def contexts(self, inner: Callable[[], Contexts]) -> Contexts:
+        """Give contexts for ``torch.utils.checkpoint``.
+
+        Args:
+            inner: The context function to go on with.
+
+        Returns:
+            A context for the forward pass and one for its recomputation.
+        """
+        in_forward, in_recomputation = inner()
+        return in_forward, _PutBack(self, in_recomputation)
+
+    def put_back(self) -> list[tuple[nn.Module, str, Tensor | None]]:
+        """Give the modules their buffers of before.
+
+        Returns:
+            Module, name and buffer of now, to be restored by ``set_buffer``.
+        """
+        now = [(module, name, _buffer(module, name)) for module, name, *_ in self._before]
+        for module, name, _, _, saved in self._before:
+            assert saved is not None, "`learn` keeps copies only"
+            set_buffer(module, name, saved.clone())
+        return now
+
+
+class _PutBack(contextlib.AbstractContextManager[None]):
+    # Not a generator: with `retain_graph=True` it is entered once per backward pass.
+    def __init__(
+        self, buffers: ChangedBuffers, inner: contextlib.AbstractContextManager[Any]
+    ) -> None:
+        self._buffers, self._inner = buffers, inner
+        self._now: list[tuple[nn.Module, str, Tensor | None]] = []
+
+    def __enter__(self) -> None:
+        self._now = self._buffers.put_back()
+        self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        try:
+            return self._inner.__exit__(*exc)
+        finally:
+            for module, name, buffer in self._now:
+                set_buffer(module, name, buffer)
+
+
+def set_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
+    """Put a buffer into a module or a module inside it.
+
+    Args:
+        module: The outer module.
+        name: Dotted name of the buffer.
+        buffer: The buffer.
+    """
+    path, _, leaf = name.rpartition(".")
+    module.get_submodule(path)._buffers[leaf] = buffer
+
+
+def _buffer(module: nn.Module, name: str) -> Tensor | None:
+    path, _, leaf = name.rpartition(".")
+    return module.get_submodule(path)._buffers.get(leaf)
+
+
+def _buffer_names(module: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, _ in module.named_buffers())
+
+
+# Statistics of normalisation layers, which change or not as the layer is in training mode or not.
+def _statistics(module: nn.Module) -> frozenset[str]:
+    return frozenset(
+        f"{path}.{name}".lstrip(".")
+        for path, child in module.named_modules()
+        if isinstance(child, nn.modules.batchnorm._NormBase)
+        for name, _ in child.named_buffers()
+    )
+
+
+def _warn_of_late_change(module: nn.Module, name: str) -> None:
+    warnings.warn(
+        f"The buffer `{name}` of `{type(module).__name__}` was changed in forward for the first "
+        "time. In this step its block is recomputed with the new value; from the next step on with "
+        "the value of before. Leave this block out with `blocks=` if that matters.",
+        ExactnessWarning,
+        stacklevel=2,
+    )
+
+
+_KEPT_OPS = frozenset(
+    {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "convolution",
+        "_scaled_mm",
+        "linear",
+        "flex_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_attention_math",
+    }
+)
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to tell once `fp32_precision` of one backend was set
+        return None
+
+
+def _set_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        torch.set_float32_matmul_precision(precision)
+
+
+def _set_deterministic(mode: tuple[bool, bool]) -> None:
+    torch.use_deterministic_algorithms(mode[0], warn_only=mode[1])
+
+
+def _set_cudnn(is_enabled: bool) -> None:
+    torch.backends.cudnn.enabled = is_enabled
+
+
+# Settings of the process that decide what an operator computes. `checkpoint` itself restores
+# autocast, the default device and the random state.
+_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    # Lightning sets it around `training_step`, not around backward: "64-true", "bf16-true" ...
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    (_matmul_precision, _set_matmul_precision),
+    (
+        lambda: (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        _set_deterministic,
+    ),
+    (lambda: torch.backends.cudnn.enabled, _set_cudnn),
+)
+
+
+def recompute(
+    run: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    is_selective: bool = False,
+) -> Any:
+    """Call a function whose activations are dropped and computed again in backward.
+
+    Args:
+        run: The function.
+        modules: The modules that it runs; their buffers change once, as without recomputation.
+        args: Positional arguments of ``run``.
+        kwargs: Keyword arguments of ``run``.
+        is_selective: Keep the outputs of matrix products, convolutions and attention.
+
+    Returns:
+        What ``run`` returns.
+    """
+    context_fn = _selective_contexts if is_selective else noop_context_fn
+    if torch.compiler.is_compiling():
+        # The compiler replays operations, not side effects, so neither buffers nor arguments need
+        # care; and it knows our context function, but not the default one when it is passed.
+        bound = functools.partial(run, **kwargs)
+        if is_selective:
+            return checkpoint(bound, *args, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(bound, *args, use_reentrant=False)
+    if _is_functional(modules):
+        warnings.warn(
+            f"activation_checkpointing does nothing for `{type(modules[0]).__name__}` here: "
+            "`torch.func` runs it with tensors that are gone in backward. Set "
+            "`activation_checkpointing=None` to train without this warning.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+        return run(*args, **kwargs)
+    # Not in the block, where what computing them keeps would count as the block's.
+    args, kwargs = computed((args, kwargs))
+    call = _Call(run, modules, args, kwargs)
+    buffers = ChangedBuffers(modules)
+    if buffers.can_change:
+        context_fn = functools.partial(buffers.contexts, context_fn)
+    output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
+    call.end_first()
+    buffers.learn()
+    return output
+
+
+# `functional_call` replaces parameters by tensors; transforms wrap what a block is given.
+def _is_functional(modules: Sequence[nn.Module]) -> bool:
+    return torch._C._are_functorch_transforms_active() or any(
+        not isinstance(p, nn.Parameter) for module in modules for p in module.parameters()
+    )
+
+
+class _Call:
+    """A call that can be repeated with the arguments and the settings of the first time."""
+
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        modules: Sequence[nn.Module],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        self._run, self._name = run, type(modules[0]).__name__
+        self._settings = [get() for get, _ in _SETTINGS]
+        self._first: tuple[Any, Any] | None = (tuple(args), dict(kwargs))
+        leaves, self._structure = tree_flatten(self._first)
+        # One that comes twice comes twice again: torch's attention asks whether query is key.
+        unique = {id(leaf): leaf for leaf in leaves if _is_saved(leaf)}
+        places = {key: _Place(index) for index, key in enumerate(unique)}
+        # Tensors are not kept here: `checkpoint` keeps them, and hooks may move them elsewhere.
+        self._leaves = [places.get(id(leaf)) or _shallow_copy(leaf) for leaf in leaves]
+        self.tensors: list[Tensor] = [*unique.values()]
+        device = next((p.device for module in modules for p in module.parameters()), None)
+        if device is not None and all(tensor.device != device for tensor in self.tensors):
+            # From its arguments, torch learns of which device to save the random state.
+            self.tensors.append(torch.empty(0, device=device))
+        self._versions = [tensor._version for tensor in self.tensors]
+        self._held = [*self._find_held()]
+
+    def __call__(self, *tensors: Tensor) -> Any:
+        if self._first is not None:
+            (args, kwargs), self._first = self._first, None
+            return self._run(*args, **kwargs)
+        # Objects are copied again because a graph can be gone through twice.
+        leaves = [
+            tensors[leaf.index] if isinstance(leaf, _Place) else _shallow_copy(leaf)
+            for leaf in self._leaves
+        ]
+        args, kwargs = tree_unflatten(leaves, self._structure)
+        self._refuse_changes(is_changed=False)
+        with _settings(self._settings):
+            return self._run(*args, **kwargs)
+
+    def end_first(self) -> None:
+        """Refuse changes that the first run made, which torch would find in backward."""
+        self._refuse_changes([tensor._version for tensor in self.tensors] != self._versions)
+        self.tensors = []
+
+    def _refuse_changes(self, is_changed: bool) -> None:
+        held = [*self._find_held()]
+        pairs = zip(held, self._held, strict=False)
+        is_changed |= len(held) != len(self._held)
+        if is_changed or any(a is not b or m != n for (a, m), (b, n) in pairs):
+            problem = Problem(
+                f"a block of class `{self._name}`",
+                "what it is given is changed in place, so that it cannot be computed again",
+                "Write `x = x + y` in place of `x += y` there, leave these blocks out with "
+                "`blocks=`, or set `activation_checkpointing=None`.",
+            )
+            raise IncompatibleError("activation_checkpointing", [problem])
+
+    def _find_held(self) -> Iterator[tuple[Any, int]]:
+        for leaf in self._leaves:
+            if not isinstance(leaf, _Place):
+                yield from _held_by(leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Of a tensor among those that are passed to ``checkpoint``."""
+
+    index: int
+
+
+@contextlib.contextmanager
+def _settings(values: Sequence[Any]) -> Iterator[None]:
+    changed = [
+        (put, now, value)
+        for (get, put), value in zip(_SETTINGS, values, strict=True)
+        if (now := get()) != value
+    ]
+    for put, _, value in changed:
+        put(value)
+    try:
+        yield
+    finally:
+        for put, now, _ in changed:
+            put(now)
+
+
+# Those of inference mode cannot change, and cannot be saved for backward.
+def _is_saved(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_inference()
+
+
+def _shallow_copy(value: Any) -> Any:
+    if isinstance(value, Tensor) or callable(value):
+        return value
+    try:
+        return copy.copy(value)
+    except TypeError:  # a lock, a process group: nothing that a forward pass would change
+        return value
+
+
+# What an object holds, to three levels: items that are not copied with it.
+def _held_by(value: Any, levels: int = 3) -> Iterator[tuple[Any, int]]:
+    for _, item in (items_of(value) or attributes_of(value)) if levels else ():
+        yield item, item._version if _is_saved(item) else 0
+        yield from _held_by(item, levels - 1)
+
+
+def _keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    packet = getattr(op, "overloadpacket", op)
+    is_kept = getattr(packet, "__name__", "") in _KEPT_OPS
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective_contexts() -> Contexts:
+    contexts: Contexts = create_selective_checkpoint_contexts(_keep_expensive_ops)
+    return contexts

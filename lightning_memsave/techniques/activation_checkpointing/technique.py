@@ -1,0 +1,413 @@
+"""Activation checkpointing of repeated blocks, chosen one by one."""
+
+import difflib
+import functools
+import inspect
+import math
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.blocks import (
+    Block,
+    BlockSelector,
+    ancestors,
+    as_selectors,
+    find_blocks,
+    repeated_classes,
+)
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    is_undone,
+    patch_method,
+    previous_method,
+)
+from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
+from lightning_memsave.techniques.activation_checkpointing.recompute import recompute
+
+
+def parts_of(blocks: Sequence[Block]) -> list[Block]:
+    """Find what blocks are made of, such as attention and the feed-forward network.
+
+    Args:
+        blocks: The blocks.
+
+    Returns:
+        Their children that have layers with weights of their own inside.
+    """
+    return [
+        Block(f"{block.name}.{name}", child)
+        for block in blocks
+        for name, child in block.module.named_children()
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict)
+        and any(p.ndim > 1 for inner in child.children() for p in inner.parameters())
+    ]
+
+
+def is_chain(module: nn.Module) -> bool:
+    """Say whether a module runs its layers one after the other.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True for an ``nn.Sequential`` of four or more.
+    """
+    has_own_forward = type(module).forward is not nn.Sequential.forward
+    return isinstance(module, nn.Sequential) and len(module) >= 4 and not has_own_forward
+
+
+def no_chain(model: nn.Module) -> Problem:
+    """Say that there is nothing to cut up.
+
+    Args:
+        model: The model.
+
+    Returns:
+        The problem.
+    """
+    return Problem(
+        '`activation_checkpointing="sqrt"`',
+        f"`{type(model).__name__}` has no `nn.Sequential` of four or more layers to cut up",
+        'Use "all", which needs less memory for transformer blocks at the same recomputation.',
+    )
+
+
+def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
+    """Find layers that overwrite what another one has given.
+
+    Args:
+        blocks: The blocks.
+
+    Returns:
+        All problems.
+    """
+    return [
+        Problem(
+            f"`{block.name}.{name}` has `inplace=True`",
+            'it would overwrite an output that "selective" keeps',
+            'Set `inplace=False` there, or use `activation_checkpointing="all"`.',
+        )
+        for block in blocks
+        for name, module in block.module.named_modules()
+        if getattr(module, "inplace", False) is True
+    ]
+
+
+_VALUES = (
+    '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, or a share '
+    "such as 0.5"
+)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing(Technique[nn.Module]):
+    """Recompute the activations of each block in the backward pass.
+
+    Of a chosen block only the input is kept; everything inside is computed a second time. With all
+    blocks chosen, activation memory falls from the sum over blocks to one block plus the block
+    inputs, for about one third more compute.
+
+    Args:
+        which: ``"all"`` blocks; a whole number m for the first m blocks, which is the best simple
+            choice when not all are needed; a share between 0.0 and 1.0 for that part of the blocks,
+            first ones first, rounded up; ``"every:k"`` for each k-th block; ``"nested"`` for all
+            blocks, and for their parts (attention, feed-forward) once more while a block is
+            recomputed, so that the inside of one part is there at a time; ``"selective"`` for all
+            blocks, but the outputs of matrix products, convolutions and attention are kept and only
+            the rest is recomputed; ``"sqrt"`` to cut each long ``nn.Sequential`` into about sqrt(n)
+            segments (Chen et al.). For transformer blocks ``"all"`` needs less memory than
+            ``"sqrt"`` for the same recomputation, because the inside of a block is far larger than
+            its input.
+        blocks: Which modules are blocks: class names, classes, ``"re:..."`` regular expressions
+            over module names, compiled expressions, or functions of name and module. ``None`` finds
+            them: see `find_blocks`.
+
+    Raises:
+        ConfigurationError: If ``which`` or ``blocks`` is none of these.
+
+    Note:
+        Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
+        the same state, and buffers that a block changes in ``forward`` are changed once. Hugging
+        Face models are trained with ``use_cache=False``, so ``past_key_values`` comes back as
+        ``None`` in training; blocks of a model inside of another that asks it for a cache, as in
+        Pi0, run plainly, with a warning. Blocks that checkpoint themselves already are left alone.
+        A block whose forward draws on state outside of torch (a Python counter, random numbers of
+        Python or numpy, a ``torch.Generator`` of its own) is not repeatable and must not be chosen.
+        A block that changes a tensor argument in place is refused; under ``torch.func`` blocks run
+        plainly, with a warning. Hooks on modules inside a block run once more in backward.
+        ``"selective"`` is refused for blocks with ``inplace=True`` layers, which would overwrite
+        the kept outputs; torch raises the same for other in-place changes.
+
+    Example:
+        >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+        >>> with ActivationCheckpointing(blocks=nn.Linear).apply(model) as handle:
+        ...     handle.changes
+        ('0', '1', '2', '3')
+        >>> ActivationCheckpointing(2, blocks="Linear").apply(model).changes
+        ('0', '1')
+
+    References:
+        Chen et al. (2016), Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174.
+    """
+
+    name: ClassVar[str] = "activation_checkpointing"
+    exactness: ClassVar[Exactness] = Exactness.BITWISE
+    source: ClassVar[str] = "Chen et al. (2016), arXiv:1604.06174"
+
+    which: str | int | float = "all"
+    _: KW_ONLY
+    blocks: BlockSelector | Sequence[BlockSelector] | None = None
+
+    def __post_init__(self) -> None:
+        if not _is_valid(self.which):
+            raise ConfigurationError(
+                f"`activation_checkpointing={self.which!r}` does not say which blocks to "
+                f"recompute. Use {_VALUES}."
+            )
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", as_selectors(self.blocks))
+
+    def check(self, target: nn.Module) -> list[Problem]:
+        """Find every reason why ``apply`` would be refused; changes nothing.
+
+        Args:
+            target: The model.
+
+        Returns:
+            All problems, empty if there are none.
+        """
+        if self.which == "sqrt":
+            return [] if self._chains(target) or not self._blocks(target) else [no_chain(target)]
+        blocks = self._blocks(target)
+        problems = []
+        if isinstance(self.which, int) and 0 < len(blocks) < self.which:
+            problems.append(
+                Problem(
+                    f"`activation_checkpointing={self.which}`",
+                    f"the model has {len(blocks)} blocks",
+                    f'Use a number up to {len(blocks)}, or "all".',
+                )
+            )
+        if self.which == "selective":
+            problems += inplace_problems(blocks)
+        return problems
+
+    def _apply(self, target: nn.Module) -> Handle[nn.Module]:
+        if self.which == "sqrt":
+            return _patched(target, self._chains(target), _Segments.forward, "cut into segments")
+        blocks = self._blocks(target)
+        if not blocks:
+            return Handle(target, (), [self._nothing_found(target)])
+        chosen = self._choose(blocks)
+        plain = [b for b in chosen if not isinstance(b.module, torch.jit.ScriptModule)]
+        free = [block for block in plain if not _checkpoints_itself(target, block)]
+        skipped = []
+        if len(plain) < len(chosen):
+            skipped.append(f"{len(chosen) - len(plain)} of {len(chosen)} blocks are TorchScript")
+        if len(free) < len(plain):
+            skipped.append(
+                f"{len(plain) - len(free)} of {len(chosen)} blocks checkpoint themselves already"
+            )
+        if self.which == "selective":
+            return _patched(target, free, _Selective.forward, "recomputed selectively", skipped)
+        words = f"of {len(blocks)} blocks recomputed"
+        if self.which == "nested":
+            parts = [p for p in parts_of(free) if not isinstance(p.module, torch.jit.ScriptModule)]
+            return _patched(target, free, _Full.forward, words, skipped, parts=parts)
+        return _patched(target, free, _Full.forward, words, skipped)
+
+    def _blocks(self, model: nn.Module) -> list[Block]:
+        return find_blocks(model, self.blocks)
+
+    def _chains(self, model: nn.Module) -> list[Block]:
+        if self.blocks is not None:
+            return [b for b in self._blocks(model) if is_chain(b.module)]
+        return find_blocks(model, lambda _, module: is_chain(module)) or (
+            [Block("", model)] if is_chain(model) else []
+        )
+
+    def _choose(self, blocks: list[Block]) -> list[Block]:
+        if isinstance(self.which, str):
+            kind, _, every = self.which.partition(":")
+            return blocks[:: int(every)] if kind == "every" else blocks
+        if isinstance(self.which, int):
+            return blocks[: self.which]
+        return blocks[: math.ceil(self.which * len(blocks))]
+
+    def _nothing_found(self, model: nn.Module) -> str:
+        name, repeated = type(model).__name__, repeated_classes(model)
+        if self.blocks is None:
+            return (
+                f"no repeated block was found in `{name}`: no class of modules that hold layers of "
+                "their own is used twice, and recomputing single layers saves nothing"
+            )
+        selectors = ", ".join(
+            s if isinstance(s, str) else repr(s) for s in as_selectors(self.blocks)
+        )
+        names = {type(module).__name__ for module in model.modules()}
+        close = difflib.get_close_matches(selectors, names, n=1)
+        guess = f". Did you mean `{close[0]}`?" if close else ""
+        others = f". Classes that repeat: {repeated}" if repeated and not close else ""
+        return f"nothing in `{name}` matches `blocks={selectors!r}`{guess}{others}"
+
+
+# `patch_method` needs functions of the name "forward", one per way of recomputing.
+class _Full:
+    @staticmethod
+    def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return _forward(block, args, kwargs, is_selective=False)
+
+
+class _Selective:
+    @staticmethod
+    def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return _forward(block, args, kwargs, is_selective=True)
+
+
+class _Segments:
+    @staticmethod
+    def forward(chain: nn.Sequential, input: Any) -> Any:
+        if not torch.is_grad_enabled() or is_undone(chain, "forward"):
+            return previous_method(chain, "forward")(input)
+        layers = list(chain)
+        size = math.ceil(len(layers) / round(math.sqrt(len(layers))))
+        for start in range(0, len(layers), size):
+            segment = layers[start : start + size]
+            run = functools.partial(_run_chain, segment)
+            # Recomputing the last segment would keep as much alive as never freeing it.
+            is_last = start + size >= len(layers)
+            input = run(input) if is_last else recompute(run, segment, (input,), {})
+        return input
+
+
+_FORWARDS = (_Full.forward, _Selective.forward, _Segments.forward)
+
+
+def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) -> Any:
+    run = previous_method(block, "forward")
+    is_off = not torch.is_grad_enabled() or is_undone(block, "forward")
+    if is_off or _is_given_cache(block, args, kwargs):
+        return run(*args, **kwargs)
+    return recompute(run, [block], args, kwargs, is_selective=is_selective)
+
+
+# Writing to a key-value cache a second time would be wrong.
+def _is_given_cache(block: nn.Module, args: Any, kwargs: Any) -> bool:
+    # Where transformers was never imported there can be no instance of its classes.
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    is_given = cache_utils is not None and any(
+        isinstance(value, cache_utils.Cache) for value in (*args, *kwargs.values())
+    )
+    if is_given and block.training:
+        warnings.warn(
+            f"activation_checkpointing does nothing for `{type(block).__name__}`: it is given a "
+            "key-value cache, such as a learned prefix or one that another part of the model "
+            "reads. Train without one, or set `activation_checkpointing=None`.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    return is_given
+
+
+# Hugging Face's own checkpointing does the same, for all models that make caches by default.
+def _without_cache(model: nn.Module, args: Any, kwargs: Any, *, is_inner: bool) -> tuple[Any, Any]:
+    is_given = kwargs.get("past_key_values") is not None
+    if is_given or not model.training or not torch.is_grad_enabled():
+        return args, kwargs
+    # A model that asks its inner one for a cache reads it, as that of Pi0 does.
+    if is_inner and kwargs.get("use_cache"):
+        return args, kwargs
+    if kwargs.get("use_cache"):
+        warnings.warn(
+            f"`use_cache=True` has no effect in training of `{type(model).__name__}`: blocks that "
+            "are recomputed cannot fill a cache. Leave it out, or set "
+            "`activation_checkpointing=None`.",
+            NoEffectWarning,
+            stacklevel=3,
+        )
+    place = [*inspect.signature(type(model).forward).parameters].index("use_cache") - 1
+    if place < len(args):
+        return (*args[:place], False, *args[place + 1 :]), kwargs
+    return args, kwargs | {"use_cache": False}
+
+
+def _switch_caches_off(model: nn.Module, blocks: Sequence[Block]) -> list[Callable[[], None]]:
+    modeling_utils: Any = sys.modules.get("transformers.modeling_utils")
+    if modeling_utils is None or not blocks:
+        return []
+    names = {"", *(name for block in blocks for name in ancestors(block.name))}
+    modules = {name: model.get_submodule(name) for name in sorted(names)}
+    models = {n: m for n, m in modules.items() if isinstance(m, modeling_utils.PreTrainedModel)}
+    undo = []
+    for name, module in models.items():
+        if "use_cache" in inspect.signature(type(module).forward).parameters:
+            is_inner = bool(name) and any(around in models for around in ["", *ancestors(name)])
+            hook = functools.partial(_without_cache, is_inner=is_inner)
+            undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    return undo
+
+
+def _run_chain(layers: list[nn.Module], input: Any) -> Any:
+    for layer in layers:
+        input = layer(input)
+    return input
+
+
+def _patched(
+    model: nn.Module,
+    blocks: list[Block],
+    forward: Callable[..., Any],
+    words: str,
+    skipped: Sequence[str] = (),
+    *,
+    parts: Sequence[Block] = (),
+) -> Handle[nn.Module]:
+    undo = [patch_method(block.module, forward) for block in (*blocks, *parts)]
+    undo += _switch_caches_off(model, blocks)
+    summary = f"{len(blocks)} {words}: {_counted(blocks)}"
+    if parts:
+        summary += f"; of them once more: {_counted(parts)}"
+    names = [block.name for block in (*blocks, *parts)]
+    return Handle(model, names, skipped, undo, summary=summary)
+
+
+def _counted(blocks: Sequence[Block]) -> str:
+    classes = Counter(type(block.module).__name__ for block in blocks)
+    return ", ".join(f"{count} x {name}" for name, count in classes.items())
+
+
+def _is_valid(which: object) -> bool:
+    if isinstance(which, bool):
+        return False
+    if isinstance(which, int):
+        return which >= 1
+    if isinstance(which, float):
+        return 0.0 < which <= 1.0
+    if not isinstance(which, str):
+        return False
+    kind, colon, every = which.partition(":")
+    if colon:
+        return kind == "every" and every.isdecimal() and int(every) >= 1
+    return kind in ("all", "nested", "selective", "sqrt")
+
+
+# Hugging Face sets the flag on blocks or, in older models, on the module that calls them.
+def _checkpoints_itself(model: nn.Module, block: Block) -> bool:
+    around = [model, *(model.get_submodule(name) for name in ancestors(block.name))]
+    return any(_is_checkpointing(m) for m in (*around, *block.module.modules()))
+
+
+def _is_checkpointing(module: nn.Module) -> bool:
+    return (
+        getattr(module, "gradient_checkpointing", False) is True
+        or type(module).__name__ == "CheckpointWrapper"
+        or any(is_patched_with(module, forward) for forward in _FORWARDS)
+    )

@@ -1,0 +1,115 @@
+"""Attention of Hugging Face models a few samples at a time, for where no kernel does it whole."""
+
+import functools
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memsave.errors import MemsaveWarning
+
+CHUNKED = "chunked_sdpa"
+"""Its name among the attention functions of transformers."""
+
+_SCORE_BYTES = 16 * 2**20
+
+
+def register() -> None:
+    """Make it known to transformers; again does nothing."""
+    from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
+    from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
+
+    AttentionInterface.register(CHUNKED, attend)
+    AttentionMaskInterface.register(CHUNKED, sdpa_mask)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **settings: Any,
+) -> tuple[Tensor, None]:
+    """Attend as transformers' ``"sdpa"`` does; scores are there for some samples at a time.
+
+    Args:
+        module: The attention layer.
+        query: (samples, heads, tokens, features), as transformers passes it.
+        key: The same for the keys.
+        value: The same for the values.
+        attention_mask: Broadcast to (samples, heads, queries, keys), or ``None``.
+        settings: What else transformers passes, such as ``dropout``.
+
+    Returns:
+        (samples, tokens, heads, features), and no attention weights.
+    """
+    from transformers.integrations.sdpa_attention import (  # noqa: PLC0415 - on first use
+        sdpa_attention_forward,
+    )
+
+    num_samples, num_heads, num_queries = query.shape[:3]
+    size = max(1, _SCORE_BYTES // (num_heads * num_queries * key.shape[2] * 4))
+    run = functools.partial(sdpa_attention_forward, module)
+    if not torch.is_grad_enabled() or num_samples <= size:
+        output: tuple[Tensor, None] = run(query, key, value, attention_mask, **settings)
+        return output
+
+    def of_samples(given: Any, start: int) -> Any:
+        has_samples = isinstance(given, Tensor) and given.ndim == 4 and len(given) == num_samples
+        return given[start : start + size] if has_samples else given
+
+    outputs = []
+    for start in range(0, num_samples, size):
+        some = [of_samples(t, start) for t in (query, key, value, attention_mask)]
+        own = {name: of_samples(given, start) for name, given in settings.items()}
+        outputs.append(checkpoint(run, *some, use_reentrant=False, **own)[0])
+    return torch.cat(outputs), None
+
+
+_IGNORED = -100  # the label that Hugging Face's losses leave out
+
+
+def can_be_checked(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Say whether a call of a model computes a shifted loss over a masked batch.
+
+    Args:
+        model: A Hugging Face model.
+        kwargs: What it is called with.
+
+    Returns:
+        False too where values cannot be read: in ``torch.compile`` and on tensors without data.
+    """
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return False
+    mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+    if type(mask) is not Tensor or type(labels) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return mask.ndim == 2 and mask.shape == labels.shape
+
+
+def warn_of_labels_after_padding(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    """Warn if a token is predicted from padding, whose attention every kernel computes otherwise.
+
+    It waits for the GPU once.
+
+    Args:
+        model: A Hugging Face model.
+        kwargs: What it is called with, so that it ``can_be_checked``.
+    """
+    is_real, labels = kwargs["attention_mask"] != 0, kwargs["labels"]
+    first = is_real.int().argmax(dim=1, keepdim=True)
+    counts = labels.to(is_real.device).gather(1, first)[:, 0] != _IGNORED
+    # A sequence of nothing but padding has no first token.
+    if bool((~is_real[:, 0] & is_real.any(dim=1) & counts).any()):
+        warnings.warn(
+            f"`{type(model).__name__}` is trained on padding on the left: the first token of a "
+            "sequence that counts in the loss is predicted from the padding before it, where each "
+            "attention kernel computes something else. Set the label of the first token that is "
+            "not masked to -100, or pad on the right.",
+            MemsaveWarning,
+            stacklevel=2,
+        )

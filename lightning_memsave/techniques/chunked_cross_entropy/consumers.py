@@ -1,0 +1,272 @@
+"""What can be computed of logits without all of them at once: cross-entropy, and arg-max."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
+    Call,
+    LossSettings,
+    chunks_of_logits,
+    plain_numbers,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
+from lightning_memsave.techniques.chunked_cross_entropy.products import Layout, Part, is_plain
+
+_LATER = ("size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+
+
+def cross_entropy_of(
+    part: Part,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *later: Any,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Compute ``F.cross_entropy``, whose arguments these are.
+
+    Args:
+        part: The logits.
+        target: Classes.
+        weight: Of the classes, or none.
+        *later: What may be given by name too.
+        size_average: Not supported.
+        ignore_index: As in torch.
+        reduce: Not supported.
+        reduction: As in torch.
+        label_smoothing: As in torch.
+
+    Returns:
+        The loss, or ``NotImplemented`` for what needs ordinary logits.
+    """
+    if later:
+        return cross_entropy_of(part, target, weight, **dict(zip(_LATER, later, strict=False)))
+    is_usual = size_average is None and reduce is None and reduction in ("mean", "sum", "none")
+    if not is_usual or not 0.0 <= label_smoothing <= 1.0 or not _fits(part, target, weight):
+        return NotImplemented
+    product = part.product
+    # In training the loss stands between forward and backward, where a GPU must not be waited for.
+    product.check_unchanged(may_wait=not torch.is_grad_enabled())
+    chunk_size = product.settings.chunk_size
+    settings = LossSettings(reduction, ignore_index, label_smoothing, chunk_size)
+    with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
+        loss = linear_cross_entropy(
+            product.flat_operands(part.affine),
+            target.reshape(-1),
+            rows=part.layout.rows(product.device),
+            class_weight=weight,
+            settings=settings,
+        )
+        product.has_loss = True
+        if reduction == "none":
+            loss = loss.view(target.shape)
+        is_autocast = torch.is_autocast_enabled(product.device.type)
+        is_wide = part.dtype is torch.float64 or not is_autocast
+        return loss.to(part.dtype if is_wide else torch.float32)
+
+
+def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
+    """Find the class with the largest logit of each row.
+
+    Args:
+        part: The logits.
+        *args: As for ``torch.argmax``.
+        **kwargs: As for ``torch.argmax``.
+
+    Returns:
+        The classes, or ``NotImplemented`` for another axis, or if there are logits already.
+    """
+    dim, keepdim = _dim_and_keepdim(*args, **kwargs)
+    layout, product = part.layout, part.product
+    is_class_dim = isinstance(dim, int) and dim % len(layout.size) == layout.class_dim
+    if not is_class_dim or part.is_computed:
+        return NotImplemented
+    product.check_unchanged()
+    lead = [n for i, n in enumerate(layout.size) if i != layout.class_dim]
+    operands = product.flat_operands(part.affine)
+    rows = layout.rows(product.device)
+    num_rows = len(operands.inputs[0] if rows is None else rows)
+    found = torch.empty(num_rows, dtype=torch.int64, device=product.device)
+    call = Call(operands, found, rows, None, LossSettings(chunk_size=product.settings.chunk_size))
+    with plain_numbers(call):
+        for chunk in chunks_of_logits(call):
+            # Rounded as they would be, so that what is equal stays so.
+            rounded = chunk.logits.to(product.dtype).to(part.dtype)
+            found[chunk.place] = rounded.argmax(1)
+    found = found.view(lead)
+    return found.unsqueeze(dim) if keepdim else found
+
+
+def _dim_and_keepdim(dim: Any = None, keepdim: bool = False, axis: Any = None) -> tuple[Any, bool]:
+    return dim if axis is None else axis, keepdim
+
+
+def _fits(part: Part, target: Tensor, weight: Tensor | None) -> bool:
+    layout, product = part.layout, part.product
+    lead = [n for i, n in enumerate(layout.size) if i != layout.class_dim]
+    is_in_place = layout.class_dim == (1 if len(layout.size) > 1 else 0)
+    is_index = target.dtype is torch.int64 and target.device == product.device
+    has_weights = weight is None or weight.shape == (layout.num_classes,)
+    is_wide = part.dtype is not torch.float64 or product.dtype is torch.float64
+    return is_in_place and is_index and list(target.shape) == lead and has_weights and is_wide
+
+
+_VIEWS = frozenset(
+    (
+        *("view", "view_as", "reshape", "reshape_as", "flatten", "unflatten", "squeeze"),
+        *("unsqueeze", "narrow", "__getitem__", "select", "split", "chunk", "tensor_split"),
+        *("unbind", "transpose", "permute", "movedim", "moveaxis", "swapaxes", "swapdims"),
+        *("mT", "expand", "expand_as", "detach", "data", "alias"),
+    )
+)
+_COPIES = frozenset(
+    (
+        *("reshape", "reshape_as", "flatten", "contiguous", "to", "type", "type_as"),
+        *("float", "half", "bfloat16", "double"),
+    )
+)
+_AFFINE = frozenset(("mul", "multiply", "div", "divide", "true_divide", "add"))
+VIEWS = _VIEWS | _COPIES | _AFFINE
+"""Names of the functions for which `view_of` may have an answer."""
+
+_BY_SHAPE: dict[str, Any] = {
+    "view_as": Tensor.view,
+    "reshape_as": Tensor.reshape,
+    "expand_as": Tensor.expand,
+}
+_ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
+
+
+def view_of(
+    part: Part, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Say what a function would give for logits that have not been computed.
+
+    Args:
+        part: The logits.
+        name: Name of the function, one of `VIEWS`.
+        func: The function.
+        args: Its arguments after the first.
+        kwargs: More of them.
+
+    Returns:
+        What parts the results show, one or a list; ``NotImplemented`` if they are not whole rows.
+    """
+    if name == "add":  # whoever has the vector may change it
+        args = tuple(a.detach().clone() if _is_vector(part, a) else a for a in args)
+    affine = _affine(part, name, args, kwargs)
+    if affine is None:
+        return NotImplemented
+    plain = _without_tensors(part, name, func, args, kwargs)
+    if plain is None:
+        return NotImplemented
+    func, args, kwargs = plain
+    with _disable_current_modes(), torch.no_grad():
+        twin = part.layout.twin(part.dtype)
+        try:
+            found = func(twin, *tree_map_only(Tensor, _without_data, args), **kwargs)
+        except _ERRORS:
+            return NotImplemented  # the ordinary tensor raises it in its own words
+    if found is twin:
+        return part
+    has_graph = part.requires_grad and torch.is_grad_enabled() and func is not Tensor.detach
+    parts = []
+    for i, tensor in enumerate((found,) if isinstance(found, Tensor) else found):
+        layout = _layout_of(part.layout, twin, tensor, name)
+        if layout is None or layout.class_dim is None or not tensor.is_floating_point():
+            return NotImplemented
+        index = None if isinstance(found, Tensor) else i
+        make = functools.partial(_call, func, args, kwargs, index)
+        kind = part.product, layout, tensor.dtype
+        parts.append(Part(*kind, requires_grad=has_graph, parent=part, make=make))
+        parts[-1].affine = affine
+    return parts[0] if isinstance(found, Tensor) else parts
+
+
+# Some heads end with logits times a number, or plus a vector over the classes.
+def _affine(
+    part: Part, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[float, Tensor | None] | None:
+    scale, shift = part.affine
+    if name not in _AFFINE:
+        return scale, shift
+    if kwargs or len(args) != 1:
+        return None
+    (other,) = args
+    if name == "add":
+        if not _is_vector(part, other):
+            return None
+        vector = other.reshape(-1)
+        return scale, vector if shift is None else shift + vector
+    if not isinstance(other, int | float) or not other:
+        return None
+    factor = 1.0 / other if "div" in name else float(other)
+    return scale * factor, None if shift is None else shift * factor
+
+
+def _is_vector(part: Part, other: object) -> bool:
+    layout = part.layout
+    return (
+        isinstance(other, Tensor)
+        and is_plain(other)
+        and not other.requires_grad
+        and other.device == part.product.device
+        and other.shape[-1:] == (layout.num_classes,)
+        and other.numel() == layout.num_classes
+        and other.ndim <= len(layout.size)
+        and layout.class_dim == len(layout.size) - 1
+    )
+
+
+def _without_data(tensor: Tensor) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+
+
+def _layout_of(layout: Layout, twin: Tensor, tensor: Tensor, name: str) -> Layout | None:
+    if tensor.untyped_storage()._cdata == twin.untyped_storage()._cdata:
+        return layout.of_view(tensor)
+    return layout.of_copy(tensor) if name in _COPIES | _AFFINE else None
+
+
+# The twin is on no device and cannot be combined with tensors that are on one.
+def _without_tensors(
+    part: Part, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    if name in ("detach", "data"):
+        return Tensor.detach, (), {}
+    if name in _BY_SHAPE and args:
+        return _BY_SHAPE[name], (args[0].shape,), {}
+    if name in ("to", "type_as"):
+        return _conversion(part, args, kwargs)
+    if name == "type" and not args and not kwargs:
+        return None
+    if name != "add" and any(isinstance(v, Tensor) for v in tree_leaves((args, kwargs))):
+        return None
+    return func, args, kwargs
+
+
+def _conversion(
+    part: Part, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:
+    if kwargs.get("copy"):
+        return None
+    parse: Any = torch._C._nn._parse_to
+    device, dtype, _, memory_format = parse(*args, **kwargs)
+    if (device is not None and device != part.product.device) or memory_format is not None:
+        return None
+    return Tensor.to, (dtype or part.dtype,), {}
+
+
+def _call(func: Any, args: Any, kwargs: Any, index: int | None, tensor: Tensor) -> Tensor:
+    found = func(tensor, *args, **kwargs)
+    result: Tensor = found if index is None else found[index]
+    return result

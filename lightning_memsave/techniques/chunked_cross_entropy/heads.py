@@ -1,0 +1,206 @@
+"""Find the linear layers that give the logits of classes, and read what they compute."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.blocks import Block, BlockSelector, as_predicate, find_blocks
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import Operands
+from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
+
+MIN_CLASSES = 1024
+"""A layer with fewer outputs is not taken for a head by itself: its logits are small."""
+
+
+def find_heads(
+    model: nn.Module, selectors: Sequence[BlockSelector] | None
+) -> tuple[list[Block], list[str]]:
+    """Find the heads of a model.
+
+    Args:
+        model: Any module.
+        selectors: Which modules are heads; without, Hugging Face's output embeddings, and where a
+            model has none, layers outside of its blocks with many more outputs than inputs.
+
+    Returns:
+        The heads, and what cannot be treated and why, one line each.
+    """
+    named = dict(model.named_modules())
+    if selectors is not None:
+        predicates = [_predicate(selector) for selector in selectors]
+        chosen = [m for n, m in named.items() if any(is_head(n, m) for is_head in predicates)]
+    else:
+        chosen = list(_output_embeddings(model)) or list(_large_layers(model))
+    names = {id(module): name for name, module in named.items()}
+    heads, skipped = {}, []
+    for head in chosen:
+        inner = [m for m in head.modules() if is_lora(m)] or _linear_layers(head)
+        for module in inner:
+            name = names.get(id(module), "")
+            why = _why_not(module) or _why_not_in(model, module)
+            if why is None:
+                heads[id(module)] = Block(name, module)
+            elif (line := f"`{name}` stays as it is: {why}") not in skipped:
+                skipped.append(line)
+    return list(heads.values()), skipped
+
+
+def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | None:
+    """Read what a head is about to compute.
+
+    Args:
+        head: One that `find_heads` gave.
+        input: What it was called with.
+
+    Returns:
+        Its operands and the type of its output, or ``None`` if that is no plain matrix product.
+    """
+    if is_traced():
+        return None
+    base: Any = head.base_layer if is_lora(head) else head
+    inputs, weights = [input], [base.weight]
+    if is_lora(head) and not _add_adapters(head, input, inputs, weights):
+        return None
+    tensors = [*inputs, *weights, *([] if base.bias is None else [base.bias])]
+    if not all(is_plain(tensor) and tensor.device == input.device for tensor in tensors):
+        return None
+    if input.ndim == 0 or input.shape[-1] != weights[0].shape[1]:
+        return None
+    kind = input.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        is_cast = all(tensor.dtype in _CAST for tensor in tensors)
+        return (
+            (Operands(tuple(inputs), tuple(weights), base.bias, dtype), dtype) if is_cast else None
+        )
+    is_same = all(x.dtype == w.dtype for x, w in zip(inputs, weights, strict=True))
+    is_same &= base.bias is None or base.bias.dtype == base.weight.dtype
+    is_same &= input.dtype in (*_CAST, torch.float64)
+    return (
+        (Operands(tuple(inputs), tuple(weights), base.bias, None), input.dtype) if is_same else None
+    )
+
+
+def is_lora(module: nn.Module) -> bool:
+    """Say whether a module is a linear layer with PEFT's low-rank adapters.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if it is.
+    """
+    # Where PEFT was never imported there can be no instance of its classes.
+    layer = sys.modules.get("peft.tuners.lora.layer")
+    return layer is not None and isinstance(module, layer.Linear)
+
+
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _predicate(selector: BlockSelector) -> Any:
+    has_class_or_name = as_predicate(selector)
+    if isinstance(selector, str) and not selector.startswith("re:"):
+        return lambda name, module: name == selector or has_class_or_name(name, module)
+    return has_class_or_name
+
+
+def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    for module in model.modules():
+        get = getattr(module, "get_output_embeddings", None)
+        # Adapters pass the question on to what they wrap.
+        head = get() if callable(get) and is_hugging_face(module) else None
+        if isinstance(head, nn.Module):
+            yield head
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Say whether a module is one of Hugging Face's models.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if it is.
+    """
+    utils = sys.modules.get("transformers.modeling_utils")
+    return utils is not None and isinstance(module, utils.PreTrainedModel)
+
+
+def _large_layers(model: nn.Module) -> Iterator[nn.Module]:
+    inside = {id(m) for block in find_blocks(model) for m in block.module.modules()}
+    for module in model.modules():
+        base: Any = module.base_layer if is_lora(module) else module
+        if id(module) in inside or not isinstance(base, nn.Linear):
+            continue
+        if base.out_features >= MIN_CLASSES and base.out_features > base.in_features:
+            yield module
+
+
+# Something may be around the layer, such as copies of it that PEFT trains.
+def _linear_layers(head: nn.Module) -> list[nn.Module]:
+    return [m for m in head.modules() if isinstance(m, nn.Linear)] or [head]
+
+
+def _why_not(module: Any) -> str | None:
+    if isinstance(module, torch.jit.ScriptModule):
+        return "it is TorchScript"
+    base: Any = module.base_layer if is_lora(module) else module
+    if not isinstance(base, nn.Linear) or type(base).forward is not nn.Linear.forward:
+        return f"`{type(base).__name__}` is not a plain `nn.Linear`"
+    if not is_plain(base.weight):
+        return f"its weight is a {type(base.weight).__name__}"
+    if is_lora(module) and not all(_is_plain_adapter(module, name) for name in module.lora_A):
+        return "its LoRA adapter is a variant such as DoRA, or has a bias"
+    return None
+
+
+def _why_not_in(model: nn.Module, head: nn.Module) -> str | None:
+    for name, module in model.named_modules():
+        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        is_compiled |= type(module).__name__ == "OptimizedModule"
+        cap = getattr(getattr(module, "config", None), "final_logit_softcapping", None)
+        if not (is_compiled or cap) or not any(inner is head for inner in module.modules()):
+            continue
+        of = f"`{name or type(module).__name__}`"
+        if is_compiled:
+            return f"{of} is compiled, and the compiler wants ordinary logits"
+        if is_hugging_face(module):
+            return f"`final_logit_softcapping={cap}` of {of} puts its logits through `tanh`"
+    return None
+
+
+def _is_plain_adapter(head: Any, name: str) -> bool:
+    return name not in head.lora_variant and head.lora_B[name].bias is None
+
+
+def _add_adapters(head: Any, input: Tensor, inputs: list[Tensor], weights: list[Tensor]) -> bool:
+    if head.disable_adapters or head.merged:
+        return not head.merged
+    for adapter in head.active_adapters:
+        if adapter not in head.lora_A:
+            continue
+        down, up = head.lora_A[adapter], head.lora_B[adapter]
+        if not _is_plain_adapter(head, adapter):
+            return False
+        input = head._cast_input_dtype(input, down.weight.dtype)
+        low_rank = down(head.lora_dropout[adapter](input)) * head.scaling[adapter]
+        inputs.append(low_rank)
+        weights.append(up.weight)
+    return True
+
+
+def is_traced() -> bool:
+    """Say whether a compiler, a tracer or ``torch.func`` looks on.
+
+    Returns:
+        True where only ordinary tensors should be used.
+    """
+    torch_c: Any = torch._C
+    is_transformed = torch_c._functorch.peek_interpreter_stack() is not None
+    is_tracing = torch_c._get_tracing_state() is not None
+    is_forward_mode = torch.autograd.forward_ad._current_level >= 0
+    return is_transformed or is_tracing or is_forward_mode or torch.compiler.is_compiling()

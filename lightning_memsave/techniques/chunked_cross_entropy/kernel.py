@@ -1,0 +1,336 @@
+"""Cross-entropy of a linear layer without its outputs, as one node of autograd's graph."""
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
+    Call,
+    Gradients,
+    LossSettings,
+    Operands,
+    Shares,
+    plain_numbers,
+    run,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.tied_embedding import hand_over
+from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
+    add_product,
+    compute_logits,
+    scale_and_shift,
+    scaled,
+)
+
+# Of N rows with D numbers, M count; the layer has V classes, of which T make a tile.
+
+
+class TiledGradients:
+    """Gradients of a loss whose normalizers are known.
+
+    Args:
+        call: The loss.
+        needs: For inputs, weights and bias in one row, which have a gradient.
+        scale: What the gradients are multiplied with in the end, in the wide type.
+    """
+
+    def __init__(self, call: Call, needs: tuple[bool, ...], scale: Tensor) -> None:
+        operands, num = call.operands, len(call.operands.inputs)
+        self._call, self._scale = call, scale
+        self._parts = [operands.cast(_counted(x, call.rows), of=x) for x in operands.inputs]
+        self._inputs = [
+            torch.zeros(part.shape, dtype=operands.wide_dtype, device=part.device) if need else None
+            for part, need in zip(self._parts, needs, strict=False)
+        ]
+        self._weights = [
+            torch.empty_like(w) if need else None
+            for w, need in zip(operands.weights, needs[num:], strict=False)
+        ]
+        bias = operands.bias
+        self._bias = None if bias is None or not needs[-1] else torch.empty_like(bias)
+
+    def run(self, normalizers: Tensor, coefficients: Tensor) -> list[Tensor | None]:
+        """Compute them.
+
+        Args:
+            normalizers: (M,) logarithms of the sum of exp(logits).
+            coefficients: (M,) what to multiply the losses with.
+
+        Returns:
+            Gradients of inputs, weights and bias, each in the type of its tensor.
+        """
+        call = self._call
+        shares = Shares(call, coefficients, call.weights_of_rows())
+        size = call.tile_size
+        buffer = normalizers.new_empty(len(normalizers) * min(size, call.num_classes))
+        for start in range(0, call.num_classes, size):
+            tile = slice(start, min(start + size, call.num_classes))
+            width = tile.stop - start
+            logits = buffer[: len(normalizers) * width].view(len(normalizers), width)
+            weights = [
+                call.operands.cast(w[tile], of=x)
+                for x, w in zip(call.operands.inputs, call.operands.weights, strict=True)
+            ]
+            bias = None if call.operands.bias is None else call.operands.bias[tile]
+            compute_logits(logits, self._parts, weights, bias)
+            shift = None if call.operands.shift is None else call.operands.shift[tile]
+            scale_and_shift(logits, call.operands.scale, shift)
+            logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(shares.of_all.unsqueeze(1))
+            _subtract_targets(logits, call.target - start, shares.of_target)
+            class_weight = None if call.class_weight is None else call.class_weight[tile]
+            shares.subtract_from(logits, class_weight)
+            self._add(logits, weights, tile)
+        return [*self._finished_inputs(), *self._weights, self._bias]
+
+    def _add(self, gradient: Tensor, weights: list[Tensor], tile: slice) -> None:
+        for i, (part, weight) in enumerate(zip(self._parts, weights, strict=True)):
+            is_narrow = part.dtype != gradient.dtype and part.device.type == "cuda"
+            narrow = gradient.to(part.dtype) if is_narrow else gradient
+            if (total := self._inputs[i]) is not None:
+                add_product(total, (gradient, narrow), weight, is_first=False)
+            if (result := self._weights[i]) is not None:
+                total = gradient.new_empty(len(weight), part.shape[1])
+                add_product(total, (gradient.t(), narrow.t()), part, is_first=True)
+                result[tile] = total.mul_(self._scale)
+        if self._bias is not None:
+            self._bias[tile] = gradient.sum(0).mul_(self._scale)
+
+    def _finished_inputs(self) -> list[Tensor | None]:
+        found: list[Tensor | None] = []
+        for i, x in enumerate(self._call.operands.inputs):
+            total, self._inputs[i] = self._inputs[i], None
+            if total is not None:
+                total = scaled(total, self._scale, x.dtype)
+                if self._call.rows is not None:
+                    total = torch.zeros_like(x).index_add_(0, self._call.rows, total)
+            found.append(total)
+        return found
+
+
+def tiled_gradients(
+    call: Call,
+    normalizers: Tensor,
+    coefficients: Tensor,
+    scale: Tensor,
+    *,
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Compute the gradients of a weighted sum of losses, tile by tile of the classes.
+
+    Args:
+        call: The loss.
+        normalizers: (M,) logarithms of the sum of exp(logits).
+        coefficients: (M,) what to multiply the losses with.
+        scale: What to multiply the result with, in the wide type.
+        needs: For inputs, weights and bias in one row, which have a gradient.
+
+    Returns:
+        Gradients of inputs, weights and bias, each in the type of its tensor.
+    """
+    with plain_numbers(call):
+        return TiledGradients(call, needs, scale).run(normalizers, coefficients)
+
+
+def _counted(x: Tensor, rows: Tensor | None) -> Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+# Targets in other tiles take nothing away.
+def _subtract_targets(gradient: Tensor, target: Tensor, of_target: Tensor) -> None:
+    width = gradient.shape[1]
+    is_here = (target >= 0) & (target < width)
+    place = target.clamp(0, width - 1).unsqueeze(1)
+    gradient.scatter_add_(1, place, torch.where(is_here, -of_target, 0.0).unsqueeze(1))
+
+
+# Weights whose gradient lies ready for a backward pass that is to come, and where it lies. By
+# weight and weakly: other threads train other weights.
+_READY: Any = WeakIdKeyDictionary()
+
+
+def linear_cross_entropy(
+    operands: Operands,
+    target: Tensor,
+    *,
+    rows: Tensor | None = None,
+    class_weight: Tensor | None = None,
+    settings: LossSettings,
+) -> Tensor:
+    """Compute ``F.cross_entropy(logits[rows], target)`` without the logits.
+
+    Chunks of rows pass one after the other, in 32 bits. Where gradients are wanted they are
+    computed on the way, with three matrix products in all as in the ordinary computation, and
+    backward only scales them. Rows that do not count are left out.
+
+    Args:
+        operands: The linear layer.
+        target: (M,) classes.
+        rows: (M,) the row of the logits that each target is for; ``None`` if M = N, in order.
+        class_weight: (V,), or none.
+        settings: As for ``F.cross_entropy``.
+
+    Returns:
+        The loss, in 32 bits or more.
+    """
+    num_targets = len(target)
+    # One wait for the device, in each call: how many rows count decides the shapes of all chunks.
+    counted = (target != settings.ignore_index).nonzero().squeeze(1)
+    if len(counted) < num_targets:
+        target = target.index_select(0, counted)
+        rows = counted if rows is None else rows.index_select(0, counted)
+    if class_weight is not None:
+        class_weight = class_weight.detach().to(operands.wide_dtype)
+    tensors = (*operands.inputs, *operands.weights, operands.bias)
+    apply: Any = _LinearCrossEntropy.apply  # untyped in torch
+    loss: Tensor = apply(
+        settings,
+        (operands.autocast_dtype, operands.scale),
+        torch.is_grad_enabled(),
+        *(target, rows, class_weight, operands.shift),
+        *tensors,
+    )
+    if settings.reduction == "none" and len(counted) < num_targets:
+        return loss.new_zeros(num_targets).index_copy(0, counted, loss)
+    return loss
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The loss over rows that all count."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        settings: LossSettings,
+        kind: tuple[torch.dtype | None, float],
+        is_grad_enabled: bool,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.settings, ctx.kind = settings, kind
+        ctx.ready = ctx.normalizers = None
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        call = _call_of(ctx, tensors)
+        ctx.weights = [weakref.ref(weight) for weight in call.operands.weights]
+        needs = ctx.needs_input_grad[_NUM_OTHERS:]
+        share, ctx.scale = _share_and_scale(call)
+        is_simple = settings.reduction != "none" and not call.is_tiled
+        if is_grad_enabled and any(needs) and is_simple and not _is_ready(call, needs):
+            losses, _, ctx.ready = run(call, share.expand(len(call.target)), needs)
+            _note(call, needs, ctx.ready)
+        else:
+            losses, ctx.normalizers, _ = run(call)
+        if settings.reduction == "none":
+            return losses
+        return losses.sum() if settings.reduction == "sum" else losses.sum() / _denominator(call)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        (gradient,) = gradients
+        needs = ctx.needs_input_grad[_NUM_OTHERS:]
+        nothing = (None,) * _NUM_OTHERS
+        if gradient is None:
+            return *nothing, *(None for _ in needs)
+        # A graph of the gradients is wanted too, or many of them at once.
+        if torch.is_grad_enabled() or _is_batched(gradient):
+            with torch.enable_grad():
+                return *nothing, *_differentiable(ctx, gradient, needs)
+        ready, ctx.ready = ctx.ready, None
+        if ready is None:
+            found = _computed_now(ctx, gradient, needs)
+        else:
+            found = ready.finish(gradient * ctx.scale)
+        for i, ref in enumerate(ctx.weights, start=len(ctx.weights)):
+            weight = ref()
+            found[i] = found[i] if weight is None else hand_over(weight, found[i])
+        return *nothing, *found
+
+
+def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
+    call = _call_of(ctx, ctx.saved_tensors)
+    if ctx.normalizers is None:  # the gradients that were ready have been used
+        _, ctx.normalizers, _ = run(call)
+    if call.settings.reduction == "none":
+        one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
+        return tiled_gradients(call, ctx.normalizers, gradient, one, needs=needs)
+    share = _share_and_scale(call)[0].expand(len(call.target))
+    return tiled_gradients(call, ctx.normalizers, share, gradient * ctx.scale, needs=needs)
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+# The probability of one class of many is below what half precision holds in full.
+_LARGER = 64
+
+# What stands before the inputs in the arguments of the function.
+_NUM_OTHERS = 7
+
+
+def _call_of(ctx: Any, tensors: tuple[Any, ...]) -> Call:
+    target, rows, class_weight, shift, *rest, bias = tensors
+    inputs, weights = tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :])
+    autocast_dtype, scale = ctx.kind
+    operands = Operands(inputs, weights, bias, autocast_dtype, scale, shift)
+    return Call(operands, target, rows, class_weight, ctx.settings)
+
+
+def _denominator(call: Call) -> Tensor:
+    return call.weights_of_rows().sum()
+
+
+# What a row counts in the loss, in two factors: the second is a power of two. Gradients wait for
+# backward multiplied with the first, so that even half precision holds them, and the second and
+# what scales the loss, mostly another power of two, round nothing.
+def _share_and_scale(call: Call) -> tuple[Tensor, Tensor]:
+    one = torch.ones((), dtype=call.operands.wide_dtype, device=call.target.device)
+    share, scale = one, one
+    if call.settings.reduction == "mean" and len(call.target):
+        share, exponent = torch.frexp(1 / _denominator(call))
+        scale = torch.ldexp(one, exponent)
+    if call.class_weight is None and torch.float16 in call.operands.dtypes:
+        share, scale = share * _LARGER, scale / _LARGER
+    return share, scale
+
+
+def _trained_weights(call: Call, needs: tuple[bool, ...]) -> list[Tensor]:
+    weights = call.operands.weights
+    return [w for w, need in zip(weights, needs[len(weights) :], strict=False) if need]
+
+
+# A model that adds up many losses would hold a gradient of the weight for each of them.
+def _is_ready(call: Call, needs: tuple[bool, ...]) -> bool:
+    refs = [_READY.get(weight) for weight in _trained_weights(call, needs)]
+    return any(ref is not None and ref() is not None for ref in refs)
+
+
+def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
+    for weight in _trained_weights(call, needs):
+        _READY[weight] = weakref.ref(ready)
+
+
+def _differentiable(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
+    # Of their own: what goes in may depend on the weight too.
+    tensors = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
+    call = _call_of(ctx, tuple(tensors))
+    operands, settings = call.operands, call.settings
+    logits = torch.zeros((), dtype=operands.wide_dtype, device=call.target.device)
+    for x, weight in zip(operands.inputs, operands.weights, strict=True):
+        product = nn.functional.linear(operands.cast(x, of=x), operands.cast(weight, of=x))
+        logits = logits + product.to(operands.wide_dtype)
+    logits = (logits if operands.bias is None else logits + operands.bias) * operands.scale
+    logits = logits if operands.shift is None else logits + operands.shift
+    loss = nn.functional.cross_entropy(
+        logits if call.rows is None else logits.index_select(0, call.rows),
+        call.target,
+        call.class_weight,
+        reduction=settings.reduction,
+        label_smoothing=settings.label_smoothing,
+    )
+    leaves: tuple[Any, ...] = (*operands.inputs, *operands.weights, operands.bias)
+    wanted = [tensor for tensor, need in zip(leaves, needs, strict=True) if need]
+    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
+    return [next(found) if need else None for need in needs]

@@ -1,0 +1,417 @@
+"""A matrix product that waits to be asked for, and what is known of it meanwhile."""
+
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import Operands
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Place of a tensor in a matrix (N, V), or in a copy of such a tensor.
+
+    Args:
+        size: Shape of the tensor.
+        stride: In numbers of the matrix, as torch has it.
+        offset: Where the tensor begins.
+        num_rows: N, of the matrix that it is a view of.
+        num_classes: V.
+        copied: What that matrix is a copy of, row by row; ``None`` for the layer's own output.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    num_rows: int
+    num_classes: int
+    copied: "Layout | None" = None
+
+    @classmethod
+    def of_whole(cls, lead: tuple[int, ...], num_classes: int) -> "Layout":
+        """Describe the output of a layer.
+
+        Args:
+            lead: Shape of its input without the last axis.
+            num_classes: V.
+
+        Returns:
+            The layout.
+        """
+        twin = torch.empty((*lead, num_classes), device="meta")
+        return cls(tuple(twin.shape), tuple(twin.stride()), 0, math.prod(lead), num_classes)
+
+    @property
+    def class_dim(self) -> int | None:
+        """The axis of the classes, or ``None`` if the tensor does not hold whole rows."""
+        places = list(enumerate(zip(self.size, self.stride, strict=True)))
+        dims = [i for i, place in places if place == (self.num_classes, 1)]
+        others = [stride for i, (size, stride) in places if i not in dims and size > 1]
+        is_whole = all(stride % self.num_classes == 0 for stride in (*others, self.offset))
+        return dims[0] if len(dims) == 1 and is_whole else None
+
+    def twin(self, dtype: torch.dtype) -> Tensor:
+        """Make a tensor without memory of the same shape and place.
+
+        Args:
+            dtype: Its type.
+
+        Returns:
+            A tensor on the device "meta".
+        """
+        matrix = torch.empty(self.num_rows * self.num_classes, dtype=dtype, device="meta")
+        return matrix.as_strided(self.size, self.stride, self.offset)
+
+    def of_view(self, view: Tensor) -> "Layout":
+        """Describe a view.
+
+        Args:
+            view: Of the twin.
+
+        Returns:
+            Its layout.
+        """
+        size, stride, offset = tuple(view.shape), tuple(view.stride()), view.storage_offset()
+        return Layout(size, stride, int(offset), self.num_rows, self.num_classes, self.copied)
+
+    def of_copy(self, copy: Tensor) -> "Layout | None":
+        """Describe a copy, in the same order and perhaps another shape.
+
+        Args:
+            copy: Of the twin.
+
+        Returns:
+            Its layout, or ``None`` if rows are not whole or not in order any more.
+        """
+        same_place = (tuple(copy.shape), copy.stride()) == (self.size, self.stride)
+        if same_place and copy.numel() == self.num_rows * self.num_classes:
+            return self
+        is_last = self.class_dim == len(self.size) - 1 and copy.shape[-1:] == self.size[-1:]
+        if not is_last or not copy.is_contiguous():
+            return None
+        num_rows = copy.numel() // self.num_classes
+        size, stride = tuple(copy.shape), copy.stride()
+        return Layout(size, stride, 0, num_rows, self.num_classes, copied=self)
+
+    def rows(self, device: torch.device) -> Tensor | None:
+        """List the rows of the layer's output that the tensor shows, in order.
+
+        Args:
+            device: Where to put the list.
+
+        Returns:
+            (M,), or ``None`` if these are all rows in order.
+        """
+        before = None if self.copied is None else self.copied.rows(device)
+        kept = [i for i in range(len(self.size)) if i != self.class_dim]
+        size = [self.size[i] for i in kept]
+        stride = [self.stride[i] // self.num_classes for i in kept]
+        start = self.offset // self.num_classes
+        in_order = [math.prod(size[i + 1 :]) for i in range(len(size))]
+        # An axis of length one may have any stride.
+        is_in_order = all(a == b or n == 1 for a, b, n in zip(stride, in_order, size, strict=True))
+        if math.prod(size) == self.num_rows and is_in_order:
+            return before
+        if before is None:
+            before = torch.arange(self.num_rows, device=device)
+        return before.as_strided(size, stride, start).flatten()
+
+
+_NUM_NUMBERS = 64
+
+
+class Witness:
+    """What a tensor was like.
+
+    Args:
+        tensor: Is not held.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._version = _version_of(tensor)
+        self._storage = tensor.untyped_storage()._cdata
+        self._numbers = _some_numbers(tensor)
+
+    def is_true_of(self, tensor: Tensor, *, may_wait: bool) -> bool:
+        """Say whether the tensor is as it was.
+
+        Args:
+            tensor: The same tensor.
+            may_wait: Whether to look at some of its numbers too, for which a GPU must be waited
+                for. Without, changes through ``.data`` and in inference mode are not seen.
+
+        Returns:
+            False if it has changed.
+        """
+        if _version_of(tensor) != self._version:
+            return False
+        if tensor.untyped_storage()._cdata != self._storage:
+            return False
+        # Numbers that are no numbers are what they were too.
+        return not may_wait or torch.allclose(
+            _some_numbers(tensor), self._numbers, rtol=0.0, atol=0.0, equal_nan=True
+        )
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+# An odd step, so that with an even width not all of them are of one column.
+@torch.no_grad()
+def _some_numbers(tensor: Tensor) -> Tensor:
+    step = tensor.numel() // _NUM_NUMBERS | 1
+    if tensor.is_contiguous():
+        return tensor.view(-1)[::step].clone()
+    # Not `flatten`, which would copy all of it.
+    places = torch.arange(0, tensor.numel(), step, device=tensor.device)
+    return tensor[torch.unravel_index(places, tensor.shape)]
+
+
+_LIVE: "weakref.WeakValueDictionary[int, Product]" = weakref.WeakValueDictionary()
+
+
+def live_products() -> "list[Product]":
+    """List all products that a tensor or a graph still holds, whatever other threads make."""
+    return [product for ref in _LIVE.valuerefs() if (product := ref()) is not None]
+
+
+class Product:
+    """The output of a linear layer that has not been computed.
+
+    Args:
+        operands: The layer, and inputs of shape (..., D).
+        dtype: Type of the output.
+        settings: Of its head.
+    """
+
+    def __init__(self, operands: Operands, dtype: torch.dtype, settings: "HeadSettings") -> None:
+        self.operands = operands
+        self.dtype = dtype
+        self.settings = settings
+        self.device = operands.weights[0].device
+        self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
+        """All that stands for the output or a part of it."""
+        self.is_pinned = False
+        """Whether a loss must use computed logits: they were changed, or a hook is on them."""
+        self.has_loss = False
+        """Whether a loss was computed without logits."""
+        self.has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
+        """Whether gradients can be asked for."""
+        self._witnesses = [Witness(tensor) for tensor in self.tensors()]
+        _LIVE[id(self)] = self
+
+    def whole(self) -> "Part":
+        """Describe the whole output.
+
+        Returns:
+            The first part.
+        """
+        lead, num_classes = self.operands.inputs[0].shape[:-1], len(self.operands.weights[0])
+        layout = Layout.of_whole(lead, num_classes)
+        return Part(self, layout, self.dtype, requires_grad=self.has_graph)
+
+    def flat_operands(self, affine: tuple[float, Tensor | None]) -> Operands:
+        """Give what it is computed from as matrices.
+
+        Args:
+            affine: As of a part.
+
+        Returns:
+            The layer, with inputs of shape (N, D).
+        """
+        scale, shift = affine
+        inputs = tuple(x.reshape(-1, x.shape[-1]) for x in self.operands.inputs)
+        return replace(self.operands, inputs=inputs, scale=scale, shift=shift)
+
+    def tensors(self) -> list[Tensor]:
+        """List what it is computed from.
+
+        Returns:
+            Inputs, weights and bias.
+        """
+        operands = self.operands
+        found = (*operands.inputs, *operands.weights, operands.bias)
+        return [tensor for tensor in found if tensor is not None]
+
+    def compute(self, tensors: list[Tensor] | None = None) -> Tensor:
+        """Compute the output as the layer does.
+
+        Args:
+            tensors: What to take in place of `tensors`.
+
+        Returns:
+            The logits, with their graph where gradients are on.
+
+        Raises:
+            IncompatibleError: If inputs or weights have changed since.
+        """
+        self.check_unchanged()
+        dtype, num = self.operands.autocast_dtype, len(self.operands.inputs)
+        tensors = self.tensors() if tensors is None else tensors
+        bias = None if self.operands.bias is None else tensors[-1]
+        # The cache would keep a copy of the weight.
+        with torch.autocast(
+            self.device.type, dtype, enabled=dtype is not None, cache_enabled=False
+        ):
+            (x, weight), *others = zip(tensors[:num], tensors[num:], strict=False)
+            logits = nn.functional.linear(x, weight, bias)
+            for x, weight in others:
+                logits = logits + nn.functional.linear(x, weight)
+            return logits.to(self.dtype)
+
+    def check_unchanged(self, *, may_wait: bool = True) -> None:
+        """Make sure that what is computed now is what was meant.
+
+        Args:
+            may_wait: Whether a GPU may be waited for; on a CPU nothing has to be.
+
+        Raises:
+            IncompatibleError: If inputs or weights have changed since.
+        """
+        tensors = self.tensors()
+        may_wait = (may_wait or self.device.type == "cpu") and not is_fake(tensors[0])
+        for i, (tensor, witness) in enumerate(zip(tensors, self._witnesses, strict=True)):
+            if not witness.is_true_of(tensor, may_wait=may_wait):
+                is_input = i < len(self.operands.inputs)
+                problem = _changed_input(self.settings.name) if is_input else _changed_weights()
+                raise IncompatibleError("chunked_cross_entropy", [problem])
+
+
+@dataclass
+class HeadSettings:
+    """What is kept with a head.
+
+    Args:
+        name: Name of its module.
+        chunk_size: Rows at once in the loss; ``None`` chooses.
+    """
+
+    name: str
+    chunk_size: int | None = None
+    has_warned: bool = False
+    """Whether it has been said that its logits were computed."""
+
+
+class Part:
+    """A tensor that shows a product or a part of it.
+
+    Args:
+        product: The product.
+        layout: Which part.
+        dtype: Type of the tensor.
+        requires_grad: Whether it has a graph.
+        parent: What it was made of; ``None`` for the whole product.
+        make: Makes its numbers from those of the parent.
+    """
+
+    def __init__(
+        self,
+        product: Product,
+        layout: Layout,
+        dtype: torch.dtype,
+        *,
+        requires_grad: bool,
+        parent: "Part | None" = None,
+        make: Callable[[Tensor], Tensor] = Tensor.detach,
+    ) -> None:
+        self.product = product
+        self.layout = layout
+        self.dtype = dtype
+        self.requires_grad = requires_grad
+        self._had_grad = torch.is_grad_enabled()
+        self._parent = parent
+        self._make = make
+        self.affine: tuple[float, Tensor | None] = (1.0, None)
+        """What the rows are multiplied with, and the vector that is added then."""
+        self.computed: Tensor | None = None
+        """The ordinary tensor, once something has asked for it."""
+        self.shown: Callable[[], Tensor | None] = _nothing
+        """Gives the tensor that stands for it, as long as somebody has it."""
+        product.parts.add(self)
+
+    def compute(self) -> Tensor:
+        """Make an ordinary tensor of it; the same one each time.
+
+        Returns:
+            The tensor, with the graph that it would have had.
+        """
+        if self.computed is None:
+            # Not as things are where it is asked for, but as they were where it was made.
+            is_inference = self.product.operands.inputs[0].is_inference()
+            with torch.inference_mode(is_inference), torch.set_grad_enabled(self._had_grad):
+                self.computed = self.compute_from(None)
+        return self.computed
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether there are ordinary logits that this can be taken from."""
+        parent = self._parent
+        return self.computed is not None or (parent is not None and parent.is_computed)
+
+    def compute_from(self, output: Tensor | None) -> Tensor:
+        """Make an ordinary tensor from the whole product.
+
+        Args:
+            output: The product; ``None`` computes it.
+
+        Returns:
+            The tensor.
+        """
+        if self._parent is not None:
+            parent = self._parent
+            return self._make(parent.compute() if output is None else parent.compute_from(output))
+        return self.product.compute() if output is None else output
+
+
+def _nothing() -> None:
+    return None
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Say whether a tensor has no data.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        True if it is one of torch's fake tensors.
+    """
+    # If nobody has imported it, nothing is one.
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is an ordinary one, with memory of its own.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        False for subclasses that mean something else, such as DTensor.
+    """
+    return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
+
+
+def _changed_weights() -> Problem:
+    return Problem(
+        "logits that are first looked at after a step of the optimizer",
+        "they are computed when they are asked for, and the weights have changed, in a step or by "
+        "an exchange for others such as averages",
+        "Use them, or call `.clone()` on them, before that.",
+    )
+
+
+def _changed_input(name: str) -> Problem:
+    return Problem(
+        f"an in-place change of what `{name}` was given",
+        "logits are computed when they are asked for, and would be those of other inputs",
+        f"Change a copy, call `.clone()` on the logits first, or leave `{name}` out of `heads`.",
+    )

@@ -1,0 +1,203 @@
+"""Cross-entropy on a linear head, without the logits."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import nn
+
+from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors
+from lightning_memsave.core.patching import (
+    is_patched_with,
+    is_undone,
+    patch_method,
+    previous_method,
+)
+from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques.chunked_cross_entropy import tied_embedding
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
+from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads, read_head
+from lightning_memsave.techniques.chunked_cross_entropy.products import (
+    HeadSettings,
+    Product,
+)
+
+_SETTINGS = "_memsave_head"
+
+
+@dataclass(frozen=True)
+class ChunkedCrossEntropy(Technique[nn.Module]):
+    """Compute the loss of a linear head in chunks, so that its logits are never there.
+
+    Logits and what cross-entropy makes of them take up to 16 bytes per token and word of the
+    vocabulary; one chunk of them takes a quarter of the head's weight. Tokens without a label are
+    left out, which for masked language models makes the head several times faster.
+
+    Args:
+        heads: The linear layers: names, class names, classes, ``"re:..."`` regular expressions
+            over module names, compiled expressions, or functions of name and module. ``None``
+            finds them: what Hugging Face's ``get_output_embeddings`` gives, and in other models
+            layers outside of the blocks with at least 1,024 outputs and more outputs than inputs.
+        chunk_size: Rows (tokens) of logits at once. ``"auto"`` makes a chunk about as large as the
+            inputs of the head or a quarter of its weight in 32 bits. Smaller ones take longer.
+
+    Raises:
+        ConfigurationError: If ``heads`` or ``chunk_size`` is none of these.
+
+    Note:
+        Exactness is *rounding*: sums over tokens have another order, and in low precision losses
+        and gradients are closer to those of 32 bits. The head returns a tensor that stands for the
+        logits. ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` take it as it is, through views,
+        slices, transpositions and changes of type, and so does ``argmax`` over classes. Any other
+        use makes ordinary logits of it, once and for all uses, and saves nothing. So do targets
+        that are probabilities, hooks on the logits, and losses built by hand from ``log_softmax``.
+        Logits that are first looked at after the optimizer's step are an error.
+        ``torch.autograd.grad`` of the loss with respect to the logits does not find them. LoRA on
+        the head is part of it; 8-bit and 4-bit heads, DTensor weights and ``torch.compile`` run as
+        they are. An ``nn.Embedding`` with the head's weight adds its gradient to the head's.
+
+    Example:
+        >>> model = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 5000))
+        >>> with ChunkedCrossEntropy().apply(model) as handle:
+        ...     tokens = torch.arange(8)
+        ...     nn.functional.cross_entropy(model(tokens), tokens).backward()
+        ...     handle.changes
+        ('1',)
+
+    References:
+        Wijmans et al. (2024), Cut Your Losses in Large-Vocabulary Language Models,
+        arXiv:2411.09009.
+    """
+
+    name: ClassVar[str] = "chunked_cross_entropy"
+    exactness: ClassVar[Exactness] = Exactness.ROUNDING
+    source: ClassVar[str] = "Wijmans et al. (2024), arXiv:2411.09009"
+
+    heads: BlockSelector | Sequence[BlockSelector] | None = None
+    _: KW_ONLY
+    chunk_size: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        size = self.chunk_size
+        if size != "auto" and (type(size) is not int or size < 1):
+            raise ConfigurationError(
+                f"`chunk_size={size!r}` is not a number of tokens: it must be at least 1. "
+                'Use "auto", or for example 512.'
+            )
+        if self.heads is not None:
+            object.__setattr__(self, "heads", _as_heads(self.heads))
+
+    def check(self, target: nn.Module) -> list[Problem]:
+        """Find every reason why ``apply`` would be refused; changes nothing.
+
+        Args:
+            target: The model.
+
+        Returns:
+            All problems, empty if there are none.
+        """
+        heads, _ = self._find(target)
+        return [
+            Problem(
+                f"`{block.name}`",
+                "its loss is computed in chunks already",
+                "Undo the first `ChunkedCrossEntropy` before applying another.",
+            )
+            for block in heads
+            if is_patched_with(block.module, forward)
+        ]
+
+    def _apply(self, target: nn.Module) -> Handle[nn.Module]:
+        heads, skipped = self._find(target)
+        if not heads and not skipped:
+            skipped = [self._nothing_found(target)]
+        undo = []
+        for block in heads:
+            undo.append(patch_method(block.module, forward))
+            chunk_size = None if self.chunk_size == "auto" else self.chunk_size
+            undo.append(_set(block.module, HeadSettings(block.name, chunk_size)))
+        tied = _tied_embeddings(target, heads)
+        undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
+        names = ", ".join(f"`{block.name}`" for block in heads)
+        # A wide layer is taken for a head by its shape alone.
+        summary = f"no logits of {names} where a cross-entropy follows" if heads else ""
+        if tied:
+            names = ", ".join(f"`{block.name}`" for block in tied)
+            summary += f", one gradient for it and {names}"
+        return Handle(target, [block.name for block in heads], skipped, undo, summary)
+
+    def _find(self, target: nn.Module) -> tuple[list[Block], list[str]]:
+        heads: Any = self.heads
+        found, skipped = find_heads(target, heads)
+        free = [block for block in found if not _is_replaced(block.module)]
+        skipped += [
+            f"`{block.name}` stays as it is: somebody has replaced its `forward`"
+            for block in found
+            if _is_replaced(block.module)
+        ]
+        return free, skipped
+
+    def _nothing_found(self, model: nn.Module) -> str:
+        name = type(model).__name__
+        if self.heads is not None:
+            return f"nothing in `{name}` matches `heads={self.heads!r}`"
+        return (
+            f"no linear layer of `{name}` with at least 1,024 outputs, and more outputs than "
+            'inputs, is outside of its blocks. Name it: `ChunkedCrossEntropy(heads="lm_head")`'
+        )
+
+
+# The name is the one of the method that it replaces.
+def forward(head: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Give what stands for the head's output.
+
+    Args:
+        head: A linear layer.
+        *args: Its input.
+        **kwargs: Or its input by name.
+
+    Returns:
+        The logits.
+    """
+    run = previous_method(head, "forward")
+    values = (*args, *kwargs.values())
+    if is_undone(head, "forward") or len(values) != 1 or not isinstance(values[0], torch.Tensor):
+        return run(*args, **kwargs)
+    found = read_head(head, values[0])
+    if found is None:
+        return run(*args, **kwargs)
+    operands, dtype = found
+    return defer(Product(operands, dtype, vars(head)[_SETTINGS]))
+
+
+def _tied_embeddings(model: nn.Module, heads: list[Block]) -> list[Block]:
+    weights: list[Any] = [getattr(block.module, "weight", None) for block in heads]
+    return [
+        Block(name, module)
+        for name, module in model.named_modules()
+        if any(tied_embedding.can_share(module, w) for w in weights if w is not None)
+        and not _is_replaced(module)
+    ]
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    method = vars(module).get("forward")
+    own = (None, forward, tied_embedding.forward, type(module).forward)
+    return getattr(method, "__func__", method) not in own
+
+
+def _set(head: nn.Module, settings: HeadSettings) -> Callable[[], None]:
+    vars(head)[_SETTINGS] = settings
+    return lambda: vars(head).pop(_SETTINGS, None)
+
+
+def _as_heads(heads: Any) -> tuple[BlockSelector, ...]:
+    try:
+        return as_selectors(heads)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f'`heads={heads!r}` does not choose heads. Pass a name such as "lm_head", a class, '
+            '"re:" and a regular expression over module names, or a function of name and module.'
+        ) from error

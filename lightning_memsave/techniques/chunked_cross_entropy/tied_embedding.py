@@ -1,0 +1,142 @@
+"""One gradient for a weight that is both embedding and head.
+
+Backward comes to the head first. Its gradient of the weight is handed to the embedding, which adds
+its own to the rows of the words that occurred. Otherwise the embedding would make a gradient of
+the whole vocabulary to be added to that of the head.
+"""
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_memsave.core.patching import is_undone, previous_method
+from lightning_memsave.techniques.chunked_cross_entropy.heads import is_traced
+from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
+
+aten = torch.ops.aten
+# The nodes in graphs that stand for a use of a weight as embedding; by weight and weakly, as what
+# other threads train are other weights.
+_NODES: Any = WeakIdKeyDictionary()
+
+
+def can_share(module: nn.Module, weight: Tensor) -> bool:
+    """Say whether a module is an embedding that can add its gradient to that of a head.
+
+    Args:
+        module: Any module.
+        weight: Of the head.
+
+    Returns:
+        True if it is a plain embedding with this weight.
+    """
+    return (
+        isinstance(module, nn.Embedding)
+        and type(module).forward is nn.Embedding.forward
+        and module.weight is weight
+        and module.max_norm is None
+        and not module.sparse
+        and not module.scale_grad_by_freq
+    )
+
+
+# The name is the one of the method that it replaces.
+def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
+    """Look words up.
+
+    Args:
+        embedding: An embedding with the weight of a head.
+        input: Numbers of words.
+
+    Returns:
+        Their vectors.
+    """
+    weight = embedding.weight
+    has_graph = torch.is_grad_enabled() and weight.requires_grad
+    if not has_graph or is_undone(embedding, "forward") or is_traced() or not is_plain(weight):
+        plain: Tensor = previous_method(embedding, "forward")(input)
+        return plain
+    padding = -1 if embedding.padding_idx is None else embedding.padding_idx
+    apply: Any = _Embedding.apply  # untyped in torch
+    vectors: Tensor = apply(weight, input, padding)
+    return vectors
+
+
+def hand_over(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+    """Give the gradient of a head's weight to the embeddings that come later in this backward pass.
+
+    Args:
+        weight: The weight.
+        gradient: Its gradient, in its type; it will be changed.
+
+    Returns:
+        ``None`` if it was given to them, and the gradient if there are none.
+    """
+    if gradient is None or torch.is_grad_enabled():
+        return gradient
+    task = torch._C._current_graph_task_id()
+    will_run = torch._C._will_engine_execute_node
+    nodes = [n for n in _NODES.get(weight, ()) if n.last_task != task and will_run(n)]
+    if not nodes:
+        return gradient
+    held = nodes[0].held
+    if held is not None and held.task == task:  # of another loss
+        held.gradient += gradient
+        return None
+    held = _Held(task, gradient, len(nodes))
+    for node in nodes:
+        node.held = held
+    return None
+
+
+class _Held:
+    """A gradient on its way; the graph holds it, so that it is gone when the graph is."""
+
+    def __init__(self, task: int, gradient: Tensor, num_waiting: int) -> None:
+        self.task = task
+        self.gradient = gradient
+        self.num_waiting = num_waiting
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, input: Tensor, padding: int) -> Any:
+        ctx.save_for_backward(input)
+        ctx.set_materialize_grads(False)
+        ctx.padding, ctx.num_words = padding, len(weight)
+        ctx.held, ctx.last_task = None, None
+        _NODES.setdefault(weight, WeakSet()).add(ctx)
+        return aten.embedding(weight, input, padding)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        (gradient,) = gradients
+        (input,) = ctx.saved_tensors
+        held, ctx.held = ctx.held, None
+        ctx.last_task = torch._C._current_graph_task_id()
+        if held is None or held.task != ctx.last_task:
+            if gradient is None:
+                return None, None, None
+            whole = aten.embedding_dense_backward
+            return whole(gradient, input, ctx.num_words, ctx.padding, False), None, None
+        if gradient is not None:
+            _add_rows(held.gradient, gradient.flatten(0, -2), input.flatten(), ctx.padding)
+        held.num_waiting -= 1
+        return None if held.num_waiting else held.gradient, None, None
+
+
+# Sums per word first: always in the same order, and rounded once.
+def _add_rows(total: Tensor, gradient: Tensor, words: Tensor, padding: int) -> None:
+    wide = torch.promote_types(total.dtype, torch.float32)
+    # One wait for the device, in each backward pass: the number of different words is a shape.
+    rows, index = torch.unique(words, return_inverse=True)
+    sums = aten.embedding_dense_backward(gradient.to(wide), index, len(rows), -1, False)
+    if padding >= 0:
+        sums.masked_fill_((rows == padding).unsqueeze(1), 0.0)
+    if total.dtype == wide:
+        total.index_add_(0, rows, sums)
+    else:
+        sums += total.index_select(0, rows)
+        total.index_copy_(0, rows, sums.to(total.dtype))

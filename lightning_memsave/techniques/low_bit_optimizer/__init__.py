@@ -1,0 +1,1 @@
+"""Optimizers whose state has 8 bits."""

@@ -1,0 +1,496 @@
+"""bitsandbytes' optimizers with the number of bits chosen per parameter, imported on first use."""
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import logging
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
+    KIND_BY_WORD,
+    Kind,
+)
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
+    check_states,
+    check_structure,
+)
+
+
+def update_all(optimizer: Any) -> None:
+    """Update every parameter that has a gradient.
+
+    bitsandbytes waits for the GPU after each parameter. Its kernels and copies of pages all go to
+    CUDA's default stream, one after the other. Work of torch on another stream is put in order with
+    them on the GPU; the host waits for paged state only, which it may read at once.
+
+    Args:
+        optimizer: One of bitsandbytes'; gradients are switched off.
+    """
+    if not optimizer.initialized:
+        optimizer.check_overrides()
+        optimizer.to_gpu()
+        optimizer.initialized = True
+    paged_on = set()
+    for group_index, group in enumerate(optimizer.param_groups):
+        for param_index, param in enumerate(group["params"]):
+            if param.grad is None:
+                continue
+            is_new = not optimizer.state[param]
+            with _in_order(param.device):
+                if is_new:
+                    optimizer.init_state(group, param, group_index, param_index)
+                optimizer.prefetch_state(param)
+                optimizer.update_step(group, param, group_index, param_index)
+            if param.device.type == "xpu":  # where nobody has tried to do without
+                _synchronize(param.device)
+            elif optimizer.is_paged and param.device.type == "cuda":
+                paged_on.add(param.device)
+                # The host writes to new pages, which on some systems it must not beside a kernel.
+                if is_new:
+                    _synchronize(param.device)
+    for device in paged_on:
+        _synchronize(device)
+
+
+@contextlib.contextmanager
+def _in_order(device: torch.device) -> Iterator[None]:
+    """Put kernels on CUDA's default stream in order with the work on the current one."""
+    if device.type != "cuda":
+        yield
+        return
+    default, current = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+    if current == default:
+        yield
+        return
+    default.wait_stream(current)
+    yield
+    current.wait_stream(default)
+
+
+def _synchronize(device: torch.device) -> None:
+    torch.get_device_module(device).synchronize(device)
+
+
+if TYPE_CHECKING:
+    _Base = torch.optim.Optimizer
+else:
+    _Base = object
+
+# Its optimizers read other settings before, and had no kernels for the CPU.
+_LOWEST = (0, 50)
+# What is used and is not documented, beside attributes that the tiny step needs.
+_PRIVATE_NAMES = {
+    "bitsandbytes.functional": (
+        "GlobalPageManager",
+        "create_dynamic_map",
+        "dequantize_blockwise",
+        "get_paged",
+        "optimizer_update_32bit",
+        "quantize_blockwise",
+    ),
+    "bitsandbytes.optim.optimizer": ("GlobalOptimManager", "Optimizer1State", "Optimizer2State"),
+}
+_PRIVATE_METHODS = (
+    "check_overrides",
+    "get_config",
+    "get_state_buffer",
+    "init_state",
+    "prefetch_state",
+    "to_gpu",
+    "update_step",
+)
+_NOT_COPIED = {"mng", "page_mng", "step"}
+_MIN_PAGED_NUMEL = 100_000
+
+
+class _PerParameterBits(_Base):
+    """What every optimizer that we make adds to its bitsandbytes class.
+
+    The groups stay in the words of torch's class (``momentum``, not ``betas``, for SGD), so that
+    schedulers, loggers and the user's own code go on finding what they look for.
+    """
+
+    memsave_kind: str
+    memsave_class_name: str
+    min_8bit_size: int
+    couples_weight_decay: bool
+    bits_by_param: dict[torch.Tensor, int]
+    is_paged: bool
+    mng: object
+    page_mng: Any
+
+    def uses_8bit(self, param: torch.Tensor) -> bool:
+        """Return whether the state of this parameter has 8 bits."""
+        if param.numel() < self.min_8bit_size:
+            return False
+        # A parameter that came later, from `add_param_group`, is not in the table.
+        return self.bits_by_param.get(param, 8 if param.ndim > 1 else 32) == 8
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Return what the closure gives, after updating the parameters."""
+        self._opt_called = True
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Not `super().step`, which waits for the GPU after each parameter.
+        with torch.no_grad():
+            update_all(self)
+        return loss
+
+    # Learning rate schedulers look for this mark, and for `_opt_called`, to see that steps are
+    # counted. They would put a closure on the instance, which cannot be pickled.
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+    def check_overrides(self) -> None:
+        """Ignore bitsandbytes' process-wide overrides: they are meant for other optimizers."""
+
+    def get_config(
+        self, group_index: int, param_index: int, group: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """Return the settings of one parameter in the words of bitsandbytes."""
+        param = self.param_groups[group_index]["params"][param_index]
+        family = KIND_BY_WORD[self.memsave_kind].family
+        betas = {"momentum": ("momentum",), "rmsprop": ("alpha",)}.get(family)
+        slow = family == "ademamix"
+        return {
+            "betas": group["betas"] if betas is None else (group[betas[0]], 0.0),
+            "eps": group["eps"] if family not in {"lion", "momentum"} else 0.0,
+            "weight_decay": 0.0 if self._couples(group) else group["weight_decay"],
+            "lr": float(group["lr"]),
+            "alpha": group["alpha"] if slow else 0.0,
+            "t_alpha": group["t_alpha"] if slow else None,
+            "t_beta3": group["t_beta3"] if slow else None,
+            "optim_bits": 8 if self.uses_8bit(param) else 32,
+            "min_8bit_size": self.min_8bit_size,
+            "max_unorm": 0.0,
+            "skip_zeros": False,
+        }
+
+    def init_state(
+        self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
+    ) -> None:
+        """Make the state of one parameter."""
+        # The kernels go by the order in memory; the state is made with the parameter's strides.
+        p.data = p.data.contiguous()
+        super().init_state(group, p, group_index, param_index)  # type: ignore[misc]
+
+    def update_step(
+        self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
+    ) -> None:
+        """Update one parameter."""
+        _check_gradient(p)
+        if self._lacks_kernel(p):
+            self._update_in_float32(group, p, group_index, param_index)
+            return
+        if not self._couples(group) or group["weight_decay"] == 0:
+            super().update_step(group, p, group_index, param_index)  # type: ignore[misc]
+            return
+        # torch's Adam adds the decay to the gradient; bitsandbytes' Adam shrinks the parameter.
+        # One parameter at a time, so that there is never a second copy of all gradients.
+        grad = p.grad
+        assert grad is not None, "bitsandbytes only comes here with a gradient"
+        try:
+            p.grad = grad.add(p, alpha=group["weight_decay"])
+            super().update_step(group, p, group_index, param_index)  # type: ignore[misc]
+        finally:
+            p.grad = grad
+
+    def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
+        """Load a state, after a check that its tensors are as large as the parameters."""
+        check_structure(state_dict)
+        sizes, own = (
+            [len(g["params"]) for g in d] for d in (state_dict["param_groups"], self.param_groups)
+        )
+        if sizes == own:  # otherwise bitsandbytes refuses it, in torch's words
+            check_states(state_dict, self.param_groups)
+        # A paged state may be larger than the GPU: it goes from the host to its pages.
+        super().load_state_dict(  # type: ignore[call-arg]
+            state_dict, move_to_device and not self.is_paged
+        )
+        if self.is_paged:
+            self._page_all()
+
+    def prefetch_state(self, p: torch.Tensor) -> None:
+        """Bring the state near, after paging again what a checkpoint load has put on the GPU."""
+        if self.is_paged and p.device.type != "cpu":
+            for key in ("state1", "state2"):
+                self._page(p, key)
+        super().prefetch_state(p)  # type: ignore[misc]
+
+    def __repr__(self) -> str:
+        return super().__repr__().replace(" (", " (8-bit)(", 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
+        # Not those of the whole module: a copy of this optimizer must not copy a frozen model.
+        own = {p for group in self.param_groups for p in group["params"]}
+        kept["bits_by_param"] = {p: n for p, n in self.bits_by_param.items() if p in own}
+        return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "mng" not in vars(self):  # a copy, not the end of `load_state_dict`
+            from bitsandbytes.functional import GlobalPageManager  # noqa: PLC0415
+            from bitsandbytes.optim.optimizer import GlobalOptimManager  # noqa: PLC0415
+
+            self.mng = GlobalOptimManager.get_instance()
+            self.page_mng = GlobalPageManager.get_instance()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # The class is made at run time, so pickle cannot find it by name.
+        args = (self.memsave_kind, self.memsave_class_name, type(self).__name__)
+        return _empty, args, self.__getstate__()
+
+    def _couples(self, group: Mapping[str, Any]) -> bool:
+        return self.couples_weight_decay and not group.get("decoupled_weight_decay", False)
+
+    def _lacks_kernel(self, p: torch.Tensor) -> bool:
+        # bitsandbytes' CUDA kernels for one 32-bit state take bfloat16 for Lion only.
+        return (
+            p.is_cuda
+            and p.dtype == torch.bfloat16
+            and KIND_BY_WORD[self.memsave_kind].family in {"momentum", "rmsprop"}
+            and not self.uses_8bit(p)
+        )
+
+    def _update_in_float32(
+        self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
+    ) -> None:
+        import bitsandbytes.functional as F  # noqa: N812, PLC0415
+
+        config, state = self.get_config(group_index, param_index, group), self.state[p]
+        state["step"] += 1
+        assert p.grad is not None, "bitsandbytes only comes here with a gradient"
+        p_float = p.data.contiguous().float()
+        F.optimizer_update_32bit(
+            KIND_BY_WORD[self.memsave_kind].family,
+            p.grad.contiguous().float(),
+            p_float,
+            state["state1"],
+            config["betas"][0],
+            config["eps"],
+            state["step"],
+            config["lr"],
+            weight_decay=config["weight_decay"],
+        )
+        p.data.copy_(p_float)
+
+    def _page_all(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"]):
+            if p.device.type == "cpu" or p not in self.state:
+                continue
+            for key in ("state1", "state2"):
+                self._page(p, key)
+            for key, value in self.state[p].items():
+                if isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False):
+                    self.state[p][key] = value.to(p.device)
+
+    def _page(self, p: torch.Tensor, key: str) -> None:
+        import bitsandbytes.functional as F  # noqa: N812, PLC0415
+
+        tensor = self.state[p].get(key)
+        if tensor is None or p.numel() < _MIN_PAGED_NUMEL or getattr(tensor, "is_paged", False):
+            return
+        paged = F.get_paged(*tensor.shape, dtype=tensor.dtype, device=p.device)
+        paged.copy_(tensor)
+        self.page_mng.paged_tensors.append(paged)
+        self.state[p][key] = paged
+
+
+def import_bitsandbytes(setting: str) -> Any:
+    """Import bitsandbytes, which must not happen before a fit; `setting` is what needs it."""
+    why = _find_wrong_version()
+    if why is not None:
+        raise _unusable(setting, why)
+    # Without the package `kernels` it warns about a 4-bit CPU kernel, which no optimizer uses.
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        import bitsandbytes  # noqa: PLC0415
+    except (ImportError, OSError, RuntimeError) as error:
+        raise _unusable(setting, f"bitsandbytes cannot be imported ({error})") from error
+    finally:
+        logger.setLevel(level)
+    return bitsandbytes
+
+
+def find_obstacle(device: torch.device) -> tuple[str, str] | None:
+    """Find what keeps bitsandbytes from running on a device, and what to do about it."""
+    why = _find_wrong_version()
+    # For a CPU the import, which takes seconds, can wait until an optimizer is made.
+    if why is None and device.type == "cuda":
+        try:
+            import_bitsandbytes("8-bit optimizer state")
+            why = _find_lost_library() or find_changed_names()
+        except MissingDependencyError as error:
+            why = f"bitsandbytes cannot be imported ({error.__cause__})"
+    return None if why is None else (why, f"{_INSTALL}, or set `optimizer=None`.")
+
+
+# Kernels read the parameter as of the gradient's type, unchecked.
+def _check_gradient(param: torch.Tensor) -> None:
+    grad = param.grad
+    if grad is None or grad.dtype == param.dtype:
+        return
+    problem = Problem(
+        f"a parameter of shape {tuple(param.shape)}",
+        f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels take one type",
+        "Let gradients have the type of their parameters, or apply "
+        "`LowPrecisionWeights().round_updates(optimizer)`.",
+    )
+    raise IncompatibleError("low_bit_optimizer", [problem])
+
+
+_INSTALL = f"Run `pip install -U 'bitsandbytes>={'.'.join(map(str, _LOWEST))}'`"
+
+
+def _unusable(setting: str, why: str) -> MissingDependencyError:
+    return MissingDependencyError(
+        f"`{setting}` is not possible: {why}. {_INSTALL}, or set `optimizer=None`."
+    )
+
+
+def _find_wrong_version() -> str | None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return "bitsandbytes is not installed"
+    version = importlib.metadata.version("bitsandbytes")
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= _LOWEST:
+        return None
+    return f"bitsandbytes {version} is older than {'.'.join(map(str, _LOWEST))}"
+
+
+# Then importing it succeeds, and the first kernel raises.
+def _find_lost_library() -> str | None:
+    import bitsandbytes.cextension  # noqa: PLC0415
+
+    library = bitsandbytes.cextension.lib
+    if "ErrorHandlerMock" not in type(library).__name__:
+        return None
+    first = str(getattr(library, "error_msg", "")).partition("\n")[0]
+    return (
+        f"bitsandbytes' CUDA library cannot be loaded ({first}); `python -m bitsandbytes` says more"
+    )
+
+
+@functools.cache
+def find_changed_names() -> str | None:
+    """Find what of bitsandbytes' undocumented side is not as in the versions that were tested."""
+    missing = [
+        f"{module}.{name}"
+        for module, names in _PRIVATE_NAMES.items()
+        for name in names
+        if not hasattr(importlib.import_module(module), name)
+    ]
+    if not missing:
+        from bitsandbytes.optim.optimizer import Optimizer2State  # noqa: PLC0415
+
+        missing = [
+            f"Optimizer2State.{n}" for n in _PRIVATE_METHODS if not hasattr(Optimizer2State, n)
+        ]
+    error = None if missing else _try_step()
+    if not missing and error is None:
+        return None
+    what = f"{', '.join(missing)} is missing" if missing else f"a step on the CPU fails ({error})"
+    return (
+        f"version {importlib.metadata.version('bitsandbytes')} is unknown to this package: {what}"
+    )
+
+
+def _try_step() -> str | None:
+    kind = KIND_BY_WORD["adamw"]
+    with _disable_current_modes():
+        param = torch.nn.Parameter(torch.zeros(4096, device="cpu", dtype=torch.float32))
+        adamw = torch.optim.AdamW([param], lr=0.5)
+        param.grad = torch.ones_like(param)
+        try:
+            settings: Any = {"paged": False, "shown_name": "AdamW", "min_8bit_size": 4096}
+            new = _make(kind, adamw, bits_by_param={param: 8}, **settings)
+            new.step()
+            keys = new.state[param].keys()
+        except (AttributeError, KeyError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+    expected = {"step", *(f"{key}{i}" for key in ("state", "absmax", "qmap") for i in (1, 2))}
+    return None if keys == expected else f"its state is {', '.join(sorted(keys))}"
+
+
+@functools.cache
+def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_PerParameterBits]:
+    """Make the class of an 8-bit optimizer.
+
+    Args:
+        kind_word: Its ``Kind``.
+        class_name: The class in bitsandbytes, paged or not.
+        shown_name: Name of the new class. A converted optimizer keeps the name of its class,
+            because ``LearningRateMonitor`` logs under it.
+
+    Returns:
+        The class. Its qualified name is local, so command lines do not offer it beside torch's.
+    """
+    base = getattr(import_bitsandbytes('optimizer="8bit"').optim, class_name)
+    namespace = {
+        "__module__": __name__,
+        "__qualname__": f"low_bit_class.<locals>.{shown_name}",
+        "memsave_kind": kind_word,
+        "memsave_class_name": class_name,
+    }
+    return type(shown_name, (_PerParameterBits, base), namespace)
+
+
+def build(
+    kind: Kind,
+    optimizer: torch.optim.Optimizer,
+    *,
+    bits_by_param: Mapping[torch.Tensor, int],
+    min_8bit_size: int,
+    paged: bool,
+    shown_name: str,
+) -> torch.optim.Optimizer:
+    """Make the 8-bit optimizer that shares the group dictionaries of another one from now on."""
+    import_bitsandbytes('optimizer="8bit"')
+    on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+    why = (on_gpu and _find_lost_library()) or find_changed_names()
+    if why:
+        raise _unusable('optimizer="8bit"', why)
+    settings: Any = {"min_8bit_size": min_8bit_size, "paged": paged, "shown_name": shown_name}
+    return _make(kind, optimizer, bits_by_param=bits_by_param, **settings)
+
+
+def _make(
+    kind: Kind,
+    optimizer: torch.optim.Optimizer,
+    *,
+    bits_by_param: Mapping[torch.Tensor, int],
+    min_8bit_size: int,
+    paged: bool,
+    shown_name: str,
+) -> torch.optim.Optimizer:
+    class_name = kind.paged_class_name if paged and kind.paged_class_name else kind.class_name
+    cls: Any = low_bit_class(kind.word, class_name, shown_name)
+    momentum = {"momentum": 0.9} if kind.word == "sgd" else {}
+    # With a stand-in parameter: the constructor would write bitsandbytes' own keys into the groups.
+    new = cls([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, **momentum)
+    new.state.clear()
+    new.param_groups = list(optimizer.param_groups)
+    new.defaults = dict(optimizer.defaults)
+    new.min_8bit_size = min_8bit_size
+    new.couples_weight_decay = kind.word == "adam"
+    new.bits_by_param = dict(bits_by_param)
+    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        getattr(new, hooks).update(getattr(optimizer, hooks))
+    result: torch.optim.Optimizer = new
+    return result
+
+
+def _empty(kind_word: str, class_name: str, shown_name: str) -> _PerParameterBits:
+    cls = low_bit_class(kind_word, class_name, shown_name)
+    return cls.__new__(cls)

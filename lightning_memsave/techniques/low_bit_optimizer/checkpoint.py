@@ -1,0 +1,256 @@
+"""The optimizer states of a checkpoint in 8 or in 32 bits, rewritten without the module."""
+
+import glob
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques.low_bit_optimizer.state import (
+    FAMILY_NAMES,
+    convert_state_dict,
+    family_of,
+    is_bitsandbytes,
+)
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
+    check_structure,
+    check_type,
+    flat_state,
+)
+from lightning_memsave.techniques.low_bit_optimizer.state_precision import matches
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.rounded_updates import OWN_STATE
+from lightning_memsave.units import format_bytes
+
+Width = Literal["8bit", "32bit"]
+StateDict = Mapping[str, Any]
+
+# A checkpoint has names and shapes, not classes: what could be an embedding stays 32-bit. Resuming
+# with `MemSaveCallback` converts the rest; the other way round, precision would be lost.
+KEPT_32BIT = ("*bias", "*emb*", "*wte*", "*wpe*")
+
+_TORCH_CLASSES: dict[str, type[Optimizer]] = {"adam": AdamW, "momentum": SGD, "rmsprop": RMSprop}
+# Others keep state of the same names (RAdam, LAMB, Muon), but not this setting.
+_MARKS = {"adam": "amsgrad", "momentum": "dampening", "rmsprop": "centered"}
+
+
+@dataclass(frozen=True, slots=True)
+class StateChange:
+    """What became of one optimizer's state.
+
+    Args:
+        is_converted: Whether it was rewritten.
+        text: What was done, or why nothing was done.
+    """
+
+    is_converted: bool
+    text: str
+
+
+def convert_optimizer_states(
+    checkpoint: Mapping[str, Any], to: Width, keep_32bit: Sequence[str] | None = None
+) -> tuple[dict[str, Any], list[StateChange]]:
+    """Rewrite the optimizer states of a Lightning checkpoint in another format.
+
+    Args:
+        checkpoint: As loaded; it is not changed. Its ``state_dict`` gives names to the states:
+            a state may belong to every parameter of its shape, unless the optimizer was made from
+            ``named_parameters()`` and its groups say it.
+        to: ``"8bit"`` is the format of `LowBitOptimizer`, ``"32bit"`` that of ``torch.optim``.
+        keep_32bit: Shell patterns of parameter names whose state stays 32-bit beside the 8-bit
+            ones; ``None`` stands for names that look like embeddings and biases.
+
+    Returns:
+        A new checkpoint that shares what did not change, and a line for each optimizer.
+
+    Raises:
+        ConfigurationError: If a pattern matches no parameter.
+        IncompatibleError: If no state can be converted, or one of several cannot be brought into
+            the format of ``torch.optim``; the message says why.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(512, 512))
+        >>> adamw = torch.optim.AdamW([weight])
+        >>> weight.sum().backward(); _ = adamw.step()
+        >>> checkpoint = {"state_dict": {"w": weight}, "optimizer_states": [adamw.state_dict()]}
+        >>> narrow, changes = convert_optimizer_states(checkpoint, "8bit")
+        >>> changes[0].text
+        'AdamW -> 8-bit AdamW: 1 of 1 tensors, optimizer state 2.00 MiB -> 522.00 KiB'
+        >>> wide, changes = convert_optimizer_states(narrow, "32bit")
+        >>> wide["optimizer_states"][0]["state"][0]["exp_avg"].dtype, changes[0].text
+        (torch.float32, 'AdamW: 1 of 1 tensors were 8-bit, optimizer state 522.00 KiB -> 2.00 MiB')
+    """
+    states = checkpoint["optimizer_states"]
+    check_type(states, Sequence, "`optimizer_states`")
+    check_type(checkpoint.get("state_dict", {}), Mapping, "`state_dict`")
+    for state_dict in states:
+        check_structure(state_dict)
+    names = [_names(state_dict, checkpoint) for state_dict in states]
+    if keep_32bit is not None:
+        _refuse_unmatched(keep_32bit, names)
+    patterns = KEPT_32BIT if keep_32bit is None else keep_32bit
+    results = [
+        _to_32bit(state_dict) if to == "32bit" else _to_8bit(state_dict, own_names, patterns)
+        for state_dict, own_names in zip(states, names, strict=True)
+    ]
+    kept = {i: result for i, result in enumerate(results) if isinstance(result, _Kept)}
+    # An optimizer without an 8-bit form stays as it is under `MemSaveCallback` too.
+    refused = {i: k for i, k in kept.items() if to == "32bit" and not k.is_right}
+    if len(kept) == len(results):
+        refused = kept
+    if refused:
+        problems = [Problem(f"optimizer {i}", k.why, _fix(to, k)) for i, k in refused.items()]
+        raise IncompatibleError(f"Conversion to {to}", problems)
+    changes = [
+        StateChange(False, r.why) if isinstance(r, _Kept) else StateChange(True, r[1])
+        for r in results
+    ]
+    new = [old if isinstance(r, _Kept) else r[0] for old, r in zip(states, results, strict=True)]
+    return {**checkpoint, "optimizer_states": new}, changes
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Why a state stays as it is, and whether it is right like that."""
+
+    why: str
+    is_right: bool = False
+
+
+_NO_STATE = _Kept("it keeps no state, or has made no step yet", is_right=True)
+
+
+def _fix(to: Width, kept: _Kept) -> str:
+    if to == "8bit" or kept.is_right:
+        return "Resume from the checkpoint as it is."
+    return "Resume from the checkpoint as it is, with `MemSaveCallback` and the same settings."
+
+
+def _to_32bit(state_dict: StateDict) -> tuple[StateDict, str] | _Kept:
+    """Return the state dict in torch's format and what was done, or why it stays."""
+    states = [flat_state(state) for state in state_dict["state"].values() if state]
+    if not states:
+        return _NO_STATE
+    if not any(map(is_bitsandbytes, states)):
+        return _Kept("its state has the 32-bit format of torch already", is_right=True)
+    stand_in = _stand_in(state_dict)
+    if isinstance(stand_in, _Kept):
+        return stand_in
+    converted = convert_state_dict(dict(state_dict), stand_in)
+    num_8bit = sum("absmax1" in state for state in states)
+    before, after = (format_bytes(_num_bytes(d["state"])) for d in (state_dict, converted))
+    return converted, (
+        f"{type(stand_in).__name__}: {num_8bit} of {len(states)} tensors were 8-bit, "
+        f"optimizer state {before} -> {after}"
+    )
+
+
+def _to_8bit(
+    state_dict: StateDict, names: Mapping[Any, Sequence[str]], keep_32bit: Sequence[str]
+) -> tuple[StateDict, str] | _Kept:
+    """Return the state dict in bitsandbytes' format and what was done, or why it stays."""
+    states = [state for state in state_dict["state"].values() if state]
+    if not states:
+        return _NO_STATE
+    if any(map(is_bitsandbytes, states)):
+        return _Kept("its state has the 8-bit format already", is_right=True)
+    stand_in = _stand_in(state_dict)
+    if isinstance(stand_in, _Kept):
+        return stand_in
+    for group, saved in zip(stand_in.param_groups, state_dict["param_groups"], strict=True):
+        group["param_names"] = [str(key) for key in saved["params"]]
+    kept = (glob.escape(str(key)) for key, own in names.items() if matches(own, keep_32bit))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", NoEffectWarning)
+        handle = LowBitOptimizer(keep_32bit=tuple(kept)).apply(stand_in)
+    if not handle.changes:
+        return _Kept("; ".join(handle.skipped))
+    for group in handle.target.param_groups:
+        del group["param_names"]  # ours, not the checkpoint's
+    return convert_state_dict(dict(state_dict), handle.target), handle.summary
+
+
+def _stand_in(state_dict: StateDict) -> Optimizer | _Kept:
+    """Return a torch optimizer as the one that has written this, over parameters without memory."""
+    saved, states = state_dict["param_groups"], state_dict["state"]
+    pairs = [(states[key], g) for g in saved for key in g["params"] if states.get(key)]
+    families = {family_of(state, group) for state, group in pairs}
+    if len(families) > 1:
+        return _Kept(f"it keeps state of several kinds ({', '.join(sorted(families))})")
+    if not families:
+        return _Kept("its state belongs to no parameter of its groups")
+    family = families.pop()
+    if family not in _TORCH_CLASSES:
+        why = f"its state is that of {FAMILY_NAMES.get(family, family)}"
+        return _Kept(why + ", which torch.optim does not have" * (family in FAMILY_NAMES))
+    cls: Any = _TORCH_CLASSES[family]
+    is_from_torch = not any(is_bitsandbytes(state) for state, _ in pairs)
+    if is_from_torch and not all(_MARKS[family] in group for _, group in pairs):
+        return _Kept(f"its settings are not those of torch's {cls.__name__}")
+    if family == "adam" and not pairs[0][1].get("decoupled_weight_decay", True):
+        cls = torch.optim.Adam
+    groups = [
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [_empty_parameter(states.get(key)) for key in group["params"]],
+        }
+        for group in saved
+    ]
+    optimizer: Optimizer = cls(groups)
+    return optimizer
+
+
+def _empty_parameter(state: Mapping[str, Any] | None) -> torch.nn.Parameter:
+    """Return a parameter with the shape of its state; without state one that is not trained."""
+    flat = flat_state(state or {})
+    other = ("step", *OWN_STATE)
+    tensors = (v for k, v in flat.items() if k not in other and isinstance(v, torch.Tensor))
+    moment = flat.get("state1", next(tensors, None))
+    if moment is None:
+        return torch.nn.Parameter(torch.empty(0), requires_grad=False)
+    check_type(moment, torch.Tensor, "`state1`")
+    dtype = moment.dtype if moment.is_floating_point() else torch.float32
+    return torch.nn.Parameter(torch.empty(moment.shape, dtype=dtype, device="meta"))
+
+
+def _names(state_dict: StateDict, checkpoint: Mapping[str, Any]) -> dict[Any, Sequence[str]]:
+    """Return the names that each parameter of an optimizer may have in the module."""
+    by_shape: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name, tensor in checkpoint.get("state_dict", {}).items():
+        if isinstance(tensor, torch.Tensor):
+            by_shape[tuple(tensor.shape)].append(name)
+    names: dict[Any, Sequence[str]] = {}
+    for group in state_dict["param_groups"]:
+        # FSDP has names in place of numbers.
+        known = group.get("param_names", group["params"])
+        for key, name in zip(group["params"], known, strict=True):
+            shape = tuple(_empty_parameter(state_dict["state"].get(key)).shape)
+            names[key] = [name] if isinstance(name, str) else by_shape.get(shape, [])
+    return names
+
+
+def _refuse_unmatched(
+    patterns: Sequence[str], names: Sequence[Mapping[Any, Sequence[str]]]
+) -> None:
+    every = sorted({name for own in names for found in own.values() for name in found})
+    unmatched = [pattern for pattern in patterns if not matches(every, (pattern,))]
+    if unmatched:
+        raise ConfigurationError(
+            f"{', '.join(map(repr, unmatched))} matches no parameter of the checkpoint. "
+            f"Use a pattern over names such as {', '.join(every[:3]) or 'these: there are none'}."
+        )
+
+
+def _num_bytes(states: Mapping[Any, Any]) -> int:
+    storages = {
+        value.untyped_storage().data_ptr(): value.untyped_storage().nbytes()
+        for state in states.values()
+        for value in flat_state(state).values()
+        if isinstance(value, torch.Tensor)
+    }
+    return sum(storages.values())

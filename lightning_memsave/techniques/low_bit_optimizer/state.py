@@ -1,0 +1,267 @@
+"""Optimizer state between 32 bits as torch keeps it and 8 bits as bitsandbytes does, both ways."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+    import_bitsandbytes,
+)
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
+    KIND_BY_TYPE,
+    KIND_BY_WORD,
+    KINDS,
+    Kind,
+)
+from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
+    NESTED,
+    WEIGHTS_ONLY,
+    check_rests,
+    check_states,
+    check_structure,
+    check_type,
+    flat_state,
+)
+from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
+from lightning_memsave.techniques.low_precision_weights.rounded_updates import OWN_STATE
+
+StateDict = dict[str, Any]
+
+FAMILY_NAMES = {
+    "adam": "Adam or AdamW",
+    "lion": "Lion",
+    "momentum": "SGD with momentum",
+    "ademamix": "AdEMAMix",
+    "rmsprop": "RMSprop",
+}
+
+
+def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> StateDict:
+    """Translate an optimizer's ``state_dict`` into the format of the optimizer that will load it.
+
+    Each parameter gets the width, 8 or 32 bits, that the target keeps it in. What has that width
+    already passes as it is, bit for bit.
+
+    Args:
+        state_dict: From a torch or bitsandbytes optimizer; it is not changed.
+        target: The optimizer whose ``load_state_dict`` comes next.
+
+    Returns:
+        The same object if there is nothing to translate, otherwise a new one that shares what did
+        not change.
+
+    Raises:
+        IncompatibleError: If the state was made by another kind of optimizer, for example the
+            momentum of SGD for AdamW, is malformed, or belongs to parameters of other shapes.
+
+    Example:
+        >>> from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+        >>> weight = torch.nn.Parameter(torch.ones(64, 64))
+        >>> adamw = torch.optim.AdamW([weight])
+        >>> low_bit = LowBitOptimizer().apply(torch.optim.AdamW([weight])).target
+        >>> weight.sum().backward(); _ = adamw.step()
+        >>> low_bit.load_state_dict(convert_state_dict(adamw.state_dict(), low_bit))
+        >>> low_bit.state[weight]["state1"].dtype, low_bit.state[weight]["step"]
+        (torch.uint8, 1)
+    """
+    check_structure(state_dict)
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    from_bitsandbytes = any(is_bitsandbytes(state) for state in states.values())
+    to_bitsandbytes = hasattr(target, "optimizer_name")
+    sizes = [len(group["params"]) for group in groups]
+    if sizes != [len(group["params"]) for group in target.param_groups]:
+        return state_dict  # torch's own message for that is good
+    check_rests(state_dict, target.param_groups)
+    kind = _kind_of(target)
+    if from_bitsandbytes == to_bitsandbytes and (not to_bitsandbytes or kind is None):
+        return state_dict
+    check_states(state_dict, target.param_groups)
+    converted = {}
+    for group_index, (saved_group, own) in enumerate(zip(groups, target.param_groups, strict=True)):
+        for param_index, saved_id in enumerate(saved_group["params"]):
+            saved = states.get(saved_id)
+            if not saved:
+                continue
+            family = family_of(saved, saved_group)
+            if kind is None or family != kind.family:
+                problem = _other_family(family, target)
+                raise IncompatibleError("low_bit_optimizer", [problem])
+            wants = _wants_8bit(target, group_index, param_index) if to_bitsandbytes else None
+            converted[saved_id] = _convert(saved, kind, own, wants)
+    filled = [_fill_group(a, b, kind) for a, b in zip(groups, target.param_groups, strict=True)]
+    if all(a is b for a, b in zip(filled, groups, strict=True)) and all(
+        value is states[key] for key, value in converted.items()
+    ):
+        return state_dict
+    return {**state_dict, "state": {**states, **converted}, "param_groups": filled}
+
+
+def is_bitsandbytes(state: object) -> bool:
+    """Say whether the state of a parameter is in bitsandbytes' format.
+
+    Args:
+        state: One value of ``state_dict["state"]``.
+
+    Returns:
+        True for 8-bit state, and for 32-bit state that bitsandbytes keeps beside it.
+    """
+    return isinstance(state, Mapping) and (NESTED in state or "state1" in state)
+
+
+def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
+    """Return how the optimizer keeps its state, also if it is a subclass."""
+    word = getattr(optimizer, "memsave_kind", None)
+    if word is not None:
+        return KIND_BY_WORD[word]
+    family = getattr(optimizer, "optimizer_name", None)
+    if family is not None:
+        return next((kind for kind in KINDS if kind.family == family), None)
+    return next((KIND_BY_TYPE[t] for t in type(optimizer).__mro__ if t in KIND_BY_TYPE), None)
+
+
+def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
+    """Find out which family of optimizers has written the state of a parameter.
+
+    Args:
+        state: One value of ``state_dict["state"]``; not empty.
+        group: The saved group that the parameter is in.
+
+    Returns:
+        The family as in `Kind`, or what an unknown optimizer keeps, in words.
+    """
+    flat = flat_state(state)
+    if "state2" in flat:
+        check_type(flat["state2"], torch.Tensor, "`state2`")
+        # AdEMAMix keeps two moments in its first tensor.
+        return "ademamix" if flat["state1"].ndim > flat["state2"].ndim else "adam"
+    if "state1" in flat:
+        return _family_of_one_state(group)
+    known = {
+        frozenset({"exp_avg", "exp_avg_sq"}): "adam",
+        frozenset({"exp_avg"}): "lion",
+        frozenset({"square_avg"}): "rmsprop",
+        frozenset({"momentum_buffer"}): "momentum",
+    }
+    moments = frozenset(flat.keys() - {"step", "max_exp_avg_sq", *OWN_STATE})
+    return known.get(moments, f"an optimizer that keeps {', '.join(sorted(moments))}")
+
+
+def _family_of_one_state(group: Mapping[str, Any]) -> str:
+    # The state of all three is one tensor; only their settings tell them apart, among which are
+    # those of torch's class whose groups an optimizer chosen by name has taken over.
+    has_betas = group.get("betas", (0.0, 0.0))[1] > 0
+    if has_betas and ("nesterov" in group or "centered" in group):
+        return "lion"
+    if "centered" in group:  # RMSprop with momentum of its own has no 8-bit form
+        return "momentum" if group.get("momentum") else "rmsprop"
+    if "momentum" in group:
+        return "momentum"
+    if has_betas:
+        return "lion"
+    return "momentum" if group.get("eps") == 0 else "rmsprop"
+
+
+def _wants_8bit(target: Any, group_index: int, param_index: int) -> bool:
+    group = target.param_groups[group_index]
+    config = target.get_config(group_index, param_index, group)
+    numel: int = group["params"][param_index].numel()
+    return bool(config["optim_bits"] == 8 and numel >= config["min_8bit_size"])
+
+
+def _convert(
+    saved: Mapping[str, Any], kind: Kind, group: Mapping[str, Any], wants_8bit: bool | None
+) -> Mapping[str, Any]:
+    """Return the state in 8 bits, in bitsandbytes' 32 bits, or (None) as torch keeps it."""
+    flat = flat_state(saved)
+    moments = _moments(flat, kind)
+    if not moments:  # SGD writes `momentum_buffer=None` for a parameter without momentum
+        return {}
+    has_8bit = flat["state1"].dtype == torch.uint8 if "state1" in flat else None
+    if has_8bit == wants_8bit:
+        return saved
+    # torch's SGD counts no steps; bitsandbytes would forget the momentum at the first one.
+    step = int(flat.get("step", 1))
+    rounding = {key: flat[key] for key in OWN_STATE if key in flat}
+    if wants_8bit is None:
+        converted = rounding | dict(zip(kind.state_keys, moments, strict=True))
+        if kind.has_step_tensor:
+            converted["step"] = torch.tensor(float(step))
+        if group.get("amsgrad"):
+            converted["max_exp_avg_sq"] = converted["exp_avg_sq"].clone()
+        return converted
+    if not wants_8bit:
+        return {"step": step, **rounding, **{f"state{i}": m for i, m in enumerate(moments, 1)}}
+    return {"step": step, **rounding, **_quantized(moments)}
+
+
+def _moments(flat: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:
+    """Return the state tensors in float32 and in the order of bitsandbytes."""
+    if "state1" not in flat:
+        found = [flat.get(key) for key in kind.state_keys]
+        return [tensor.float().contiguous() for tensor in found if tensor is not None]
+    moments = []
+    for i in ("1", "2"):
+        tensor = flat.get(f"state{i}")
+        if tensor is not None and tensor.dtype == torch.uint8:
+            tensor = _dequantized(tensor.contiguous(), flat[f"absmax{i}"], flat[f"qmap{i}"])
+        if tensor is not None:
+            moments.append(tensor)
+    return moments
+
+
+def _dequantized(tensor: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    functional = import_bitsandbytes("8-bit optimizer state").functional
+    if absmax.ndim == 2:  # AdEMAMix keeps two moments in one tensor, each with its own blocks
+        halves = zip(tensor, absmax, strict=True)
+        return torch.stack([_dequantized(half, scale, table) for half, scale in halves])
+    result: torch.Tensor = functional.dequantize_blockwise(
+        tensor, absmax=absmax, code=table, blocksize=BLOCKSIZE
+    )
+    return result
+
+
+def _quantized(moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    functional = import_bitsandbytes("8-bit optimizer state").functional
+    result = {}
+    is_slow = len(moments) == 2 and moments[0].ndim > moments[1].ndim
+    for i, moment in enumerate(moments, 1):
+        # The second moment has no sign; everything else uses the signed table, as bitsandbytes.
+        table = functional.create_dynamic_map(signed=i == 1).to(moment.device)
+        parts = list(moment) if is_slow and i == 1 else [moment]
+        pairs = [
+            functional.quantize_blockwise(part.contiguous(), code=table, blocksize=BLOCKSIZE)
+            for part in parts
+        ]
+        values, scales = [v for v, _ in pairs], [s.absmax for _, s in pairs]
+        result[f"state{i}"] = torch.stack(values) if len(parts) > 1 else values[0]
+        result[f"absmax{i}"] = torch.stack(scales) if len(parts) > 1 else scales[0]
+        result[f"qmap{i}"] = table
+    return result
+
+
+def _fill_group(
+    saved: Mapping[str, Any], own: Mapping[str, Any], kind: Kind | None
+) -> Mapping[str, Any]:
+    """Return the saved group with every key that the target reads."""
+    missing = {key: value for key, value in own.items() if key not in saved}
+    if not missing:
+        return saved
+    # bitsandbytes writes the momentum of SGD and the decay of RMSprop as `betas[0]`.
+    word = {"momentum": "momentum", "rmsprop": "alpha"}.get(kind.family if kind else "", "")
+    if word in missing and "betas" in saved:
+        missing[word] = saved["betas"][0]
+    if word in saved and "betas" in missing:
+        missing["betas"] = (saved[word], *missing["betas"][1:])
+    return {**saved, **missing}
+
+
+def _other_family(family: str, target: torch.optim.Optimizer) -> Problem:
+    name = FAMILY_NAMES.get(family, family)
+    return Problem(
+        "The checkpoint's optimizer state",
+        f"it was written by {name}, and this run has {type(target).__name__}, "
+        "which keeps something else",
+        f"Use the optimizer of the checkpoint, or {WEIGHTS_ONLY}",
+    )

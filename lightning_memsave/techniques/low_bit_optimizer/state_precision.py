@@ -1,0 +1,247 @@
+"""Which parameters keep 32-bit optimizer state, and how many bytes each choice takes."""
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.parameter import is_lazy
+
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
+    KIND_BY_TYPE,
+    Kind,
+)
+
+BLOCKSIZE = 256
+_QMAP_BYTES = 256 * 4
+_ROUNDED = "_memsave_is_rounded"
+_OF_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, _ConvNd)
+
+
+def parameter_names(
+    optimizer: torch.optim.Optimizer, module: nn.Module | None
+) -> dict[torch.Tensor, tuple[str, ...]]:
+    """Collect the names of the parameters, as far as they are known.
+
+    Args:
+        optimizer: Its groups hold names if it was made from ``named_parameters()``.
+        module: The owner of the parameters.
+
+    Returns:
+        All names of each parameter; a tied one has several.
+    """
+    names: dict[torch.Tensor, tuple[str, ...]] = {}
+    if module is not None:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            names[param] = (*names.get(param, ()), name)
+    for group in optimizer.param_groups:
+        for param, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            if name not in names.get(param, ()):
+                names[param] = (*names.get(param, ()), name)
+    return names
+
+
+def matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
+    """Say whether one of the names fits one of the shell patterns.
+
+    Args:
+        names: Names of one parameter.
+        patterns: For example ``("*.lm_head.weight",)``.
+
+    Returns:
+        True if any fits.
+    """
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
+
+
+def reasons_for_32bit(
+    optimizer: torch.optim.Optimizer,
+    module: nn.Module | None,
+    *,
+    keep_32bit: Sequence[str],
+    force_8bit: Sequence[str],
+) -> dict[torch.Tensor, str]:
+    """Decide for each parameter whether its state must have 32 bits.
+
+    Args:
+        optimizer: Whose parameters are asked for.
+        module: Their owner; all its parameters are decided, for groups that are added later.
+        keep_32bit: Patterns of names that stay 32-bit; they win over ``force_8bit``.
+        force_8bit: Patterns of names to which the rule for embeddings, norms and biases does not
+            apply.
+
+    Returns:
+        One word that says why for each parameter, ``""`` for 8 bits.
+    """
+    names = parameter_names(optimizer, module)
+    kinds = _special_parameters(module)
+    params = dict.fromkeys([*names, *(p for g in optimizer.param_groups for p in g["params"])])
+    reasons = {}
+    for param in params:
+        own = names.get(param, ("",))  # "*" also fits a parameter without a name
+        if matches(own, keep_32bit):
+            reasons[param] = "pattern"
+        elif matches(own, force_8bit):
+            reasons[param] = ""
+        elif param in kinds:
+            reasons[param] = kinds[param]
+        elif any(name.rpartition(".")[2].endswith("bias") for name in own):
+            reasons[param] = "bias"
+        else:
+            reasons[param] = "vector" if param.ndim <= 1 else ""
+    return reasons
+
+
+def count_tensors(
+    reasons: Mapping[torch.Tensor, str], trained: Sequence[torch.Tensor], min_8bit_size: int
+) -> Counter[str]:
+    """Count the trained tensors by why they stay 32-bit.
+
+    Args:
+        reasons: What ``reasons_for_32bit`` gave.
+        trained: The parameters to count.
+        min_8bit_size: Smaller tensors stay 32-bit for that reason.
+
+    Returns:
+        Counts by word; those in 8 bits under ``""``.
+    """
+    return Counter(reasons[p] or ("small" if p.numel() < min_8bit_size else "") for p in trained)
+
+
+def trained_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """List the parameters that get optimizer state.
+
+    Args:
+        optimizer: Any optimizer.
+
+    Returns:
+        Those that require a gradient.
+    """
+    return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
+
+
+def frozen_parameters(
+    reasons: Mapping[torch.Tensor, str], module: nn.Module | None
+) -> list[torch.Tensor]:
+    """List the parameters that may be trained later; PEFT's never trains what its adapters hold."""
+    if module is not None and any(hasattr(child, "peft_config") for child in module.modules()):
+        return []
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    return [p for p in reasons if not p.requires_grad and p.dtype in dtypes and not is_lazy(p)]
+
+
+def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str | None:
+    """Find parameters that no bitsandbytes optimizer takes.
+
+    Args:
+        optimizer: Any optimizer.
+        module: The owner of the parameters; without it sparse gradients are not foreseen.
+
+    Returns:
+        Why the optimizer must stay, or ``None``.
+    """
+    trained = set(trained_parameters(optimizer))
+    if any(is_lazy(param) for param in trained):
+        return "it has lazy parameters, whose size is not known before the first forward"
+    for name, child in module.named_modules() if module is not None else ():
+        is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
+        if is_table and child.sparse and child.weight in trained:
+            return f"`{name}` has sparse gradients, which bitsandbytes does not take"
+    return None
+
+
+def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """Compute what a torch optimizer will keep after its first step.
+
+    Args:
+        optimizer: Without state yet.
+
+    Returns:
+        Bytes of all state tensors, the step counts included; ``None`` for an unknown class.
+    """
+    kind = KIND_BY_TYPE.get(type(optimizer))
+    if kind is None:
+        return None
+    num_bytes = 0
+    for group in optimizer.param_groups:
+        num_moments = len(kind.state_keys) + bool(group.get("amsgrad"))
+        if kind.word == "sgd" and not group["momentum"]:
+            num_moments = 0
+        elif kind.word == "rmsprop":
+            num_moments += bool(group["centered"]) + bool(group["momentum"])
+        for param in group["params"]:
+            if param.requires_grad:
+                num_bytes += num_moments * param.numel() * _state_width(param)
+                num_bytes += 4 * kind.has_step_tensor
+    return num_bytes
+
+
+def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
+    """Note that updates of a bfloat16 parameter are rounded, so that its state is float32.
+
+    Args:
+        param: The parameter. Copies of it are not marked.
+        is_rounded: False takes the mark away.
+    """
+    if is_rounded:
+        vars(param)[_ROUNDED] = True
+    else:
+        vars(param).pop(_ROUNDED, None)
+
+
+def low_bit_state_bytes(
+    kind: Kind, trained: Sequence[torch.Tensor], in_8bit: Iterable[torch.Tensor]
+) -> int:
+    """Compute what an 8-bit optimizer will keep after its first step.
+
+    Args:
+        kind: The optimizer.
+        trained: The parameters that get state.
+        in_8bit: Those of them whose state has 8 bits.
+
+    Returns:
+        Bytes of all state tensors: one byte per element and moment, 4 for each block of 256, and
+        the tables of the quantisation, which all parameters share; 4 bytes per element where the
+        state has 32 bits.
+    """
+    quantized = set(in_8bit)
+    num_tables = 0 if kind.num_moments == 0 or not quantized else 1 + (kind.num_moments > 1)
+    num_bytes = num_tables * _QMAP_BYTES
+    for param in trained:
+        numel = param.numel()
+        if param in quantized:
+            num_bytes += kind.num_moments * (numel + 4 * -(-numel // BLOCKSIZE))
+        else:
+            num_bytes += kind.num_moments * 4 * numel
+    return num_bytes
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Say whether a module is a normalization layer, of torch's or of other packages.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if its class is named so and is not one of matrices, such as ``LogNormalHead``.
+    """
+    return "Norm" in type(module).__name__ and not isinstance(module, _OF_MATRICES)
+
+
+def _state_width(param: torch.Tensor) -> int:
+    is_rounded = _ROUNDED in vars(param) and param.dtype is torch.bfloat16
+    return 4 if is_rounded else param.element_size()
+
+
+def _special_parameters(module: nn.Module | None) -> dict[torch.Tensor, str]:
+    """Return the weights of embeddings and norms, tied ones too."""
+    found: dict[torch.Tensor, str] = {}
+    for child in module.modules() if module is not None else ():
+        if isinstance(child, nn.Embedding | nn.EmbeddingBag):
+            found[child.weight] = "embedding"
+        elif is_norm(child):
+            for param in child.parameters(recurse=False):
+                found.setdefault(param, "norm")
+    return found

@@ -1,0 +1,1 @@
+"""Weights in bfloat16, rounded so that small updates count."""

@@ -1,0 +1,183 @@
+"""Updates of bfloat16 parameters in float32, of large ones tile by tile."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
+from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
+from lightning_memsave.techniques.optimizer_in_backward.updates import run_step
+
+MIN_TILE_NUMEL = 2**20
+MAX_TILE_NUMEL = 2**22
+"""A tile is an eighth of its parameter between these limits: 4 to 16 MiB in float32."""
+
+# They compute each number of a parameter on its own. Exact types: a subclass may not.
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.ASGD,
+        torch.optim.Adadelta,
+        torch.optim.Adagrad,
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.Rprop,
+        torch.optim.SGD,
+    }
+)
+
+
+class Weights(NamedTuple):
+    """A parameter as the optimizer sees it.
+
+    Args:
+        load: Takes a part of the flat parameter, or ``...`` for all of it in its own shape, and
+            returns it in float32.
+        store: Takes the part and its new values, which it may overwrite.
+    """
+
+    load: Callable[[Any], Tensor]
+    store: Callable[[Any, Tensor], None]
+
+
+def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
+    """Say whether a parameter is updated tile by tile.
+
+    Args:
+        optimizer: Its owner.
+        param: The parameter, with a gradient.
+
+    Returns:
+        True if it is larger than a tile and the optimizer computes each number on its own.
+    """
+    # From bitsandbytes, only those of ours are known to look at no norms.
+    is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
+    if not is_elementwise or param.numel() <= _tile_numel(param):
+        return False
+    tensors = [param, *(v for v in optimizer.state[param].values() if isinstance(v, Tensor))]
+    is_dense = param.grad is not None and not param.grad.is_sparse
+    return is_dense and all(tensor.is_contiguous() for tensor in tensors)
+
+
+def step_whole(
+    optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
+) -> None:
+    """Update a parameter at once.
+
+    Args:
+        optimizer: Its owner.
+        group: Its group.
+        param: The parameter, with a gradient.
+        weights: How its numbers are read and written.
+    """
+    values = weights.load(...)
+    _step(optimizer, group, values, _gradient(param).float(), optimizer.state[param])
+    weights.store(..., values)
+
+
+def step_in_tiles(
+    optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
+) -> None:
+    """Update a parameter part by part, so that only parts of it are there in float32.
+
+    Args:
+        optimizer: Its owner.
+        group: Its group.
+        param: The parameter, with a gradient.
+        weights: How its numbers are read and written.
+    """
+    state, grad = optimizer.state[param], _gradient(param).reshape(-1)
+    made: dict[str, Any] = {}
+    size, numel = _tile_numel(param), param.numel()
+
+    def step_tile(part: slice) -> None:
+        values = weights.load(part)
+        # Without state, each tile begins with what the optimizer makes for it.
+        before = {key: _cut(key, value, numel, part) for key, value in state.items()}
+        after = _step(optimizer, group, values, grad[part].float(), dict(before))
+        weights.store(part, values)
+        for key, value in after.items():
+            whole = made.get(key)
+            whole = state.get(key) if whole is None else whole
+            if whole is None and isinstance(value, Tensor) and value.numel() == values.numel():
+                whole = torch.empty_like(param, dtype=value.dtype)
+            view = None if whole is None else _view(key, whole, numel, part)
+            if view is not None and (value is not before.get(key) or not view.is_contiguous()):
+                view.copy_(value)
+            made[key] = value if view is None else whole
+
+    for start in range(0, numel, size):
+        step_tile(slice(start, min(start + size, numel)))
+    state.update(made)
+
+
+def _step(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    values: Tensor,
+    grad: Tensor,
+    state: dict[str, Any],
+) -> dict[str, Any]:
+    """Update these numbers.
+
+    Args:
+        optimizer: The owner.
+        group: Its settings.
+        values: Numbers in float32.
+        grad: Their gradient.
+        state: What the optimizer keeps for them.
+
+    Returns:
+        What it keeps now.
+    """
+    values.grad = grad
+    optimizer.state[values] = state
+    try:
+        run_step(optimizer, group, values)  # type: ignore[arg-type] # need not be a parameter
+    finally:
+        state = optimizer.state.pop(values)
+        values.grad = None
+    return state
+
+
+def _view(key: str, value: Any, numel: int, part: slice) -> Tensor | None:
+    """Return the part of a state that belongs to a part of the parameter, if it has parts."""
+    if not isinstance(value, Tensor) or key.startswith("qmap"):
+        return None
+    if key.startswith("absmax"):
+        numel = -(-numel // BLOCKSIZE)
+        part = slice(part.start // BLOCKSIZE, -(-part.stop // BLOCKSIZE))
+    if value.numel() == 1:
+        return None
+    # More than one row: AdEMAMix keeps two moments in one tensor.
+    return value.view(-1)[part] if value.numel() == numel else value.view(-1, numel)[:, part]
+
+
+def _cut(key: str, value: Any, numel: int, part: slice) -> Any:
+    """Return what the optimizer is given for a part of the parameter."""
+    view = _view(key, value, numel, part)
+    if view is None:
+        # A step count must not count tiles; tables are shared.
+        return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
+    cut: Any = view.contiguous()
+    if getattr(value, "is_paged", False):  # pragma: no cover (gpu)
+        # bitsandbytes' marks of memory that CUDA moves; without them it would make new memory.
+        cut.is_paged, cut.page_deviceid = True, value.page_deviceid
+    return cut
+
+
+def _gradient(param: nn.Parameter) -> Tensor:
+    assert param.grad is not None, "only what has a gradient is updated"
+    return param.grad
+
+
+def _tile_numel(param: nn.Parameter) -> int:
+    # No block of 8-bit state may be cut.
+    eighth = param.numel() // 8 // BLOCKSIZE * BLOCKSIZE
+    return max(MIN_TILE_NUMEL, min(eighth, MAX_TILE_NUMEL))

@@ -1,0 +1,1 @@
+"""A batch in smaller parts."""

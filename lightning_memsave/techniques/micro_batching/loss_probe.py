@@ -1,0 +1,175 @@
+"""Compute a training step without randomness, in float32, and see what its loss is divided by."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from lightning_memsave.techniques.micro_batching.training_state import ModuleState
+
+_HALF = (torch.float16, torch.bfloat16)
+_MEAN = 1  # `reduction="mean"`, as torch's operators number it
+_MAX_IGNORED = 16
+_SHARPENING = 8.0
+_LOGITS = ("aten::_log_softmax", "aten::binary_cross_entropy_with_logits")
+_CROSS_ENTROPY = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
+_COMPARISONS = ("aten::ne", "aten::eq")
+# They copy values, so that only the rows which are used need be in float32.
+_COPIES = (
+    *("aten::embedding", "aten::index_select", "aten::index", "aten::gather"),
+    *("aten::_to_copy", "aten::clone"),
+)
+
+
+class LossProbe(TorchDispatchMode):
+    """Makes the loss of some samples a function of these samples alone, as exact as float32 is.
+
+    Dropout is the identity, random numbers are the same for each sample, half precision is computed
+    in float32, and what is written to is saved before.
+    """
+
+    def __init__(self, state: ModuleState, *, is_sharp: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.denominators: list[Tensor] = []
+        """What calls of cross-entropy divide by."""
+        self.ignored: set[int] = set()
+        """Values of integer tensors that losses leave out, or that the step compares with."""
+        self.class_weights: list[Tensor] = []
+        self.has_logits = False
+        """The losses can be told apart better with larger logits."""
+        self._state, self._is_sharp = state, is_sharp
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, written, has_aliases = _facts_of(func)
+        if written:
+            self._save_written(written, dict(_bound(func, args, kwargs)))
+        if not (has_aliases or name in _COPIES):
+            args, kwargs = tree_map(_float, args), tree_map(_float, kwargs)
+        if kwargs.get("dtype") in _HALF:
+            kwargs = {**kwargs, "dtype": torch.float32}
+        if torch.Tag.nondeterministic_seeded in func.tags or "dropout" in name:
+            return _without_randomness(func, args, kwargs)
+        if name == "aten::_to_copy" and self._is_uncast(args, kwargs):
+            return args[0]
+        self._look(name, args)
+        if self._is_sharp and name in _LOGITS:
+            args = (args[0] * _SHARPENING, *args[1:])
+        return func(*args, **kwargs)
+
+    # A cast of a whole weight, which would be one in float32 now, is not copied.
+    def _is_uncast(self, args: Any, kwargs: Any) -> bool:
+        return (
+            set(kwargs) == {"dtype"}
+            and args[0].dtype == kwargs["dtype"]
+            and not torch.is_grad_enabled()
+            and self._state.owns(args[0])
+        )
+
+    def _save_written(self, written: frozenset[str], values: dict[str, Any]) -> None:
+        for name in written & values.keys():
+            value = values[name]
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor):
+                    self._state.save_before_write(tensor)
+
+    def _look(self, name: str, args: Any) -> None:
+        self.has_logits |= name in _LOGITS
+        if name in _COMPARISONS and type(args[1]) is int and len(self.ignored) < _MAX_IGNORED:
+            self.ignored.add(args[1])
+        if name in _CROSS_ENTROPY:
+            _, target, weight, reduction, ignored = args[:5]
+            self.ignored.add(ignored)
+            counts = target != ignored
+            if weight is not None:
+                self.class_weights.append(weight)
+                counts = weight[target.clamp(0, len(weight) - 1)] * counts
+            if reduction == _MEAN:
+                self.denominators.append(counts.sum())
+
+
+@functools.cache
+def _facts_of(func: Any) -> tuple[str, frozenset[str], bool]:
+    """Give the name of an operator, the arguments that it writes to, and whether it has views."""
+    arguments = func._schema.arguments
+    aliased = {a.name: a.alias_info for a in arguments if a.alias_info is not None}
+    written = {name for name, alias in aliased.items() if alias.is_write}
+    # Batch normalisation does not declare that it does.
+    written |= {a.name for a in arguments} & {"running_mean", "running_var"}
+    return func._schema.name, frozenset(written), bool(aliased)
+
+
+def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
+    """Pair the names of an operator's arguments with their values."""
+    names = [argument.name for argument in func._schema.arguments]
+    return [*zip(names, args, strict=False), *kwargs.items()]
+
+
+def _float(value: Any) -> Any:
+    is_half = isinstance(value, Tensor) and value.dtype in _HALF
+    return value.float() if is_half else value
+
+
+def _without_randomness(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run a random operator so that every sample gets the same."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    given = dict(_bound(func, args, kwargs))
+    values = {argument.name: argument.default_value for argument in func._schema.arguments} | given
+    for rate in ("dropout_p", "dropout"):
+        if rate in values:
+            return func(**{**given, rate: 0.0})
+    if name == "native_dropout":
+        return values["input"].clone(), torch.ones_like(values["input"], dtype=torch.bool)
+    if name == "randperm":  # neighbours meet, where samples of a batch are mixed
+        return func(*args, **kwargs).sort(descending=True).values
+    if name == "multinomial":
+        return values["self"].topk(values["num_samples"]).indices
+    drawn = func(*args, **kwargs)
+    constant = _CONSTANTS.get(name)
+    return drawn if constant is None else drawn.copy_(constant(_evenly_spread(drawn), values))
+
+
+def _evenly_spread(like: Tensor) -> Tensor:
+    """Make numbers between 0 and 1 that are the same for each index of the first dimension."""
+    shape = like.shape[1:]
+    count = torch.arange(1, shape.numel() + 1, dtype=torch.float32, device=like.device)
+    return (count * 0.6180339887).frac().view(shape).expand(like.shape)
+
+
+def _bernoulli(u: Tensor, values: dict[str, Any]) -> Any:
+    """The expectation, so that what divides by it afterwards, as dropout does, is the identity."""
+    given = values.get("p", values["self"])
+    return given if isinstance(given, Tensor) else torch.full_like(u, given)
+
+
+def _normal(u: Tensor, values: dict[str, Any]) -> Any:
+    return (2 * u - 1) * 1.5 * values.get("std", 1.0) + values.get("mean", 0.0)
+
+
+def _uniform(u: Tensor, values: dict[str, Any]) -> Any:
+    low, high = values.get("from", 0.0), values.get("to", 1.0)
+    return low + (high - low) * u
+
+
+def _integer(u: Tensor, values: dict[str, Any]) -> Any:
+    low = values.get("low", values.get("from", 0)) or 0
+    high = values.get("high", values.get("to"))
+    return (low + ((high or 2) - low) * u).floor()
+
+
+def _exponential(u: Tensor, values: dict[str, Any]) -> Any:
+    return -torch.log1p(-u) / values.get("lambd", 1.0)
+
+
+# Of other random operators the numbers stay random, so that nothing is proven with them.
+_CONSTANTS: dict[str, Callable[[Tensor, dict[str, Any]], Any]] = {
+    "bernoulli": _bernoulli,
+    **dict.fromkeys(("rand", "rand_like", "uniform"), _uniform),
+    **dict.fromkeys(("randn", "randn_like", "normal"), _normal),
+    **dict.fromkeys(("randint", "randint_like", "random"), _integer),
+    "exponential": _exponential,
+}

@@ -1,0 +1,407 @@
+"""Prove what the loss of a batch is the mean over, with two of its samples, before it is split."""
+
+import contextlib
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.nested import (
+    Path,
+    count_samples,
+    find_shared_leaves,
+    pick_samples,
+    split_samples,
+)
+from lightning_memsave.core.out_of_memory import find_out_of_memory, is_out_of_memory
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
+from lightning_memsave.techniques.micro_batching.loss_weights import (
+    LossWeight,
+    Weighting,
+    read_weights,
+    shares_of,
+    weightings_of,
+)
+from lightning_memsave.techniques.micro_batching.runner import (
+    SplitBatch,
+    samples_of,
+    split_batch_with,
+)
+from lightning_memsave.techniques.micro_batching.training_state import (
+    ModuleState,
+    batch_norm_on_running_statistics,
+    full_precision,
+)
+from lightning_memsave.techniques.optimizer_in_backward.updates import IN_BACKWARD
+
+ComputeLoss = Callable[[Any], Tensor | None]
+Whole = frozenset[Path]
+"""Leaves of a batch that belong to every micro-batch."""
+
+# Two sums of the same float32 losses in another order differ by a few units of the last place; a
+# deep model adds some, as kernels for one sample and for two round differently.
+_TOLERANCE = 64
+_NUM_LOOKED_AT, _NUM_LOOKED_AT_AGAIN = 16, 64
+"""Samples among which two are chosen, by all possible weights, and by the few that were left."""
+_NUM_CONFIRMED = 8
+"""Samples that are compared with their halves: some losses need more than two to be what they are,
+as those of triplets and of the hardest samples."""
+_REFUSED, _OPEN, _PROVEN = range(3)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is known of a loss.
+
+    Args:
+        weightings: What it is the mean over; several where the two samples do not tell them apart.
+        whole: Leaves of the batch that belong to every micro-batch.
+        reason: Why it cannot be split, as a clause; empty if it can, or if there was nothing to
+            prove it with.
+        fix: What to type instead, where another thing helps than with other reasons.
+        is_settled: There is one weighting, in every process.
+        seconds: What the proof took.
+    """
+
+    weightings: tuple[Weighting, ...] = ()
+    whole: Whole = frozenset()
+    reason: str = ""
+    fix: str = ""
+    is_settled: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be proven.
+
+    Args:
+        compute_loss: Gives the loss of some samples; ``None`` without one.
+        batch: A batch; nothing in it changes.
+        module: The model, which is afterwards as before.
+        loss_weight: What the user wrote.
+        split_batch: The user's function for batches that `split_samples` cannot split.
+        known: What was found with an earlier batch; only that is left.
+        needs_split: The user gave a size, so that no batch can pass whole.
+        subject: What the loss is called in reasons.
+    """
+
+    compute_loss: ComputeLoss
+    batch: Any
+    module: nn.Module
+    _: KW_ONLY
+    loss_weight: LossWeight = "auto"
+    split_batch: SplitBatch | None = None
+    known: Proof | None = None
+    needs_split: bool = False
+    subject: str = "its loss"
+
+    def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
+        """List what the loss may be the mean over."""
+        if self.known is not None:
+            return list(self.known.weightings)
+        extra = () if seen is None else (seen.ignored, seen.class_weights)
+        return weightings_of(self.loss_weight, part, whole, *extra)
+
+
+def prove(question: Question, agree: Callable[[int], int] = lambda value: value) -> Proof:
+    """Find what the losses of micro-batches must be weighted by.
+
+    Args:
+        question: What is to be proven.
+        agree: Of a number of this process: the smallest that any process has.
+
+    Returns:
+        The proof; neither weightings nor a reason if the batch is one sample, or has no loss.
+    """
+    start_s = time.perf_counter()
+    shared: list[Whole] = [frozenset()]
+    if question.known is not None:
+        shared = [question.known.whole]
+    elif question.split_batch is None:
+        shared = find_shared_leaves(question.batch)
+    num_samples = samples_of(question.batch, shared[0])
+    proof = Proof()
+    if agree(2 if num_samples is None else num_samples) < 2:
+        return proof
+    for whole in shared:
+        found = _prove_with(question, whole)
+        proof = found if found.weightings or not proof.reason else proof
+        # Every process makes as many forward passes.
+        if agree(int(bool(found.weightings) or not found.reason)):
+            break
+    halves = _halves(question, proof) if proof.weightings else None
+    if agree(int(halves is not None)) and halves is not None:
+        proof = _with_state_kept(question, lambda state: _confirm(question, proof, halves, state))
+    verdict = agree(_REFUSED if proof.reason else _PROVEN if proof.weightings else _OPEN)
+    if verdict == _OPEN:
+        proof = Proof()
+    elif verdict == _REFUSED and not proof.reason:
+        proof = Proof(reason="its loss cannot be split in another process")
+    is_settled = bool(agree(int(len(proof.weightings) == 1)))
+    return replace(proof, is_settled=is_settled, seconds=time.perf_counter() - start_s)
+
+
+def _prove_with(question: Question, whole: Whole) -> Proof:
+    def find(state: ModuleState) -> Proof:
+        samples = _two_samples(question, whole)
+        return Proof() if samples is None else _find(question, samples, state, whole)
+
+    return _with_state_kept(question, find)
+
+
+def _with_state_kept(question: Question, find: Callable[[ModuleState], Proof]) -> Proof:
+    with full_precision(), batch_norm_on_running_statistics(question.module):
+        state = ModuleState(question.module, question.batch)
+        try:
+            return find(state)
+        except ConfigurationError:  # of what a function of the user's gives
+            raise
+        except IncompatibleError as error:
+            problem = error.problems[0]
+            return Proof(reason=f"{problem.what}: {problem.why}", fix=problem.fix)
+        except Exception as error:
+            if question.needs_split and find_out_of_memory(error) is not None:
+                raise  # two samples are too many: that says more than that nothing is proven
+            what = f"that {question.subject} can be split cannot be proven"
+            return Proof(reason=f"{what}: {_words(error)}")
+        finally:
+            state.restore()
+
+
+@dataclass(frozen=True)
+class _Samples:
+    both: Any
+    one: Any
+    other: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (self.both, self.one, self.other)
+
+
+def _two_samples(question: Question, whole: Whole) -> _Samples | None:
+    """Choose two samples that possible weights tell apart best; ``None`` if there are not two."""
+    batch, split_batch = question.batch, question.split_batch
+    if split_batch is not None:
+        both = split_batch_with(split_batch, batch, 2)[0]
+        singles = split_batch_with(split_batch, both, 1)
+        return _Samples(both, *singles) if len(singles) == 2 else None
+    limit = _NUM_LOOKED_AT if question.known is None else _NUM_LOOKED_AT_AGAIN
+    first = pick_samples(batch, range(min(count_samples(batch, whole), limit)), whole)
+    singles = split_samples(first, 1, whole)
+    rows = read_weights(question.weightings(first, whole, None), singles)
+    pairs = itertools.combinations(range(len(singles)), 2)
+    i, j = max(pairs, key=lambda pair: _difference(rows, *pair))
+    return _Samples(*(pick_samples(batch, chosen, whole) for chosen in ([i, j], [i], [j])))
+
+
+def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, float, int]:
+    """Say how well two samples tell possible weights apart."""
+    shares = [round(r[i] / (r[i] + r[j]), 9) for r in rows if r[i] + r[j] > 0]
+    distinct = {0.5, *shares}
+    spread = sum(math.sqrt(abs(x - y)) for x, y in itertools.combinations(distinct, 2))
+    return len(distinct), spread, len(shares)
+
+
+def _halves(question: Question, proof: Proof) -> _Samples | None:
+    """Take the first samples and their halves; ``None`` of a batch of two."""
+    batch, split_batch = question.batch, question.split_batch
+    if split_batch is not None:
+        both = split_batch_with(split_batch, batch, _NUM_CONFIRMED)[0]
+        parts = split_batch_with(split_batch, both, _NUM_CONFIRMED // 2)
+        return _Samples(both, *parts) if len(parts) == 2 else None
+    size = min(count_samples(batch, proof.whole), _NUM_CONFIRMED)
+    if size <= 2:
+        return None
+    both = pick_samples(batch, range(size), proof.whole)
+    return _Samples(both, *split_samples(both, (size + 1) // 2, proof.whole))
+
+
+def _confirm(question: Question, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
+    """Keep the weightings that hold for more samples, and after what earlier ones have changed."""
+
+    def observe(*, is_carried: bool) -> _Observed | None:
+        return _observe_with_graph_if_needed(question, samples, state, is_carried=is_carried)
+
+    rows = read_weights(proof.weightings, [*samples])
+    pairs = [*zip(proof.weightings, rows, strict=True)]
+    try:
+        seen = observe(is_carried=True)
+        if seen is None or not (any(seen.losses) or question.needs_split):
+            return Proof()  # a later batch may have a loss
+        if not any(seen.losses):
+            return Proof(reason="the loss of its first samples is 0, which proves nothing")
+        held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
+        if held:
+            return replace(proof, weightings=tuple(held))
+        alone = observe(is_carried=False) if state.has_changed() else None
+    except Exception as error:
+        if find_out_of_memory(error) is None:
+            raise
+        return proof  # micro-batches may be smaller
+    if alone is not None and any(_holds(*pair, alone) for pair in pairs):
+        return Proof(reason=f"{question.subject} {_CARRIED}")
+    return Proof(reason=_reason(seen.losses, question, "several"))
+
+
+_CARRIED = (
+    "cannot be split: it depends on what the micro-batch before has changed, such as a "
+    "queue or running statistics"
+)
+
+
+@dataclass(frozen=True)
+class _Observed:
+    losses: list[float]  # of both, of one, of the other
+    epsilon: float
+    denominators: list[list[float]]
+    ignored: list[int]
+    class_weights: list[Tensor]
+    has_logits: bool
+
+
+def _find(question: Question, samples: _Samples, state: ModuleState, whole: Whole) -> Proof:
+    seen = _observe_with_graph_if_needed(question, samples, state)
+    if seen is None:
+        return Proof()
+    weightings = question.weightings(samples.both, whole, seen)
+    rows = read_weights(weightings, [*samples])
+    found = [pair for pair in zip(weightings, rows, strict=True) if _holds(*pair, seen)]
+    if found and seen.has_logits:
+        # Untrained models give all samples nearly the same loss. Larger logits make them differ.
+        sharp = _observe_with_graph_if_needed(question, samples, state, is_sharp=True)
+        if sharp is not None and math.isfinite(sharp.losses[0]):
+            found = [pair for pair in found if _holds(*pair, sharp)]
+    if not found:
+        return Proof(reason=_reason(seen.losses, question))
+    return Proof(tuple(_preferred(found, seen.denominators)), whole)
+
+
+def _observe_with_graph_if_needed(
+    question: Question,
+    samples: _Samples,
+    state: ModuleState,
+    *,
+    is_sharp: bool = False,
+    is_carried: bool = False,
+) -> _Observed | None:
+    observe = functools.partial(
+        _observe, question.compute_loss, samples, state, is_sharp=is_sharp, is_carried=is_carried
+    )
+    try:
+        with torch.no_grad():
+            return observe()
+    except RuntimeError as error:
+        # A training step may ask for gradients itself, as for a gradient penalty.
+        if is_out_of_memory(error) or "grad" not in str(error) or IN_BACKWARD:
+            raise
+    with torch.enable_grad(), _own_gradients(question.module):
+        return observe()
+
+
+@contextlib.contextmanager
+def _own_gradients(module: nn.Module) -> Iterator[None]:
+    gradients = [(p, p.grad) for p in module.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+def _observe(
+    compute_loss: ComputeLoss,
+    samples: _Samples,
+    state: ModuleState,
+    *,
+    is_sharp: bool,
+    is_carried: bool,
+) -> _Observed | None:
+    probe = LossProbe(state, is_sharp=is_sharp)
+    losses, denominators = [], []
+    for part in samples:
+        probe.denominators = []
+        # Micro-batches find what those before them have changed, but draw other random numbers.
+        if is_carried and part is samples.other:
+            state.restore_random()
+        else:
+            state.restore()
+        with probe:
+            loss = compute_loss(part)
+        if loss is None:
+            return None
+        losses.append(loss.detach())
+        denominators.append(probe.denominators)
+    values = [float(value) for value in torch.stack(losses).reshape(-1).tolist()]
+    return _Observed(
+        values,
+        torch.finfo(losses[0].dtype).eps,
+        [[float(count) for count in counts] for counts in denominators],
+        sorted(probe.ignored),
+        probe.class_weights[:1],
+        probe.has_logits,
+    )
+
+
+def _holds(weighting: Weighting, weights: Sequence[float], seen: _Observed) -> bool:
+    together, *weights = weights
+    shares = shares_of(weighting, weights)
+    if shares is None or (
+        weighting.weigh and not math.isclose(together, sum(weights), rel_tol=1e-5)
+    ):
+        return False
+    both, *losses = seen.losses
+    counted = [share * loss for share, loss in zip(shares, losses, strict=True) if share]
+    # A sample without a label has no loss; it counts for nothing where its share is zero.
+    scale = max(abs(loss) for loss in [both, *losses] if math.isfinite(loss) or loss is both)
+    return abs(both - sum(counted)) <= _TOLERANCE * seen.epsilon * scale
+
+
+def _preferred(
+    found: Sequence[tuple[Weighting, Sequence[float]]], denominators: Sequence[Sequence[float]]
+) -> list[Weighting]:
+    """Leave out what does not agree with the calls of cross-entropy, if something agrees."""
+    _, one, other = denominators
+    shares = {x / (x + y) for x, y in zip(one, other, strict=False) if x + y > 0}
+    agreeing = [
+        weighting
+        for weighting, weights in found
+        if len(shares) == 1
+        and weighting.weigh is not None
+        and math.isclose(weights[1] / sum(weights[1:]), next(iter(shares)), rel_tol=1e-5)
+    ]
+    return agreeing or [weighting for weighting, _ in found]
+
+
+def _reason(
+    losses: Sequence[float], question: Question, of: Literal["two", "several"] = "two"
+) -> str:
+    both, one, other = (f"{loss:.6g}" for loss in losses)
+    each = "each" if of == "two" else "each half"
+    if not math.isfinite(losses[0]):
+        return f"the loss of {of} samples is not finite ({both}, of {each} {one} and {other})"
+    what = "a weighted mean or the sum"
+    if question.loss_weight != "auto":
+        what = f"the mean with the weights of `loss_weight={_shown(question.loss_weight)}`"
+    return (
+        f"{question.subject} cannot be split: that of {of} samples together is {both}, which is "
+        f"not {what} of that of {each}, {one} and {other}"
+    )
+
+
+def _shown(loss_weight: LossWeight) -> str:
+    return getattr(loss_weight, "__name__", "...") if callable(loss_weight) else repr(loss_weight)
+
+
+def _words(error: BaseException) -> str:
+    first_line = (str(error).strip().splitlines() or [""])[0].rstrip(".")
+    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__

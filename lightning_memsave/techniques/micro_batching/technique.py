@@ -1,0 +1,236 @@
+"""Pass a batch through the model in parts that fit, as if it had passed at once."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
+from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight
+from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
+from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.techniques.optimizer_in_backward.updates import (
+    GradientUpdates,
+    all_in_backward,
+)
+
+Step: TypeAlias = Callable[[Any], Tensor]
+"""Of a batch: its loss, a mean over samples or tokens."""
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class MicroBatching(Technique[Step]):
+    """Split each batch into micro-batches whose gradients add up to the gradient of the batch.
+
+    Activations exist for one micro-batch at a time. The number of optimizer steps and what they see
+    stay what they were. With ``"auto"`` the whole batch is tried first; when memory runs out, the
+    same batch is repeated with half the size, and the size is kept.
+
+    Args:
+        micro_batch_size: Samples that pass at once, or ``"auto"``.
+        loss_weight: What a loss is the mean over, so that the losses of micro-batches are weighted
+            right: ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the
+            same without the first of each sequence, as causal language models count; or a function
+            of a micro-batch. ``"auto"`` proves it with the first batch in a Trainer. In a plain
+            loop it counts tokens where a batch has ``labels`` of two or more dimensions, some of
+            them -100, and samples otherwise.
+        split_batch: A function of batch and size that gives a list of batches, for batches that
+            `split_samples` cannot split.
+        module: The model, whose gradients, buffers and metrics are put back before a batch is
+            repeated. Needed for ``"auto"``, and beside `OptimizerInBackward` where a process
+            trains several models at once.
+
+    Raises:
+        ConfigurationError: If an argument is wrong.
+
+    Note:
+        Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch; with
+        batch normalisation *approximate*, as its statistics are those of each micro-batch. A loss
+        that is neither a weighted mean nor a sum, such as a contrastive one, is refused in a
+        Trainer. Parameters in half precision are refused: their gradients would be summed in half
+        precision.
+
+    Example:
+        >>> model = nn.Linear(3, 1)
+        >>> technique = MicroBatching(2, module=model)
+        >>> step = technique.apply(lambda batch: model(batch).square().mean()).target
+        >>> batch = torch.ones(5, 3)
+        >>> loss = step(batch)  # forward and backward
+        >>> bool(torch.isclose(loss, model(batch).square().mean()))
+        True
+
+    References:
+        Huang et al. (2019), GPipe, arXiv:1811.06965, for the word; BlackHC's toma for the retry.
+    """
+
+    name: ClassVar[str] = "micro_batching"
+    exactness: ClassVar[Exactness] = Exactness.ROUNDING
+    source: ClassVar[str] = "Huang et al. (2019), arXiv:1811.06965"
+
+    micro_batch_size: int | Literal["auto"] = "auto"
+    _: KW_ONLY
+    loss_weight: LossWeight = "auto"
+    split_batch: Callable[[Any, int], Sequence[Any]] | None = None
+    module: nn.Module | None = field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        size = self.micro_batch_size
+        if size != "auto" and (type(size) is not int or size < 1):
+            raise ConfigurationError(
+                f"`micro_batch_size={size!r}` is not a batch size: it must be at least 1. Use "
+                '`micro_batch_size=1` for the least memory, or `"auto"` to start with the full '
+                "batch and shrink when memory runs out."
+            )
+        if not callable(self.loss_weight) and self.loss_weight not in NAMES:
+            raise ConfigurationError(
+                f"`loss_weight={self.loss_weight!r}` does not say what a loss is the mean over. "
+                f"Use one of {', '.join(map(repr, NAMES))}, or a function of a micro-batch."
+            )
+        if self.split_batch is not None and not callable(self.split_batch):
+            raise ConfigurationError(
+                f"`split_batch={self.split_batch!r}` is not a function. Pass one of batch and size "
+                "that gives a list of batches."
+            )
+
+    def check(self, target: Step) -> list[Problem]:
+        """Find every reason why ``apply`` would be refused; changes nothing.
+
+        Args:
+            target: The step.
+
+        Returns:
+            All problems, empty if there are none.
+        """
+        problems = []
+        if self.micro_batch_size == "auto" and self.module is None:
+            problems.append(
+                Problem(
+                    '`micro_batch_size="auto"` without `module`',
+                    "a batch that is repeated needs gradients and buffers as they were before it",
+                    "Pass `module=model`.",
+                )
+            )
+        return problems + self.check_module(self.module)
+
+    def check_module(self, module: nn.Module | None) -> list[Problem]:
+        """Find what stands against micro-batches in a model.
+
+        Args:
+            module: The model, if it is known.
+
+        Returns:
+            All problems.
+        """
+        parameters = [] if module is None else list(module.parameters())
+        half = {p.dtype for p in parameters if p.requires_grad and _sums_in_half(p)}
+        return [
+            Problem(
+                f"`micro_batch_size={self.micro_batch_size!r}`",
+                f"trainable parameters are {dtype}, so gradients of micro-batches would be summed "
+                "in half precision",
+                'Keep parameters in float32 with `precision="bf16-mixed"`, or set '
+                "`micro_batch_size=None`.",
+            )
+            for dtype in sorted(half, key=str)
+        ]
+
+    def make_runner(self, agree: Callable[[int], int] = lambda size: size) -> MicroBatchRunner:
+        """Make what splits and repeats batches, for one training.
+
+        Args:
+            agree: Of the next size that this process wants: the smallest that any process wants.
+
+        Returns:
+            The runner.
+        """
+        return MicroBatchRunner(self.micro_batch_size, self.loss_weight, self.split_batch, agree)
+
+    def _apply(self, target: Step) -> Handle[Step]:
+        runner, module = self.make_runner(), self.module
+        losses: list[Tensor] = []
+
+        def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
+            loss = target(part)
+            loss = loss if weight == 1.0 else loss * weight
+            with contextlib.nullcontext() if is_last else _accumulating(module):
+                loss.backward()
+            losses.append(loss.detach())
+            # A cast copy of each weight: around the step, `torch.autocast` would keep them alive.
+            torch.clear_autocast_cache()
+
+        def take_down() -> TrainingState | None:
+            return None if module is None else TrainingState(module, gradients="keep")
+
+        def forget() -> None:
+            check_repeatable(module)
+            losses.clear()
+
+        def step(batch: Any) -> Tensor:
+            losses.clear()
+            runner.run(batch, pass_part, take_down=take_down, forget=forget)
+            return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+
+        size = self.micro_batch_size
+        change = (
+            "whole batches, smaller ones after out-of-memory"
+            if size == "auto"
+            else (f"batches pass in parts of {size}")
+        )
+        return Handle(step, [change])
+
+
+# Since torch 2.9 gradients can have a type of their own, as `LowPrecisionWeights` uses it.
+def _sums_in_half(param: nn.Parameter) -> bool:
+    return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
+
+
+def check_repeatable(module: nn.Module | None = None) -> None:
+    """Make sure that a batch for which memory ran out can be repeated, and let it begin anew.
+
+    Args:
+        module: The model, if it is known: optimizers of others are left alone.
+
+    Raises:
+        MemoryExhaustedError: If `OptimizerInBackward` has used gradients of it already.
+    """
+    updates = _updates_of(module)
+    for each in updates:
+        if each.held is not None:  # its gradients wait for the end of backward
+            each.forget()
+    if any(each.has_taken for each in updates):
+        raise MemoryExhaustedError(
+            "Out of memory in a backward pass that has updated parameters already, as "
+            "`optimizer_in_backward` does, so the batch cannot be repeated in parts.\n"
+            "Use a fixed size such as `micro_batch_size=4`, or `optimizer_in_backward=None`."
+        )
+
+
+@contextlib.contextmanager
+def _accumulating(module: nn.Module | None) -> Iterator[None]:
+    """Let no optimizer update its parameters in backward: more parts of the batch will come."""
+    updates = [each for each in _updates_of(module) if not each.is_accumulating]
+    for each in updates:
+        each.is_accumulating = True
+    try:
+        yield
+    finally:
+        for each in updates:
+            each.is_accumulating = False
+
+
+# Another model of the same process may be trained meanwhile.
+def _updates_of(module: nn.Module | None) -> list[GradientUpdates]:
+    if module is None:
+        return [updates for _, updates in all_in_backward()]
+    own = {id(param) for param in module.parameters()}
+    return [
+        updates
+        for optimizer, updates in all_in_backward()
+        if any(id(param) in own for group in optimizer.param_groups for param in group["params"])
+    ]

@@ -1,0 +1,1 @@
+"""Update each parameter as soon as its gradient is there."""

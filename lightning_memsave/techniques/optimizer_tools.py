@@ -1,0 +1,133 @@
+"""Memory that an optimizer takes in its first step, taken before anything is changed."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
+    KIND_BY_TYPE,
+    Kind,
+    is_low_bit,
+)
+from lightning_memsave.techniques.low_precision_weights.rounded_updates import RoundedStep
+
+
+def allocate_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the state of every parameter that has a gradient and no state yet.
+
+    Optimizers make it while they step, some parameter by parameter: where memory runs out half of
+    the parameters would be updated, and the step could be neither ended nor repeated. For
+    optimizers of other packages nothing is done, as their state is not known.
+
+    Args:
+        optimizer: When all gradients are there; what its step computes is not changed.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        stateless = [
+            p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)
+        ]
+        if not stateless:
+            continue
+        try:
+            _allocate(optimizer, index, group, stateless)
+            step = getattr(optimizer, "memsave_parameter_step", None)
+            if isinstance(step, RoundedStep):
+                for param in stateless:
+                    step.allocate(optimizer, param)
+        except BaseException:
+            # Half a state would be taken for a whole one.
+            for param in stateless:
+                optimizer.state.pop(param, None)
+            raise
+
+
+def _allocate(
+    optimizer: torch.optim.Optimizer,
+    index: int,
+    group: dict[str, Any],
+    stateless: list[torch.Tensor],
+) -> None:
+    if is_low_bit(optimizer):
+        _allocate_low_bit(optimizer, index, group)
+    elif type(optimizer) is torch.optim.SGD:
+        _allocate_momentum(optimizer, group, stateless)
+    elif type(optimizer).__module__.startswith("torch.optim."):
+        _initialize(optimizer, group)
+
+
+def _allocate_low_bit(optimizer: Any, index: int, group: dict[str, Any]) -> None:
+    for param_index, param in enumerate(group["params"]):
+        if param.grad is not None and not optimizer.state[param]:
+            optimizer.init_state(group, param, index, param_index)
+
+
+# torch begins with a copy of the gradient, which is what zeros become in the first step; with
+# dampening they would not.
+def _allocate_momentum(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], stateless: list[torch.Tensor]
+) -> None:
+    if group["momentum"] != 0 and group["dampening"] == 0:
+        for param in stateless:
+            if not param.grad.is_sparse:  # type: ignore[union-attr] # chosen for having one
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+# What torch's optimizers call at the beginning of each step, with lists to be filled.
+def _initialize(optimizer: Any, group: dict[str, Any]) -> None:
+    initialize = getattr(optimizer, "_init_group", None)
+    if initialize is None:
+        return
+    parameters = list(inspect.signature(initialize).parameters.values())[1:]
+    initialize(group, *([] for p in parameters if p.default is inspect.Parameter.empty))
+
+
+Restore = Callable[[torch.optim.Optimizer], None]
+
+
+def set_groups(
+    target: torch.optim.Optimizer, kind: Kind, kwargs: Mapping[str, Any]
+) -> tuple[dict[str, Any], Restore]:
+    """Write into the groups what the named optimizer needs.
+
+    Args:
+        target: The optimizer whose groups are taken over.
+        kind: The named optimizer.
+        kwargs: The user's settings for it, for groups without a value of their own.
+
+    Returns:
+        The new optimizer's ``defaults``, and a function that restores the groups, to be called
+        with the new optimizer.
+    """
+    old_kind = KIND_BY_TYPE.get(type(target))
+    old = dict(target.defaults)
+    if old_kind is None or old_kind.family != kind.family:
+        # Another optimizer means something else by `betas` and `eps`.
+        old = {key: value for key, value in old.items() if key == "weight_decay"}
+    defaults = {key: old.get(key, value) for key, value in kind.defaults.items()} | dict(kwargs)
+    if defaults.get("momentum") == 0:
+        defaults["momentum"] = kind.defaults["momentum"]  # there is no 8-bit SGD without it
+
+    before = [(group, dict(group)) for group in target.param_groups]
+    for group in target.param_groups:
+        own = {k for k in kind.defaults if k in old and group.get(k, old[k]) not in (old[k], 0.0)}
+        if group.get("weight_decay", old.get("weight_decay")) != old.get("weight_decay"):
+            own.add("weight_decay")
+        group.update({key: value for key, value in defaults.items() if key not in own})
+        if kind.family == "adam":
+            group["decoupled_weight_decay"] = kind.word == "adamw"
+    written = {*kind.defaults, "decoupled_weight_decay"}
+
+    def restore(new: torch.optim.Optimizer) -> None:
+        # The new optimizer may still be saved after this: it keeps what it has trained with.
+        new.param_groups = [dict(group) for group in new.param_groups]
+        for group, was in before:
+            for key in written & group.keys():
+                if key in was:
+                    group[key] = was[key]
+                else:
+                    del group[key]
+
+    lr = target.defaults.get("lr", target.param_groups[0]["lr"])
+    return {**defaults, "lr": lr}, restore

@@ -1,0 +1,1 @@
+"""Reach into a Trainer of either Lightning package."""

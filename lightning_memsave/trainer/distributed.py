@@ -1,0 +1,239 @@
+"""Processes that train together: when they share gradients, and what they agree on."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_memsave.trainer.trainer import is_strategy
+
+_BUCKET_BYTES = 25 * 2**20
+_SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
+_DENSE, _SPARSE = 1, 2
+# What changes how DDP shares gradients or computes forward passes, by its name for the user.
+_OWN_WAYS = ("ddp_comm_hook", "mixed_precision")
+
+
+def meets_in_forward(trainer: Any, module: nn.Module) -> str:
+    """Say whether processes wait for each other in every forward pass, so that all need as many.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later.
+        module: Its LightningModule, or what is built of it.
+
+    Returns:
+        Why they do; empty if they do not.
+    """
+    name = type(trainer.strategy).__name__
+    if is_strategy(trainer, *_SHARDED):
+        return f"under `{name}` all processes communicate in every forward pass"
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    will_convert = bool(norms) and getattr(trainer.strategy, "_layer_sync", None) is not None
+    is_synced = will_convert or any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
+    if trainer.world_size > 1 and is_synced:
+        return "`SyncBatchNorm` takes its statistics over all processes in every forward pass"
+    return ""
+
+
+def shares_gradients_its_own_way(trainer: Any) -> str:
+    """Say whether gradients are shared in another way than as their mean over all processes.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later.
+
+    Returns:
+        How they are; empty for one process, and for DDP as it is by default.
+    """
+    name = type(trainer.strategy).__name__
+    if trainer.world_size == 1:
+        return ""
+    if not is_strategy(trainer, "DDPStrategy") or is_strategy(trainer, "XLAStrategy"):
+        return f"`{name}` shares gradients in its own way"
+    kwargs = vars(trainer.strategy).get("_ddp_kwargs", {})
+    given = kwargs | {"ddp_comm_hook": getattr(trainer.strategy, "_ddp_comm_hook", None)}
+    own = next((way for way in _OWN_WAYS if given.get(way) is not None), None)
+    return "" if own is None else f"`{name}({own}=...)` shares gradients in its own way"
+
+
+def has_static_graph(trainer: Any) -> bool:
+    """Say whether DDP was promised that every backward pass is as the first.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later.
+
+    Returns:
+        True for ``DDPStrategy(static_graph=True)``.
+    """
+    return bool(vars(trainer.strategy).get("_ddp_kwargs", {}).get("static_graph"))
+
+
+@contextlib.contextmanager
+def alone(trainer: Any) -> Iterator[None]:
+    """Let forward and backward passes of this process go without any other.
+
+    They do not go through DDP then; `share_buffers` and `average_gradients` do its part.
+
+    Args:
+        trainer: A Trainer in fit, with one process or under DDP.
+
+    Yields:
+        Nothing.
+    """
+    strategy = trainer.strategy
+    model, strategy.model = strategy.model, strategy.lightning_module
+    try:
+        yield
+    finally:
+        strategy.model = model
+
+
+def without_sync(trainer: Any) -> contextlib.AbstractContextManager[None]:
+    """Keep gradients of a backward pass to this process, where the strategy can do that.
+
+    Args:
+        trainer: A Trainer in fit.
+
+    Returns:
+        A context for forward and backward.
+    """
+    block = getattr(trainer.strategy, "block_backward_sync", None)
+    return contextlib.nullcontext() if block is None else block()
+
+
+def smallest(trainer: Any, size: int) -> int:
+    """Find the smallest number that any process has.
+
+    Args:
+        trainer: A Trainer in fit.
+        size: The number of this process.
+
+    Returns:
+        The smallest; all processes must ask.
+    """
+    if trainer.world_size == 1:
+        return size
+    found = torch.tensor(size, device=trainer.strategy.root_device)
+    dist.all_reduce(found, dist.ReduceOp.MIN)
+    return int(found.item())
+
+
+def share_buffers(trainer: Any) -> None:
+    """Give all processes the buffers of the first, where DDP would in the next forward pass.
+
+    Args:
+        trainer: A Trainer in fit; all processes must call this.
+    """
+    ddp = trainer.strategy.model
+    if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():
+        ddp._sync_buffers()
+        ddp.require_forward_param_sync = False  # until gradients have been shared
+
+
+@torch.no_grad()
+def average_gradients(trainer: Any, module: nn.Module) -> None:
+    """Average gradients over all processes, in place, as DDP does in backward.
+
+    Args:
+        trainer: A Trainer in fit; all processes must call this.
+        module: Its LightningModule. Where some processes have no gradient of a parameter, it counts
+            as zero; where none has, there is none afterwards.
+    """
+    ddp = trainer.strategy.model
+    trained = _shared_parameters(ddp, module)
+    kinds = torch.tensor([_kind(p.grad) for p in trained], device=trainer.strategy.root_device)
+    dist.all_reduce(kinds, dist.ReduceOp.MAX)
+    gradients = []
+    for parameter, kind in zip(trained, kinds.tolist(), strict=True):
+        if kind and parameter.grad is None:
+            is_sparse = kind == _SPARSE
+            parameter.grad = _no_rows(parameter) if is_sparse else torch.zeros_like(parameter)
+        if kind == _SPARSE:
+            parameter.grad = _sparse_mean(cast(torch.Tensor, parameter.grad), trainer.world_size)
+        elif kind:
+            gradients.append(cast(torch.Tensor, parameter.grad))
+    for bucket in _buckets(gradients):
+        _average_bucket(bucket, trainer.world_size)
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.require_forward_param_sync = True
+
+
+def _shared_parameters(ddp: Any, module: nn.Module) -> list[nn.Parameter]:
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    return [p for name, p in module.named_parameters() if p.requires_grad and name not in ignored]
+
+
+def _kind(gradient: torch.Tensor | None) -> int:
+    if gradient is None:
+        return 0
+    return _SPARSE if gradient.is_sparse else _DENSE
+
+
+# As embeddings make them: sparse in the first dimension only.
+def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    indices = torch.empty(1, 0, dtype=torch.long, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape)
+
+
+def _sparse_mean(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
+    mean = (gradient / world_size).coalesce()
+    dist.all_reduce(mean)
+    return mean
+
+
+def _average_bucket(bucket: list[torch.Tensor], world_size: int) -> None:
+    is_one = len(bucket) == 1 and bucket[0].is_contiguous()
+    # A large gradient is not copied: memory may have just run out.
+    flat = bucket[0].view(-1) if is_one else torch.cat([g.flatten() for g in bucket])
+    flat /= world_size  # before the sum, as DDP does
+    dist.all_reduce(flat)
+    if not is_one:
+        parts = flat.split([gradient.numel() for gradient in bucket])
+        for gradient, part in zip(bucket, parts, strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def _buckets(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    num_bytes = 0
+    for tensor in tensors:
+        is_other_type = bool(bucket) and bucket[0].dtype != tensor.dtype
+        if bucket and (is_other_type or num_bytes + tensor.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, num_bytes = [], 0
+        bucket.append(tensor)
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+_OPERATORS = {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM} if dist.is_available() else {}
+_UNKNOWN = -1.0
+
+
+def reduce_over_ranks(
+    trainer: Any, how: Literal["max", "sum"], values: Mapping[str, float | None]
+) -> dict[str, float]:
+    """Reduce values over the ranks of a Trainer, all of them in one exchange.
+
+    Args:
+        trainer: The Trainer. All of its ranks must get here, with the same keys.
+        how: What to take.
+        values: Values by name, none of them negative. ``None`` is unknown: a rank may lack what
+            others know, as NVML in a container.
+
+    Returns:
+        The reduced values, without those that are unknown on all ranks ("max") or on one ("sum").
+    """
+    if trainer.world_size > 1 and values:
+        unknown = _UNKNOWN if how == "max" else float("nan")
+        known = [unknown if value is None else float(value) for value in values.values()]
+        # float32 is exact to 16 MiB only.
+        tensor = torch.tensor(known, dtype=torch.float64, device=trainer.strategy.root_device)
+        dist.all_reduce(tensor, _OPERATORS[how])
+        values = dict(zip(values, tensor.tolist(), strict=True))
+    return {key: value for key, value in values.items() if value is not None and value >= 0}

@@ -1,0 +1,177 @@
+"""Values that a module logs while a batch passes in parts, put together as for the whole batch."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.out_of_memory import with_memory_freed
+from lightning_memsave.trainer.nested_fit import silent_logger
+from lightning_memsave.trainer.trainer import package_of
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """What ``self.log`` was given in one part of a batch."""
+
+    weight: float
+    num_samples: int | None
+    value: Any
+    batch_size: int
+    batch_value: Any  # of a metric: its value over this part alone
+
+
+class LoggedValues:
+    """Holds back what is logged, and logs it once for the whole batch.
+
+    Nothing reaches Lightning before ``flush``, so that a batch that is repeated leaves no trace.
+
+    Args:
+        trainer: A Trainer in a loop that logs.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._results = trainer, trainer._results
+        self._is_shared = trainer.world_size > 1
+        self._values: dict[tuple[str, int], list[_Value]] = {}
+        self._weight = 1.0
+        self._num_samples: int | None = None
+        self._occurrences: dict[str, int] = {}
+
+    def __enter__(self) -> "LoggedValues":
+        if self._results is not None:
+            self._results.update_metrics = self._hold
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._results is not None:
+            vars(self._results).pop("update_metrics", None)
+
+    def start_part(self, weight: float, num_samples: int | None) -> None:
+        """Say what the values that follow belong to.
+
+        Args:
+            weight: Share of the part in the batch.
+            num_samples: Its samples, if they can be counted.
+        """
+        self._weight, self._num_samples = weight, num_samples
+        self._occurrences = {}
+
+    def clear(self) -> None:
+        """Forget everything, as the batch will be repeated."""
+        self._values = {}
+
+    @contextlib.contextmanager
+    def forgotten(self) -> Iterator[None]:
+        """Let what is logged inside leave no trace, nor loggers see it.
+
+        Yields:
+            Once.
+        """
+        names = set(self._results or ())
+        loggers = self._trainer.loggers
+        if loggers:
+            self._trainer.loggers = [silent_logger(package_of(self._trainer))]
+        try:
+            yield
+        finally:
+            self._trainer.loggers = loggers
+            self.clear()
+            for name in set(self._results or ()) - names:
+                del self._results[name]
+
+    def tensors(self) -> dict[str, tuple[Any, Tensor]]:
+        """List the numbers that were logged in one part.
+
+        Returns:
+            For each name how Lightning reduces it, and its value.
+        """
+        metrics = {key: self._results[key] for key, _ in self._values}
+        return {
+            key: (metrics[key].meta, parts[-1].value)
+            for (key, _), parts in self._values.items()
+            if metrics[key].is_tensor
+        }
+
+    def flush(self) -> None:
+        """Give Lightning one value for each name; a single part's values go through untouched."""
+        values, self._values = self._values, {}
+        for (key, _), parts in values.items():
+            log = functools.partial(self._log, key, parts)
+            # Processes meet in here: one of them alone must not come twice.
+            log() if self._is_shared else with_memory_freed(log)
+
+    def _log(self, key: str, parts: Sequence[_Value]) -> None:
+        metric = self._results[key]
+        before = dict(vars(metric))  # its values are replaced, never changed in place
+        try:
+            self._update(metric, key, parts)
+        except BaseException:
+            vars(metric).update(before)
+            raise
+
+    def _update(self, metric: Any, key: str, parts: Sequence[_Value]) -> None:
+        log = functools.partial(type(self._results).update_metrics, self._results, key)
+        size = _batch_size(parts)
+        if not metric.is_tensor:
+            log(parts[-1].value, size)
+            if len(parts) > 1:
+                values = [p.batch_value for p in parts]
+                metric._forward_cache = _mean(values, [p.weight for p in parts])
+        elif len(parts) == 1:
+            log(parts[0].value, size)
+        else:
+            log(combined(metric.meta, [p.value for p in parts], [p.weight for p in parts]), size)
+
+    def _hold(self, key: str, value: Any, batch_size: int) -> None:
+        occurrence = self._occurrences.get(key, 0)
+        self._occurrences[key] = occurrence + 1
+        held = _Value(
+            self._weight,
+            self._num_samples,
+            value.detach() if isinstance(value, Tensor) else value,
+            batch_size,
+            getattr(value, "_forward_cache", None),
+        )
+        self._values.setdefault((key, occurrence), []).append(held)
+
+
+# Without `batch_size=` Lightning counts the whole batch each time; a user counts what is there.
+def _batch_size(parts: Sequence[_Value]) -> int:
+    sizes = [part.batch_size for part in parts]
+    if len(parts) > 1 and sizes == [part.num_samples for part in parts]:
+        return sum(sizes)
+    return max(sizes)
+
+
+def combined(meta: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
+    """Put together what was logged under one name in the parts of a batch.
+
+    Args:
+        meta: How Lightning reduces it.
+        values: Of each part.
+        weights: Share of each part in the batch.
+
+    Returns:
+        The value of the whole batch.
+    """
+    if meta.is_mean_reduction:
+        return _mean(values, weights)
+    stacked = torch.stack([value.to(values[0].device) for value in values])
+    if meta.is_sum_reduction:
+        return stacked.sum(0)
+    return stacked.amax(0) if meta.is_max_reduction else stacked.amin(0)
+
+
+def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
+    are_numbers = all(isinstance(value, Tensor) and value.shape == () for value in values)
+    if not are_numbers:
+        return values[-1]  # what a metric without one number gave for the last part
+    stacked = torch.stack([value.to(values[0].device) for value in values])
+    stacked = stacked if stacked.is_floating_point() else stacked.float()
+    factors = stacked.new_tensor(weights)
+    return (stacked * factors).sum() / factors.sum()

@@ -1,0 +1,307 @@
+"""Lightning's loop of automatic optimization, with our own way to pass a batch."""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.out_of_memory import find_out_of_memory, with_memory_freed
+from lightning_memsave.trainer.batch_parts import BatchParts, scaled, without_outputs
+from lightning_memsave.trainer.logged_values import LoggedValues
+
+Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
+"""Gives the factor of a loss, from Trainer, batch index, whether it is the last, and parameters."""
+
+Undo = Callable[[], None]
+
+PassBatch = Callable[[Any, BatchParts, bool], None]
+"""Passes a batch by calling ``BatchParts`` for each part of it, and says by the third argument
+whether there are no gradients of earlier batches to be kept."""
+
+
+def adjust_losses(trainer: Any, adjust: Adjust) -> Undo:
+    """Multiply the loss of each training batch before its backward pass.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        adjust: Gives the factor; 1.0 leaves a batch exactly as it is.
+
+    Returns:
+        A function that takes it back.
+    """
+    return _set(trainer, adjust=adjust)
+
+
+def pass_batches(
+    trainer: Any,
+    pass_batch: PassBatch,
+    *,
+    frees_gradients: bool,
+    before_step: Callable[[Any], None],
+    on_out_of_memory: Callable[[Any, BaseException], BaseException],
+) -> Undo:
+    """Decide how each training batch passes forward and backward.
+
+    Hooks around zeroing run between the first forward and the first backward pass, as ever. What is
+    logged is held back until the whole batch has passed.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        pass_batch: Passes a batch; a batch in one part with weight 1 trains bit for bit as before.
+        frees_gradients: Old ones go before the first forward pass, so that they are not alive
+            beside the activations.
+        before_step: Called with the optimizer when the gradients of a step are complete.
+        on_out_of_memory: Gives the error to be raised, from the optimizer and what was raised, when
+            memory runs out in the step of the optimizer.
+
+    Returns:
+        A function that takes it back.
+    """
+    return _set(
+        trainer,
+        pass_batch=pass_batch,
+        frees_before_parts=frees_gradients,
+        before_step=before_step,
+        on_out_of_memory=on_out_of_memory,
+    )
+
+
+def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManager[Any]]) -> Undo:
+    """Run each backward pass of training inside a context.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        context: Makes it, from whether this is the last backward pass before the optimizer steps.
+
+    Returns:
+        A function that takes it back.
+    """
+    epoch_loop = trainer.fit_loop.epoch_loop
+    given = vars(epoch_loop.automatic_optimization).get("around_backward", ())
+    undo = _set(trainer, around_backward=(*given, context))
+
+    def take_back() -> None:
+        loop = vars(epoch_loop.automatic_optimization)
+        left = tuple(c for c in loop.get("around_backward", ()) if c is not context)
+        if left:
+            loop["around_backward"] = left
+        else:
+            undo()
+
+    return take_back
+
+
+def around_step(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Undo:
+    """Run each ``training_step`` of training inside a context.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        context: Makes it.
+
+    Returns:
+        A function that takes it back.
+    """
+    return _set(trainer, around_step=context)
+
+
+def release_early(trainer: Any, *, gradients: bool, outputs: bool) -> Undo:
+    """Let go of what nobody will look at.
+
+    Args:
+        trainer: A Trainer in ``setup``, with automatic optimization.
+        gradients: Let go of old gradients before the forward pass. Lightning still zeroes after
+            it, with its hooks, so that what ``training_step`` adds to them is gone as ever.
+        outputs: Let go of what ``training_step`` returns beside the loss, before backward.
+
+    Returns:
+        A function that takes it back.
+    """
+    return _set(trainer, frees_gradients=gradients, drops_outputs=outputs)
+
+
+def will_step(trainer: Any) -> bool:
+    """Say whether the optimizer steps after the current batch.
+
+    Args:
+        trainer: A Trainer in a training batch.
+
+    Returns:
+        False while gradients accumulate.
+    """
+    return not trainer.fit_loop._should_accumulate()
+
+
+def has_open_window(trainer: Any) -> bool:
+    """Say whether gradients have accumulated that no step of the optimizer has used yet."""
+    if trainer.state.fn != "fit" or trainer.accumulate_grad_batches == 1:
+        return False
+    is_automatic = trainer.lightning_module.automatic_optimization
+    has_batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready > 0
+    return bool(is_automatic and has_batches and not will_step(trainer))
+
+
+def may_split_batches(trainer: Any) -> bool:
+    """Say whether `pass_batches` is in force.
+
+    Args:
+        trainer: A Trainer in fit.
+
+    Returns:
+        True if batches may pass in parts.
+    """
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return getattr(loop, "pass_batch", None) is not None
+
+
+_HOOKS = ("adjust", "pass_batch", "before_step", "on_out_of_memory", "around_backward")
+_FLAGS = ("frees_gradients", "frees_before_parts", "drops_outputs", "around_step")
+
+
+def _set(trainer: Any, **hooks: Any) -> Undo:
+    epoch_loop = trainer.fit_loop.epoch_loop
+    loop = epoch_loop.automatic_optimization
+    if not hasattr(loop, "replaced"):
+        original = loop
+        loop = _loop_class(cast(Any, type(original)))(trainer)
+        # Progress objects are shared, so loop state in checkpoints is that of a run without us.
+        vars(loop).update(vars(original))
+        # In a tuple: Lightning saves the state of each loop that is an attribute.
+        loop.replaced = (original,)
+        epoch_loop.automatic_optimization = loop
+    vars(loop).update(hooks)
+
+    def undo() -> None:
+        for name in hooks:
+            vars(loop).pop(name, None)
+        is_unused = not any(name in vars(loop) for name in (*_HOOKS, *_FLAGS))
+        if is_unused and epoch_loop.automatic_optimization is loop:
+            own = {name: value for name, value in vars(loop).items() if name != "replaced"}
+            (original,) = loop.replaced
+            vars(original).update(own)
+            epoch_loop.automatic_optimization = original
+
+    return undo
+
+
+# Which class it is mixed into, `_AutomaticOptimization` of either package, is known at run time.
+class _Loop:
+    trainer: Any
+    _skip_backward: bool
+    replaced: tuple[Any]
+    is_in_step = False  # the batch has passed, and the optimizer has its turn
+    adjust: Adjust | None = None
+    pass_batch: PassBatch | None = None
+    before_step: Callable[[Any], None] | None = None
+    on_out_of_memory: Callable[[Any, BaseException], BaseException] | None = None
+    around_backward: tuple[Callable[[bool], AbstractContextManager[Any]], ...] = ()
+    around_step: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    frees_gradients = False
+    frees_before_parts = False
+    drops_outputs = False
+
+    def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = super()._make_closure(kwargs, optimizer, batch_idx)  # type: ignore[misc]
+        if self._skip_backward:  # stochastic weight averaging updates batch norm, nothing else
+            return closure
+        factor = 1.0
+        if self.adjust is not None:
+            is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+            parameters = self.trainer.lightning_module.parameters()
+            factor = self.adjust(self.trainer, batch_idx, is_last, parameters)
+        # A module that takes the iterator itself has no batch that could be split.
+        if self.pass_batch is not None and "batch" in kwargs:
+            # Without the closure itself, or the cycle would keep the batch alive.
+            closure.closure = functools.partial(
+                self._pass_batch,
+                BatchParts(self, closure, kwargs, factor, optimizer),
+                optimizer,
+            )
+            return closure
+        closure._step_fn = functools.partial(self._step_inside, closure._step_fn)
+        if factor != 1.0:
+            closure._step_fn = functools.partial(_scaled_step, closure._step_fn, factor)
+        if self.drops_outputs:
+            closure._step_fn = functools.partial(_step_for_loss, closure._step_fn)
+        if self.frees_gradients and closure._zero_grad_fn is not None:
+            closure._step_fn = functools.partial(_step_after, optimizer.zero_grad, closure._step_fn)
+        if self.around_backward and closure._backward_fn is not None:
+            closure._backward_fn = functools.partial(self.run_backward, closure._backward_fn)
+        return closure
+
+    def run_step(self, kwargs: dict[str, Any]) -> Any:
+        """Run the training step.
+
+        Args:
+            kwargs: Its arguments.
+
+        Returns:
+            What Lightning makes of what it returns.
+        """
+        step = functools.partial(self._training_step, kwargs)  # type: ignore[attr-defined]
+        result = self._step_inside(step)
+        return without_outputs(result) if self.drops_outputs else result
+
+    def _step_inside(self, step: Callable[[], Any]) -> Any:
+        with self.around_step():
+            return step()
+
+    def run_backward(
+        self, backward: Callable[[Tensor], Any], loss: Tensor, is_last: bool = True
+    ) -> None:
+        """Run the backward pass of a batch or, if it is not the last, of a part of it."""
+        with contextlib.ExitStack() as stack:
+            for context in self.around_backward:
+                stack.enter_context(context(is_last and will_step(self.trainer)))
+            backward(loss)
+
+    @torch.enable_grad()
+    def _pass_batch(self, parts: BatchParts, optimizer: Any, *_: Any, **__: Any) -> Any:
+        assert self.pass_batch is not None, "the closure is made with it only"
+        self.is_in_step = False
+        if parts.zeroes and self.frees_before_parts:
+            optimizer.zero_grad()
+        with LoggedValues(self.trainer) as logged:
+            parts.start(logged)
+            self.pass_batch(parts.batch, parts, parts.zeroes)
+            logged.flush()
+        if self.before_step is not None and will_step(self.trainer):
+            self.is_in_step = True
+            self.before_step(optimizer)
+        return with_memory_freed(parts.result)
+
+    def _optimizer_step(self, batch_idx: int, closure: Any) -> None:
+        failure, outside = None, sys.exception()
+        self.is_in_step = False
+        try:
+            super()._optimizer_step(batch_idx, closure)  # type: ignore[misc]
+        except Exception as error:
+            found = find_out_of_memory(error, outside)
+            if self.on_out_of_memory is None or not self.is_in_step or found is None:
+                raise
+            failure = self.on_out_of_memory(self.trainer.optimizers[0], found)
+        # Not inside of the handler, whose traceback would keep the tensors of the step alive.
+        if failure is not None:
+            raise failure
+
+
+@functools.cache
+def _loop_class(base: Any) -> type[Any]:
+    return type("MemsaveAutomaticOptimization", (_Loop, base), {})
+
+
+def _scaled_step(step: Callable[[], Any], factor: float) -> Any:
+    return scaled(step(), factor)
+
+
+def _step_for_loss(step: Callable[[], Any]) -> Any:
+    return without_outputs(step())
+
+
+def _step_after(first: Callable[[], None], step: Callable[[], Any]) -> Any:
+    first()
+    return step()

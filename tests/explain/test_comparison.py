@@ -1,0 +1,342 @@
+import dataclasses
+import io
+import json
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.memory_changes import Change, grouped
+from lightning_memsave.explain.model_changes import (
+    align_names,
+    compare_parameters,
+    compare_predictions,
+)
+from lightning_memsave.explain.report_changes import compare_reports
+from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
+from tests.tabular_bert import LARGE_VOCABULARY, SMALL_VOCABULARY, meta_tabular_bert
+
+
+def encoder(num_layers=2, size=8):
+    with torch.device("meta"):
+        layer = nn.TransformerEncoderLayer(size, 2, 4 * size, batch_first=True)
+        return nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
+
+
+def named(comparison):
+    return {c.name: (c.before, c.after) for c in comparison.modules}
+
+
+class TestParameters:
+    def test_the_tabular_bert(self):
+        found = compare_parameters(
+            meta_tabular_bert(SMALL_VOCABULARY), meta_tabular_bert(LARGE_VOCABULARY)
+        )
+        assert (found.total.before, found.total.after) == (98_510_560, 874_326_757)
+        first, second, third = found.modules
+        assert (first.name, first.before, first.after) == (
+            "bert.embeddings.word_embeddings",
+            2_422_784,
+            722_020_416,
+        )
+        assert (second.name, second.before, second.after) == (
+            "tab_embeddings.word_embeddings",
+            186_368,
+            55_540_032,
+        )
+        # Its matrix is tied to the first table; what has grown is a bias.
+        assert (third.name, third.difference) == ("cls.decoder", 864_901)
+        assert found.sentences() == [
+            "98,510,560 -> 874,326,757 parameters (+775,816,197, 8.88 times).",
+            "`bert.embeddings.word_embeddings` +719,597,632 and `tab_embeddings.word_embeddings` "
+            "+55,353,664: 99.9 % of the difference.",
+        ]
+
+    def test_equal_models(self):
+        found = compare_parameters(encoder(), encoder())
+        assert found.modules == ()
+        assert found.total.difference == 0
+        assert str(found).splitlines()[1].startswith("Both have")
+
+    @pytest.mark.parametrize(
+        "prefix", ["model.", "module.", "_orig_mod.", "model._orig_mod.", "net.backbone."]
+    )
+    def test_prefixes_do_not_matter(self, prefix):
+        other = {prefix + name: tensor for name, tensor in encoder().state_dict().items()}
+        assert compare_parameters(encoder(), other).modules == ()
+        assert compare_parameters(other, encoder()).modules == ()
+
+    def test_wrappers_inside_names_do_not_matter(self):
+        other = {
+            name.replace("layers.", "layers._fsdp_wrapped_module."): tensor
+            for name, tensor in encoder().state_dict().items()
+        }
+        assert compare_parameters(encoder(), other).modules == ()
+
+    def test_a_renamed_root_is_found_and_said(self):
+        a = nn.ModuleDict({"bert": encoder(3), "head": nn.Linear(8, 2)})
+        b = nn.ModuleDict({"backbone": encoder(4), "head": nn.Linear(8, 3)})
+        found = compare_parameters(a, b)
+        assert set(named(found)) == {"backbone.layers.3", "head"}
+        assert found.notes == ("`bert` is taken for `backbone`",)
+
+    def test_other_layers_are_not_taken_for_the_same(self):
+        a = nn.ModuleDict({"body": encoder(1), "pooler": nn.Linear(8, 8)})
+        b = nn.ModuleDict({"body": encoder(1), "decoder": nn.Linear(8, 8)})
+        assert named(compare_parameters(a, b)) == {"decoder": (None, 72), "pooler": (72, None)}
+
+    def test_whole_parts_are_one_line(self):
+        found = compare_parameters(encoder(2), encoder(5))
+        sizes = {(c.before, c.after, c.status) for c in found.modules}
+        assert [c.name for c in found.modules] == ["layers.2", "layers.3", "layers.4"]
+        assert len(sizes) == 1
+        assert "layers.* (3 x)" in str(found)
+        assert {c.status for c in compare_parameters(encoder(5), encoder(2)).modules} == {"gone"}
+
+    def test_sorted_by_what_changed_most_in_either_direction(self):
+        a, b = {"a.w": (100,), "b.w": (10,), "c.w": (5,)}, {"a.w": (10,), "b.w": (40,), "c.w": (6,)}
+        found = compare_parameters(a, b)
+        assert [(c.name, c.status) for c in found.modules] == [
+            ("a", "shrank"),
+            ("b", "grew"),
+            ("c", "grew"),
+        ]
+
+    def test_a_head_that_is_no_longer_tied(self):
+        tied = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False))
+        untied = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100, bias=False))
+        tied[1].weight = tied[0].weight
+        assert named(compare_parameters(tied, untied)) == {"1": (None, 800)}
+        assert named(compare_parameters(untied, tied)) == {"1": (800, None)}
+        # A file has kept the other one of two tied names.
+        assert compare_parameters(tied, {"1.weight": (100, 8)}).modules == ()
+
+    def test_same_number_in_another_shape(self):
+        found = compare_parameters({"a.w": (10, 4)}, {"a.w": (4, 10)})
+        assert [c.detail for c in found.modules] == ["w 10 x 4 -> 4 x 10"]
+        assert found.sentences() == ["Both have 40 parameters, but not the same."]
+
+    def test_other_precision(self):
+        found = compare_parameters({"a.w": (10,)}, {"a.w": ((10,), "bfloat16")})
+        assert found.modules == ()
+        assert found.parameter_bytes is not None
+        assert found.parameter_bytes.difference == -20
+        assert found.notes == ("10 parameters are bfloat16 that were float32",)
+
+    def test_nothing_in_common(self):
+        found = compare_parameters({"a.w": (10,)}, {"b.c.v": (30,)})
+        assert "nothing could be matched" in found.notes[0]
+        assert len(found.sentences()) == 1
+
+    def test_an_empty_side(self):
+        found = compare_parameters(nn.ReLU(), nn.Linear(2, 2))
+        assert found.total.difference == 6
+        assert "None" not in str(found)
+
+    def test_lazy_parameters_are_named(self):
+        assert "no shape yet" in compare_parameters(nn.LazyLinear(2), nn.Linear(2, 2)).notes[-1]
+
+    def test_many_rows_are_cut(self):
+        a, b = ({f"l{i}.w": (i * k + 1,) for i in range(1, 40)} for k in (1, 3))
+        assert "... and 19 smaller differences" in str(compare_parameters(a, b))
+
+    def test_to_dict_is_json(self):
+        found = json.loads(json.dumps(compare_parameters(encoder(1), encoder(2)).to_dict()))
+        assert found["kind"] == found["unit"] == "parameters"
+        assert found["modules"][0]["status"] == "new"
+
+
+def test_alignment_of_many_names_is_fast_enough():
+    a = [f"model.layers.{i}.{j}.weight" for i in range(100) for j in range(10)]
+    b = [f"h.{i}.{j}.weight" for i in range(120) for j in range(10)]
+    names, roots = align_names(a, b)
+    assert len(names) == 1000
+    assert roots == (("model.layers", "h"),)
+
+
+def prediction(name="Small", batch=1, settings=None, device="cpu", prefix=""):
+    linear = MemoryBreakdown(parameter_bytes=400, activation_bytes=100 * batch)
+    whole = MemoryBreakdown(parameter_bytes=400, activation_bytes=100 * batch, input_bytes=10)
+    return MemoryPrediction(
+        device=device,
+        model=name,
+        peak=whole,
+        by_phase={"forward": whole, "backward": linear},
+        modules=(
+            ModuleMemory(prefix + "fc.proj", "Linear", 100, linear),
+            ModuleMemory(prefix + "act.fn", "ReLU", 0, MemoryBreakdown(input_bytes=10)),
+        ),
+        settings=settings or {},
+    )
+
+
+class TestPredictions:
+    def test_by_category_phase_and_module(self):
+        found = compare_predictions(prediction(), prediction(batch=8))
+        assert (found.total.before, found.total.after) == (510, 1210)
+        assert [(c.name, c.difference) for c in found.categories] == [
+            ("parameter", 0),
+            ("activation", 700),
+            ("input", 0),
+        ]
+        assert [(c.name, c.difference) for c in found.phases] == [
+            ("forward", 700),
+            ("backward", 700),
+        ]
+        assert named(found) == {"fc.proj": (500, 1200)}
+        assert "`fc.proj` +700 B: 100.0 % of the difference." in found.sentences()
+
+    def test_what_was_set_and_where(self):
+        a = prediction(settings={"optimizer": "8bit", "x": "1"})
+        b = prediction(settings={"optimizer": "null", "x": "1"}, device="cuda")
+        found = compare_predictions(a, b)
+        assert found.settings == (("optimizer", "8bit", "null"),)
+        assert found.notes[0].startswith("one is for cpu, one for cuda")
+        assert str(found).splitlines()[1].startswith("note: one is for cpu")
+
+    def test_a_share_is_never_more_than_the_whole(self):
+        a, b = (
+            {"up.weight": (10 * n,), "down.weight": (40 - 9 * n,), "same.weight": (3,)}
+            for n in (1, 4)
+        )
+        found = compare_parameters(a, b)
+        assert found.total.difference == 3
+        (said,) = (s for s in found.sentences() if "`up`" in s)
+        assert said == ("`up` +30: more than the difference, as all others together change by -27.")
+        assert "%" not in "".join(found.sentences())
+
+    def test_what_the_whole_does_itself_is_named(self):
+        a, b = prediction(), prediction(batch=2)
+        own = [MemoryBreakdown(temporary_bytes=n, activation_bytes=n // 10) for n in (100, 9100)]
+        a, b = (
+            dataclasses.replace(
+                p,
+                peak=p.peak + more,
+                modules=(ModuleMemory("", "Small", 0, more), *p.modules),
+            )
+            for p, more in zip((a, b), own, strict=True)
+        )
+        found = compare_predictions(a, b)
+        assert found.modules[0].name == ""
+        assert found.modules[0].detail == (
+            "outside of the modules: temporary +8.79 KiB, activation +900 B"
+        )
+        assert "`(whole)` +9.67 KiB: 99.0 % of the difference." in found.sentences()
+
+    def test_prefixes_do_not_matter(self):
+        found = compare_predictions(prediction(), prediction(prefix="model.", batch=2))
+        assert named(found) == {"model.fc.proj": (500, 600)}
+
+    def test_a_phase_on_one_side_only(self):
+        b = dataclasses.replace(
+            prediction(), by_phase={"optimizer": MemoryBreakdown(other_bytes=5)}
+        )
+        found = {c.name: (c.before, c.after) for c in compare_predictions(prediction(), b).phases}
+        assert found == {"forward": (510, None), "backward": (500, None), "optimizer": (None, 5)}
+
+    def test_nothing_is_cut_off_behind_long_names(self):
+        def side(n):
+            own = MemoryBreakdown(temporary_bytes=n * 10**8, activation_bytes=n * 10**7)
+            long = "transformer.h.7.attention.resid_dropout.layer"
+            return dataclasses.replace(
+                prediction(),
+                peak=own,
+                modules=(ModuleMemory("", "S", 0, own), ModuleMemory(long, "D", 0, own)),
+            )
+
+        found = compare_predictions(side(1), side(9))
+        words = " ".join(str(found).split())
+        assert all(word in words for word in found.modules[0].detail.split())
+        assert all(len(line) <= 110 for line in str(found).splitlines())
+
+    def test_renders(self):
+        text = io.StringIO()
+        Console(file=text, width=100).print(compare_predictions(prediction(), prediction(batch=8)))
+        assert "activation" in text.getvalue()
+        assert "+700 B" in text.getvalue()
+
+
+def test_blocks_that_are_new_stand_with_those_that_grew():
+    def changes(*sizes):
+        return [Change(f"h.{i}.fc", before, after) for i, (before, after) in enumerate(sizes)]
+
+    (one,) = grouped(changes((4, 8), (4, 8), (None, 8)))
+    assert (one.name, one.before, one.after) == ("h.*.fc (2 -> 3 x)", 8, 24)
+    (gone,) = grouped(changes((4, 8), (4, 8), (4, None)))
+    assert (gone.name, gone.before, gone.after) == ("h.*.fc (3 -> 2 x)", 12, 16)
+    (new,) = grouped(changes((None, 8), (None, 8)))
+    assert (new.name, new.before, new.status) == ("h.*.fc (2 x)", None, "new")
+    # Where they have not all changed alike, none can speak for the others.
+    assert len(grouped(changes((4, 8), (4, 9), (None, 8)))) == 3
+
+
+def report(peak=1000, categories=None, **more):
+    measured = {"peak_bytes": peak, "by_category": categories or {}}
+    return {"settings": {}, "changes": [], "measured": measured, "device": "cpu"} | more
+
+
+class TestReports:
+    def test_categories_settings_and_versions(self):
+        a = report(1000, {"parameter": 900, "activation": 100}, versions={"torch": "2.12"})
+        b = report(
+            1500,
+            {"parameter": 900, "activation": 600},
+            settings={"optimizer": "8bit"},
+            versions={"torch": "2.13"},
+        )
+        found = compare_reports(a, b)
+        assert found.total.difference == 500
+        assert found.categories[1].difference == 500
+        assert found.settings == (
+            ("optimizer", "-", "8bit"),
+            ("version of torch", "2.12", "2.13"),
+        )
+
+    def test_without_categories(self):
+        found = compare_reports(report(10), report(20))
+        assert found.categories == ()
+        assert "only the sum is measured" in found.notes[0]
+
+    def test_predicted_where_nothing_was_measured(self):
+        b = report() | {
+            "measured": None,
+            "predicted": {"peak_bytes": 7, "by_category": {"input": 7}},
+        }
+        found = compare_reports(report(9, {"input": 9}), b, ("x", "y"))
+        assert found.total.after == 7
+        assert found.notes == ("x was measured, y predicted",)
+
+    def test_against_a_prediction(self):
+        found = compare_reports(prediction(), report(520, {"parameter": 400, "activation": 120}))
+        assert found.total.difference == 10
+        assert found.notes == ("first was predicted, second measured",)
+
+    def test_only_what_was_on_is_set_beside_a_prediction(self):
+        rows = [
+            {"name": "optimizer", "value": "'8bit'", "status": "on"},
+            {"name": "activation_checkpointing", "value": "'all'", "status": "no effect"},
+        ]
+        asked = {"optimizer": "'auto'", "keep_32bit": "()", "blocks": "None", "monitor": "True"}
+        b = report(9, settings=asked, changes=rows, versions={"torch": "2.13"})
+        a = prediction(settings={"precision": "32-true"}, device="cuda")
+        found = compare_reports(a, b, ("x", "y"))
+        assert found.settings == (("optimizer", "-", "'8bit'"),)
+        assert found.notes[0].startswith("one is for cuda, one for cpu")
+        assert str(found).splitlines()[1].startswith("note: one is for cuda, one for cpu")
+
+    def test_modules_are_those_of_the_predictions(self):
+        def with_modules(batch):
+            found = json.loads(json.dumps(prediction(batch=batch).to_dict()))
+            return report(100 * batch) | {"predicted": found}
+
+        for a in (with_modules(1), prediction()):
+            found = compare_reports(a, with_modules(8))
+            assert named(found) == {"fc.proj": (500, 1200)}
+            assert any("those of the predictions" in note for note in found.notes)
+
+    def test_refuses_a_report_without_bytes(self):
+        with pytest.raises(ConfigurationError, match="monitor=True"):
+            compare_reports(report(), report() | {"measured": None})

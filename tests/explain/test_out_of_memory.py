@@ -1,0 +1,235 @@
+import dataclasses
+import json
+import textwrap
+
+import pytest
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.oom_message import ProcessOnDevice, read_out_of_memory
+from lightning_memsave.units import GIB, MIB
+from tests.explain import oom_messages as m
+
+
+def gib(number):
+    return round(number * GIB)
+
+
+def mib(number):
+    return round(number * MIB)
+
+
+def figures(text):
+    """What the text tells: fields with a value, apart from the words themselves."""
+    fields = dataclasses.asdict(read_out_of_memory(text))
+    for name in ("message", "allocator_variable", "num_messages", "processes"):
+        fields.pop(name)
+    return {name: value for name, value in fields.items() if value not in {None, ""}}
+
+
+CUDA = {"device": "cuda", "device_index": 0}
+EXPECTED = {
+    "TORCH_1_2": CUDA
+    | {
+        "requested_bytes": gib(3.86),
+        "capacity_bytes": gib(10.92),
+        "free_bytes": gib(1.52),
+        "allocated_bytes": gib(5.17),
+        "unallocated_bytes": gib(3.72),
+    },
+    "TORCH_1_8": CUDA
+    | {
+        "device_index": 4,
+        "requested_bytes": 20 * MIB,
+        "capacity_bytes": gib(31.75),
+        "free_bytes": mib(3.75),
+        "allocated_bytes": gib(30.29),
+        "unallocated_bytes": gib(30.40) - gib(30.29),
+    },
+    "TORCH_1_12_LIMITED": CUDA
+    | {
+        "requested_bytes": gib(5.59),
+        "capacity_bytes": gib(11.17),
+        "free_bytes": gib(10.91),
+        "allowed_bytes": gib(5.58),
+        "allocated_bytes": 0,
+        "unallocated_bytes": 0,
+    },
+    "TORCH_2_1": CUDA
+    | {
+        "requested_bytes": 20 * MIB,
+        "capacity_bytes": 8 * GIB,
+        "free_bytes": 0,
+        "allocated_bytes": gib(14.51),
+        "unallocated_bytes": mib(15.90),
+    },
+    "FULL": CUDA
+    | {
+        "requested_bytes": 170 * MIB,
+        "capacity_bytes": gib(31.37),
+        "free_bytes": mib(30.19),
+        "process_bytes": gib(31.33),
+        "allocated_bytes": gib(30.81),
+        "unallocated_bytes": mib(33.90),
+    },
+    "LIMITED": CUDA
+    | {
+        "requested_bytes": 996 * MIB,
+        "capacity_bytes": gib(44.43),
+        "free_bytes": gib(9.06),
+        "process_bytes": gib(17.81),
+        "allowed_bytes": gib(17.69),
+        "allocated_bytes": gib(17.44),
+        "unallocated_bytes": mib(59.88),
+    },
+    "WSL": CUDA
+    | {
+        "requested_bytes": gib(1.74),
+        "capacity_bytes": gib(23.99),
+        "free_bytes": gib(5.05),
+        "allocated_bytes": gib(17.60),
+        "unallocated_bytes": mib(34.80),
+    },
+    "GRAPHS": CUDA
+    | {
+        "requested_bytes": 40 * MIB,
+        "capacity_bytes": gib(23.50),
+        "free_bytes": mib(31.19),
+        "allocated_bytes": gib(21.18),
+        "private_pool_bytes": gib(1.78),
+        "unallocated_bytes": mib(856.57),
+    },
+    "MALLOC_ASYNC": CUDA
+    | {
+        "requested_bytes": gib(10.12),
+        "capacity_bytes": 24 * GIB,
+        "free_bytes": 0,
+        "allocated_bytes": gib(4.86),
+    },
+    "ROCM": CUDA
+    | {
+        "requested_bytes": 978 * MIB,
+        "capacity_bytes": gib(15.98),
+        "free_bytes": 630 * MIB,
+        "allocated_bytes": 0,
+        "unallocated_bytes": 0,
+    },
+    "MPS": {
+        "device": "mps",
+        "requested_bytes": 192 * MIB,
+        "capacity_bytes": gib(18.13),
+        "allocated_bytes": gib(17.36),
+    },
+    "CPU": {"device": "cpu", "requested_bytes": 2_359_296},
+    "CPU_WINDOWS": {"device": "cpu", "requested_bytes": 911_360},
+    "NUMPY": {"device": "cpu", "requested_bytes": gib(7.45)},
+    "CUBLAS": {"device": "cuda", "library": "CUBLAS"},
+    "DRIVER": {"device": "cuda"},
+    "KERNEL": {"device": "cpu"},
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_reads_every_figure(name):
+    assert figures(getattr(m, name)) == EXPECTED[name]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda text: (
+            f"Epoch 0: 12%|#  | 1/8 [00:00<00:00]\nTraceback ...\n{text}\n\nsrun: error: 1"
+        ),
+        lambda text: "\n".join(text[i : i + 37] for i in range(0, len(text), 37)),
+        lambda text: "\n".join(f"# {line}" for line in textwrap.wrap(text, 60)),
+        lambda text: "\n".join(f"> [rank2]: {line}" for line in text.splitlines()),
+        lambda text: "\n".join(f"│ {line:<70} │" for line in textwrap.wrap(text, 70)),
+        lambda text: f"\x1b[31m{text}\x1b[0m",
+    ],
+    ids=["in a log", "hard wraps", "comment", "quoted rank", "frame", "colours"],
+)
+def test_reads_the_same_whatever_is_around(name, around):
+    assert figures(around(getattr(m, name))) == EXPECTED[name]
+
+
+def test_reads_other_processes():
+    oom = read_out_of_memory(m.TWO_PROCESSES)
+    assert oom.processes == (ProcessOnDevice(2493055, gib(12.02)),)
+    assert oom.process_bytes == 966 * MIB
+
+
+def test_a_process_whose_memory_is_not_told_has_none():
+    text = m.WSL.replace(
+        "Including", "Process 9132 has 17179869184.00 GiB memory in use. Including"
+    )
+    assert read_out_of_memory(text).processes == (ProcessOnDevice(9132, None),)
+
+
+def test_takes_the_last_message_that_has_figures():
+    text = f"{m.FULL}\n{m.TWO_PROCESSES}\nOut of memory with one sample at once.\n{m.DRIVER}"
+    oom = read_out_of_memory(text)
+    assert oom.requested_bytes == gib(1.95)
+    assert oom.num_messages == 2
+
+
+def test_gives_the_message_alone_on_one_line():
+    text = f"Traceback\n  File 'x.py'\n{m.FULL[:100]}\n{m.FULL[100:]}\nEpoch 0"
+    message = read_out_of_memory(text).message
+    assert message.startswith("CUDA out of memory. Tried to allocate 170.00 MiB.")
+    assert message.endswith("reserved by PyTorch but unallocated.")
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        ("TORCH_1_8", "PYTORCH_CUDA_ALLOC_CONF"),
+        ("FULL", "PYTORCH_ALLOC_CONF"),
+        ("ROCM", "PYTORCH_HIP_ALLOC_CONF"),
+    ],
+)
+def test_names_the_variable_that_this_torch_reads(name, variable):
+    assert read_out_of_memory(getattr(m, name)).allocator_variable == variable
+
+
+LIGHTNING = """\
+  File "/venv/lightning/pytorch/loops/fit_loop.py", line 123, in advance
+  File "/venv/torch/optim/adamw.py", line 230, in step
+    loss = closure()
+  File "/venv/lightning/pytorch/loops/optimization/automatic.py", line 129, in closure
+"""
+STEP = '  File "/home/me/train.py", line 10, in training_step\n'
+BACKWARD = '  File "/venv/torch/autograd/graph.py", line 865, in _engine_run_backward\n'
+FORWARD = '  File "/home/me/model.py", line 3, in forward\n'
+
+
+@pytest.mark.parametrize(
+    ("frames", "phase"),
+    [
+        (LIGHTNING + STEP + FORWARD, "forward"),
+        (LIGHTNING + BACKWARD, "backward"),
+        (LIGHTNING + BACKWARD + FORWARD, "backward"),
+        (LIGHTNING.splitlines(keepends=True)[1], "optimizer"),
+        ("/usr/lib/python3/dist-packages/model.py in forward(self, x)\n", "forward"),
+        ("File /usr/lib/model.py:250, in Model.forward(self, x)\n", "forward"),
+        ("", ""),
+    ],
+    ids=["forward", "backward", "recomputed", "optimizer", "ipython", "method", "no traceback"],
+)
+def test_tells_the_phase_from_the_traceback(frames, phase):
+    assert read_out_of_memory(frames + m.FULL).phase == phase
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "my job ran out of memory", "RuntimeError: CUDA error: an illegal memory access", "OOM"],
+)
+def test_refuses_a_text_without_such_a_message(text):
+    with pytest.raises(ConfigurationError, match="Pass the message"):
+        read_out_of_memory(text)
+
+
+def test_becomes_json():
+    found = json.loads(json.dumps(read_out_of_memory(m.TWO_PROCESSES).to_dict()))
+    assert found["requested_bytes"] == gib(1.95)
+    assert found["reserved_bytes"] == mib(734.07) + mib(33.93)
+    assert found["processes"] == [{"pid": 2493055, "used_bytes": gib(12.02)}]

@@ -1,0 +1,352 @@
+import copy
+import functools
+import json
+
+import bitsandbytes as bnb
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.dominant_parts import explain_parameters
+from lightning_memsave.explain.model_states import FixedCosts, fixed_costs
+from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
+from lightning_memsave.report.parameter_tree import parameter_tree, plain_tree
+from lightning_memsave.units import GIB
+from tests.cases import MODELS
+from tests.tabular_bert import (
+    LARGE_CARDINALITIES,
+    LARGE_PARAMETERS,
+    LARGE_VOCABULARY,
+    SMALL_PARAMETERS,
+    SMALL_VOCABULARY,
+    Rows,
+    TabularBert,
+    Vocabulary,
+    meta_tabular_bert,
+)
+
+
+@pytest.fixture(scope="module")
+def large():
+    return meta_tabular_bert(LARGE_VOCABULARY)
+
+
+def row_of(table, name):
+    return next(row for row in table.modules if row.name == name)
+
+
+def tied():
+    model = nn.Sequential(nn.Embedding(100, 8), nn.Linear(8, 100))
+    model[1].weight = model[0].weight
+    return model
+
+
+class TestReading:
+    @pytest.mark.parametrize("name", MODELS)
+    def test_counts_what_torch_counts(self, name):
+        model = MODELS[name]()
+        table = parameter_table(model)
+        assert table.num_parameters == sum(p.numel() for p in model.parameters())
+        assert table.num_bytes == sum(p.nbytes for p in model.parameters())
+        assert table.buffer_bytes == sum(b.nbytes for b in model.buffers())
+        for module_name, module in model.named_modules():
+            inside = sum(p.numel() for p in module.parameters())
+            # Parameters that are tied to earlier ones count there.
+            assert row_of(table, module_name).num_parameters <= inside
+        assert row_of(table, "").share == 1
+
+    def test_a_module_and_its_state_dict_say_the_same(self):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), tied())
+        of_module, of_state = parameter_table(model), parameter_table(model.state_dict())
+        assert of_state.num_parameters == of_module.num_parameters
+        assert of_state.buffer_bytes == of_module.buffer_bytes
+        assert {e.name for e in of_state.entries} == {e.name for e in of_module.entries}
+
+    @pytest.mark.parametrize("state_only", [False, True])
+    def test_tied_weights_count_once(self, state_only):
+        model = tied()
+        table = parameter_table(model.state_dict() if state_only else model)
+        assert table.num_parameters == 900
+        assert row_of(table, "1").num_parameters == 100
+        assert table.entries[0].aliases == ("1.weight",)
+
+    def test_shared_modules_count_once_and_are_listed_twice(self):
+        layer = nn.Linear(4, 4)
+        table = parameter_table(nn.ModuleDict({"a": layer, "b": layer}))
+        assert table.num_parameters == 20
+        assert row_of(table, "b").num_parameters == 0
+        assert table.entries[0].aliases == ("b.weight",)
+
+    def test_views_into_one_storage_are_no_ties(self):
+        base = torch.zeros(20)
+        assert parameter_table({"a": base[:10], "b": base[10:]}).num_parameters == 20
+
+    def test_meta_and_fake_tensors(self):
+        with torch.device("meta"):
+            assert parameter_table(tied()).num_parameters == 900
+        with fake_tensors():
+            assert parameter_table(tied()).num_parameters == 900
+
+    def test_lazy_parameters_are_told_apart(self):
+        table = parameter_table(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+        assert (table.num_parameters, table.num_lazy) == (10, 2)
+        assert "2 more have no shape" in plain_tree(table)
+        assert "2 lazy parameters" in explain_parameters(table)[-1]
+
+    def test_frozen_parts(self):
+        model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+        model[0].requires_grad_(False)
+        table = parameter_table(model)
+        assert row_of(table, "").num_trainable == row_of(table, "1").num_trainable == 110
+        assert row_of(table, "0").num_trainable == 0
+        assert "50.0 % of the parameters are frozen" in explain_parameters(table)[-1]
+
+    def test_forms_of_a_mapping(self):
+        table = parameter_table(
+            {
+                "a.weight": (10, 4),
+                "b.weight": ((10, 4), torch.bfloat16),
+                "c.weight": {"dtype": "F16", "shape": [10, 4], "data_offsets": [0, 80]},
+                "d.weight": torch.zeros(10, 4),
+                "n.running_mean": (10,),
+                "e._extra_state": None,
+            }
+        )
+        assert table.num_bytes == 160 + 80 + 80 + 160
+        assert table.buffer_bytes == 40
+        assert row_of(table, "").num_trainable is None
+        assert row_of(table, "").dtypes == ("float32", "bfloat16", "float16")
+
+    @pytest.mark.parametrize("value", ["10", 5, (2, -1), ((2, 2), "float99"), None, {"size": 3}])
+    def test_refuses_what_is_no_shape(self, value):
+        with pytest.raises(ConfigurationError, match=r"`w` is .*Give a tensor, a shape such as"):
+            parameter_table({"w": value})
+
+    def test_refuses_what_has_no_parameters(self):
+        with pytest.raises(ConfigurationError, match="Pass a module"):
+            parameter_table(5)  # type: ignore[arg-type]
+
+    def test_to_dict_is_json(self, large):
+        found = json.loads(json.dumps(parameter_table(large).to_dict()))
+        assert found["num_parameters"] == LARGE_PARAMETERS
+        tables = [m for m in found["modules"] if m["name"].endswith("word_embeddings")]
+        assert {m["num_parameters"] for m in tables} == {55_540_032, 722_020_416}
+
+
+class TestTree:
+    def test_equal_blocks_are_one_line(self, large):
+        lines = plain_tree(parameter_table(large)).splitlines()
+        assert any(line.split()[:4] == ["0-11", "12", "x", "BertLayer"] for line in lines)
+        assert max(map(len, lines)) <= 110
+
+    def test_depth_share_and_order(self, large):
+        table = parameter_table(large)
+        assert len(plain_tree(table, max_depth=0).splitlines()) == 3
+        shown = plain_tree(table, max_depth=1, min_share=0)
+        names = [line.split()[0] for line in shown.splitlines()[2:]]
+        assert names == ["(whole)", "bert", "tab_embeddings", "cls"]
+        shown = plain_tree(table, max_depth=1, min_share=0, is_sorted=False)
+        names = [line.split()[0] for line in shown.splitlines()[2:]]
+        assert names == ["(whole)", "tab_embeddings", "bert", "cls"]
+        assert "(2 smaller)" in plain_tree(table, max_depth=1, min_share=0.5)
+
+    def test_own_parameters_of_a_parent_have_a_line(self):
+        model = nn.Module()
+        model.token, model.head = nn.Parameter(torch.zeros(30)), nn.Linear(10, 6)
+        assert "(its own)" in plain_tree(parameter_table(model))
+
+    def test_brackets_are_no_markup(self):
+        shown = Console(width=100, record=True)
+        with shown.capture() as captured:
+            shown.print(parameter_tree(parameter_table({"[red]a.weight": (3,)})))
+        assert "[red]a" in captured.get()
+
+    @pytest.mark.parametrize("wrong", [{"max_depth": -1}, {"min_share": 1.5}, {"min_share": -1}])
+    def test_refuses_wrong_limits(self, wrong):
+        with pytest.raises(ConfigurationError, match="Use"):
+            parameter_tree(parameter_table(nn.Linear(1, 1)), **wrong)
+
+    def test_nothing_to_show(self):
+        assert "0 parameters" in plain_tree(parameter_table(nn.ReLU()))
+        assert "0 parameters" in plain_tree(parameter_table({}))
+
+
+def stepped_state_bytes(make, parameter):
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = make([parameter])
+    optimizer.step()
+    state = optimizer.state[parameter]
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+
+
+class TestFixedCosts:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            torch.optim.AdamW,
+            torch.optim.SGD,
+            functools.partial(torch.optim.SGD, momentum=0.9, lr=0.1),
+            torch.optim.Adafactor,
+            torch.optim.Adagrad,
+            torch.optim.NAdam,
+            bnb.optim.adamw.AdamW8bit,
+            lambda parameters: torch.optim.Adam(parameters, amsgrad=True),
+        ],
+    )
+    @pytest.mark.parametrize("shape", [(300, 512), (700, 300), (16,)])
+    def test_state_is_what_a_step_makes(self, make, shape):
+        table = parameter_table({"weight": shape})
+        expected = stepped_state_bytes(make, nn.Parameter(torch.zeros(shape)))
+        found = fixed_costs(table, make).total_bytes - 2 * table.num_bytes
+        assert found == expected
+
+    def test_an_optimizer_that_needs_numbers_is_tried_with_few(self):
+        class Stubborn(torch.optim.SGD):
+            def step(self, closure=None):
+                for p in self.param_groups[0]["params"]:
+                    p.abs().max().item()
+                    self.state[p]["mean"] = torch.zeros_like(p, dtype=torch.bfloat16)
+
+        table = parameter_table({"weight": (50_000, 1000)})
+        assert fixed_costs(table, Stubborn).total_bytes == 50_000_000 * (4 + 4 + 2)
+
+    def test_takes_the_settings_of_an_instance(self):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1, momentum=0.9)
+        costs = fixed_costs(parameter_table({"weight": (100,)}), optimizer)
+        assert (costs.optimizer, costs.total_bytes) == ("SGD", 1200)
+
+    def test_a_function_goes_by_what_it_makes(self):
+        def make(parameters):
+            return torch.optim.RAdam(parameters)
+
+        assert fixed_costs(parameter_table({"weight": (100,)}), make).optimizer == "RAdam"
+
+    def test_frozen_parameters_cost_themselves(self):
+        model = nn.Linear(10, 10).requires_grad_(False)
+        assert fixed_costs(parameter_table(model)).total_bytes == 440
+
+    def test_gradients_may_cost_nothing(self):
+        table = parameter_table({"weight": (100,)})
+        assert fixed_costs(table, torch.optim.SGD, 0).total_bytes == 400
+
+    @pytest.mark.parametrize("wrong", [torch.optim.LBFGS, 5, nn.Linear])
+    def test_refuses_what_cannot_step(self, wrong):
+        with pytest.raises(ConfigurationError, match=r"such as `torch.optim.AdamW`"):
+            fixed_costs(parameter_table({"weight": (100,)}), wrong)
+
+    def test_comes_from_a_prediction(self):
+        memory = MemoryBreakdown(
+            parameter_bytes=4, gradient_bytes=4, optimizer_state_bytes=2, activation_bytes=1000
+        )
+        prediction = MemoryPrediction(
+            "cpu", "M", memory, {}, (ModuleMemory("head", "Linear", 1, memory),)
+        )
+        costs = FixedCosts.from_prediction(prediction)
+        assert costs.by_module == {"head": 10}
+        assert (costs.summary, costs.remark) == ("parameters, gradients and optimizer state", "")
+
+    def test_says_which_gradients_are_not_alive_at_the_peak(self):
+        early, late = (MemoryBreakdown(parameter_bytes=4, gradient_bytes=n) for n in (1, 4))
+        prediction = MemoryPrediction("cpu", "M", early, {"forward": early, "backward": late})
+        costs = FixedCosts.from_prediction(prediction)
+        assert costs.summary == "parameters and gradients"
+        assert costs.remark == "of the gradients 1 B of 4 B are alive"
+
+
+class TestSentences:
+    def test_the_tabular_bert(self, large):
+        table = parameter_table(large)
+        said = explain_parameters(table, fixed_costs(table), LARGE_CARDINALITIES)
+        assert said[0] == (
+            "The two embedding tables `bert.embeddings.word_embeddings` (867,813 x 832) and "
+            "`tab_embeddings.word_embeddings` (867,813 x 64) hold 88.9 % of the 874,326,757 "
+            "parameters: each has a row for every one of 867,813 entries."
+        )
+        assert said[1].startswith("With AdamW they cost 11.59 GiB of the 13.03 GiB that")
+        assert said[2].startswith("12 blocks of 7.9M parameters")
+        assert "hold 10.8 %." in said[2]
+        assert said[4].startswith(
+            "Of the 13 columns one, `account`, has 867,599 of the 867,813 categories (99.98 %): "
+        )
+        assert "`bert.embeddings.word_embeddings.weight` is also `cls.decoder.weight`" in said[5]
+        assert fixed_costs(table).total_bytes / GIB == pytest.approx(13.03, abs=0.01)
+
+    def test_a_smaller_column_leaves_the_model_that_it_says(self, large):
+        said = explain_parameters(parameter_table(large), None, LARGE_CARDINALITIES)
+        small = parameter_table(meta_tabular_bert(LARGE_VOCABULARY - 867_599))
+        assert f"the model {small.num_parameters:,} parameters" in " ".join(said)
+
+    def test_says_the_same_of_a_checkpoint(self, large):
+        by_name = [
+            s for s in explain_parameters(parameter_table(large.state_dict())) if "88.9" in s
+        ]
+        assert by_name == explain_parameters(parameter_table(large))[:1]
+
+    def test_evenly_repeated_blocks(self):
+        model = nn.Sequential(nn.Embedding(300, 10), *(nn.Linear(100, 100) for _ in range(24)))
+        assert explain_parameters(parameter_table(model))[0] == (
+            "24 blocks of 10,100 parameters (`1` to `24`, Linear) hold 98.8 % of the 245,400 "
+            "parameters."
+        )
+
+    def test_one_huge_output_layer(self):
+        said = explain_parameters(parameter_table({"body.w": (8, 8), "head.weight": (5000, 16)}))
+        assert len(said) == 1
+        assert said[0].startswith("`head.weight` (5,000 x 16) alone holds 99.9 % of the 80,064")
+        assert said[0].endswith(
+            ": it makes 5,000 outputs of 16 inputs, one for each class or token."
+        )
+
+    def test_one_huge_input_layer(self):
+        said = explain_parameters(parameter_table(nn.Linear(25_088, 10)))
+        assert "it reads 25,088 inputs at once" in said[0]
+
+    def test_many_embedding_tables(self):
+        model = nn.ModuleDict({f"t{i}": nn.Embedding(10 + i, 4) for i in range(26)})
+        assert explain_parameters(parameter_table(model))[0] == (
+            "The 26 embedding tables hold 100.0 % of the 2,340 parameters; the largest, `t25` "
+            "(35 x 4), alone 6.0 %."
+        )
+
+    def test_nothing_dominates(self):
+        model = nn.ModuleDict({f"l{i}": nn.Linear(8 + i, 4) for i in range(30)})
+        assert "Nothing dominates" in explain_parameters(parameter_table(model))[0]
+
+    def test_no_parameters(self):
+        assert explain_parameters(parameter_table(nn.ReLU())) == ["ReLU has no parameters."]
+
+    def test_columns_with_tables_of_their_own(self):
+        model = nn.ModuleDict({"a": nn.Embedding(900, 4), "b": nn.Embedding(100, 4)})
+        said = explain_parameters(parameter_table(model), None, {"a": 900, "b": 100})
+        assert "Of the 2 columns one, `a`, has 900 of the 1,000 categories (90.00 %)." in said
+
+    @pytest.mark.parametrize("wrong", [-1, 2.5, True, "3"])
+    def test_refuses_a_wrong_cardinality(self, wrong, large):
+        with pytest.raises(ConfigurationError, match=r"such as `\{'country': 195\}`"):
+            explain_parameters(parameter_table(large), None, {"a": wrong})
+
+
+class TestTabularBert:
+    @pytest.mark.parametrize(
+        ("vocabulary", "expected"),
+        [(SMALL_VOCABULARY, SMALL_PARAMETERS), (LARGE_VOCABULARY, LARGE_PARAMETERS)],
+    )
+    def test_has_the_published_number_of_parameters(self, vocabulary, expected):
+        assert parameter_table(meta_tabular_bert(vocabulary)).num_parameters == expected
+
+    def test_trains(self):
+        vocabulary = Vocabulary({"a": 20, "b": 5})
+        model = TabularBert(32, num_columns=2, num_layers=1, vocabulary=vocabulary)
+        ids = torch.stack(
+            [torch.tensor(list(vocabulary.ids_of(c)))[torch.arange(8) % 5] for c in ("a", "b")], -1
+        ).unflatten(0, (2, 4))
+        before = copy.deepcopy(model.cls.decoder.weight.detach())
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(Rows(("a", "b"), ids, ids)).backward()
+        optimizer.step()
+        assert not torch.equal(before, model.bert.embeddings.word_embeddings.weight)

@@ -1,0 +1,452 @@
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave.analysis.explain import make_trials
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.growth import max_positions
+from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.explain.suspects import SUSPECTS, find_suspects
+from lightning_memsave.prediction.batch_sizes import (
+    find_sequence,
+    with_length,
+    with_samples,
+)
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.units import format_bytes
+
+VOCABULARY, TOKENS, SAMPLES = 500, 64, 4
+
+
+def bert(attention="eager", **changes):
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+    }
+    config = BertConfig(**{**sizes, **changes})
+    config._attn_implementation = attention
+    return BertForMaskedLM(config)
+
+
+def large_vocabulary():
+    return bert(vocab_size=5000)
+
+
+def ids(samples=SAMPLES, tokens=TOKENS):
+    tensor = torch.arange(samples * tokens).view(samples, tokens) % VOCABULARY
+    return {"input_ids": tensor, "labels": tensor.clone()}
+
+
+def ask(name, model, batch, **options):
+    return find_suspects(make_trials(model, batch, **options), [name])[0]
+
+
+def conv_net():
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.Flatten(1), nn.Linear(12_544, 10)
+    )
+
+
+IMAGES = torch.ones(8, 3, 32, 32)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_samples_and_fixed_cost_come_from_two_predictions(device):
+    found = ask("batch size", bert, ids(), device=device)
+    whole = predict_memory(bert, ids(), device=device)
+    half = predict_memory(bert, ids(2), device=device).by_phase[whole.peak_phase].total_bytes
+    each = (whole.peak_bytes - half) / 2
+    assert found.figures["bytes_per_sample"] == round(each)
+    assert found.figures["fixed_bytes"] == whole.peak_bytes - round(4 * each)
+    assert found.num_bytes == round(4 * each)
+
+
+def test_a_batch_of_one_is_compared_with_two():
+    model = nn.Linear(100, 100, bias=False)
+    found = ask("batch size", model, torch.ones(1, 100), device="cpu")
+    one, two = (predict_memory(model, torch.ones(n, 100), device="cpu") for n in (1, 2))
+    each = two.by_phase[one.peak_phase].total_bytes - one.peak_bytes
+    assert found.figures["bytes_per_sample"] == each
+
+
+@pytest.mark.slow
+def test_largest_batch_fits_and_one_more_does_not():
+    capacity = "800MiB"
+    found = ask("batch size", bert, ids(), gpu=capacity)
+    largest = found.figures["largest_batch"]
+    assert largest > SAMPLES
+    assert predict_memory(bert, ids(largest), gpu=capacity).device_bytes <= 800 * 2**20
+    assert f"{largest} fit" in found.sentence
+    if "at least" not in found.sentence:
+        assert predict_memory(bert, ids(largest + 1), gpu=capacity).device_bytes > 800 * 2**20
+
+
+def test_a_guessed_batch_takes_no_memory():
+    before = peak_rss_bytes()
+    found = ask("batch size", nn.Linear(100, 1), torch.ones(64, 100), gpu="A100-80GB")
+    assert found.figures["largest_batch"] * 400 > 10 * 2**30
+    assert peak_rss_bytes() - before < 200 * 2**20
+
+
+def peak_rss_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def test_not_even_one_sample_fits():
+    found = ask("batch size", bert, ids(), gpu="500MiB")
+    assert found.figures["largest_batch"] == 0
+    assert "Not even one fits on the GPU" in found.sentence
+
+
+def test_a_batch_without_samples_is_unknown():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x, y):
+            return self.layer(x).mean() + self.layer(y).mean()
+
+    found = ask("batch size", Two(), [torch.ones(4, 3), torch.ones(5, 3)], device="cpu")
+    assert (found.verdict, found.num_bytes) == ("unknown", None)
+
+
+@pytest.mark.parametrize(
+    ("attention", "vocabulary", "tokens"), [("eager", VOCABULARY, 64), ("sdpa", 5000, 16)]
+)
+def test_growth_with_length_is_that_of_predictions(attention, vocabulary, tokens):
+    def model():
+        return bert(attention, vocab_size=vocabulary)
+
+    found = ask("sequence length", model, ids(tokens=tokens), device="cpu")
+    figures = found.figures
+    twice = predict_memory(model, ids(tokens=2 * tokens), device="cpu").peak_bytes
+    assert figures["other_length"] == 2 * tokens
+    assert figures["other_peak_bytes"] == pytest.approx(twice, rel=0.01)
+    assert f"with {2 * tokens} the step would take {format_bytes(twice)}" in found.sentence
+    now = predict_memory(model, ids(tokens=tokens), device="cpu").peak_bytes
+    assert min(figures["linear_bytes"], figures["quadratic_bytes"], figures["fixed_bytes"]) >= 0
+    parts = figures["fixed_bytes"] + figures["linear_bytes"] + figures["quadratic_bytes"]
+    assert parts == pytest.approx(now, rel=0.01)
+    assert found.num_bytes == figures["linear_bytes"] + figures["quadratic_bytes"]
+
+
+# The peak of 128 tokens is elsewhere than that of 64, where the optimizer needs most.
+def test_a_peak_that_moves_with_the_length_is_no_parabola():
+    def model():
+        return bert("sdpa", vocab_size=20_000)
+
+    peaks = {n: predict_memory(model, ids(1, n), device="cpu") for n in (32, 64, 128)}
+    assert peaks[32].peak_phase != peaks[64].peak_phase
+    found = ask("sequence length", model, ids(1, 64), device="cpu")
+    assert found.figures["other_peak_bytes"] == peaks[128].peak_bytes
+    assert found.figures["order"] == "linear"
+    more = found.figures["linear_bytes"] + 3 * found.figures["quadratic_bytes"]
+    assert more == pytest.approx(peaks[128].peak_bytes - peaks[64].peak_bytes, rel=0.01)
+
+
+def test_lengths_end_where_positions_do():
+    def model():
+        return bert(max_position_embeddings=TOKENS)
+
+    assert max_positions(parameter_table(model())) == TOKENS
+    found = ask("sequence length", model, ids(), device="cpu")
+    assert found.figures["other_length"] == TOKENS // 2
+    half = predict_memory(model, ids(tokens=TOKENS // 2), device="cpu").peak_bytes
+    assert found.figures["other_peak_bytes"] == half
+    assert "64 are the most that the model takes" in found.sentence
+
+
+@pytest.mark.slow
+def test_long_sequences_with_eager_attention_grow_with_the_square():
+    found = ask("sequence length", bert, ids(1, 512))
+    assert found.figures["order"] == "quadratic"
+    assert "with its square" in found.sentence
+    with_sdpa = ask("sequence length", lambda: bert("sdpa"), ids(1, 512))
+    assert with_sdpa.figures["order"] == "linear"
+
+
+class Rows:
+    """A batch that is no container."""
+
+    def __init__(self, samples=4):
+        self.cells = torch.arange(samples * 16 * 8).view(samples, 16, 8) % VOCABULARY
+        self.columns = ["a", "b"]
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+
+    def forward(self, batch):
+        if isinstance(batch, Rows):
+            batch = self.table(batch.cells).mean(2)
+        return self.encoder(batch)
+
+
+@pytest.mark.parametrize(
+    ("batch", "longer"), [(Rows(), None), (torch.ones(4, 64, 32), torch.ones(4, 128, 32))]
+)
+def test_the_sequence_is_what_is_attended_to(batch, longer):
+    trials = make_trials(Attending(), batch, device="cpu")
+    samples, length, data, kernel = find_suspects(
+        trials, ["batch size", "sequence length", "data on the device", "attention kernel"]
+    )
+    if longer is None:
+        longer = Rows()
+        longer.cells = longer.cells.repeat(1, 2, 1)
+    expected = predict_memory(Attending(), longer, device="cpu").peak_bytes
+    assert length.figures["other_peak_bytes"] == pytest.approx(expected, rel=0.01)
+    assert length.num_bytes > 0
+    given = batch.cells if isinstance(batch, Rows) else batch
+    assert data.num_bytes == given.nbytes
+    assert samples.figures["num_samples"] == 4
+    assert f"{given.shape[1]} tokens" in kernel.sentence or kernel.num_bytes
+
+
+def test_attention_by_hand_is_found_in_batches_without_ids():
+    class ByHand(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.layer(x)
+            return (x @ x.transpose(1, 2)).softmax(-1) @ x
+
+    trials = make_trials(ByHand(), torch.ones(4, 96, 8), device="cpu")
+    length, kernel = find_suspects(trials, ["sequence length", "attention kernel"])
+    assert (length.figures["length"], length.figures["order"]) == (96, "quadratic")
+    assert kernel.num_bytes == kernel.figures["num_matrices"] * 4 * 96 * 96 * 4 > 0
+
+
+def test_what_may_be_a_sequence_is_not_cleared():
+    found = ask("sequence length", nn.Linear(8, 8), torch.ones(4, 96, 8), device="cpu")
+    assert (found.verdict, found.num_bytes) == ("unknown", None)
+    assert "sequence_axis=" in found.sentence
+
+
+def test_a_batch_without_tensors_is_unknown():
+    class OfText(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, texts):
+            return self.layer(torch.ones(len(texts), 8))
+
+    class Texts(str):
+        __slots__ = ()
+
+    trials = make_trials(OfText(), lambda: Texts("words"), device="cpu")
+    for found in find_suspects(trials, ["data on the device", "sequence length", "batch size"]):
+        assert (found.verdict, found.num_bytes) == ("unknown", None)
+
+
+def test_looking_leaves_torch_as_it_was():
+    before = nn.functional.scaled_dot_product_attention
+    trials = make_trials(Attending(), torch.ones(4, 64, 32), device="cpu")
+    base = trials.base()
+    assert nn.functional.scaled_dot_product_attention is before
+    assert trials.observed.attended == {64}
+    assert trials.observed.optimizers == ["AdamW"]
+    plain = predict_memory(Attending(), torch.ones(4, 64, 32), device="cpu")
+    assert base.by_phase == plain.by_phase
+
+
+def test_a_conv_net_has_no_sequence():
+    found = ask("sequence length", conv_net(), IMAGES)
+    assert (found.verdict, found.num_bytes) == ("does not matter", 0)
+    kernel = ask("attention kernel", conv_net(), IMAGES)
+    assert (kernel.verdict, kernel.num_bytes) == ("does not matter", 0)
+
+
+@pytest.mark.slow
+def test_eager_attention_is_compared_with_sdpa():
+    found = ask("attention kernel", bert, ids(2, 256))
+    eager = predict_memory(bert, ids(2, 256)).peak_bytes
+    sdpa = predict_memory(lambda: bert("sdpa"), ids(2, 256)).peak_bytes
+    assert found.num_bytes == eager - sdpa > 0.2 * eager
+    assert found.verdict == "matters"
+    assert 'model.set_attn_implementation("sdpa")' in found.sentence
+
+
+def test_sdpa_says_what_it_saves_already_and_leaves_the_model_as_it_is():
+    model = bert("sdpa")
+    found = ask("attention kernel", model, ids(2, 256))
+    eager = predict_memory(bert, ids(2, 256)).peak_bytes
+    assert found.figures["other_peak_bytes"] == eager
+    assert found.verdict == "does not matter"
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_scores_of_other_models_are_counted():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(VOCABULARY, 16)
+
+        def forward(self, input_ids):
+            x = self.table(input_ids)
+            return ((x @ x.transpose(1, 2)).softmax(-1) @ x).sum()
+
+    found = ask("attention kernel", Attention(), {"input_ids": ids()["input_ids"]}, device="cpu")
+    num = found.figures["num_matrices"]
+    assert num >= 1
+    assert found.num_bytes == num * SAMPLES * TOKENS * TOKENS * 4
+
+
+def test_data_on_the_device_are_the_bytes_of_the_batch():
+    found = ask("data on the device", conv_net(), IMAGES, device="cpu")
+    assert found.num_bytes == IMAGES.nbytes
+
+
+def test_old_gradients_are_those_at_the_peak_in_forward():
+    batch = ids(2, 16)
+    found = ask("old gradients", large_vocabulary, batch, device="cpu")
+    base = predict_memory(large_vocabulary, batch, device="cpu")
+    first = predict_memory(large_vocabulary, batch, settings={"early_release": True}, device="cpu")
+    assert base.peak_phase == "forward"
+    assert found.num_bytes == base.peak.gradient_bytes
+    assert found.num_bytes == 4 * parameter_table(large_vocabulary()).num_parameters
+    assert found.figures["saved_bytes"] == base.peak_bytes - first.peak_bytes > 0
+
+
+def test_old_gradients_are_gone_where_they_are_freed_first():
+    found = ask("old gradients", bert, ids(), settings={"micro_batch_size": "auto"}, device="cpu")
+    assert (found.verdict, found.num_bytes) == ("does not matter", 0)
+
+
+def test_logits_are_counted_and_belong_to_the_vocabulary():
+    trials = make_trials(bert, ids(), device="cpu")
+    cardinality, copies = find_suspects(trials, ["vocabulary and labels", "copies of the logits"])
+    logits = SAMPLES * TOKENS * VOCABULARY * 4
+    assert copies.num_bytes == copies.figures["num_copies"] * logits > 0
+    assert cardinality.figures["logits_bytes"] == copies.num_bytes
+    table = VOCABULARY * 32 * 4 * 4  # with gradient and two of AdamW
+    assert cardinality.figures["table_bytes"] >= table
+
+
+def test_classes_are_the_outputs_of_a_conv_net():
+    found = ask("copies of the logits", conv_net(), IMAGES, device="cpu")
+    assert found.num_bytes == found.figures["num_copies"] * 8 * 10 * 4
+
+
+def test_structure_is_what_parameters_cost():
+    found = ask("model structure", bert, ids(), device="cpu")
+    peak = predict_memory(bert, ids(), device="cpu").peak
+    costs = peak.parameter_bytes + peak.gradient_bytes + peak.optimizer_state_bytes
+    assert found.num_bytes == costs
+
+
+def test_the_device_has_more_to_hold_than_tensors():
+    trials = make_trials(bert, ids())
+    slack, context = find_suspects(trials, ["fragmentation", "CUDA context"])
+    base = predict_memory(bert, ids())
+    assert slack.num_bytes == base.reserved_bytes - base.peak_bytes
+    least_bytes = base.device_bytes - base.context_bytes
+    assert context.num_bytes == base.context_bytes
+    assert base.allocated_bytes <= least_bytes == base.least_reserved_bytes <= base.reserved_bytes
+
+
+def test_on_a_cpu_there_is_nothing_of_cuda():
+    names = ["fragmentation", "another process", "CUDA context"]
+    found = find_suspects(make_trials(nn.Linear(2, 2), torch.ones(1, 2), device="cpu"), names)
+    assert [s.num_bytes for s in found] == [0, 0, 0]
+
+
+def busy_nvml():
+    """A driver on whose GPU others run."""
+    memory = SimpleNamespace(used=3 * 2**30, total=12 * 2**30)
+    return SimpleNamespace(
+        NVMLError=RuntimeError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetMemoryInfo=lambda handle: memory,
+        nvmlDeviceGetComputeRunningProcesses=lambda handle: [],
+    )
+
+
+def test_others_on_the_device_are_told_by_nvml(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", busy_nvml())
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = ask("another process", bert, ids())
+    assert (found.verdict, found.num_bytes) == ("matters", 3 * 2**30)
+
+
+def test_without_a_driver_others_are_unknown(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    found = ask("another process", bert, ids())
+    assert (found.verdict, found.num_bytes) == ("unknown", None)
+
+
+def test_without_a_batch_parameters_are_answered_and_the_rest_is_unknown():
+    found = {s.name: s for s in find_suspects(make_trials(bert))}
+    assert found.keys() == SUSPECTS.keys()
+    assert found["batch size"].verdict == "unknown"
+    assert found["model structure"].num_bytes >= 16 * parameter_table(bert()).num_parameters
+
+
+def test_a_change_that_the_model_refuses_makes_a_suspect_unknown():
+    class Eight(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.layer(x.view(4, 8))
+
+    found = ask("batch size", Eight(), torch.ones(4, 8), device="cpu")
+    assert found.verdict == "unknown"
+    assert "does not take a batch of 2" in found.sentence
+
+
+def test_refuses_an_unknown_suspect():
+    with pytest.raises(ConfigurationError, match="'batch size'"):
+        find_suspects(make_trials(nn.Linear(2, 2)), ["batch"])
+
+
+def test_changed_batches_keep_their_form():
+    tensor = torch.arange(6).view(3, 2)
+    batch = {"x": tensor, "same": tensor, "names": ["a", "b", "c"], "columns": ("u", "v")}
+    more = with_samples(batch, 4)
+    assert more["x"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert more["same"] is more["x"]
+    assert (more["names"], more["columns"]) == (["a", "b", "c", "a"], ("u", "v"))
+    mask = {"ids": torch.zeros(2, 8, dtype=torch.long), "mask": torch.ones(2, 1, 8, 8)}
+    sequence = find_sequence(mask)
+    assert sequence is not None
+    shorter = with_length(mask, sequence, 4)
+    assert [tuple(t.shape) for t in shorter.values()] == [(2, 4), (2, 1, 4, 4)]
+    assert shorter["mask"].untyped_storage().nbytes() == 2 * 4 * 4 * 4
+
+
+def test_an_axis_can_be_named():
+    assert find_sequence(torch.ones(2, 7, 5), 1).length == 7
+    with pytest.raises(ConfigurationError, match="sequence_axis=3"):
+        find_sequence(torch.ones(2, 7, 5), 3)
+
+
+def test_a_peak_of_nothing_is_no_reason_to_matter():
+    from lightning_memsave.explain.finding import answered
+
+    empty = MemoryPrediction("cpu", "M", MemoryBreakdown(), {})
+    assert answered("x", 0, "none", empty).verdict == "does not matter"

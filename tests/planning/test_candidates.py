@@ -1,0 +1,101 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.planning.candidates import (
+    Candidate,
+    Situation,
+    joint_candidates,
+    part_candidates,
+    single_candidates,
+)
+from lightning_memsave.techniques.registry import STACKS, with_rest_off, with_stack
+
+
+def situation(precision="32-true", has_bf16=True, num_samples=8, **settings):
+    arguments = with_stack(MemSaveCallback(**with_rest_off(settings)).arguments)
+    return Situation(arguments, precision, has_bf16, num_samples)
+
+
+def names(candidates):
+    return [candidate.name for candidate in candidates]
+
+
+def all_candidates(now):
+    found = [*single_candidates(now), *part_candidates(now)]
+    return [*found, *joint_candidates(now, found)]
+
+
+@pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"optimizer": "8bit"}])
+def test_each_is_something_that_the_callback_takes(settings):
+    now = situation(**settings)
+    for candidate in all_candidates(now):
+        MemSaveCallback(**{**with_rest_off(settings), **candidate.changes})
+
+
+def test_every_technique_is_among_them():
+    changed = {name for one in single_candidates(situation()) for name in one.changes}
+    others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size"}
+    assert set(STACKS["single_gpu"]) - others == changed
+
+
+def test_a_dominating_embedding_can_have_8_bits_too():
+    now = replace(situation(), embedding="embed.weight")
+    found = [c.changes for c in single_candidates(now) if "force_8bit" in c.changes]
+    assert found == [{"optimizer": "8bit", "force_8bit": ("*embed.weight",)}]
+    MemSaveCallback(**with_rest_off(found[0]))
+    assert not any("force_8bit" in c.changes for c in single_candidates(situation()))
+
+
+def test_8_bits_have_a_price():
+    (on_cuda,) = (c for c in single_candidates(situation()) if c.name == "8-bit optimizer")
+    on_cpu = replace(situation(), is_on_cuda=False)
+    (on_cpu,) = (c for c in single_candidates(on_cpu) if c.name == "8-bit optimizer")
+    assert "nothing" not in on_cuda.cost
+    assert on_cpu.cost == "slower optimizer steps on a CPU"
+
+
+def test_what_is_on_is_not_offered():
+    assert single_candidates(situation(stack="single_gpu", precision="bf16-mixed")) == []
+
+
+def test_devices_without_bf16_are_offered_none_of_it():
+    found = all_candidates(situation(has_bf16=False))
+    assert "precision 16-mixed" in names(found)
+    assert "bf16" not in repr(found)
+
+
+def test_parts_are_smaller_than_those_in_force():
+    assert names(part_candidates(situation())) == [f"micro-batches of {n}" for n in (4, 2, 1)]
+    assert names(part_candidates(situation(micro_batch_size=2))) == ["micro-batches of 1"]
+    assert part_candidates(situation(num_samples=0)) == []
+
+
+def test_together_is_what_helped_and_then_the_stack():
+    helpful = [
+        Candidate("a", {"activation_checkpointing": "all"}, "bitwise", ""),
+        Candidate("b", {"micro_batch_size": 4}, "rounding", ""),
+        Candidate("c", {"low_precision_weights": "stochastic"}, "approximate", ""),
+    ]
+    first, of_one, stack, stack_of_one = joint_candidates(situation(), helpful)
+    assert first.changes == {"activation_checkpointing": "all", "micro_batch_size": "auto"}
+    assert of_one.changes == {"activation_checkpointing": "all", "micro_batch_size": 1}
+    assert stack.changes["stack"] == stack_of_one.changes["stack"] == "single_gpu"
+    assert stack_of_one.changes["micro_batch_size"] == 1
+    # What is switched on decides how far numbers move, not what is offered later.
+    assert [first.exactness, of_one.exactness, stack.exactness] == [
+        "rounding",
+        "rounding",
+        "approximate",
+    ]
+
+
+def test_one_alone_is_joined_with_nothing():
+    assert joint_candidates(situation(), single_candidates(situation())[:1]) == []
+
+
+def test_a_size_that_is_set_stays():
+    now = situation(micro_batch_size=2)
+    found = joint_candidates(now, [*single_candidates(now), *part_candidates(now)])
+    assert [one.changes.get("micro_batch_size") for one in found] == [None, 2]

@@ -1,0 +1,104 @@
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave.analysis.explain import find_remedies
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.planning.search import cheapest_that_fits
+from tests.explain.test_suspects import bert, ids
+
+BLOCKS = {"num_hidden_layers": 1}
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return x + self.layers(x)
+
+
+def deep():
+    return nn.Sequential(*(Block() for _ in range(4)))
+
+
+BATCH = torch.ones(6400, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def remedies():
+    return find_remedies(deep, BATCH, device="cpu", gpu="1GiB")
+
+
+@pytest.mark.slow
+def test_what_is_to_be_typed_gives_the_predicted_peak(remedies):
+    base = predict_memory(deep, BATCH, device="cpu").peak_bytes
+    assert len(remedies) > 4
+    for remedy in remedies:
+        callback = eval(remedy.how, {"MemSaveCallback": MemSaveCallback})
+        found = predict_memory(deep, BATCH, settings=callback, device="cpu")
+        assert found.peak_bytes == remedy.peak_bytes == base - remedy.saved_bytes < base
+        assert found.device_bytes == remedy.device_bytes
+
+
+def test_the_cheapest_come_first(remedies):
+    names = [remedy.name for remedy in remedies]
+    order = ["early release", "optimizer in backward", "recompute half of the blocks"]
+    order += ["recompute all blocks", "precision bf16-mixed", "8-bit optimizer", "weights in bf16"]
+    order += ["micro-batches of 3200", "all together", "all together, one sample at once"]
+    order += ["stack single_gpu"]
+    found = [name for name in order if name in names]
+    assert [name for name in names if name in order] == found
+    assert names[-1].startswith("all together")
+    assert "recompute all blocks" in names
+
+
+def test_exactness_is_that_of_the_techniques(remedies):
+    exactness = {remedy.name: remedy.exactness for remedy in remedies}
+    assert exactness["recompute all blocks"] == "bitwise"
+    assert exactness["micro-batches of 1"] == "rounding"
+    assert exactness["all together"] == "approximate"
+
+
+def test_each_says_whether_it_fits_and_the_first_is_chosen(remedies):
+    for remedy in remedies:
+        assert remedy.fits == (remedy.device_bytes <= 2**30)
+    best = cheapest_that_fits(remedies)
+    assert best is not None
+    assert all(not remedy.fits for remedy in remedies[: remedies.index(best)])
+    assert {remedy.fits for remedy in remedies} == {True, False}
+
+
+@pytest.mark.slow
+def test_attention_is_among_them_and_named():
+    def model():
+        return bert(**BLOCKS)
+
+    found = find_remedies(model, ids(1, 256))[0]
+    assert 'attention="sdpa"' in found.how
+    assert found.exactness == "rounding"
+    with_sdpa = predict_memory(lambda: bert("sdpa", **BLOCKS), ids(1, 256))
+    assert found.peak_bytes == with_sdpa.peak_bytes
+
+
+def test_what_is_on_already_is_kept_and_not_offered():
+    settings = {"activation_checkpointing": "all", "optimizer": "8bit", "precision": "bf16-mixed"}
+    found = find_remedies(deep, BATCH, settings=settings, device="cpu")
+    assert {remedy.name for remedy in found}.isdisjoint({"recompute all blocks", "8-bit optimizer"})
+    for remedy in found:
+        assert 'activation_checkpointing="all", optimizer="8bit"' in remedy.how
+
+
+@pytest.mark.slow
+def test_cards_without_bf16_get_another_precision():
+    found = find_remedies(deep, BATCH, gpu="T4")
+    names = {remedy.name for remedy in found}
+    assert "precision 16-mixed" in names
+    assert not any("bf16" in name for name in names)
+
+
+def test_the_same_as_plain_values_and_in_a_line(remedies):
+    assert remedies[0].to_dict()["how"] == remedies[0].how
+    assert remedies[0].how in str(remedies[0])

@@ -1,0 +1,262 @@
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
+from lightning_memsave.prediction.cuda.allocator import CachingAllocator
+from lightning_memsave.units import KIB, MIB
+
+SIZES = st.one_of(
+    st.integers(1, 4 * KIB), st.integers(1, 2 * MIB), st.integers(MIB, 40 * MIB), st.just(MIB)
+)
+STEPS = st.lists(st.one_of(SIZES, st.integers(-8, -1)), max_size=60)
+
+
+both_kinds = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+
+
+def run(allocator, steps):
+    """Allocate each positive number; free the n-th oldest for each negative one."""
+    handles = {}
+    for step in steps:
+        if step > 0:
+            try:
+                handles[allocator.malloc(step)] = step
+            except MemoryExhaustedError:
+                continue
+        elif handles:
+            handle = list(handles)[step % len(handles)]
+            del handles[handle]
+            allocator.free(handle)
+    return handles
+
+
+class TestRules:
+    @pytest.mark.parametrize(
+        ("num_bytes", "allocated", "reserved"),
+        [
+            (1, 512, 2 * MIB),
+            (513, 1024, 2 * MIB),
+            (MIB, MIB, 2 * MIB),  # the last small one
+            (MIB + 1, MIB + 512, 20 * MIB),  # the first large one
+            (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+            (10 * MIB, 10 * MIB, 10 * MIB),  # from here on a segment of its own
+            (21 * MIB, 22 * MIB, 22 * MIB),  # a rest of up to 1 MiB stays with the block
+            (20 * MIB + 1, 20 * MIB + 512, 22 * MIB),
+        ],
+    )
+    def test_one_request(self, num_bytes, allocated, reserved):
+        allocator = CachingAllocator()
+        allocator.malloc(num_bytes)
+        assert (allocator.allocated_bytes, allocator.reserved_bytes) == (allocated, reserved)
+
+    def test_takes_the_smallest_block_that_fits(self):
+        allocator = CachingAllocator()
+        large, small = allocator.malloc(40 * MIB), allocator.malloc(30 * MIB)
+        allocator.free(large)
+        allocator.free(small)
+        assert allocator.malloc(29 * MIB) == small
+        assert allocator.reserved_bytes == 70 * MIB
+
+    def test_small_requests_share_a_segment(self):
+        allocator = CachingAllocator()
+        for _ in range(4):
+            allocator.malloc(512 * KIB)
+        assert allocator.reserved_bytes == 2 * MIB
+        allocator.malloc(1)
+        assert allocator.reserved_bytes == 4 * MIB
+
+    def test_pools_do_not_share(self):
+        allocator = CachingAllocator()
+        allocator.free(allocator.malloc(20 * MIB))
+        allocator.malloc(1)
+        assert allocator.reserved_bytes == 22 * MIB
+
+    def test_freed_neighbours_become_one_block(self):
+        allocator = CachingAllocator()
+        handles = [allocator.malloc(5 * MIB) for _ in range(4)]
+        for handle in (handles[0], handles[2], handles[1], handles[3]):
+            allocator.free(handle)
+        assert [[size for _, size, _ in segment] for segment in allocator.segments()] == [
+            [20 * MIB]
+        ]
+
+    def test_no_bytes_are_no_memory(self):
+        allocator = CachingAllocator()
+        allocator.free(allocator.malloc(0))
+        assert allocator.reserved_bytes == 0
+
+
+class TestExpandable:
+    def test_a_growing_request_reuses_the_segment(self):
+        plain, grown = CachingAllocator(), CachingAllocator(expandable_segments=True)
+        for allocator in (plain, grown):
+            for num_bytes in (40 * MIB, 60 * MIB, 80 * MIB):
+                allocator.free(allocator.malloc(num_bytes))
+        assert plain.reserved_bytes == 180 * MIB
+        assert grown.reserved_bytes == 80 * MIB
+
+    def test_grows_by_pages(self):
+        allocator = CachingAllocator(expandable_segments=True)
+        allocator.malloc(1)
+        allocator.malloc(21 * MIB)
+        assert allocator.reserved_bytes == 2 * MIB + 40 * MIB
+        allocator.malloc(19 * MIB)
+        assert allocator.reserved_bytes == 42 * MIB
+
+    def test_prefers_a_gap_to_the_end_that_can_grow(self):
+        allocator = CachingAllocator(expandable_segments=True)
+        gap, _ = allocator.malloc(12 * MIB), allocator.malloc(20 * MIB)  # 8 MiB left at the end
+        allocator.free(gap)
+        assert allocator.malloc(5 * MIB) == gap
+
+    def test_gives_back_pages_from_the_middle(self):
+        allocator = CachingAllocator(80 * MIB, expandable_segments=True)
+        _, middle, _ = (allocator.malloc(20 * MIB) for _ in range(3))
+        allocator.free(middle)
+        allocator.malloc(40 * MIB)
+        assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 1)
+        with pytest.raises(MemoryExhaustedError):
+            allocator.malloc(20 * MIB)
+
+    def test_gives_back_whole_pages_only(self):
+        allocator = CachingAllocator(100 * MIB, expandable_segments=True)
+        first, middle, last = (allocator.malloc(n * MIB) for n in (15, 50, 15))  # four pages
+        allocator.free(middle)  # from 15 to 65: pages from 20 to 60
+        allocator.malloc(60 * MIB)
+        assert allocator.num_retries == 1
+        assert allocator.reserved_bytes == 100 * MIB
+        for handle in (first, last):
+            allocator.free(handle)
+        with pytest.raises(MemoryExhaustedError):
+            allocator.malloc(60 * MIB)
+        assert sum(size for segment in allocator.segments() for _, size, _ in segment) == (
+            allocator.reserved_bytes
+        )
+
+
+class TestCapacity:
+    def test_cached_segments_are_given_back_first(self):
+        allocator = CachingAllocator(100 * MIB)
+        allocator.free(allocator.malloc(60 * MIB))
+        allocator.malloc(80 * MIB)
+        assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 1)
+        assert allocator.peak_reserved_bytes == 80 * MIB
+
+    def test_says_what_is_in_the_way(self):
+        allocator = CachingAllocator(100 * MIB)
+        kept = allocator.malloc(50 * MIB)
+        with pytest.raises(MemoryExhaustedError, match=r"60\.00 MiB do not fit.*Lower the peak"):
+            allocator.malloc(60 * MIB)
+        allocator.free(kept)
+        allocator.malloc(60 * MIB)
+
+    def test_fragments_can_fail_a_request_that_would_fit(self):
+        allocator = CachingAllocator(40 * MIB)
+        handles = [allocator.malloc(10 * MIB - 512) for _ in range(4)]
+        for handle in handles[::2]:
+            allocator.free(handle)
+        with pytest.raises(MemoryExhaustedError):
+            allocator.malloc(15 * MIB)
+        assert allocator.allocated_bytes < 25 * MIB
+
+
+class TestReplay:
+    def test_a_storage_that_grows_has_both_blocks_for_a_moment(self):
+        allocator = CachingAllocator()
+        allocator.replay([(1, 30 * MIB), (1, 20 * MIB), (1, -50 * MIB)])
+        assert allocator.peak_allocated_bytes == 80 * MIB
+        assert allocator.allocated_bytes == 0
+
+    @both_kinds
+    def test_equals_calls_by_hand(self, expandable):
+        by_hand = CachingAllocator(expandable_segments=expandable)
+        first, _ = by_hand.malloc(3 * MIB), by_hand.malloc(700)
+        by_hand.free(first)
+        replayed = CachingAllocator(expandable_segments=expandable)
+        replayed.replay([(7, 3 * MIB), (9, 700), (7, -3 * MIB)])
+        assert replayed.segments() == by_hand.segments()
+
+    @both_kinds
+    def test_sums_up_a_long_run(self, expandable):
+        events = [
+            (i % 997 + i // 1994 * 997, (1 if i // 997 % 2 == 0 else -1)) for i in range(99700)
+        ]
+        sizes = [(key, sign * (key % 211 + 1) * 50_021) for key, sign in events]
+        allocator = CachingAllocator(expandable_segments=expandable)
+        allocator.replay(sizes)
+        assert allocator.allocated_bytes == 0
+        assert allocator.peak_allocated_bytes > 1000 * MIB
+
+
+class TestProperties:
+    @both_kinds
+    @given(STEPS)
+    @settings(deadline=None)
+    def test_blocks_tile_their_segments(self, expandable, steps):
+        allocator = CachingAllocator(expandable_segments=expandable)
+        handles = run(allocator, steps)
+        segments = allocator.segments()
+        blocks = [block for segment in segments for block in segment]
+        assert sum(size for _, size, _ in blocks) == allocator.reserved_bytes
+        assert sum(size for _, size, used in blocks if used) == allocator.allocated_bytes
+        assert {address for address, _, used in blocks if used} == set(handles)
+        assert all(size >= handles.get(address, 0) for address, size, _ in blocks)
+        ends = sorted((address, address + size) for address, size, _ in blocks)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+        if not expandable:
+            for segment in segments:  # no gap, and no two free neighbours
+                for (a, size, used), (b, _, used_too) in itertools.pairwise(segment):
+                    assert a + size == b
+                    assert used or used_too
+
+    @both_kinds
+    @given(STEPS)
+    @settings(deadline=None)
+    def test_reserved_is_at_least_allocated(self, expandable, steps):
+        allocator = CachingAllocator(expandable_segments=expandable)
+        handles = run(allocator, steps)
+        assert allocator.reserved_bytes >= allocator.allocated_bytes >= sum(handles.values())
+        assert allocator.slack_bytes == allocator.reserved_bytes - allocator.allocated_bytes
+        assert allocator.peak_reserved_bytes == allocator.reserved_bytes  # nothing goes back
+        assert allocator.peak_allocated_bytes <= allocator.peak_reserved_bytes
+
+    @both_kinds
+    @given(STEPS)
+    @settings(deadline=None)
+    def test_all_freed_leaves_one_free_block_in_each_segment(self, expandable, steps):
+        allocator = CachingAllocator(expandable_segments=expandable)
+        for handle in run(allocator, steps):
+            allocator.free(handle)
+        assert allocator.allocated_bytes == 0
+        assert all(len(segment) == 1 for segment in allocator.segments())
+
+    @both_kinds
+    @given(STEPS, st.integers(1, 100))
+    @settings(deadline=None)
+    def test_capacity_is_never_exceeded(self, expandable, steps, capacity_mib):
+        allocator = CachingAllocator(capacity_mib * MIB, expandable_segments=expandable)
+        for handle in run(allocator, steps):
+            allocator.free(handle)
+        assert allocator.peak_reserved_bytes <= capacity_mib * MIB
+        blocks = [block for segment in allocator.segments() for block in segment]
+        assert sum(size for _, size, _ in blocks) == allocator.reserved_bytes
+
+
+class TestBadInput:
+    def test_no_capacity(self):
+        with pytest.raises(ConfigurationError, match="Use `None` for no limit"):
+            CachingAllocator(0)
+
+    def test_negative_size(self):
+        with pytest.raises(ConfigurationError, match="use 0 or more"):
+            CachingAllocator().malloc(-1)
+
+    def test_freed_twice(self):
+        allocator = CachingAllocator()
+        handle = allocator.malloc(1)
+        allocator.free(handle)
+        with pytest.raises(ConfigurationError, match="what `malloc` gave, once"):
+            allocator.free(handle)

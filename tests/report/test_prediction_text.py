@@ -1,0 +1,191 @@
+"""Predictions as text: what is shown, and what is summed up."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.plain_text import as_plain_text
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.cuda.gpus import GpuFit, parse_gpu
+from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
+from lightning_memsave.report.text import case_table, plain_prediction, print_prediction
+from lightning_memsave.report.tree import module_tree
+from lightning_memsave.units import GIB, MIB
+
+BLOCK = MemoryBreakdown(parameter_bytes=2 * MIB, activation_bytes=MIB)
+MODULES = (
+    ModuleMemory("", "Net", 0, MemoryBreakdown(input_bytes=MIB)),
+    ModuleMemory("head", "Linear", 10, MemoryBreakdown(parameter_bytes=4 * MIB)),
+    ModuleMemory("norm", "LayerNorm", 1, MemoryBreakdown(parameter_bytes=100)),
+    ModuleMemory("bias", "Bias", 1, MemoryBreakdown(parameter_bytes=100)),
+    ModuleMemory("blocks", "ModuleList", 0, MemoryBreakdown()),
+    *(
+        ModuleMemory(f"blocks.{i}{inside}", name, count, memory)
+        for i in range(3)
+        for inside, name, count, memory in (
+            ("", "Block", 0, MemoryBreakdown()),
+            (".fc", "Linear", 5, BLOCK),
+        )
+    ),
+)
+PEAK = sum((module.memory for module in MODULES), MemoryBreakdown())
+
+
+def make_prediction(**changes):
+    prediction = MemoryPrediction(
+        "cuda", "Net", PEAK, {"forward": PEAK}, MODULES, reserved_bytes=20 * MIB, context_bytes=MIB
+    )
+    return replace(prediction, **changes)
+
+
+def rows_of(text):
+    """Cells by the first one, with the names of nested modules without their indentation."""
+    rows = [re.split(r"  +", line.strip()) for line in text.splitlines()]
+    return {row[0]: row[1:] for row in rows}
+
+
+class TestModuleTree:
+    def test_equal_blocks_share_a_line_with_their_insides(self):
+        rows = rows_of(as_plain_text(module_tree(MODULES, max_depth=None)))
+        assert rows["0-2"] == ["3 x Block", "9.00 MiB", "6.00 MiB", "3.00 MiB", "-"]
+        assert rows["fc"] == ["3 x Linear", "9.00 MiB", "6.00 MiB", "3.00 MiB", "-"]
+
+    def test_each_level_adds_up_and_starts_with_the_largest(self):
+        lines = as_plain_text(module_tree(MODULES, max_depth=1)).splitlines()
+        assert [line.split()[0] for line in lines] == [
+            *("module", "(whole)", "blocks", "head", "(its", "(2"),
+        ]
+        rows = rows_of("\n".join(lines))
+        assert rows["(whole)"][1] == "14.00 MiB"
+        assert rows["(2 smaller)"] == ["200 B", "200 B", "-", "-"]
+        assert rows["(its own)"] == ["1.00 MiB", "-", "-", "1.00 MiB"]
+
+    def test_blocks_of_other_sizes_stay_apart(self):
+        other = ModuleMemory("blocks.3", "Block", 7, BLOCK)
+        rows = rows_of(as_plain_text(module_tree((*MODULES, other))))
+        assert {"0-2", "3"} <= rows.keys()
+
+    def test_modules_without_a_root(self):
+        rows = rows_of(as_plain_text(module_tree(MODULES[1:2])))
+        assert rows["(whole)"] == ["4.00 MiB", "4.00 MiB"]
+
+    @pytest.mark.parametrize("wrong", [{"max_depth": -1}, {"min_share": 2.0}])
+    def test_wrong_arguments(self, wrong):
+        with pytest.raises(ConfigurationError, match="Use "):
+            module_tree(MODULES, **wrong)
+
+
+class TestPrediction:
+    def test_what_the_device_must_have(self):
+        rows = rows_of(plain_prediction(make_prediction()))
+        assert rows["tensors, when most are alive"] == ["14.00 MiB"]
+        assert rows["gaps in torch's allocator"] == ["6.00 MiB"]
+        assert rows["used where there is room"] == ["21.00 MiB"]
+        assert rows["together"] == ["14.00 MiB", "14.00 MiB"]  # of the categories, below
+        assert rows["Net, 27 parameters: 21.00 MiB for a training step on cuda"] == []
+
+    def test_a_cpu_has_no_allocator(self):
+        text = plain_prediction(make_prediction(device="cpu", reserved_bytes=None, context_bytes=0))
+        assert "must have" not in text
+
+    def test_says_when_where_and_what_was_assumed(self):
+        text = plain_prediction(
+            make_prediction(
+                peak=replace(PEAK, host_bytes=MIB),
+                peak_phase="backward",
+                peak_op="aten.mm",
+                peak_module="head",
+                settings={"precision": "16-mixed", "optimizer": "'8bit'"},
+                assumptions=("one",),
+                guesses=("two",),
+                ineffective={"blocks": "7: there are none"},
+            )
+        )
+        for line in (
+            "with precision 16-mixed, optimizer '8bit'",
+            "most is alive in backward, in a matrix product of `head`",
+            "and 1.00 MiB on the host: gradients, to repeat a batch when memory runs out",
+            "without blocks 7: there are none",
+            "assumed: one",
+            "guessed: two",
+        ):
+            assert line in text.splitlines()
+
+    def test_equal_tensors_of_blocks_share_a_line(self):
+        def tensor(module, num_bytes):
+            return TensorMemory("activation", num_bytes, module, "aten.mm", "forward", (2,), "int8")
+
+        tensors = [tensor(f"blocks.{i}.fc", MIB) for i in range(3)] + [tensor("head", 7)]
+        text = plain_prediction(make_prediction(largest_tensors=tuple(tensors)))
+        row = ["int8[2]", "blocks.*.fc", "mm", "1.00 MiB"]
+        assert rows_of(text)["3 x activation"] == row
+        text = plain_prediction(make_prediction(largest_tensors=tuple(tensors)), max_tensors=1)
+        assert "int8[2]       head" not in text
+
+    def test_a_name_is_never_read_as_markup(self):
+        assert "[bold]Net" in plain_prediction(make_prediction(model="[bold]Net"))
+
+    def test_number_of_lines_must_not_be_negative(self):
+        with pytest.raises(ConfigurationError, match="at least 0"):
+            plain_prediction(make_prediction(), max_tensors=-1)
+
+    def test_printed_to_a_pipe_it_is_the_plain_text(self, capsys):
+        print_prediction(make_prediction())
+        assert capsys.readouterr().out == plain_prediction(make_prediction()) + "\n"
+
+    def test_printed_to_a_terminal_it_has_styles(self, capsys, monkeypatch):
+        monkeypatch.setattr(Console, "is_terminal", True)
+        print_prediction(make_prediction())
+        assert "Net, 27 parameters" in capsys.readouterr().out
+
+
+class TestFit:
+    def fit(self, gpu, **changes):
+        return GpuFit.of(parse_gpu(gpu), make_prediction(**changes))
+
+    def test_what_is_left(self):
+        fit = self.fit("1GiB")
+        assert (fit.fits, fit.spare_bytes, fit.note) == (True, GIB - 21 * MIB, "")
+        assert str(fit) == "fits 1GiB (1.00 GiB): it takes 21.00 MiB, 1003.00 MiB left"
+
+    def test_too_much(self):
+        fit = self.fit("1GiB", reserved_bytes=3 * GIB, peak=PEAK * 200)
+        assert (fit.fits, fit.spare_bytes) == (False, -2 * GIB - MIB)
+        assert "does not fit 1GiB" in str(fit)
+        assert fit.note == ""
+
+    def test_fragmentation_may_be_all_that_is_in_the_way(self):
+        fit = self.fit("1GiB", reserved_bytes=3 * GIB)
+        assert "expandable_segments:True" in fit.note
+
+    def test_what_returning_the_cache_costs(self):
+        fit = self.fit("1GiB", reserved_bytes=2 * GIB, least_reserved_bytes=GIB // 2)
+        assert fit.fits
+        assert fit.needed_bytes == GIB // 2 + MIB
+        assert "returns cached memory to the driver instead, which costs time" in fit.note
+
+    def test_only_workspaces_are_called_cublas(self):
+        peak = replace(PEAK, other_bytes=5 * MIB)
+        rows = rows_of(plain_prediction(make_prediction(peak=peak, workspace_bytes=2 * MIB)))
+        assert rows["cuBLAS"][0] == "2.00 MiB"
+        assert rows["other"][0] == "3.00 MiB"
+
+    def test_a_close_result_is_called_one(self):
+        fit = self.fit("1GiB", reserved_bytes=GIB - 2 * MIB)
+        assert fit.fits
+        assert fit.note.startswith("barely")
+        text = plain_prediction(make_prediction(), fits=[fit])
+        assert f"1GiB: {fit.note}." in text
+
+    def test_settings_side_by_side(self):
+        small = make_prediction(reserved_bytes=10 * MIB)
+        cases = [
+            (name, prediction, [GpuFit.of(parse_gpu("T4"), prediction)])
+            for name, prediction in (("plain", make_prediction()), ("small", small))
+        ]
+        rows = rows_of(as_plain_text(case_table(cases)))
+        assert rows["plain"] == ["21.00 MiB", "14.00 MiB", "yes"]
+        assert rows["small"] == ["11.00 MiB", "-10.00 MiB", "14.00 MiB", "yes"]

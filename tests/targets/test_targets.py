@@ -1,0 +1,779 @@
+"""Models and batches as they are named in a shell, good and bad."""
+
+import json
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped] # it comes without types
+from safetensors.torch import save_file
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import BertConfig, GPT2Config, RobertaConfig, T5Config, ViTConfig
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.targets.batches import BatchSpec, TensorSpec
+from lightning_memsave.targets.code import parse_arguments
+from lightning_memsave.targets.find import load_target
+from lightning_memsave.targets.target import make_batch_spec
+from tests.callbacks.lit import make_trainer
+
+TINY: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 40,
+}
+TINY_GPT2: dict[str, Any] = {
+    "vocab_size": 50,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 40,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+CODE = """
+    import torch
+    from torch import nn
+    import lightning.pytorch as pl
+
+    class Net(nn.Module):
+        def __init__(self, width: int = 8, depth: int = 1):
+            super().__init__()
+            self.layers = nn.Sequential(*[nn.Linear(width, width) for _ in range(depth)])
+
+    class Lit(pl.LightningModule):
+        def __init__(self, vocab: int, width: int = 8, net: nn.Module | None = None):
+            super().__init__()
+            self.save_hyperparameters(ignore=["net"])
+            self.embedding = nn.Embedding(vocab, width)
+            self.net = net
+
+    class Data(pl.LightningDataModule):
+        pass
+
+    class Drawing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+            nn.init.trunc_normal_(self.encoder.layers[0].linear1.weight)
+            self.rates = [x.item() for x in torch.linspace(0, 0.3, 3)]
+
+    def make(width=4):
+        return Net(width)
+
+    def make_pair():
+        return Net(), 1
+
+    def needs_gpu():
+        return Net().to("cuda")
+
+    def fails():
+        raise KeyError("width")
+
+    def leaves():
+        raise SystemExit(3)
+
+    WIDTH = 3
+    NET = Net()
+"""
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A folder with a module of its own, as the current one."""
+    (tmp_path / "models.py").write_text(textwrap.dedent(CODE))
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    yield tmp_path
+    sys.modules.pop("models", None)
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+def refused(*args: Any, **kwargs: Any) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        load_target(*args, **kwargs)
+    return str(caught.value)
+
+
+def write_config(folder: Path, config: Any, **more: Any) -> str:
+    path = folder / "config.json"
+    path.write_text(json.dumps(config.to_dict() | more))
+    return str(path)
+
+
+class TestFactory:
+    def test_a_class_by_module_or_by_file(self, project):
+        for text in ("models:Net", "models.py:Net", str(project / "models.py") + ":Net"):
+            target = load_target(text, arguments={"width": 3, "depth": 2})
+            assert (target.kind, target.name, target.settings) == ("factory", text, None)
+            assert type(target.build()).__name__ == "Net"
+            assert target.parameter_shapes()["layers.1.weight"] == ((3, 3), "float32")
+
+    def test_a_function(self, project):
+        assert load_target("models:make").parameter_shapes() == {
+            "layers.0.weight": ((4, 4), "float32"),
+            "layers.0.bias": ((4,), "float32"),
+        }
+
+    def test_each_build_is_a_new_module(self, project):
+        target = load_target("models:Net")
+        assert target.build() is not target.build()
+
+    def test_the_path_of_imports_is_as_before(self, project):
+        before = list(sys.path)
+        load_target("models.py:Net").build()
+        assert sys.path == before
+
+    @pytest.mark.parametrize("make_mode", [FakeTensorMode, fake_tensors])
+    def test_what_fake_tensors_cannot_do_by_themselves(self, project, make_mode):
+        """Copied layers, truncated normals and rates that are read would raise, hang or be 1."""
+        target = load_target("models:Drawing")
+        with make_mode():
+            made: Any = target.build()
+        assert {type(p) for p in made.parameters()} == {FakeTensor}
+        assert all(isinstance(p, nn.Parameter) and p.requires_grad for p in made.parameters())
+        assert len(set(made.parameters())) == 36
+        assert made.rates == pytest.approx([0.0, 0.15, 0.3])
+        assert not hasattr(FakeTensorMode, "__deepcopy__")
+
+    def test_really_without_a_mode(self, project):
+        made = load_target("models:Drawing").build()
+        assert not any(isinstance(p, FakeTensor) for p in made.parameters())
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("models:Nett", ("has no `Nett`", "Write `models:Net`")),
+            ("models:", ("does not exist", "Give `module:Class`")),
+            ("models.py:Nett", ("Write `models.py:Net`",)),
+            ("models.py", ("does not say which model", "`models.py:Class`")),
+            ("model.py:Net", ("does not exist", "Did you mean `models.py`?")),
+            ("nowhere/models.py:Net", ("no folder `nowhere`",)),
+            ("modls:Net", ("no module `modls`", "name the file")),
+            ("modls.sub:Net", ("no module `modls`",)),
+            ("models:WIDTH", ("is a `int`", "Name a class or a function")),
+            ("models:NET", ("exists already", "Name the class")),
+            ("models:Data", ("no `nn.Module`", "Name the model's class")),
+            ("models:Lit", ("'vocab'", "Add `--arg vocab=...`.")),
+            ("models.Net", ("does not exist. Did you mean `models:Net`?",)),
+            ("", ("No model is named", "Give `module:Class`")),
+            ("https://example.org/config.json", ("does not exist",)),
+        ],
+    )
+    def test_bad_names(self, project, text, parts):
+        message = refused(text)
+        assert all(part in message for part in parts), message
+
+    def test_arguments_that_it_does_not_take(self, project):
+        message = refused("models:Net", arguments={"widthx": 3})
+        assert "'widthx'" in message
+        assert "It takes `width`, `depth`. Remove" in message
+
+    @pytest.mark.parametrize(
+        ("name", "parts"),
+        [
+            ("make_pair", ("returned a `tuple`", "the model alone")),
+            ("fails", ("KeyError: 'width'", "models.py, line")),
+            ("leaves", ("SystemExit",)),
+            ("needs_gpu", ("asks for a GPU", "models.py, line", "torch.cuda.is_available()")),
+        ],
+    )
+    @pytest.mark.parametrize("is_fake", [False, True])
+    def test_code_that_fails(self, project, name, parts, is_fake):
+        target = load_target(f"models:{name}")
+        with pytest.raises(ConfigurationError) as caught:
+            _ = target.module_without_data if is_fake else target.build()
+        assert all(part in str(caught.value) for part in parts), caught.value
+
+    @pytest.mark.parametrize(
+        ("line", "parts"),
+        [
+            ("raise ValueError('no data')", ("ValueError: no data", "bad.py, line 2")),
+            ("x = torch.zeros(1).cuda()", ("asks for a GPU", "is_available()", "line 2")),
+            ("x = torch.zeros(1, device='cuda')", ("asks for a GPU",)),
+            ("torch.cuda.get_device_properties(0)", ("asks for a GPU",)),
+            ("import no_such_package", ("No module named 'no_such_package'",)),
+            ("x = = 1", ("SyntaxError",)),
+            ("exit(1)", ("SystemExit",)),
+        ],
+    )
+    @pytest.mark.parametrize("text", ["bad.py:Net", "bad:Net"])
+    def test_code_that_fails_at_import(self, tmp_path, monkeypatch, line, parts, text):
+        (tmp_path / "bad.py").write_text(f"import torch\n{line}\n")
+        monkeypatch.delitem(sys.modules, "bad", raising=False)
+        message = refused(text)
+        assert all(part in message for part in parts), message
+        assert "_memsave_target_bad" not in sys.modules
+
+    def test_a_function_without_a_signature(self):
+        with pytest.raises(ConfigurationError, match="`torch:relu` failed"):
+            load_target("torch:relu").build()
+
+    def test_arguments_of_other_kinds_are_refused(self, project):
+        assert "Remove it." in refused("models:Net", task="masked_lm")
+        assert "`model='x:Y'` is not for `models:Net`" in refused("models:Net", model="x:Y")
+
+
+class TestHuggingFace:
+    @pytest.mark.parametrize("as_folder", [False, True])
+    def test_the_architecture_that_it_names(self, tmp_path, as_folder):
+        path = write_config(tmp_path, BertConfig(**TINY), architectures=["BertForMaskedLM"])
+        target = load_target(tmp_path if as_folder else path)
+        assert target.kind == "hugging_face"
+        assert type(target.build()).__name__ == "BertForMaskedLM"
+        assert target.build().training
+        assert "bert.embeddings.word_embeddings.weight" in target.parameter_shapes()
+        assert "cls.predictions.decoder.weight" not in target.parameter_shapes()
+
+    def test_a_task_and_changes(self, tmp_path):
+        path = write_config(tmp_path, BertConfig(**TINY), torch_dtype="float16")
+        changes = {"num_hidden_layers": 1, "num_labels": 7, "attn_implementation": "eager"}
+        made: Any = load_target(path, task="sequence_classification", arguments=changes).build()
+        assert type(made).__name__ == "BertForSequenceClassification"
+        assert (len(made.bert.encoder.layer), made.config.num_labels) == (1, 7)
+        assert made.config._attn_implementation == "eager"
+        assert made.dtype is torch.float32
+
+    def test_names_on_the_hub_are_marked(self):
+        message = refused("hf:no-such-owner/no-such-model")
+        assert "no-such-owner/no-such-model" in message
+        assert "give that file" in message
+
+    @pytest.mark.parametrize(
+        ("text", "parts"),
+        [
+            ("{", ("cannot be read as JSON", "save_pretrained")),
+            ("[1]", ("no `model_type`", "`module:Class`")),
+            ('{"hidden_size": 4}', ("no `model_type`",)),
+            ('{"model_type": "brt"}', ("`model_type='brt'`", "`bert`")),
+            ('{"model_type": "own_net", "auto_map": {}}', ("which is not run", "`module:Class`")),
+            ('{"model_type": "bert"}', ("names no architecture", "`--task masked_lm`")),
+            (
+                '{"model_type": "bert", "architectures": ["OwnBert"]}',
+                ("names OwnBert, which transformers does not have", "`--task masked_lm`"),
+            ),
+            ('{"model_type": "bert", "hidden_size": "many"}', ("Are all of its values",)),
+        ],
+    )
+    def test_bad_configs(self, tmp_path, text, parts):
+        (tmp_path / "config.json").write_text(text)
+        message = refused(tmp_path / "config.json")
+        assert all(part in message for part in parts), message
+
+    def test_values_that_do_not_go_together(self, tmp_path):
+        config = BertConfig(**TINY | {"num_attention_heads": 2}).to_dict()
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config | {"num_attention_heads": 3}))
+        with pytest.raises(ConfigurationError, match="Check the values in it"):
+            load_target(path, task="masked_lm").build()
+
+    @pytest.mark.parametrize(
+        ("arguments", "part"),
+        [
+            ({"task": "maskedlm"}, "Use `masked_lm`"),
+            ({"task": "seq2seq_lm"}, "Use `masked_lm`"),
+            ({"arguments": {"hiden_size": 4}}, "Use `hidden_size`"),
+            ({"arguments": {"zzz": 4}}, "Remove it"),
+            ({"model": "x:Y"}, "Remove it"),
+        ],
+    )
+    def test_bad_arguments(self, tmp_path, arguments, part):
+        path = write_config(tmp_path, BertConfig(**TINY))
+        assert part in refused(path, **arguments)
+
+    def test_a_folder_without_a_config(self, tmp_path):
+        assert "has no config.json" in refused(tmp_path)
+
+    def test_a_path_that_is_nearly_right(self, tmp_path):
+        write_config(tmp_path, BertConfig(**TINY))
+        assert "Did you mean `config.json`?" in refused("conf.json")
+
+    @pytest.mark.parametrize("name", ["data.csv", "notes"])
+    def test_files_of_other_kinds(self, tmp_path, name):
+        (tmp_path / name).write_text("a,b")
+        assert "does not say which model it is" in refused(name)
+
+
+def write_yaml(found: Any) -> str:
+    Path("train.yaml").write_text(found if isinstance(found, str) else yaml.safe_dump(found))
+    return "train.yaml"
+
+
+MODEL = {"class_path": "models.Lit", "init_args": {"vocab": 10}}
+
+
+class TestLightningConfig:
+    def test_model_trainer_and_settings(self, project):
+        target = load_target(
+            write_yaml(
+                {
+                    "seed_everything": True,
+                    "model": MODEL,
+                    "data": {"class_path": "models.Data"},
+                    "trainer": {
+                        "precision": "bf16-mixed",
+                        "accumulate_grad_batches": 4,
+                        "gradient_clip_val": 1.0,
+                        "callbacks": [
+                            "lightning.pytorch.callbacks.RichProgressBar",
+                            {
+                                "class_path": "lightning_memsave.MemSaveCallback",
+                                "init_args": {"optimizer": None},
+                            },
+                        ],
+                        "logger": True,
+                    },
+                }
+            )
+        )
+        assert target.kind == "lightning_cli"
+        assert target.parameter_shapes() == {"embedding.weight": ((10, 8), "float32")}
+        assert target.settings == {"optimizer": None}
+        assert target.trainer_arguments == {
+            "precision": "bf16-mixed",
+            "accumulate_grad_batches": 4,
+            "gradient_clip_val": 1.0,
+        }
+        assert target.notes == ("`data` is not used: the batch is the one that is asked for",)
+
+    def test_flags_of_memsave_and_a_subcommand(self, project):
+        memsave = {"enabled": True, "activation_checkpointing": "all"}
+        target = load_target(write_yaml({"fit": {"model": MODEL, "memsave": memsave}}))
+        assert target.settings == {"activation_checkpointing": "all"}
+        off = load_target(write_yaml({"model": MODEL, "memsave": {"enabled": False}}))
+        assert off.settings is None
+
+    def test_class_in_code(self, project):
+        path = write_yaml({"model": {"vocab": 10}})
+        assert "Give it too: `--model module:Class`" in refused(path)
+        target = load_target(path, model="models:Lit", arguments={"width": 2})
+        assert target.parameter_shapes() == {"embedding.weight": ((10, 2), "float32")}
+
+    def test_nested_classes_and_changes(self, project):
+        net = {"class_path": "models.Net", "init_args": {"width": 3}}
+        model = {"class_path": "models.Lit", "init_args": {"vocab": 10, "net": net}}
+        target = load_target(write_yaml({"model": model}), arguments={"vocab": 20})
+        assert target.parameter_shapes()["embedding.weight"] == ((20, 8), "float32")
+        assert target.parameter_shapes()["net.layers.0.weight"] == ((3, 3), "float32")
+
+    def test_model_in_a_file_of_its_own(self, project):
+        (project / "model.yaml").write_text(yaml.safe_dump(MODEL))
+        assert load_target(write_yaml({"model": "model.yaml"})).parameter_shapes()
+
+    def test_an_optimizer_in_the_file(self, project):
+        text = (
+            "model: {class_path: models.Lit, init_args: {vocab: 10}}\n"
+            "optimizer: {class_path: torch.optim.AdamW, init_args: {lr: 1e-3}}\n"
+        )
+        made: Any = load_target(write_yaml(text)).build()
+        optimizer = made.configure_optimizers()
+        assert (type(optimizer), optimizer.defaults["lr"]) == (torch.optim.AdamW, 1e-3)
+        for short in ("AdamW", {"class_path": "AdamW"}):
+            made = load_target(write_yaml({"model": MODEL, "optimizer": short})).build()
+            assert type(made.configure_optimizers()) is torch.optim.AdamW
+        fixed = load_target(write_yaml({"model": MODEL, "optimizer": {"lr": 0.1}}))
+        assert "`optimizer` names no class" in fixed.notes[0]
+
+    def test_without_memory(self, project):
+        target = load_target(write_yaml({"model": MODEL}), arguments={"vocab": 2**40})
+        assert target.parameter_shapes()["embedding.weight"][0] == (2**40, 8)
+
+    @pytest.mark.parametrize(
+        ("found", "parts"),
+        [
+            ("model: [", ("cannot be read as YAML", "--print_config")),
+            ("just text", ("is a str", "--print_config")),
+            ("", ("is a NoneType",)),
+            ({"trainer": {"precision": 16}}, ("has no `model`", "class_path: module.Class")),
+            ({"model": 3}, ("has no `model`",)),
+            ({"model": MODEL, "trainer": [1]}, ("`trainer` in `train.yaml` is a list",)),
+            (
+                {"model": {"class_path": "models.Lit"}},
+                ("cannot be made: 'models.Lit': the following arguments are required: vocab.",),
+            ),
+            ({"model": {"class_path": "models.Nope"}}, ("models.Nope",)),
+            ({"model": {"class_path": "models.Data"}}, ("models.Data",)),
+            (
+                {"model": {"class_path": "models.Lit", "init_args": {"vocab": 1, "widthx": 2}}},
+                ("widthx",),
+            ),
+        ],
+    )
+    def test_bad_files(self, project, found, parts):
+        message = refused(write_yaml(found))
+        assert all(part in message for part in parts), message
+
+
+class TestCheckpoint:
+    def test_of_lightning(self, project):
+        lit: Any = load_target("models:Lit", arguments={"vocab": 10}).build()
+        lit.hparams["_class_path"] = "models.Lit"
+        trainer = make_trainer(max_epochs=0)
+        trainer.strategy.connect(lit)
+        trainer.save_checkpoint("last.ckpt")
+        target = load_target("last.ckpt")
+        assert (target.kind, target.can_build) == ("checkpoint", False)
+        assert target.parameter_shapes() == {"embedding.weight": ((10, 8), "float32")}
+        assert "it was a `models.Lit`" in target.notes[0]
+        with pytest.raises(ConfigurationError, match="--model module:Class"):
+            target.build()
+        with_code = load_target("last.ckpt", model="models:Lit", arguments={"width": 2})
+        assert with_code.parameter_shapes() == {"embedding.weight": ((10, 2), "float32")}
+
+    def test_state_dict_with_a_tie_and_wrappers(self):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        net[1].weight = net[0].weight
+        names = {f"module._orig_mod.{k}": v.bfloat16() for k, v in net.state_dict().items()}
+        names["module._orig_mod.1.weight"] = names["module._orig_mod.0.weight"]
+        torch.save({"model": names}, "net.pt")
+        target = load_target("net.pt")
+        assert target.parameter_shapes() == {
+            "0.weight": ((4, 4), "bfloat16"),
+            "0.bias": ((4,), "bfloat16"),
+            "1.bias": ((4,), "bfloat16"),
+        }
+        assert {type(t) for t in target.tensors.values()} == {FakeTensor}
+
+    def test_safetensors(self):
+        save_file({"w": torch.zeros(3, 2, dtype=torch.float16)}, "model.safetensors")
+        target = load_target("model.safetensors")
+        assert target.parameter_shapes() == {"w": ((3, 2), "float16")}
+
+    def test_code_in_it_is_not_run(self, tmp_path):
+        marker = tmp_path / "ran"
+
+        class Evil:
+            def __reduce__(self):
+                return (Path.touch, (marker,))
+
+        torch.save({"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": Evil()}, "evil.ckpt")
+        message = refused("evil.ckpt")
+        assert "could run code: it was not loaded" in message
+        assert "torch.save(model.state_dict(), path)" in message
+        assert "in place of the checkpoint: `module:Class`" in message
+        Path("note.ckpt").write_text("hello")
+        assert "cannot be read by torch: it is no file of torch. Give" in refused("note.ckpt")
+        torch.save(nn.Linear(2, 2), "whole.pt")
+        assert "`torch.nn.modules.linear.Linear`" in refused("whole.pt")
+        assert not marker.exists()
+
+    @pytest.mark.parametrize(
+        ("content", "name"),
+        [
+            (b"nonsense", "a.pt"),
+            (b"", "a.ckpt"),
+            (pickle.dumps({"a": 1}), "a.bin"),
+            (b"nonsense", "a.safetensors"),
+        ],
+    )
+    def test_files_that_are_none(self, tmp_path, content, name):
+        (tmp_path / name).write_bytes(content)
+        assert re.search("cannot be read by|no tensors", refused(name))
+
+    def test_without_tensors(self):
+        torch.save({"state_dict": {}}, "a.pt")
+        assert "has no tensors" in refused("a.pt")
+
+    def test_missing(self):
+        assert "`last.ckpt` does not exist" in refused("last.ckpt")
+
+    def test_it_has_no_batch(self):
+        torch.save({"w": torch.zeros(1)}, "a.pt")
+        with pytest.raises(ConfigurationError, match="Name each tensor"):
+            make_batch_spec("8x512", load_target("a.pt"))
+
+
+TEXT_TASKS = {
+    "masked_lm": {"labels": (2, 6)},
+    "causal_lm": {"labels": (2, 6)},
+    "sequence_classification": {"labels": (2,)},
+    "token_classification": {"labels": (2, 6)},
+    "question_answering": {"start_positions": (2,), "end_positions": (2,)},
+}
+
+
+class TestBatchOfHuggingFace:
+    @pytest.mark.parametrize("task", TEXT_TASKS)
+    def test_text(self, tmp_path, task):
+        labels = 2 if task == "question_answering" else 3
+        path = write_config(tmp_path, RobertaConfig(**TINY))
+        target = load_target(path, task=task, arguments={"num_labels": labels})
+        batch = target.example_batch("2x6")
+        shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
+        inputs = {"input_ids": (2, 6), "attention_mask": (2, 6)}
+        assert shapes == inputs | TEXT_TASKS[task]
+        assert batch["attention_mask"].all()
+        target.build()(**batch).loss.backward()
+
+    @pytest.mark.parametrize("sizes", ["2x6", "2x6x4"])
+    def test_translation(self, tmp_path, sizes):
+        sizes_of_it: dict[str, Any] = {
+            "vocab_size": 50,
+            "d_model": 16,
+            "d_kv": 8,
+            "d_ff": 32,
+            "num_layers": 1,
+        }
+        config = T5Config(**sizes_of_it, num_heads=2)
+        path = write_config(tmp_path, config, decoder_start_token_id=0)
+        target = load_target(path, task="seq2seq_lm")
+        batch = target.example_batch(sizes)
+        assert batch["labels"].shape == ((2, 6) if sizes == "2x6" else (2, 4))
+        target.build()(**batch).loss.backward()
+
+    def test_translation_without_a_first_token(self, tmp_path):
+        sizes: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32}
+        path = write_config(tmp_path, T5Config(**sizes, num_layers=1, num_heads=2))
+        with pytest.raises(ConfigurationError, match=r"--arg decoder_start_token_id=0"):
+            load_target(path, task="seq2seq_lm").example_batch("2x6")
+        target = load_target(path, task="seq2seq_lm", arguments={"decoder_start_token_id": 0})
+        target.build()(**target.example_batch("2x6")).loss.backward()
+
+    def test_multiple_choice(self, tmp_path):
+        target = load_target(write_config(tmp_path, BertConfig(**TINY)), task="multiple_choice")
+        target.build()(**target.example_batch("2x4x6")).loss.backward()
+        with pytest.raises(ConfigurationError, match="`8x4x512`"):
+            target.example_batch("2x6")
+
+    @pytest.mark.parametrize(
+        ("changes", "shape", "dtype"),
+        [
+            ({"num_labels": 1}, (2,), torch.float32),
+            ({"num_labels": 3}, (2,), torch.int64),
+            (
+                {"num_labels": 3, "problem_type": "multi_label_classification"},
+                (2, 3),
+                torch.float32,
+            ),
+        ],
+    )
+    def test_labels_follow_the_problem(self, tmp_path, changes, shape, dtype):
+        path = write_config(tmp_path, BertConfig(**TINY))
+        target = load_target(path, task="sequence_classification", arguments=changes)
+        batch = target.example_batch("2x6")
+        assert (tuple(batch["labels"].shape), batch["labels"].dtype) == (shape, dtype)
+        target.build()(**batch).loss.backward()
+
+    @pytest.mark.parametrize("sizes", ["2x3x32x32", "2"])
+    def test_images(self, tmp_path, sizes):
+        small = {
+            k: v for k, v in TINY.items() if k not in ("vocab_size", "max_position_embeddings")
+        }
+        config = ViTConfig(**small, image_size=32, patch_size=8)
+        target = load_target(write_config(tmp_path, config), task="image_classification")
+        batch = target.example_batch(sizes)
+        assert batch["pixel_values"].shape == (2, 3, 32, 32)
+        target.build()(**batch).loss.backward()
+        with pytest.raises(ConfigurationError, match="Use `2x3x32x32`"):
+            target.example_batch("2x1x32x32")
+        with pytest.raises(ConfigurationError, match="samples x channels x height x width"):
+            target.example_batch("2x32")
+
+    def test_a_model_inside_a_lightning_module(self, project):
+        config = GPT2Config(**TINY_GPT2)
+        target = load_target(
+            "lightning_memsave:CheckpointedTransformer",
+            arguments={"model": config.to_dict(), "task": "causal_lm"},
+        )
+        assert sorted(target.example_batch("2x6")) == ["attention_mask", "input_ids", "labels"]
+
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
+    def test_a_model_inside_a_wrapper_of_peft(self, project):
+        code = """
+            from peft import LoraConfig, get_peft_model
+            from transformers import BertConfig, BertForMaskedLM
+
+            def make(**sizes):
+                model = BertForMaskedLM(BertConfig(**sizes))
+                return get_peft_model(model, LoraConfig(target_modules=["query"]))
+        """
+        (project / "lora.py").write_text(textwrap.dedent(code))
+        target = load_target("lora.py:make", arguments=TINY)
+        assert target.example_batch("2x6")["labels"].shape == (2, 6)
+
+    def test_without_data(self, tmp_path):
+        target = load_target(write_config(tmp_path, BertConfig(**TINY)), task="masked_lm")
+        with FakeTensorMode():
+            batch = target.example_batch("2x6")
+            assert {type(tensor) for tensor in batch.values()} == {FakeTensor}
+        assert make_batch_spec("2x6", target).structure["input_ids"].upper_bound == 50
+        assert _get_current_dispatch_mode_stack() == []
+
+    @pytest.mark.parametrize(
+        ("config", "limit"), [(BertConfig(**TINY), 40), (RobertaConfig(**TINY), 38)]
+    )
+    def test_more_tokens_than_positions(self, tmp_path, config, limit):
+        target = load_target(write_config(tmp_path, config), task="masked_lm")
+        target.build()(**target.example_batch(f"1x{limit}"))
+        with pytest.raises(ConfigurationError, match=f"Use at most {limit} tokens"):
+            make_batch_spec(f"2x{limit + 1}", target)
+
+    def test_a_model_without_a_loss(self, tmp_path):
+        path = write_config(tmp_path, BertConfig(**TINY), architectures=["BertModel"])
+        with pytest.raises(ConfigurationError, match=r"Name each of its tensors.*masked_lm"):
+            load_target(path).example_batch("2x6")
+
+    def test_any_other_module_needs_names(self, project):
+        with pytest.raises(ConfigurationError, match=r"Name each tensor.*x=float32\[8"):
+            make_batch_spec("8x512", load_target("models:Net"))
+
+
+class TestBatchSpec:
+    def test_named(self):
+        spec = make_batch_spec("x=float32[2,3,4], y=int64[2]<10, mask=bool[2, 3], s=bf16[]")
+        batch = spec.build()
+        assert [(k, tuple(v.shape), v.dtype) for k, v in batch.items()] == [
+            ("x", (2, 3, 4), torch.float32),
+            ("y", (2,), torch.int64),
+            ("mask", (2, 3), torch.bool),
+            ("s", (), torch.bfloat16),
+        ]
+        assert str(spec) == "x=float32[2,3,4],y=int64[2]<10,mask=bool[2,3],s=bfloat16[]"
+
+    @pytest.mark.parametrize(
+        ("text", "kind"),
+        [
+            ("float32[2,3]", torch.Tensor),
+            ("(float32[2,3])", tuple),
+            ("float32[2,3],", tuple),
+            ("float32[2,3],int64[2]", tuple),
+            ("(float32[2x3], int64[2])", tuple),
+            ('["float32[2,3]"]', list),
+            ('{"x": "float32[2,3]", "deep": {"y": ["int64[2]"]}, "scale": 2.0}', dict),
+        ],
+    )
+    def test_forms(self, text, kind):
+        assert isinstance(make_batch_spec(text).build(), kind)
+
+    def test_text_of_a_spec_reads_back(self):
+        for text in ("float32[2,3]", "float32[2,3],", "x=int64[2]<7", "float32[2],int64[2]"):
+            spec = make_batch_spec(text)
+            assert make_batch_spec(str(spec)) == spec
+
+    def test_nested_python(self):
+        batch = {"ids": torch.tensor([[5, 0], [1, 9]]), "more": ("float16[2]", None), "name": 3}
+        spec = make_batch_spec(batch)
+        assert spec.structure["ids"] == TensorSpec(torch.int64, (2, 2), upper_bound=10)
+        built = spec.build()
+        assert (type(built["more"]), built["more"][1], built["name"]) == (tuple, None, 3)
+        assert make_batch_spec(spec) is spec
+
+    def test_named_tuples(self):
+        batch = make_batch_spec(Pair("float32[2,3]", "int64[2]")).build()
+        assert (type(batch), batch.x.shape) == (Pair, (2, 3))
+
+    def test_bounds_hold_and_random_numbers_are_untouched(self):
+        before = torch.get_rng_state()
+        spec = BatchSpec((TensorSpec(torch.int64, (1000,), 7, 3), TensorSpec(torch.int64, (99,))))
+        bounded, unbounded = spec.build()
+        assert (bounded.min(), bounded.max()) == (3, 6)
+        assert (unbounded.min(), unbounded.max()) == (0, 1)
+        assert torch.equal(spec.build()[0], bounded)
+        assert torch.equal(TensorSpec(torch.int64, (3,), 5, 4).build(), torch.full((3,), 4))
+        assert torch.equal(torch.get_rng_state(), before)
+
+    def test_other_numbers_of_samples(self):
+        spec = make_batch_spec("x=float32[8,3],table=float32[5,3],s=float32[]")
+        assert spec.num_samples == 8
+        assert str(spec.with_samples(2)) == "x=float32[2,3],table=float32[5,3],s=float32[]"
+        assert make_batch_spec("float32[]").num_samples == 1
+
+    def test_nothing_is_allocated_under_a_fake_mode(self):
+        spec = make_batch_spec("x=float32[1000000,100000],y=int64[1000000]<5,b=bool[4]")
+        with FakeTensorMode():
+            batch = spec.build()
+        assert {type(tensor) for tensor in batch.values()} == {FakeTensor}
+
+    @pytest.mark.parametrize(
+        ("text", "part"),
+        [
+            ("0x512", "whole number of at least 1"),
+            ("8x0", "whole number of at least 1"),
+            ("-8x512", "whole number of at least 1"),
+            ("8.5x512", "whole number of at least 1"),
+            (0, "whole number of at least 1"),
+            ("8x512", "Name each tensor"),
+            (8, "Name each tensor"),
+            ("8 by 512", "does not describe a tensor"),
+            ("8x", "does not describe a tensor"),
+            ("", "has no tensor"),
+            ("x=", "does not describe a tensor"),
+            ("x=float32[0]", "whole number of at least 1"),
+            ("x=float32[-2]", "whole number of at least 1"),
+            ("x=float32[a]", "whole number of at least 1"),
+            ("x=float33[2]", "no dtype of torch. Use for example"),
+            ("x=nn[2]", "no dtype of torch"),
+            ("x=float32[2],int64[2]", "with a name and without"),
+            ("x=float32[2],x=int64[2]", "Use each name once"),
+            ("{'x': 1", "is no JSON"),
+            ("{}", "has no tensor"),
+            ({"x": 3}, "has no tensor"),
+            (None, "has no tensor"),
+            ("x=int64[2]<0", "Use a bound of at least 1"),
+            ("x=float32[1000000000,1000000000]", "which no device holds. Use smaller"),
+            (TensorSpec(torch.float32, (0, 3)), "size below 1"),
+        ],
+    )
+    def test_bad_batches(self, text, part):
+        with pytest.raises(ConfigurationError) as caught:
+            make_batch_spec(text)
+        assert part in str(caught.value)
+
+    def test_absurd_sizes_of_a_model(self, tmp_path):
+        config = RobertaConfig(**TINY)
+        target = load_target(write_config(tmp_path, config), task="masked_lm")
+        with pytest.raises(ConfigurationError, match="which no device holds"):
+            make_batch_spec(f"{10**15}x6", target)
+
+
+class TestArguments:
+    def test_values_as_in_yaml(self):
+        assert parse_arguments(["a=1", "b=x=y", "c=[1, 2]", "d=null", "e='1'"]) == {
+            "a": 1,
+            "b": "x=y",
+            "c": [1, 2],
+            "d": None,
+            "e": "1",
+        }
+
+    @pytest.mark.parametrize("pair", ["a", "=1", "1a=2", "a=[", "a b=1"])
+    def test_bad_pairs(self, pair):
+        with pytest.raises(ConfigurationError, match="Write `name=value`"):
+            parse_arguments([pair])
+
+
+# Resident memory is of a process: one of its own says what building takes.
+@pytest.mark.slow
+def test_large_models_take_no_memory(tmp_path):
+    xl = GPT2Config(n_embd=1600, n_layer=48, n_head=25)
+    path = write_config(tmp_path, xl, architectures=["GPT2LMHeadModel"])
+    script = f"""
+        from lightning_memsave.targets.find import load_target
+        target = load_target({path!r})
+        model = target.module_without_data
+        assert sum(p.numel() for p in model.parameters()) == 1_557_611_200
+        # Not `ru_maxrss`, which begins with that of the process that started this one.
+        with open("/proc/self/status") as file:
+            (line,) = (line for line in file if line.startswith("VmHWM"))
+        print(int(line.split()[1]) // 1024)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
+    assert int(done.stdout) < 1000  # MiB, most of it the imports; the weights alone would be 5,942

@@ -1,0 +1,138 @@
+"""Ctrl-C ends a fit without a trace too, and never the process."""
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FunctionType
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_memsave.analysis.predict import predict_memory
+from lightning_memsave.trainer.nested_fit import signals_kept
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
+
+
+# In a process of its own: an interruption that is late would end another test.
+INTERRUPTED = """
+import os, signal, sys, threading
+import {package}
+import torch
+from lightning_memsave import predict_memory
+
+class Lit({package}.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(8, 8)
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.model(batch)
+        while True:
+            hidden = hidden * 0.5
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters())
+
+handler = signal.getsignal(signal.SIGINT)
+# Sooner or later it hits a line that torch has called.
+for delay_s in (0.5, 0.53, 0.57, 0.6):
+    killer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+    killer.start()
+    try:
+        predict_memory(Lit(), torch.ones(4, 8))
+    except KeyboardInterrupt:
+        print("interrupted")
+    killer.join()
+assert signal.getsignal(signal.SIGINT) is handler
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_an_interruption_comes_through_wherever_it_hits(package: str) -> None:
+    script = INTERRUPTED.replace("{package}", package)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["interrupted"] * 4
+
+
+def test_waits_for_the_end_of_a_finalizer() -> None:
+    reached = []
+
+    class Finalized:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            reached.append("the end")
+
+    with pytest.raises(KeyboardInterrupt), signals_kept():  # noqa: PT012 - where it comes out
+        made = Finalized()
+        del made
+        for _ in range(10_000):
+            time.sleep(0.001)
+    assert reached == ["the end"]
+
+
+def test_what_runs_inside_does_not_handle_sigterm() -> None:
+    seen = []
+
+    class Model(nn.Linear):
+        def forward(self, x):
+            seen.append(signal.getsignal(signal.SIGTERM))
+            return super().forward(x)
+
+    predict_memory(Model(2, 2), torch.ones(1, 2))
+    assert set(seen) == {signal.getsignal(signal.SIGTERM)}
+
+
+def test_waits_while_torch_calls() -> None:
+    def interrupted() -> None:
+        signal.raise_signal(signal.SIGINT)
+        reached.append("torch's own line")
+
+    def run() -> None:
+        with signals_kept():
+            called_by_torch()
+            reached.append("this line")
+            time.sleep(5)
+
+    reached: list[str] = []
+    names = {"__name__": "torch._ops", "signal": signal}
+    called_by_torch = FunctionType(interrupted.__code__, names, closure=interrupted.__closure__)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert reached[0] == "torch's own line"
+
+
+def test_handlers_of_the_user_are_theirs(monkeypatch) -> None:
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with signals_kept():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert heard == [signal.SIGINT]
+
+
+def test_other_threads_leave_them_alone() -> None:
+    seen = []
+
+    def look() -> None:
+        with signals_kept():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
