@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_memsave
-from lightning_memsave.techniques import TECHNIQUES
+from lightning_memsave.techniques.registry import TECHNIQUES
 from tests.cases import CASES
 
 PACKAGE = Path(lightning_memsave.__file__).parent

@@ -117,7 +117,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _techniques() -> list[dict[str, Any]]:
-    from lightning_memsave.techniques import TECHNIQUES
+    from lightning_memsave.techniques.registry import TECHNIQUES
 
     return [
         {

@@ -9,7 +9,7 @@ import torch
 
 from lightning_memsave.cli import env
 from lightning_memsave.cli.main import main
-from lightning_memsave.techniques import TECHNIQUES
+from lightning_memsave.techniques.registry import TECHNIQUES
 
 
 def test_text(capsys):

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.technique import Exactness, Technique
 from lightning_memsave.errors import IncompatibleError, NoEffectWarning
-from lightning_memsave.techniques import TECHNIQUES
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.registry import TECHNIQUES
 from tests.cases import CASES, INDEPENDENT_OF_THE_BATCH, MODELS, make_batch, make_model
 from tests.helpers import (
     OF_OPTIMIZER,

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.technique import Exactness, Technique
-from lightning_memsave.techniques import TECHNIQUES
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
@@ -22,6 +21,7 @@ from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptim
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.registry import TECHNIQUES
 from tests.cases import CASES, make_batch, make_model
 from tests.helpers import (
     Run,

@@ -18,6 +18,14 @@ from lightning_memsave.trainer.nested_fit import signals_kept
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
 
+@pytest.fixture(autouse=True)
+def interruptible():
+    """The background jobs of a shell are started with the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # In a process of its own: an interruption that is late would end another test.
 INTERRUPTED = """
 import os, signal, sys, threading
@@ -38,7 +46,8 @@ class Lit({package}.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters())
 
-handler = signal.getsignal(signal.SIGINT)
+handler = signal.default_int_handler
+signal.signal(signal.SIGINT, handler)  # a shell's background jobs ignore it
 # Sooner or later it hits a line that torch has called.
 for delay_s in (0.5, 0.53, 0.57, 0.6):
     killer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
