@@ -380,7 +380,6 @@ def explain_memory(
     )
 
 
-# Lines that are too long go on below the text, not below the mark.
 def find_remedies(
     model: nn.Module | Callable[[], nn.Module] | Target | str,
     batch: Any,
@@ -447,6 +446,7 @@ def find_remedies(
     return remedies_of(trials)
 
 
+# Lines that are too long go on below the text, not below the mark.
 def _cells(number: int, remedy: Remedy) -> tuple[str, ...]:
     return (
         *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),

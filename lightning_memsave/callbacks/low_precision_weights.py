@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memsave.callbacks import optimizers as configure_optimizers
+from lightning_memsave.callbacks import optimizers
 from lightning_memsave.callbacks import settings as _settings
 from lightning_memsave.callbacks.module_techniques import ModuleTechnique
 from lightning_memsave.callbacks.settings import saves
@@ -81,7 +81,7 @@ class WeightPrecision(ModuleTechnique):
             return
         updates = _RoundedUpdates(self.technique)
         yields = not self.is_asked
-        self._optimizers, undo = configure_optimizers.enable(pl_module, updates, yields)
+        self._optimizers, undo = optimizers.enable(pl_module, updates, yields)
         context = functools.partial(self._around_backward, pl_module)
         self._undo += [undo, around_backward(trainer, context)]
 

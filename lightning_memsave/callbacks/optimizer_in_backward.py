@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.callbacks import optimizers as configure_optimizers
+from lightning_memsave.callbacks import optimizers
 from lightning_memsave.callbacks.accumulation import has_scheduler
 from lightning_memsave.callbacks.settings import Setting, off_rows, saves
 from lightning_memsave.core.technique import Handle, Row
@@ -286,7 +286,7 @@ class BackwardUpdates(Setting):
             self._undo.append(lambda: setattr(trainer, "gradient_clip_val", clip_val))
             kind = "all values" if "clip_value" in clipping else "the norm of all gradients"
             self._clipping = f"clips {kind} at {clip_val} before the updates, for the Trainer"
-        self._state, undo = configure_optimizers.enable(pl_module, self.in_force, not self.is_asked)
+        self._state, undo = optimizers.enable(pl_module, self.in_force, not self.is_asked)
         self._undo += [
             undo,
             around_backward(trainer, self._around_backward),

@@ -8,8 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.core.plain_text import as_plain_text
-from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.parameters import ModuleParameters, ParameterTable
+from lightning_memsave.report.tree import check_limits
 from lightning_memsave.units import format_bytes
 
 
@@ -47,14 +47,7 @@ def parameter_tree(
     Raises:
         ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
     """
-    if max_depth is not None and max_depth < 0:
-        raise ConfigurationError(
-            f"`max_depth={max_depth}` is no depth: it must be at least 0. Use `None` to see all."
-        )
-    if not 0 <= min_share <= 1:
-        raise ConfigurationError(
-            f"`min_share={min_share}` is no share: it must be from 0 to 1. Use 0.01 for 1 %."
-        )
+    check_limits(max_depth, min_share)
     shown = Table(box=None, pad_edge=False)
     shown.add_column("module", overflow="fold")
     shown.add_column("class", overflow="fold")

@@ -50,14 +50,7 @@ def module_tree(
     Raises:
         ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
     """
-    if max_depth is not None and max_depth < 0:
-        raise ConfigurationError(
-            f"`max_depth={max_depth}` is no depth: it must be at least 0. Use `None` to see all."
-        )
-    if not 0 <= min_share <= 1:
-        raise ConfigurationError(
-            f"`min_share={min_share}` is no share: it must be from 0 to 1. Use 0.01 for 1 %."
-        )
+    check_limits(max_depth, min_share)
     root = _tree(modules)
     found = root.memory.by_category()
     columns = [(name, parts) for name, parts in _COLUMNS if any(found[part] for part in parts)]
@@ -75,6 +68,26 @@ def module_tree(
         # As `Text`: rich would read brackets as its markup.
         table.add_row(*(Text(cell) for cell in cells))
     return table
+
+
+def check_limits(max_depth: int | None, min_share: float) -> None:
+    """Refuse limits with which no tree can be drawn.
+
+    Args:
+        max_depth: Levels below the whole; ``None`` for all.
+        min_share: Modules with less of the whole than this are summed up in one line.
+
+    Raises:
+        ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
+    """
+    if max_depth is not None and max_depth < 0:
+        raise ConfigurationError(
+            f"`max_depth={max_depth}` is no depth: it must be at least 0. Use `None` to see all."
+        )
+    if not 0 <= min_share <= 1:
+        raise ConfigurationError(
+            f"`min_share={min_share}` is no share: it must be from 0 to 1. Use 0.01 for 1 %."
+        )
 
 
 def _tree(modules: Sequence[ModuleMemory]) -> _Node:

@@ -197,9 +197,9 @@ LIGHTNING = """\
     loss = closure()
   File "/venv/lightning/pytorch/loops/optimization/automatic.py", line 129, in closure
 """
-STEP = '  File "/home/me/train.py", line 10, in training_step\n'
+STEP = '  File "project/train.py", line 10, in training_step\n'
 BACKWARD = '  File "/venv/torch/autograd/graph.py", line 865, in _engine_run_backward\n'
-FORWARD = '  File "/home/me/model.py", line 3, in forward\n'
+FORWARD = '  File "project/model.py", line 3, in forward\n'
 
 
 @pytest.mark.parametrize(
