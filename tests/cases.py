@@ -308,6 +308,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {
+    MicroBatching.name: Case(variants=(MicroBatching(6), MicroBatching("auto"))),
     AttentionKernel.name: Case(variants=(AttentionKernel(),), only_on=("eager_bert",)),
     ChunkedCrossEntropy.name: Case(
         # 64 classes are too few for it to find such heads by itself.
@@ -340,5 +341,4 @@ CASES: dict[str, Case] = {
     OptimizerInBackward.name: Case(
         variants=(OptimizerInBackward(), OptimizerInBackward(clip_norm=1e9)),
     ),
-    MicroBatching.name: Case(variants=(MicroBatching(6), MicroBatching("auto"))),
 }

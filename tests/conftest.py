@@ -24,6 +24,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=reason))
     take_turns(items)
+    # Two processes run the scenarios of these meanwhile.
+    items.sort(key=_has_scenarios)
+
+
+def _has_scenarios(item: pytest.Item) -> bool:
+    return hasattr(getattr(item, "module", None), "SCENARIOS")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    if session.config.option.collectonly or not any(map(_has_scenarios, session.items)):
+        return
+    from tests.callbacks import ranks
+
+    ranks.start(session)
 
 
 def take_turns(items: Sequence[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_memsave
-from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.registry import entries, techniques
 from tests.cases import CASES
 
 PACKAGE = Path(lightning_memsave.__file__).parent
@@ -112,6 +112,27 @@ def imports_lightning(sources: Sources) -> set[str]:
         and room_of(module) not in MAY_IMPORT_LIGHTNING
         and packages_in(ast.parse(text)) & {"lightning", "pytorch_lightning"}
     }
+
+
+# Readers by argument: settings of the Trainer and of optimizers, and remedies with conditions.
+HAS_A_READER_EACH = {"callbacks.arguments", "planning.candidates"}
+ARGUMENTS = {entry.argument for entry in entries()}
+
+
+def lists_of_arguments(sources: Sources) -> dict[str, list[str]]:
+    """Give, by file, collections that name three arguments of the registry and more."""
+    found: dict[str, list[str]] = {}
+    for module, text in sources.items():
+        for node in ast.walk(ast.parse(text)):
+            named: list[ast.expr | None] = []
+            if isinstance(node, ast.Dict):
+                named = list(node.keys)
+            elif isinstance(node, ast.List | ast.Tuple | ast.Set):
+                named = list(node.elts)
+            names = [n.value for n in named if isinstance(n, ast.Constant) and n.value in ARGUMENTS]
+            if len(names) >= 3:
+                found.setdefault(module, []).extend(map(str, names))
+    return found
 
 
 def imports_heavy(sources: Sources) -> set[str]:
@@ -219,7 +240,163 @@ def test_private_names_of_lightning_stay_in_their_room():
     assert private_names_of_lightning(broken) == {("callbacks.a", "trainer.fit_loop._data_source")}
 
 
-@pytest.mark.parametrize("technique", TECHNIQUES, ids=lambda t: t.name)
+# Private names of torch, transformers and PEFT by the reason to use them, and where that is done.
+# Those of Lightning are in `trainer`, those of bitsandbytes beside its optimizers: both check
+# that they are there, `check_host` and `find_changed_names`.
+FOREIGN_PRIVATE_NAMES = {
+    "documented by Python in spite of its underscore": {
+        "": "_fields _replace _getframe",
+    },
+    "the dispatcher, fake tensors and pytrees, of which torch's own tools are made": {
+        "prediction": "_subclasses _python_dispatch _disable_current_modes _ops _pytree _schema _C "
+        "_DisableTorchDispatch _get_current_dispatch_mode_stack _ExcludeDispatchKeyGuard "
+        "_dispatch_get_registrations_for_dispatch_key _dispatch_has_kernel_for_dispatch_key "
+        "_dispatch_keyset_full_after _destroy _autograd _get_sequence_nr",
+        "measure.live_tensors": "_C _python_dispatch",
+        "callbacks.oom_remedies": "_disable_current_modes _python_dispatch",
+        "callbacks.run_prediction": "_disable_current_modes _python_dispatch",
+        "targets.checkpoints": "_subclasses",
+        "techniques.activation_checkpointing.recompute": "_pytree _C "
+        "_are_functorch_transforms_active",
+        "techniques.chunked_cross_entropy": "_C _pytree _python_dispatch _disable_current_modes "
+        "_functorch _get_tracing_state _current_level _make_wrapper_subclass",
+        "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_disable_current_modes "
+        "_python_dispatch",
+        "techniques.micro_batching.loss_probe": "_python_dispatch _pytree _schema",
+    },
+    "operators of aten that have no other name": {
+        "measure.live_tensors": "_to_copy",
+        "prediction": "_scaled_dot_product_attention_math _scaled_dot_product_cudnn_attention "
+        "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
+        "_local_scalar_dense _pack_padded_sequence _unique2 _foreach_utils "
+        "_foreach_supported_types",
+    },
+    "a storage or a version has no public identity": {
+        "explain": "_cdata",
+        "measure": "_cdata _storage_Use_Count _indices _values",
+        "prediction": "_cdata",
+        "targets.target": "_cdata",
+        "techniques.activation_checkpointing.recompute": "_version",
+        "techniques.chunked_cross_entropy": "_cdata _version",
+        "techniques.low_precision_weights.technique": "_cdata",
+        "techniques.micro_batching.training_state": "_cdata _version",
+    },
+    "which backward pass runs, and what it will still come to": {
+        "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
+        "prediction.recording": "_current_autograd_node _sequence_nr",
+        "techniques.chunked_cross_entropy.tied_embedding": "_current_graph_task_id "
+        "_will_engine_execute_node",
+    },
+    "a base class or table of a module without another name": {
+        "callbacks.accumulation": "_BatchNorm",
+        "prediction.fake.tensors": "_buffers _parameters",
+        "techniques.activation_checkpointing.recompute": "_NormBase",
+        "techniques.low_bit_optimizer.state_precision": "_ConvNd",
+        "techniques.low_precision_weights.technique": "_forward_pre_hooks",
+        "techniques.micro_batching.training_state": "_BatchNorm _parameters "
+        "_non_persistent_buffers_set",
+    },
+    "how `Module.to` reads its arguments": {
+        "techniques.chunked_cross_entropy.consumers": "_nn _parse_to",
+    },
+    "whether a module is compiled, or flattened by FSDP1": {
+        "callbacks.memory_probes": "_compiler_ctx _compiled_call_impl",
+        "callbacks.optimizer_in_backward": "_compiler_ctx _compiled_call_impl _orig_mod",
+        "modules.steps": "_fsdp_flattened",
+        "techniques.chunked_cross_entropy.heads": "_compiled_call_impl",
+    },
+    "the mark of schedulers, and the state before the first step": {
+        "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_wrapped_by_lr_sched",
+        "techniques.low_precision_weights.rounded_updates": "_wrapped_by_lr_sched",
+        "techniques.optimizer_tools": "_init_group",
+    },
+    "the allocator's history, which torch documents under these names": {
+        "callbacks.oom_observer": "_record_memory_history _snapshot",
+    },
+    "transformers and PEFT: written so in their own documentation, or without a public form": {
+        "explain.what_if": "_attn_implementation _attn_implementation_internal",
+        "modules.hugging_face": "_attn_implementation",
+        "targets.hugging_face": "_from_config _model_mapping",
+        "techniques.attention_kernel.technique": "_attn_implementation "
+        "_attn_implementation_internal",
+        "techniques.chunked_cross_entropy.heads": "_cast_input_dtype",
+    },
+    "Lightning's property `trainer` raises where there is none": {
+        "prediction.training_step": "_trainer",
+    },
+}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def names_made_in(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield from [node.attr] if is_self(node.value) else []
+
+
+def private_names_used_in(tree: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Give (name, whether it is one of ``self``)."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr, is_self(node.value)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            module = getattr(node, "module", "") or ""
+            if not module.startswith(PACKAGE.name):
+                parts = ".".join([module, *(alias.name for alias in node.names)]).split(".")
+                yield from ((part, False) for part in parts if part != "_thread")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in {"getattr", "hasattr"}:
+            yield from ((str(a.value), False) for a in node.args if isinstance(a, ast.Constant))
+
+
+def foreign_private_names(sources: Sources) -> set[tuple[str, str]]:
+    """Find what no file of the same folder makes; of ``self`` a base class may have made it."""
+    trees = {module: ast.parse(text) for module, text in sources.items()}
+    made: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        made.setdefault(module.rpartition(".")[0], set()).update(names_made_in(tree))
+    everywhere = set().union(*made.values())
+    return {
+        (module, name)
+        for module, tree in trees.items()
+        for name, is_own in private_names_used_in(tree)
+        if is_private(name) and room_of(module) != "trainer"
+        if name not in (everywhere if is_own else made[module.rpartition(".")[0]])
+    }
+
+
+def is_listed(module: str, name: str) -> bool:
+    return any(
+        f"{module}.".startswith(f"{place}." if place else "") and name in names.split()
+        for places in FOREIGN_PRIVATE_NAMES.values()
+        for place, names in places.items()
+    )
+
+
+def test_private_names_of_others_are_listed_with_their_reason():
+    found = foreign_private_names(SOURCES)
+    assert {use for use in found if not is_listed(*use)} == set()
+    broken = {
+        "core.a": "from torch._x import y\nz._w\nself._base\ngetattr(z, '_v')",
+        "core.b": "class A:\n  def f(self):\n    self._base = self._mine = 1\nb._mine",
+    }
+    assert foreign_private_names(broken) == {("core.a", n) for n in ("_x", "_w", "_v")}
+    assert not any(is_listed("core.a", name) for name in ("_x", "_C", "_version"))
+
+
+@pytest.mark.parametrize("technique", techniques(), ids=lambda t: t.name)
 def test_each_technique_has_a_case_a_page_and_a_changelog_line(technique):
     assert technique.name in CASES
     pages = ROOT / "docs" / "techniques"
@@ -230,3 +407,9 @@ def test_each_technique_has_a_case_a_page_and_a_changelog_line(technique):
     assert technique.__doc__
     for section in ("Args:", "Raises:", "Note:", "Example:", "References:"):
         assert section in technique.__doc__
+
+
+def test_arguments_are_listed_in_the_registry_alone():
+    assert set(lists_of_arguments(SOURCES)) == HAS_A_READER_EACH
+    broken = {"callbacks.new": "NAMES = ('optimizer', 'precision', 'attention')"}
+    assert lists_of_arguments(broken) == {"callbacks.new": ["optimizer", "precision", "attention"]}

@@ -1,12 +1,22 @@
 """What README and docs show runs, and what they name exists."""
 
+import inspect
+import json
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightning_memsave
-from benchmarks.readme import fill
+from benchmarks.peak_picture import draw
+from benchmarks.readme import PICTURE, fill
+from lightning_memsave import MemSaveCallback, predict_memory
+from lightning_memsave.cli.main import main
+from lightning_memsave.techniques.registry import entries
 
 ROOT = Path(lightning_memsave.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -73,3 +83,120 @@ def test_files_and_names_on_the_page_exist(page):
 def test_figures_on_the_page_are_those_of_the_result_files(page):
     text = page.read_text()
     assert text == fill(text), "run `make readme`"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_lists_follow_an_empty_line(page):
+    # mkdocs makes one paragraph of both without it, unlike GitHub.
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"^(?!- |[#\s]).+\n- .*", text, re.MULTILINE) == []
+
+
+def test_the_picture_is_that_of_the_result_files():
+    assert PICTURE.read_text() == draw(), "run `make readme`"
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs" / "reference.md").read_text()
+    assert sorted(re.findall(r"^::: lightning_memsave\.(\w+)$", page, re.MULTILINE)) == (
+        lightning_memsave.__all__
+    )
+
+
+def rows_below(page, heading, next_heading="\n## "):
+    """Cells of each row of the tables in a section, the first without its link and quotes."""
+    section = page.partition(f"\n## {heading}\n")[2].partition(next_heading)[0]
+    for line in re.findall(r"^\| \[?`.*$", section, re.MULTILINE):
+        first, *others = [cell.strip() for cell in line.strip("|").split(" | ")]
+        yield re.search(r"`(.+?)`", first)[1], others
+
+
+class TestArguments:
+    PAGE = (ROOT / "docs" / "arguments.md").read_text()
+    PARAMETERS = inspect.signature(MemSaveCallback).parameters
+    ENTRIES: ClassVar = {entry.argument: entry for entry in entries()}
+
+    def test_each_is_in_one_table(self):
+        in_stacks = dict(rows_below(self.PAGE, "Settings of a stack"))
+        others = dict(rows_below(self.PAGE, "All others"))
+        assert in_stacks.keys() == self.ENTRIES.keys()
+        assert {*in_stacks, *others} == {*self.PARAMETERS} - {"others"}  # those of a technique
+        assert not in_stacks.keys() & others.keys()
+
+    @pytest.mark.parametrize(
+        ("column", "stack"), [*enumerate(["classic", "bitwise", "single_gpu"])]
+    )
+    def test_values_are_those_of_the_stacks(self, column, stack):
+        for name, cells in rows_below(self.PAGE, "Settings of a stack"):
+            value, cell = getattr(self.ENTRIES[name], stack), cells[column]
+            if value == "auto":
+                assert cell != "off", name
+            else:
+                shown = json.dumps(value) if isinstance(value, str) else repr(value)
+                assert cell == ("off" if value is None else f"`{shown}`"), name
+
+    def test_defaults_are_those_of_the_signature(self):
+        for name, (default, *_) in rows_below(self.PAGE, "All others"):
+            assert default.strip("`").replace('"', "'") == repr(self.PARAMETERS[name].default), name
+
+
+@pytest.fixture(scope="module")
+def prediction():
+    layers = [torch.nn.Linear(8, 8) for _ in range(2)]
+    return predict_memory(torch.nn.Sequential(*layers), torch.ones(4, 8), gpu="T4").to_dict()
+
+
+class TestJson:
+    PAGE = (ROOT / "docs" / "json.md").read_text()
+    # Their keys are names, or have a table of their own.
+    NAMES = ("settings", "versions", "ineffective", "by_category", "by_phase")
+
+    def found(self, value, prefix=""):
+        """All keys, with those that they are in."""
+        if isinstance(value, list):
+            return set().union(*(self.found(item, f"{prefix}[]") for item in value))
+        keys = set()
+        if isinstance(value, dict) and not prefix.endswith(self.NAMES):
+            for name, item in value.items():
+                key = f"{prefix}.{name}".removeprefix(".")
+                keys |= {key} | self.found(item, key)
+        return keys
+
+    def documented(self, heading):
+        keys = {key for key, _ in rows_below(self.PAGE, heading)}
+        return keys | {re.sub(r"(\[\])?\.\w+$", "", key) for key in keys if "." in key}
+
+    @pytest.mark.predicts
+    def test_report(self, prediction):
+        trainer = Trainer(max_steps=2, callbacks=[MemSaveCallback()], logger=False)
+        trainer.fit(BoringModel())
+        report = json.loads(Path("memsave_report.json").read_text())
+        assert report["changes"]
+        assert report["refusals"]
+        predicted = report.pop("predicted")
+        assert predicted.keys() == {"error", *prediction}
+        report["predicted"] = {"error": predicted["error"]}
+        assert self.found(report) == self.documented("memsave_report.json")
+
+    def test_prediction(self, prediction):
+        assert self.found(prediction) == self.documented("A prediction")
+
+    def test_categories(self, prediction):
+        assert list(prediction["by_category"]) == [
+            key for key, _ in rows_below(self.PAGE, "Categories")
+        ]
+
+    @pytest.mark.slow
+    def test_memsave_predict(self, prediction, capsys):
+        batch = ["--batch", "float32[4,32]", "--gpu", "T4", "--variant", "early_release=true"]
+        model = "lightning.pytorch.demos.boring_classes:BoringModel"
+        assert main(["predict", model, *batch, "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        (variant,) = printed["variants"]
+        assert variant.keys() == {"name", "gpus", *prediction}
+        more = {key: value for key, value in printed.items() if key not in prediction}
+        assert self.found({**more, "variants": []}) == self.documented("memsave predict --json")

@@ -74,8 +74,8 @@ def compare_memory(
         ConfigurationError: If a side cannot be read, or if the two have no figure in common.
 
     Note:
-        Modules are told by their names. A part of the model under another root is recognised if its
-        inside has the same names; a single layer that got another name counts as gone and new.
+        Modules are told by their names, but for a prefix that one side has more; what got another
+        name counts as gone and new.
         Nothing in a checkpoint is run (``weights_only=True``).
 
     Example:

@@ -12,37 +12,34 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from lightning_memsave.analysis.predict import (
-    TIME_LIMIT_S,
-    MakeOptimizer,
-    check_arguments,
-    predict_memory,
+    read_settings,
     with_instances,
 )
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.core.plain_text import as_plain_text
+from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.finding import Suspect, label_of
 from lightning_memsave.explain.parameters import ParameterTable, parameter_table
 from lightning_memsave.explain.sentences import sentences_of
 from lightning_memsave.explain.suspects import find_suspects
-from lightning_memsave.explain.what_if import Trials, attention_of
+from lightning_memsave.explain.what_if import WhatIf, attention_of
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning.search import Remedy, cheapest_that_fits, remedies_of
 from lightning_memsave.prediction.batch_sizes import find_sequence
 from lightning_memsave.prediction.cuda.gpus import Gpu, as_gpu
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
+from lightning_memsave.prediction.training_step import TIME_LIMIT_S, MakeOptimizer, TrainingStep
 from lightning_memsave.report.page import PageTable
-from lightning_memsave.report.parameter_tree import parameter_tree
+from lightning_memsave.report.tree import parameter_tree
 from lightning_memsave.targets.batches import BatchSpec
 from lightning_memsave.targets.code import explained
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.target import Target, make_batch_spec
-from lightning_memsave.techniques.registry import with_rest_off
 from lightning_memsave.units import format_bytes
 
 
-def make_trials(
+def make_what_if(
     model: Any,
     batch: Any = None,
     optimizer: Any = None,
@@ -52,7 +49,7 @@ def make_trials(
     gpu: str | Gpu | None = None,
     sequence_axis: int | None = None,
     **options: Any,
-) -> Trials:
+) -> WhatIf:
     """Find out what a model and its batch are.
 
     Args:
@@ -72,15 +69,14 @@ def make_trials(
     Raises:
         ConfigurationError: If an argument is wrong.
     """
-    check_arguments(device, options.get("time_limit_s"))
     if isinstance(model, str | os.PathLike):
         model = load_target(model)
     source: Any = model
+    trainer_arguments = options.pop("trainer_arguments", None) or {}
     if isinstance(model, Target):
         if settings is None and model.settings is not None:
             settings = MemSaveCallback(**with_instances(model.settings))
-        given = options.get("trainer_arguments") or {}
-        options["trainer_arguments"] = {**model.trainer_arguments, **given}
+        trainer_arguments = {**model.trainer_arguments, **trainer_arguments}
         if isinstance(batch, str | Mapping | list | tuple) and not _has_tensors(batch):
             batch = make_batch_spec(batch, model)
         source, model = model.parameter_source(), model.make
@@ -92,25 +88,37 @@ def make_trials(
         batch = batch.build_for_prediction()
     elif inspect.isroutine(batch):
         batch = batch()
-    arguments = (
-        dict(settings.arguments)
-        if isinstance(settings, MemSaveCallback)
-        else with_rest_off(settings or {})
-    )
-    is_module = isinstance(source, nn.Module)
-    return Trials(
-        predict_memory,
-        MemSaveCallback,
+    step = TrainingStep(
         model,
         batch,
-        arguments,
+        MemSaveCallback,
+        read_settings(settings),
+        optimizer,
+        device=device,
+        gpu=as_gpu(gpu),
+        trainer_arguments=trainer_arguments,
+        **options,
+    )
+    return what_if_of(step, source, sequence_axis)
+
+
+def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None) -> WhatIf:
+    """Make what predicts a step with something changed.
+
+    Args:
+        step: The step as it is.
+        source: What `parameter_table` takes: its model, or what is known of it without code.
+        sequence_axis: As for `find_sequence`.
+
+    Returns:
+        What predicts; nothing has been predicted yet.
+    """
+    return WhatIf(
+        step,
         parameter_table(source),
-        _name_of(optimizer, source),
-        attention_of(source) if is_module else None,
-        None if batch is None else find_sequence(batch, sequence_axis),
-        as_gpu(gpu),
-        device,
-        {"optimizer": optimizer, **options},
+        _name_of(step.optimizer, source),
+        attention_of(source) if isinstance(source, nn.Module) else None,
+        None if step.batch is None else find_sequence(step.batch, sequence_axis),
     )
 
 
@@ -224,7 +232,7 @@ class MemoryExplanation:
         return shown
 
     def _tensors(self) -> Table:
-        table = _table("memory", "what", "shape", "module", "made by", right=1)
+        table = figure_table("memory", "what", "shape", "module", "made by", numbers=("memory",))
         for tensor in self.largest_tensors[:_SHOWN_TENSORS]:
             table.add_row(
                 format_bytes(tensor.num_bytes),
@@ -236,28 +244,33 @@ class MemoryExplanation:
         return table
 
     def tables(self) -> tuple[PageTable, ...]:
-        """Give suspects and remedies as tables of texts, for `write_page`.
+        """Give sentences, suspects and remedies as tables of texts, for `write_page`.
 
         Returns:
             What the terminal shows; what to type stands beside each remedy.
         """
-        found = [PageTable(_SUSPECTS, _SUSPECT_COLUMNS, tuple(self._answers()))]
+        sizes = tuple(suspect.num_bytes for suspect in self._sorted_suspects())
+        found = [
+            PageTable("What dominates", ("",), tuple((text,) for text in self.sentences)),
+            PageTable(_SUSPECTS, _SUSPECT_COLUMNS, tuple(self._answers()), sizes),
+        ]
         if self.remedies:
             columns = (*_REMEDY_COLUMNS, "what to type")
             rows = ((*_cells(n, r), f"`{r.how}`") for n, r in enumerate(self.remedies, 1))
             found.append(PageTable(_REMEDIES, columns, tuple(rows)))
         return tuple(found)
 
+    def _sorted_suspects(self) -> list[Suspect]:
+        return sorted(self.suspects, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0)))
+
     def _answers(self) -> Iterator[tuple[str, str, str, str]]:
         mark = {"matters": "!", "unknown": "?", "does not matter": ""}
-        for suspect in sorted(
-            self.suspects, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0))
-        ):
+        for suspect in self._sorted_suspects():
             size = "-" if suspect.num_bytes is None else format_bytes(suspect.num_bytes)
             yield mark[suspect.verdict], suspect.name, size, suspect.sentence
 
     def _suspects(self) -> Table:
-        table = _table(*_SUSPECT_COLUMNS, right=0)
+        table = figure_table(*_SUSPECT_COLUMNS, numbers=("memory",))
         for row in self._answers():
             table.add_row(*map(Text, row))
         return table
@@ -265,7 +278,7 @@ class MemoryExplanation:
     def _remedies(self, remedies: tuple[Remedy, ...]) -> list[RenderableType]:
         if not remedies:
             return [Text("Nothing that is known lowers it.")]
-        table = _table(*_REMEDY_COLUMNS, right=3)
+        table = figure_table(*_REMEDY_COLUMNS, numbers=_REMEDY_COLUMNS[:3])
         for number, remedy in enumerate(remedies, 1):
             table.add_row(*_cells(number, remedy))
         shown: list[RenderableType] = [table, Text(), Text("What to type")]
@@ -275,7 +288,7 @@ class MemoryExplanation:
     def _verdict(self, gpu: Gpu | None) -> list[RenderableType]:
         if gpu is None:
             return []
-        if self.prediction is not None and self.prediction.device_bytes <= gpu.total_bytes:
+        if self.prediction is not None and self.prediction.fits(gpu):
             return [Text(f"It fits {label_of(gpu)} as it is.")]
         best = self.cheapest_that_fits
         if best is None:
@@ -348,11 +361,11 @@ def explain_memory(
         >>> explain_memory(model).sentences[0]
         'The embedding table `0` (5,000 x 16) holds 99.8 % of the 80,130 parameters.'
         >>> ids = torch.zeros(8, 4, dtype=torch.long)
-        >>> found = explain_memory(model, ids, device="cpu", suspects=["data on the device"])
-        >>> found.suspects[0].num_bytes
+        >>> found = explain_memory(model, ids, device="cpu", suspects=[])
+        >>> found.prediction.peak.input_bytes
         256
     """
-    trials = make_trials(
+    what_if = make_what_if(
         model,
         batch,
         optimizer,
@@ -366,84 +379,31 @@ def explain_memory(
         time_limit_s=time_limit_s,
         may_extrapolate=may_extrapolate,
     )
-    sentences = sentences_of(trials, cardinalities)
-    answers = find_suspects(trials, suspects)
-    found = tuple(remedies_of(trials)) if remedies and trials.can_predict else None
+    return explain_what_if(
+        what_if, cardinalities=cardinalities, suspects=suspects, remedies=remedies
+    )
+
+
+def explain_what_if(
+    what_if: WhatIf,
+    *,
+    cardinalities: Mapping[str, int] | None = None,
+    suspects: Collection[str] | None = None,
+    remedies: bool = True,
+) -> MemoryExplanation:
+    """Say where the memory of a model goes; as `explain_memory`, of what was read already."""
+    sentences = sentences_of(what_if, cardinalities)
+    answers = find_suspects(what_if, suspects)
+    found = tuple(remedies_of(what_if)) if remedies and what_if.can_predict else None
     return MemoryExplanation(
-        trials.table,
+        what_if.table,
         sentences,
         answers,
-        trials.base() if trials.can_predict else None,
+        what_if.base() if what_if.can_predict else None,
         found,
-        trials.gpu,
-        trials.num_predictions,
+        what_if.gpu,
+        what_if.num_predictions,
     )
-
-
-def find_remedies(
-    model: nn.Module | Callable[[], nn.Module] | Target | str,
-    batch: Any,
-    optimizer: MakeOptimizer | None = None,
-    settings: Mapping[str, Any] | MemSaveCallback | None = None,
-    *,
-    loss: Callable[[Any, Any], Tensor] | None = None,
-    device: Literal["cuda", "cpu"] = "cuda",
-    gpu: str | Gpu | None = None,
-    attention: str | None = None,
-    trainer_arguments: Mapping[str, Any] | None = None,
-    time_limit_s: float | None = TIME_LIMIT_S,
-    may_extrapolate: bool = True,
-) -> list[Remedy]:
-    """Find the settings that lower the predicted peak, the cheapest first.
-
-    Each one is predicted: by itself on top of ``settings``, then all together, and where that is
-    not enough for the GPU the stack ``"single_gpu"``. What does not lower the peak, or does not go
-    with the model, is left out.
-
-    Args:
-        model: As for `explain_memory`.
-        batch: As for `explain_memory`.
-        optimizer: As for `predict_memory`.
-        settings: As for `predict_memory`: what is on already.
-        loss: As for `predict_memory`.
-        device: As for `predict_memory`.
-        gpu: The card that it shall fit; each remedy then says whether it does.
-        attention: As for `predict_memory`.
-        trainer_arguments: As for `predict_memory`.
-        time_limit_s: Of each prediction, as for `predict_memory`.
-        may_extrapolate: As for `predict_memory`.
-
-    Returns:
-        The remedies; `cheapest_that_fits` finds the one to take.
-
-    Raises:
-        ConfigurationError: If an argument is wrong.
-
-    Note:
-        Takes up to 18 predictions: half a minute for a model of 12 blocks. Costs are rough:
-        they are counted in passes over the model and not measured.
-
-    Example:
-        >>> import torch
-        >>> model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
-        >>> remedies = find_remedies(model, torch.ones(8, 256), device="cpu")
-        >>> remedies[0].name, remedies[0].exactness
-        ('optimizer in backward', 'bitwise')
-    """
-    trials = make_trials(
-        model,
-        batch,
-        optimizer,
-        settings,
-        device=device,
-        gpu=gpu,
-        loss=loss,
-        attention=attention,
-        trainer_arguments=trainer_arguments,
-        time_limit_s=time_limit_s,
-        may_extrapolate=may_extrapolate,
-    )
-    return remedies_of(trials)
 
 
 # Lines that are too long go on below the text, not below the mark.
@@ -462,13 +422,3 @@ def _items(marked: Iterable[tuple[str, str]]) -> Table:
     for mark, text in marked:
         grid.add_row(mark, Text(text))
     return grid
-
-
-def _table(*columns: str, right: int) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        is_size = index < right or column == "memory"
-        table.add_column(
-            column, justify="right" if is_size else "left", no_wrap=is_size, overflow="fold"
-        )
-    return table

@@ -37,15 +37,7 @@ class Accumulation(Setting):
         self._factor = 1.0
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer's own value, the scheduler and manual optimization.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems.
-        """
+        """Find conflicts with the Trainer's own value, the scheduler and manual optimization."""
         if self.num_batches is None:
             return []
         what = f"`accumulate_grad_batches={self.num_batches}`"
@@ -79,12 +71,7 @@ class Accumulation(Setting):
         return problems
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set it, or say what the Trainer does by itself.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Set it, or say what the Trainer does by itself."""
         if self.num_batches is None:
             self.rows = _rows_of_trainer(trainer)
             return

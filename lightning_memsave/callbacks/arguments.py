@@ -1,7 +1,8 @@
 """Arguments of ``MemSaveCallback``: checked all at once, and turned into settings."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lightning_memsave.callbacks.accumulation import Accumulation
@@ -27,51 +28,24 @@ from lightning_memsave.callbacks.module_techniques import (
 )
 from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
 from lightning_memsave.callbacks.optimizers import OptimizerTechnique
-from lightning_memsave.callbacks.precision import TrainerPrecision, full_name
+from lightning_memsave.callbacks.precision import TrainerPrecision
 from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks.settings import Setting, Settings, Stack, TensorFloat32
-from lightning_memsave.core.technique import Exactness, Technique
+from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import (
-    ROUNDINGS,
     LowPrecisionWeights,
 )
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import with_stack
+from lightning_memsave.techniques.registry import Entry, entries, with_stack
+from lightning_memsave.trainer.precision import full_name
 
 _BF16 = "bf16-mixed"
-
-
-def _attention(arguments: Arguments) -> Setting:
-    wanted = arguments["attention"]
-    technique = wanted
-    if isinstance(wanted, str):
-        technique = AttentionKernel(wanted)
-    elif wanted is not None:
-        _refuse_other("attention", wanted, AttentionKernel, '"sdpa"')
-    value = "None" if technique is None else repr(technique.kernel)
-    return _module_technique("attention", arguments, technique, value, FusedAttention)
-
-
-def _chunked_cross_entropy(arguments: Arguments) -> Setting:
-    name, wanted = "chunked_cross_entropy", arguments["chunked_cross_entropy"]
-    technique = wanted
-    if wanted is True:
-        technique = ChunkedCrossEntropy()
-    elif wanted is False:
-        technique = None
-    elif type(wanted) is int and wanted > 0:
-        technique = ChunkedCrossEntropy(chunk_size=wanted)
-    elif wanted is not None:
-        _refuse_other(name, wanted, ChunkedCrossEntropy, f"True`, `{name}=512")
-    return _module_technique(name, arguments, technique, _short(wanted), LossWithoutLogits)
 
 
 def _activation_checkpointing(arguments: Arguments) -> Setting:
@@ -127,8 +101,7 @@ def _optimizer(arguments: Arguments) -> Setting:
 
 def _low_precision_weights(arguments: Arguments) -> Setting:
     name, wanted = "low_precision_weights", arguments["low_precision_weights"]
-    is_rounding = isinstance(wanted, str) and wanted in ROUNDINGS
-    technique = LowPrecisionWeights(wanted) if is_rounding else wanted
+    technique = LowPrecisionWeights.from_value(wanted)
     own = is_asked(arguments, name)
 
     def off(why: str = "") -> WeightPrecision:
@@ -136,7 +109,6 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
 
     if technique is None:
         return off()
-    _refuse_other(name, technique, LowPrecisionWeights, f'"stochastic"`, `{name}="kahan"')
     if why := why_beyond(arguments, name, technique.exactness):
         return off(why)
     precision = arguments["precision"]
@@ -156,11 +128,8 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
 
 def _optimizer_in_backward(arguments: Arguments) -> Setting:
     name, wanted = "optimizer_in_backward", arguments["optimizer_in_backward"]
-    technique = OptimizerInBackward() if wanted is True else wanted
-    if wanted is False:
-        technique = None
+    technique = OptimizerInBackward.from_value(wanted)
     if technique is not None:
-        _refuse_other(name, technique, OptimizerInBackward, "True")
         why_beyond(arguments, name, technique.exactness)
     parts = arguments["micro_batch_size"]
     return BackwardUpdates(
@@ -171,42 +140,24 @@ def _optimizer_in_backward(arguments: Arguments) -> Setting:
     )
 
 
-def _module_technique(
-    name: str,
-    arguments: Arguments,
-    technique: Any,
-    value: str,
-    kind: type[ModuleTechnique] = ModuleTechnique,
-) -> ModuleTechnique:
-    own = is_asked(arguments, name)
+# Techniques on the module that need to know more of a Trainer than their conflicts.
+_KINDS: Mapping[str, type[ModuleTechnique]] = {
+    "attention": FusedAttention,
+    "chunked_cross_entropy": LossWithoutLogits,
+}
+
+
+def _module_technique(entry: Entry, arguments: Arguments) -> Setting:
+    name, own = entry.argument, is_asked(arguments, entry.argument)
+    assert entry.technique is not None, "settings of the Trainer have readers of their own"
+    kind, technique = _KINDS.get(name, ModuleTechnique), entry.technique.from_value(arguments[name])
     if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
         return kind(name, None, "None", own, why)
-    return kind(name, technique, value, own)
-
-
-def _refuse_other(name: str, value: object, expected: type[Technique[Any]], choices: str) -> None:
-    if not isinstance(value, expected):
-        raise ConfigurationError(
-            f"`{name}={value!r}` is not a choice. Use `{name}={choices}`, "
-            f"`{name}={expected.__name__}(...)`, or `None`."
-        )
+    return kind(name, technique, _short(arguments[name]), own)
 
 
 def _short(value: object) -> str:
     return "None" if value is None or value is False else repr(value)
-
-
-TECHNIQUE_MAKERS = (
-    _attention,
-    _chunked_cross_entropy,
-    _activation_checkpointing,
-    _early_release,
-    # In the order in which optimizers pass through them.
-    _optimizer,
-    _low_precision_weights,
-    _optimizer_in_backward,
-)
-"""In the order in which their settings are applied."""
 
 
 def _precision(arguments: Arguments) -> Setting:
@@ -295,14 +246,26 @@ def _micro_batch_details(arguments: Arguments) -> dict[str, Any]:
     return {n: arguments[n] for n, default in defaults.items() if arguments[n] != default}
 
 
-TRAINER_MAKERS = (
-    _precision,
-    _tf32,
-    _accumulation,
-    _micro_batches,
-    _evaluation_micro_batches,
-)
-"""In the order in which their settings are applied."""
+_READERS: Mapping[str, Callable[[Arguments], Setting]] = {
+    "precision": _precision,
+    "micro_batch_size": _micro_batches,
+    "eval_micro_batch_size": _evaluation_micro_batches,
+    "activation_checkpointing": _activation_checkpointing,
+    "early_release": _early_release,
+    "optimizer": _optimizer,
+    "low_precision_weights": _low_precision_weights,
+    "optimizer_in_backward": _optimizer_in_backward,
+}
+"""Of settings of the Trainer and of optimizers; all others change the module."""
+
+
+def _readers() -> list[Callable[[Arguments], Setting]]:
+    """Give what reads each argument, in the order in which settings are applied."""
+    found = [
+        _READERS.get(entry.argument) or functools.partial(_module_technique, entry)
+        for entry in entries()
+    ]
+    return [_tf32, _accumulation, *found]
 
 
 T = TypeVar("T")
@@ -336,7 +299,7 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
             return None
 
     attempt(exactness_limit)
-    settings = [attempt(make) for make in (*TRAINER_MAKERS, *TECHNIQUE_MAKERS)]
+    settings = [attempt(make) for make in _readers()]
     monitor = attempt(_monitor)
     attempt(_report)
     attempt(_prediction)

@@ -23,12 +23,7 @@ class EarlyReleases(Setting):
         self.is_on, self.is_asked = is_on, is_asked
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Change the training loop.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Change the training loop."""
         self.rows = []
         if not self.is_on:
             self.rows = off_rows(self)

@@ -164,15 +164,7 @@ class EvaluationMicroBatches(Setting):
         self._proofs: dict[tuple[Any, ...], Proof] = {}
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what stands against it.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems.
-        """
+        """Find what stands against it."""
         if self.technique is None:
             return []
         what = f"`{self.name}={self.value}`"
@@ -189,12 +181,7 @@ class EvaluationMicroBatches(Setting):
         return []
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Let batches pass in parts.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Let batches pass in parts."""
         self.rows = off_rows(self)
         if self.technique is None:
             return

@@ -70,12 +70,7 @@ class WeightPrecision(ModuleTechnique):
         self._sums_in_fp32 = False
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Convert the weights, unless they are made later, and wrap ``configure_optimizers``.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Convert the weights, unless they are made later, and wrap ``configure_optimizers``."""
         super().apply(trainer, pl_module)
         if self.technique is None:
             return
@@ -86,15 +81,7 @@ class WeightPrecision(ModuleTechnique):
         self._undo += [undo, around_backward(trainer, context)]
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the Trainer, its callbacks, and the module as far as it is built.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems.
-        """
+        """Find conflicts with the Trainer, its callbacks, and the module as far as it is built."""
         if self.technique is None:
             return []
         problems = super().check(trainer, pl_module)
@@ -198,6 +185,15 @@ class WeightPrecision(ModuleTechnique):
                     f"the Trainer computes in {trainer.precision}, which does not take weights of "
                     "several types",
                     f'Use `precision="bf16-mixed"`, or set `{self.name}=None`.',
+                )
+            )
+        if is_strategy(trainer, "DDPStrategy"):
+            problems.append(
+                Problem(
+                    f"{what} with `{type(trainer.strategy).__name__}`",
+                    "it fixes the type of gradients, so that those of micro-batches would be "
+                    "summed in bfloat16",
+                    f"Train on one GPU, or set `{self.name}=None`.",
                 )
             )
         if is_strategy(trainer, *SHARDED):

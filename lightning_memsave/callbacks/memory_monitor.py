@@ -54,24 +54,22 @@ class GPUMemoryMonitor(CallbackBase):
     **Logged metrics**, in GiB (2**30 bytes) where the key says so. What is not known, for example
     without NVML, is left out.
 
-    ================================ ========= ====================================================
-    key                              device    meaning
-    ================================ ========= ====================================================
-    ``memory/allocated_gib``         CUDA      in tensors after the step
-    ``memory/reserved_gib``          CUDA      taken from the driver by torch's allocator
-    ``memory/peak_allocated_gib``    CUDA      largest allocated during the step, over all ranks
-    ``memory/peak_reserved_gib``     CUDA      largest reserved during the step, over all ranks
-    ``memory/num_alloc_retries``     CUDA      times that the allocator had to free its reserve
-    ``memory/num_ooms``              CUDA      out-of-memory errors, caught ones too
-    ``memory/nvml_used_gib``         CUDA      taken on the GPU by all processes
-    ``memory/nvml_total_gib``        CUDA      what the GPU has
-    ``memory/nvml_process_gib``      CUDA      taken by this process; not in most containers
-    ``memory/cuda_context_gib``      CUDA      of that, what torch's allocator did not reserve
-    ``memory/live_gib``              others    in live tensors after the step
-    ``memory/peak_live_gib``         others    largest in live tensors in the step, over all ranks
-    ``memory/host_rss_gib``          all       resident host memory of this process
-    ``memory/host_pinned_gib``       CUDA      page-locked host memory that torch holds
-    ================================ ========= ====================================================
+    | key                           | device | meaning                                           |
+    |-------------------------------|--------|---------------------------------------------------|
+    | ``memory/allocated_gib``      | CUDA   | in tensors after the step                         |
+    | ``memory/reserved_gib``       | CUDA   | taken from the driver by torch's allocator        |
+    | ``memory/peak_allocated_gib`` | CUDA   | largest allocated during the step, over all ranks |
+    | ``memory/peak_reserved_gib``  | CUDA   | largest reserved during the step, over all ranks  |
+    | ``memory/num_alloc_retries``  | CUDA   | times that the allocator had to free its reserve  |
+    | ``memory/num_ooms``           | CUDA   | out-of-memory errors, caught ones too             |
+    | ``memory/nvml_used_gib``      | CUDA   | taken on the GPU by all processes                 |
+    | ``memory/nvml_total_gib``     | CUDA   | what the GPU has                                  |
+    | ``memory/nvml_process_gib``   | CUDA   | taken by this process; not in most containers     |
+    | ``memory/cuda_context_gib``   | CUDA   | of that, what torch's allocator did not reserve   |
+    | ``memory/live_gib``           | others | in live tensors after the step                    |
+    | ``memory/peak_live_gib``      | others | largest live in the step, over all ranks          |
+    | ``memory/host_rss_gib``       | all    | resident host memory of this process              |
+    | ``memory/host_pinned_gib``    | CUDA   | page-locked host memory that torch holds          |
 
     Retries and out-of-memory errors are counts since the process began.
 
@@ -325,56 +323,3 @@ def _summarize(run: _Run, prediction: Predicted | None) -> MemorySummary:
         prediction=predicted.prediction,
         no_prediction=predicted.note,
     )
-
-
-class MonitoredCallback(CallbackBase):
-    """Passes hooks on to a monitor that is not among the Trainer's callbacks itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._driven: GPUMemoryMonitor | None = None
-        """The monitor whose hooks are called."""
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_start(trainer, pl_module)
-
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_epoch_end(trainer, pl_module)
-
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_validation_start(trainer, pl_module)
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_validation_end(trainer, pl_module)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_train_end(trainer, pl_module)
-
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """Pass the hook on to the monitor."""
-        if self._driven is not None:
-            self._driven.on_fit_end(trainer, pl_module)

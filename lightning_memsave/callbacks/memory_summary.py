@@ -6,12 +6,15 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
+from rich.jupyter import JupyterMixin
 from rich.table import Table
+from rich.text import Text
 
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 MAX_LINES = 3
+_TITLE = "Memory of this fit"
 _WHERE_WHY = "why is in the log, at the start of fit"
 
 
@@ -26,8 +29,8 @@ class Predicted:
         """What it took, also if there is none."""
 
 
-@dataclass(frozen=True, slots=True)
-class MemorySummary:
+@dataclass(frozen=True, slots=True, repr=False)
+class MemorySummary(JupyterMixin):
     """Memory and speed of one fit; the figures of memory are maxima over its steps and ranks.
 
     Args:
@@ -162,6 +165,19 @@ class MemorySummary:
         guesses = () if self.prediction is None else self.prediction.guesses
         return rows + [("guessed", guess) for guess in shortened(guesses)]
 
+    def __rich__(self) -> Table:
+        table = Table("", "", title=_TITLE, title_justify="left", show_header=False)
+        for row in self.rows():
+            table.add_row(*map(Text, row))
+        return table
+
+    def __str__(self) -> str:
+        return "\n".join([_TITLE, *(f"  {name}: {value}" for name, value in self.rows())])
+
+    def __repr__(self) -> str:
+        size = "unknown" if self.peak_bytes is None else format_bytes(self.peak_bytes)
+        return f"<MemorySummary of {self.num_steps} steps: peak {size} on {self.device}>"
+
     # Where both are the same there is one figure.
     @staticmethod
     def _beside(measured: int | None, predicted: int | None) -> str:
@@ -192,14 +208,9 @@ def print_summary(summary: MemorySummary, console: Console | None = None) -> Non
         console: Where to; without one, standard output: a table on a terminal, plain lines if not.
     """
     console = console or Console(file=sys.stdout)
-    title = "Memory of this fit"
     if console.is_terminal:
-        table = Table("", "", title=title, title_justify="left", show_header=False)
-        for name, value in summary.rows():
-            table.add_row(name, value)
-        console.print(table, markup=False)
-        return
-    # Not through rich, which would wrap long lines.
-    console.file.write(f"{title}\n")
-    console.file.writelines(f"  {name}: {value}\n" for name, value in summary.rows())
-    console.file.flush()
+        console.print(summary)
+    else:
+        # Not through rich, which would wrap long lines.
+        console.file.write(f"{summary}\n")
+        console.file.flush()

@@ -3,12 +3,12 @@
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, TypedDict, Unpack
 
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.arguments import make_settings, time_limit
-from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor, MonitoredCallback
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.micro_batching import MicroBatches
 from lightning_memsave.callbacks.module_techniques import LossWithoutLogits
 from lightning_memsave.callbacks.oom_report import (
@@ -21,8 +21,9 @@ from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
 from lightning_memsave.callbacks.run_prediction import RunPrediction, in_force
 from lightning_memsave.callbacks.settings import warn
 from lightning_memsave.core.blocks import BlockSelector
+from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import IncompatibleError, MemsaveWarning, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -33,12 +34,23 @@ from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptim
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import with_stack
-from lightning_memsave.trainer.trainer import check_host, first_of, leave_device, put_first
+from lightning_memsave.techniques.registry import entries, with_stack
+from lightning_memsave.trainer.hooks import CallbackBase
+from lightning_memsave.trainer.trainer import (
+    check_host,
+    first_of,
+    leave_device,
+    put_first,
+    remove_callback,
+)
 from lightning_memsave.trainer.training_loop import has_open_window
 
 
-class MemSaveCallback(MonitoredCallback):
+class _NoOthers(TypedDict, total=False):
+    """What type checkers know of other arguments: there are none."""
+
+
+class MemSaveCallback(CallbackBase):
     """Train with less memory, by one line in an existing project.
 
     Without arguments, as with ``stack="classic"``: the activations of every repeated block are
@@ -146,11 +158,14 @@ class MemSaveCallback(MonitoredCallback):
         monitor: bool | GPUMemoryMonitor = True,
         predict: bool | float = True,
         report: bool = True,
+        **others: Unpack[_NoOthers],
     ) -> None:
-        given = dict(locals())
+        given = {**locals(), **others}
         super().__init__()
-        # Each parameter by its name, whichever come in later versions.
-        self.arguments = {name: given[name] for name in _PARAMETERS}
+        refuse_unknown(others)
+        # Each parameter by its name, and techniques that somebody else has registered.
+        names = dict.fromkeys([*_DEFAULTS, *(entry.argument for entry in entries())])
+        self.arguments = {name: given.get(name, "auto") for name in names}
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
@@ -158,7 +173,7 @@ class MemSaveCallback(MonitoredCallback):
         # The Trainer between `setup` and the end of its run; its id, as callbacks are pickled.
         self._user: int | None = None
         # Whose figures we report: a monitor among the Trainer's own callbacks takes the place of
-        # ours, which is not driven then.
+        # ours, which is added to them for the time of a fit.
         self._reported: GPUMemoryMonitor | None = None
         # Known from setup to the end; asking the Trainer for it needs all ranks.
         self._directory: str | None = None
@@ -223,12 +238,12 @@ class MemSaveCallback(MonitoredCallback):
         self._user = id(trainer)
         with self._settings.undone_on_error():
             if is_fit:
-                put_first(trainer, self)
                 own = first_of(trainer, GPUMemoryMonitor)
-                self._driven = self.monitor if own is None else None
                 self._reported = own or self.monitor
-            if self._driven is not None:
-                self._driven.setup(trainer, pl_module, stage)
+                added = [self.monitor] if own is None and self.monitor is not None else []
+                put_first(trainer, self, *added)
+                for monitor in added:  # the hook that is running does not know of it
+                    monitor.setup(trainer, pl_module, stage)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Change what exists only now, and show the table.
@@ -258,12 +273,10 @@ class MemSaveCallback(MonitoredCallback):
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.arguments_in_force()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Keep what somebody wants to look at after the step."""
         self._settings.find(LossWithoutLogits).before_backward(pl_module)
-        super().on_before_backward(trainer, pl_module, loss)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what is known and restore the module, as ``teardown`` is not called; never raises.
@@ -282,8 +295,8 @@ class MemSaveCallback(MonitoredCallback):
                 if hasattr(callback, "write_before_undo"):
                     callback.write_before_undo(trainer, pl_module, exception)
         with attempted(trainer, "What was measured is lost"):
-            if self._driven is not None:
-                self._driven.on_exception(trainer, pl_module, exception)
+            if self._reported is not None:
+                self._reported.on_exception(trainer, pl_module, exception)
         if error is not None and pl_module is not None:
             with attempted(trainer, "The module stays on the device"):
                 leave_device(trainer, pl_module)
@@ -294,13 +307,12 @@ class MemSaveCallback(MonitoredCallback):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Restore the module and write the report, as every monitor has closed its books now."""
         self._user = None
-        if self._driven is not None:
-            self._driven.teardown(trainer, pl_module, stage)
         self._undo(trainer)
         self._write_report(trainer)
 
     def _undo(self, trainer: Any) -> None:
         self._outside = None
+        remove_callback(trainer, self.monitor)
         for failure in self._settings.undo():
             say(trainer, failure)
 
@@ -380,11 +392,25 @@ class MemSaveCallback(MonitoredCallback):
         )
 
 
-_PARAMETERS = inspect.signature(MemSaveCallback).parameters
+_DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(MemSaveCallback).parameters.items()
+    if parameter.kind is not parameter.VAR_KEYWORD
+}
+
+
+def refuse_unknown(others: Iterable[str]) -> None:
+    """Refuse names that are no arguments, neither of the signature nor of registered techniques."""
+    known = [entry.argument for entry in entries()]
+    for name in others:
+        if name not in known:
+            names = ", ".join(f"`{known}`" for known in _DEFAULTS)
+            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {names}."
+            raise ConfigurationError(f"`{name}` is no argument of `MemSaveCallback`. {fix}")
 
 
 def is_default(name: str, value: object) -> bool:
     """Say whether an argument of `MemSaveCallback` need not be written."""
-    default = _PARAMETERS[name].default
+    default = _DEFAULTS.get(name, "auto")
     # Command lines and YAML write an empty list for `()`.
     return bool(value == default) or (default == () and not value)

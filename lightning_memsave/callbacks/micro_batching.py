@@ -6,11 +6,11 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_memsave.callbacks.accumulation import find_conflicts, has_batch_norm
 from lightning_memsave.callbacks.module_techniques import ModuleTechnique
 from lightning_memsave.callbacks.settings import Setting, off_rows, warn
+from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
 from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness, Row
@@ -112,12 +112,7 @@ class MicroBatches(Setting):
         return "a batch for which memory runs out is not repeated in parts"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Let batches pass in parts, or say why not.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Let batches pass in parts, or say why not."""
         if self.technique is None:
             self.rows = off_rows(self)
             return
@@ -283,7 +278,7 @@ class MicroBatches(Setting):
         runner = self.runner
         assert runner is not None, "batches pass with a runner"
         tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(batch))]
-        if any(isinstance(tensor, FakeTensor) for tensor in tensors):  # for a prediction
+        if any(map(is_fake, tensors)):  # for a prediction
             runner.whole = find_shared_leaves(batch)[0]
             runner.weightings = [Weighting("weighted equally", lambda part: 1.0)]
             runner.needs_proof = False

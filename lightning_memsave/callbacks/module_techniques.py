@@ -1,6 +1,5 @@
 """Techniques that change the module, behind the methods of a `Setting`."""
 
-import dataclasses
 import warnings
 from typing import Any
 
@@ -13,7 +12,6 @@ from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from lightning_memsave.techniques.attention_kernel.models import find_parts, has_kernel
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
     compute_kept_logits,
@@ -58,8 +56,7 @@ class ModuleTechnique(Setting):
         """Find conflicts with the strategy and the module as far as it is built."""
         if self.technique is None:
             return []
-        technique = self._for_trainer(self.technique, trainer)
-        return technique.check(pl_module) + self._conflicts(trainer)
+        return self.technique.check(pl_module) + self._conflicts(trainer)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the module, unless it makes its layers later."""
@@ -67,18 +64,17 @@ class ModuleTechnique(Setting):
         if self.technique is None:
             self.rows = off_rows(self)
         elif not builds_model_late(pl_module):
-            self._use(self._for_trainer(self.technique, trainer), pl_module)
+            self._use(self.technique, pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Change a module that made its layers after ``setup``."""
         is_done = self._handle is not None and bool(self._handle.changes)
         if self.technique is None or is_done:
             return
-        technique = self._for_trainer(self.technique, trainer)
-        if not self.is_asked and (problems := technique.check(pl_module)):
+        if not self.is_asked and (problems := self.technique.check(pl_module)):
             self.yield_to(problems, trainer, pl_module)
             return
-        self._use(technique, pl_module)
+        self._use(self.technique, pl_module)
 
     def undo(self) -> None:
         """Restore the module; a second call does nothing."""
@@ -87,10 +83,6 @@ class ModuleTechnique(Setting):
 
     def _conflicts(self, trainer: Any) -> list[Problem]:
         return []
-
-    # With what only the Trainer knows.
-    def _for_trainer(self, technique: Technique[nn.Module], trainer: Any) -> Technique[nn.Module]:
-        return technique
 
     def _is_served(self, pl_module: nn.Module) -> bool:
         """Return whether the module has what is asked for without any change."""
@@ -179,12 +171,10 @@ class LossWithoutLogits(ModuleTechnique):
 
 
 class FusedAttention(ModuleTechnique):
-    """Attention kernels, of which some run on a GPU only; the module moves there after `setup`."""
+    """Attention kernels, which a model may have already."""
 
-    def _for_trainer(self, technique: Technique[nn.Module], trainer: Any) -> Technique[nn.Module]:
-        assert isinstance(technique, AttentionKernel), "the argument takes no other"
-        return dataclasses.replace(technique, device=trainer.strategy.root_device)
+    technique: AttentionKernel | None
 
     def _is_served(self, pl_module: nn.Module) -> bool:
-        assert isinstance(self.technique, AttentionKernel), "it was applied"
-        return any(has_kernel(part, self.technique.kernel) for part in find_parts(pl_module))
+        assert self.technique is not None, "it was applied"
+        return self.technique.is_served(pl_module)

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memsave.callbacks.memsave import MemSaveCallback, is_default
+from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_report import OutOfMemoryReport
-from lightning_memsave.callbacks.run_prediction import obstacle, question_of
+from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.core.nested import count_samples
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.planning.candidates import (
@@ -19,18 +19,16 @@ from lightning_memsave.planning.candidates import (
     part_candidates,
     single_candidates,
 )
-from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY
-from lightning_memsave.prediction.predict import Question, predict
+from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.training_step import TrainingStep, as_code
 from lightning_memsave.report.page import make_page
-from lightning_memsave.techniques.registry import OFF_BY_NONE
 from lightning_memsave.trainer.trainer import first_of
 from lightning_memsave.units import format_bytes
 
 AS_IT_IS = "as it is"
 PAGE_NAME = "memsave_oom.html"
 _SHARE_OF_SINGLE = 2 / 3
-_NO_TECHNIQUE: dict[str, Any] = dict.fromkeys(OFF_BY_NONE)
 
 
 def predict_remedies(
@@ -52,11 +50,10 @@ def predict_remedies(
         return {}
     begin_s = time.monotonic()
     callback = first_of(trainer, MemSaveCallback)
-    given = MemSaveCallback(**_NO_TECHNIQUE) if callback is None else callback
+    given = MemSaveCallback(stack="off") if callback is None else callback
     has_begun = callback is not None and bool(callback.rows)
     arguments = given.arguments_in_force() if has_begun else dict(given.arguments)
-    question = question_of(trainer, pl_module, batch, MemSaveCallback)
-    question = replace(question, arguments=arguments)
+    step = step_of(trainer, pl_module, batch, MemSaveCallback, arguments)
     typed = {"stack": "off"} if callback is None else dict(callback.arguments)
     if isinstance(arguments.get("micro_batch_size"), int):
         typed["micro_batch_size"] = arguments["micro_batch_size"]
@@ -64,22 +61,21 @@ def predict_remedies(
 
     def helps(changes: Mapping[str, Any], share: float) -> bool:
         left_s = begin_s + share * limit_s - time.monotonic()
-        prediction = None if left_s <= 0 else _predicted(question, changes, left_s)
+        prediction = None if left_s <= 0 else _predicted(step, changes, left_s)
         if prediction is None or prediction.peak_bytes >= found[AS_IT_IS].peak_bytes:
             return False
-        found[_typed(typed, changes)] = prediction
+        found[as_code(MemSaveCallback, typed | dict(changes))] = prediction
         return True
 
-    as_it_is = _predicted(question, {}, limit_s)
+    as_it_is = _predicted(step, {}, limit_s)
     if as_it_is is None:
         return {}
     found[AS_IT_IS] = as_it_is
     now = Situation(
-        arguments,
-        str(question.trainer_arguments["precision"]),
-        question.capability >= BF16_CAPABILITY,
+        step.in_force,
+        step.precision,
+        step.gpu is None or step.gpu.has_bf16,
         _num_samples(batch),
-        is_on_cuda=question.device == "cuda",
     )
     # Much is gained by all together: there has to be time left for that.
     helpful = [one for one in _single(now) if helps(one.changes, _SHARE_OF_SINGLE)]
@@ -120,22 +116,21 @@ def add_predictions(report: OutOfMemoryReport, predictions: Mapping[str, MemoryP
 
 
 def _predicted(
-    question: Question, changes: Mapping[str, Any], limit_s: float
+    step: TrainingStep, changes: Mapping[str, Any], limit_s: float
 ) -> MemoryPrediction | None:
     # The Trainer of the trial has the precision that the run has by now, whoever asked for it.
-    trainer_arguments = dict(question.trainer_arguments)
+    trainer_arguments = dict(step.trainer_arguments)
     precision = changes.get("precision")
     if precision not in (None, "auto"):
         trainer_arguments["precision"], precision = precision, None
-    asked = replace(
-        question,
-        arguments={**question.arguments, **changes, "precision": precision},
-        trainer_arguments=trainer_arguments,
-        time_limit_s=limit_s,
-    )
     try:
+        changed = replace(
+            step.with_settings({**changes, "precision": precision}),
+            trainer_arguments=trainer_arguments,
+            time_limit_s=limit_s,
+        )
         with _disable_current_modes():
-            return predict(asked)
+            return predict(changed)
     # What does not go with this model is no remedy.
     except (MemsaveError, TimeoutError):
         return None
@@ -151,13 +146,6 @@ def _single(now: Situation) -> list[Candidate]:
             if one.changes.get("activation_checkpointing", "all") == "all"
         ),
     ]
-
-
-# All that is to be written, since what is left out has a default that is on.
-def _typed(given: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    arguments = {**given, **changes}
-    shown = (f"{n}={v!r}" for n, v in arguments.items() if not is_default(n, v))
-    return f"MemSaveCallback({', '.join(shown)})"
 
 
 def _num_samples(batch: Any) -> int:

@@ -243,15 +243,7 @@ class BackwardUpdates(Setting):
         self._clipping = ""
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what stands against it in the Trainer; the optimizer does not exist yet.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            All problems.
-        """
+        """Find what stands against it in the Trainer; the optimizer does not exist yet."""
         if self.technique is None:
             return []
         what = f"`{self.name}={self.value}`"
@@ -295,12 +287,7 @@ class BackwardUpdates(Setting):
         ]
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Say what became of each optimizer.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Say what became of each optimizer."""
         if self._state is None:
             return
         if self._state.problems:

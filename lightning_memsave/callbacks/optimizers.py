@@ -314,12 +314,7 @@ class OptimizerTechnique(Setting):
         return [] if self.technique is None else self._problems(trainer)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap ``configure_optimizers`` and the loading of optimizer states.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Wrap ``configure_optimizers`` and the loading of optimizer states."""
         self._convert_loaded_states(trainer)
         self.rows = []
         if self.technique is None:

@@ -7,49 +7,17 @@ from torch import nn
 
 from lightning_memsave.callbacks.settings import Setting, off_rows
 from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.errors import Problem
 from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY
 from lightning_memsave.trainer.precision import precision_state, set_precision
 from lightning_memsave.trainer.trainer import is_strategy
 
-PRECISIONS = (
-    "32-true",
-    "64-true",
-    "bf16-mixed",
-    "16-mixed",
-    "bf16-true",
-    "16-true",
-    "transformer-engine",
-    "transformer-engine-float16",
-)
-_SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
 _HALF = (torch.float16, torch.bfloat16)
 _EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 _NOT_FLOAT16 = (
     "kept: this GPU has no native bfloat16, and in float16 the activations of some models overflow "
     '(T5, mT5, Gemma); pass `precision="16-mixed"` where they do not'
 )
-
-
-def full_name(precision: str | int) -> str:
-    """Give the long form of a precision.
-
-    Args:
-        precision: What Lightning's Trainer takes, such as ``"bf16"`` or 16.
-
-    Returns:
-        For example ``"bf16-mixed"``.
-
-    Raises:
-        ConfigurationError: If Lightning has no such precision.
-    """
-    name = _SHORT.get(str(precision), str(precision))
-    if name not in PRECISIONS or isinstance(precision, bool):
-        raise ConfigurationError(
-            f"`precision={precision!r}` is not a precision that Lightning knows. Use "
-            f'"auto", `None` or one of {", ".join(PRECISIONS)}.'
-        )
-    return name
 
 
 class TrainerPrecision(Setting):
@@ -101,12 +69,7 @@ class TrainerPrecision(Setting):
         return "it would halve the activations of matrix products"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set the precision, or say why it stays as it is.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-        """
+        """Set the precision, or say why it stays as it is."""
         current = precision_state(trainer).current
         wanted, reason = self.precision, ""
         if self.precision is None:

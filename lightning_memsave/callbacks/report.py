@@ -126,10 +126,10 @@ def write_report(
         "changes": [asdict(row) for row in rows if row.status == "on"],
         "refusals": [asdict(row) for row in rows if row.status != "on"],
         "measured": measured,
-        "predicted": predicted,
         # Not of a GPU that the run has not used: asking for its name makes a context there.
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "versions": versions(),
+        "predicted": predicted,
     }
     try:
         filesystem, folder = url_to_fs(directory)

@@ -9,17 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.memory_probes import is_compiled
 from lightning_memsave.callbacks.memory_summary import Predicted, shortened
-from lightning_memsave.core.patching import unpatch
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import MemsaveError
-from lightning_memsave.prediction.fake.tensors import FakeTensors
-from lightning_memsave.prediction.predict import Question, predict
+from lightning_memsave.prediction.cuda.gpus import local_gpu
+from lightning_memsave.prediction.predict import predict
+from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
+from lightning_memsave.techniques.registry import entries
 from lightning_memsave.trainer.hooks import inform
 from lightning_memsave.trainer.trainer import SHARDED, is_strategy
 from lightning_memsave.units import format_bytes
@@ -27,24 +27,6 @@ from lightning_memsave.units import format_bytes
 TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-# What the run has decided already, by what only it knows, such as the strategy.
-_DECIDED = (
-    "activation_checkpointing",
-    "optimizer",
-    "micro_batch_size",
-    "chunked_cross_entropy",
-    "optimizer_in_backward",
-    "low_precision_weights",
-    "attention",
-    "early_release",
-)
-# Arguments that are refused beside an owner that is off, and what they are then.
-_BELONGS_TO: Mapping[str, tuple[str, Any]] = {
-    "blocks": ("activation_checkpointing", None),
-    "optimizer_kwargs": ("optimizer", None),
-    "keep_32bit": ("optimizer", ()),
-    "force_8bit": ("optimizer", ()),
-}
 # The precision is in force, whoever has set it; the others have no part in training steps.
 _LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
 
@@ -98,9 +80,8 @@ class RunPrediction(Predicted):
             if not self.note:
                 # The user's own modes, such as one that counts operations, must not see it.
                 with _disable_current_modes():
-                    question = question_of(trainer, pl_module, batch, make_callback)
-                    limited = replace(question, arguments=arguments, time_limit_s=self.limit_s)
-                    self.prediction = predict(limited)
+                    step = step_of(trainer, pl_module, batch, make_callback, arguments)
+                    self.prediction = predict(replace(step, time_limit_s=self.limit_s))
         # Whatever the user's code does on tensors without data must not end a run that would train.
         except (Exception, SystemExit) as error:
             # A Trainer makes the one of the other.
@@ -129,32 +110,11 @@ class RunPrediction(Predicted):
             error: The predicted peak over the measured one less 1; ``None`` if it is not known.
 
         Returns:
-            ``peak_bytes``, ``by_category``, ``modules`` (of each, what it has) and ``error``; or
-            why there is no prediction.
+            `MemoryPrediction.to_dict` and ``error``; or why there is no prediction.
         """
         if self.prediction is None:
             return {"note": self.note} if self.note else None
-        predicted = self.prediction
-        return {
-            "peak_bytes": predicted.peak_bytes,
-            "by_category": predicted.peak.by_category(),
-            "allocated_bytes": predicted.allocated_bytes,
-            "reserved_bytes": predicted.reserved_bytes,
-            "modules": [
-                {
-                    "name": module.name,
-                    "class_name": module.class_name,
-                    "num_parameters": module.num_parameters,
-                    "by_category": {n: v for n, v in module.memory.by_category().items() if v},
-                }
-                for module in predicted.modules
-            ],
-            "error": error,
-            "seconds": self.seconds,
-            "is_extrapolated": predicted.is_extrapolated,
-            "assumptions": list(predicted.assumptions),
-            "guesses": list(predicted.guesses),
-        }
+        return self.prediction.to_dict() | {"error": error, "seconds": self.seconds}
 
 
 def in_force(
@@ -171,12 +131,14 @@ def in_force(
         The arguments; what gave way to something in this run is off.
     """
     on = {row.name for row in rows if row.status == "on"}
-    off = [name for name in _DECIDED if name not in on]
-    result = {**arguments, **dict.fromkeys([*off, *_LEFT_OUT])}
+    result = {**arguments, **dict.fromkeys(_LEFT_OUT)}
     result.pop("from_stack", None)
-    for name, (owner, value) in _BELONGS_TO.items():
-        if result[owner] is None:
-            result[name] = value
+    # What the run has decided already, by what only it knows, such as the strategy.
+    for entry in entries():
+        if entry.argument not in on:
+            result[entry.argument] = None
+        if result[entry.argument] is None:
+            result |= entry.details  # they are refused beside what is off
     if micro_batch_size is not None and "micro_batch_size" in on:
         result["micro_batch_size"] = micro_batch_size
     return result
@@ -235,34 +197,31 @@ _WITHOUT_VALUES = (
 )
 
 
-def question_of(
-    trainer: Any, pl_module: Any, batch: Any, make_callback: Callable[..., Any]
-) -> Question:
-    """Ask what the steps of a fit will take.
+def step_of(
+    trainer: Any,
+    pl_module: Any,
+    batch: Any,
+    make_callback: Callable[..., Any],
+    settings: Mapping[str, Any],
+) -> TrainingStep:
+    """Say what the steps of a fit are, for a prediction.
 
     Args:
         trainer: The Trainer, in a training batch.
         pl_module: Its LightningModule.
         batch: The batch.
         make_callback: Makes a `MemSaveCallback`.
+        settings: Its arguments by name, as `in_force` gives them.
 
     Returns:
-        A question without the arguments of the callback.
+        The step.
     """
-
-    def build(fakes: FakeTensors) -> tuple[Any, Any]:
-        twin = fakes.copy_module(pl_module, without=[trainer])
-        for part in twin.modules():
-            unpatch(part)
-        return twin, fakes.copy_whole_batch(batch)
-
     device = trainer.strategy.root_device
-    return Question(
-        build,
+    return TrainingStep(
+        pl_module,
+        batch,
         make_callback,
-        {},
-        device.type,
-        capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0),
+        settings,
         trainer_arguments={
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
@@ -272,9 +231,9 @@ def question_of(
             "max_epochs": trainer.max_epochs,
             "max_steps": trainer.max_steps if trainer.max_steps < 0 else max(trainer.max_steps, 2),
         },
-        num_batches=_finite(trainer.num_training_batches),
-        is_running=True,
-        other_bytes=_bucket_bytes(trainer, pl_module),
+        device=device.type,
+        gpu=local_gpu(device) if device.type == "cuda" else None,
+        fit=RunningFit(_finite(trainer.num_training_batches), _bucket_bytes(trainer, pl_module)),
     )
 
 

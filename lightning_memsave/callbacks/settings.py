@@ -11,7 +11,7 @@ import torch
 
 from lightning_memsave.core.technique import Handle, Row, Status, undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.registry import BARE, STACKS
+from lightning_memsave.techniques.registry import BARE, values_of
 from lightning_memsave.units import format_bytes
 
 AS_IT_IS = "left as it is: `None` was asked for"
@@ -200,15 +200,7 @@ class Settings:
         return problems
 
     def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Make what could not be done before, in ``on_fit_start``.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Returns:
-            Every conflict; everything is restored if there is one.
-        """
+        """Make what could not be done before, in ``on_fit_start``."""
         problems: list[Problem] = []
         with self.undone_on_error():
             for setting in self._settings:
@@ -262,7 +254,7 @@ class Stack(Setting):
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__()
         given = arguments["stack"]
-        own = [n for n in STACKS[given or BARE] if n not in arguments["from_stack"]]
+        own = [n for n in values_of(given or BARE) if n not in arguments["from_stack"]]
         settings = {name: arguments[name] for name in arguments["from_stack"]}
         on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
         off = ", ".join(name for name, value in settings.items() if value is None)
@@ -274,6 +266,8 @@ class Stack(Setting):
             meaning = f'"auto" is what `stack={BARE!r}` has'
             details = (f"{meaning}, without {off}" if off else meaning,)
             self._row = Row(self.name, "None", "unchanged", details)
+        if given == "off":
+            self._row = Row(self.name, "'off'", "unchanged", ("off: all that is not given",))
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Show the settings of the stack."""
@@ -295,12 +289,7 @@ class TensorFloat32(Setting):
         self.is_allowed = is_allowed
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set it, if asked to.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Not used.
-        """
+        """Set it, if asked to."""
         if self.is_allowed is None:
             return
         self._undo.append(_set_tf32(self.is_allowed))

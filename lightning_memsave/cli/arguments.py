@@ -4,8 +4,8 @@ import argparse
 import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.errors import ConfigurationError, MemsaveError
@@ -210,8 +210,9 @@ def _in_one_line(name: str, failure: BaseException) -> str:
 
 
 if TYPE_CHECKING:
-    from lightning_memsave.prediction.cuda.gpus import Gpu, GpuFit
-    from lightning_memsave.prediction.result import MemoryPrediction
+    from lightning_memsave.prediction.cuda.gpus import Gpu
+    from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
+    from lightning_memsave.prediction.training_step import TrainingStep
     from lightning_memsave.targets.batches import BatchSpec
     from lightning_memsave.targets.target import Target
 
@@ -220,93 +221,37 @@ _ONE_DEVICE = (None, "auto", "ddp", "single_device")
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model and its training step.
+class Request:
+    """What was asked for: a model and its training step, and on which GPUs.
 
     Args:
         target: The model.
         batch: The batch, if one was given.
-        settings: Of `MemSaveCallback`.
-        trainer_arguments: Of the Trainer.
-        optimizer: For a model that is no LightningModule; ``None`` for AdamW.
-        device: ``"cuda"`` or ``"cpu"``.
-        attention: CUDA's attention kernel.
-        gpus: The cards that were named.
-        time_limit_s: Of a prediction.
+        step: The training step.
+        gpus: The GPUs that were named.
         notes: What was found and is not used, one line each.
     """
 
     target: "Target"
     batch: "BatchSpec | None"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Callable[..., Any] | None = None
-    device: str = "cuda"
-    attention: str | None = None
+    step: "TrainingStep"
     gpus: tuple["Gpu", ...] = ()
-    time_limit_s: float | None = None
     notes: tuple[str, ...] = ()
 
     def predict(
-        self, gpu: "Gpu | None" = None, settings: Mapping[str, Any] | None = None
-    ) -> "MemoryPrediction":
-        """Predict the step.
-
-        Args:
-            gpu: The card that is meant, if one is.
-            settings: What to set in addition.
-
-        Returns:
-            The prediction.
-        """
-        from lightning_memsave.analysis.predict import predict_memory
-
-        settings = {**self.settings, **(settings or {})}
-
-        with running_code_of(self.target.name):
-            return predict_memory(
-                self.target.build,
-                self.make_batch(),
-                self.optimizer,
-                settings,
-                device="cpu" if self.device == "cpu" else "cuda",
-                gpu=gpu,
-                attention=self.attention,
-                trainer_arguments=self.trainer_arguments_with(settings),
-                time_limit_s=self.time_limit_s,
-            )
-
-    def trainer_arguments_with(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Give the arguments of the Trainer that go with settings.
-
-        Args:
-            settings: Of `MemSaveCallback`.
-
-        Returns:
-            The arguments, without a precision where the settings have one.
-        """
-        is_set = settings.get("precision") not in (None, "auto")
-        return {
-            n: v for n, v in self.trainer_arguments.items() if not (is_set and n == "precision")
-        }
-
-    def make_batch(self) -> Any:
-        """Make the batch, with large tensors on the meta device; ``None`` if none was given."""
-        return None if self.batch is None else self.batch.build_for_prediction()
-
-    def predict_on_cards(
         self, settings: Mapping[str, Any] | None = None
     ) -> tuple["MemoryPrediction", tuple["GpuFit", ...]]:
-        """Predict the step for each card that was named.
+        """Predict the step for each GPU that was named.
 
         Args:
             settings: What to set in addition.
 
         Returns:
-            The prediction for the first card, or for none in particular; and what each card has.
+            The prediction for the first GPU, or for none in particular; and what each GPU has.
         """
-        from lightning_memsave.prediction.cuda.gpus import GpuFit
+        from lightning_memsave.prediction.predict import predict
 
+        step = _with_settings(self.step, settings or {})
         # GPUs of one generation run the same kernels, but for those of 8.6 and 8.9 beside 8.0.
         found: dict[object, MemoryPrediction] = {}
         fits = []
@@ -314,13 +259,22 @@ class Subject:
             major, minor = (gpu and gpu.compute_capability) or (8, 0)
             key = gpu and (major, minor > 0, gpu.has_bf16)
             if key not in found:
-                found[key] = self.predict(gpu, settings)
+                with running_code_of(self.target.name):
+                    found[key] = predict(replace(step, gpu=gpu))
             if gpu is not None:
-                fits.append(GpuFit.of(gpu, found[key]))
+                fits.append(found[key].fits(gpu))
         return next(iter(found.values())), tuple(fits)
 
 
-def read_subject(name: str, arguments: argparse.Namespace) -> Subject:
+# A precision that is set takes the place of the one that the target has for the Trainer.
+def _with_settings(step: "TrainingStep", settings: Mapping[str, Any]) -> "TrainingStep":
+    step, given = step.with_settings(settings), dict(step.trainer_arguments)
+    if step.settings.get("precision") not in (None, "auto"):
+        given.pop("precision", None)
+    return replace(step, trainer_arguments=given)
+
+
+def read_request(name: str, arguments: argparse.Namespace) -> Request:
     """Find the model that is named, and what is to be known about its step.
 
     Args:
@@ -333,7 +287,9 @@ def read_subject(name: str, arguments: argparse.Namespace) -> Subject:
     Raises:
         ConfigurationError: If something of it cannot be.
     """
+    from lightning_memsave.callbacks.memsave import MemSaveCallback
     from lightning_memsave.prediction.cuda.gpus import parse_gpu
+    from lightning_memsave.prediction.training_step import TrainingStep
     from lightning_memsave.targets.code import find_optimizer, parse_arguments
     from lightning_memsave.targets.find import load_target
     from lightning_memsave.targets.target import make_batch_spec
@@ -355,19 +311,20 @@ def read_subject(name: str, arguments: argparse.Namespace) -> Subject:
         optimizer = find_optimizer(arguments.optimizer, arguments.optimizer_arg)
         if optimizer is not None:
             _check_optimizer(target)
-        settings = _settings(target.settings, arguments)
-    return Subject(
-        target,
-        batch,
-        settings,
-        target.trainer_arguments,
-        optimizer,
-        arguments.device,
-        arguments.attention,
-        gpus,
-        arguments.time_limit,
-        (*target.notes, *_strategy_notes(target.trainer_arguments)),
-    )
+        step = TrainingStep(
+            target.make,
+            None if batch is None else batch.build_for_prediction(),
+            MemSaveCallback,
+            optimizer=optimizer,
+            trainer_arguments=target.trainer_arguments,
+            device=arguments.device,
+            gpu=gpus[0] if gpus else None,
+            attention=arguments.attention,
+            time_limit_s=arguments.time_limit,
+        )
+        step = _with_settings(step, _settings(target.settings, arguments))
+    notes = (*target.notes, *_strategy_notes(target.trainer_arguments))
+    return Request(target, batch, step, gpus, notes)
 
 
 def _check_device(arguments: argparse.Namespace) -> None:
@@ -408,9 +365,9 @@ def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) ->
             f"--precision={precision} and --set precision={given['precision']} "
             "disagree. Remove one of the two."
         )
-    if arguments.memsave or (found is not None and arguments.memsave is None):
-        given = {**MemSaveCallback().arguments, **(found or {}), **given}
-    return with_instances(given)
+    is_wanted = arguments.memsave or (found is not None and arguments.memsave is None)
+    base = {**MemSaveCallback().arguments, **(found or {})} if is_wanted else {"stack": "off"}
+    return with_instances({**base, **given})
 
 
 def _strategy_notes(found: Mapping[str, Any]) -> list[str]:

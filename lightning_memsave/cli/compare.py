@@ -10,7 +10,7 @@ from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
     add_model_arguments,
     add_step_arguments,
-    read_subject,
+    read_request,
     refuse_step_arguments,
     show_notes,
 )
@@ -18,8 +18,7 @@ from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_memsave.explain.memory_changes import MemoryComparison
-    from lightning_memsave.prediction.cuda.gpus import GpuFit
-    from lightning_memsave.prediction.result import MemoryPrediction
+    from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
 
 SUMMARY = "Say what makes the second model, prediction or run take more memory than the first."
 EXAMPLES = """\
@@ -146,13 +145,13 @@ def _json_of(name: str) -> dict[str, Any] | None:
 
 
 def _predicted(name: str, arguments: argparse.Namespace) -> _Case:
-    subject = read_subject(name, arguments)
-    prediction, fits = subject.predict_on_cards()
-    return _Case(name, prediction, fits, subject.notes)
+    request = read_request(name, arguments)
+    prediction, fits = request.predict()
+    return _Case(name, prediction, fits, request.notes)
 
 
 def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Namespace) -> _Case:
-    from lightning_memsave.prediction.cuda.gpus import GpuFit, parse_gpu
+    from lightning_memsave.prediction.cuda.gpus import parse_gpu
 
     gpus = [parse_gpu(part) for text in arguments.gpu for part in text.split(",")]
     if gpus and prediction.device != "cuda":
@@ -160,7 +159,7 @@ def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Nam
             f"`{name}` is a prediction for {prediction.device}, and --gpu asks about CUDA. "
             "Remove --gpu, or predict for CUDA."
         )
-    return _Case(name, prediction, tuple(GpuFit.of(gpu, prediction) for gpu in gpus))
+    return _Case(name, prediction, tuple(prediction.fits(gpu) for gpu in gpus))
 
 
 def _saved_prediction(name: str) -> "MemoryPrediction | None":

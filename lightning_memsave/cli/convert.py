@@ -2,8 +2,6 @@
 
 import argparse
 import os
-import pickle
-import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -103,7 +101,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         ConfigurationError: If there is no such file, if it is not a Lightning checkpoint with
             optimizer states, or if it holds objects whose loading could run code.
     """
-    import torch
+    from lightning_memsave.targets.checkpoints import load_without_code
 
     if path.is_dir():
         raise ConfigurationError(
@@ -115,13 +113,15 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
             f"`{path}` does not exist. Give a file that `ModelCheckpoint` or "
             "`trainer.save_checkpoint` has written."
         )
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigurationError(_refusal(path, error)) from error
-    # Files that are no checkpoint raise all kinds.
-    except Exception as error:
-        raise ConfigurationError(_unreadable(path, error)) from error
+    checkpoint = load_without_code(
+        path,
+        if_code="If you trust its origin, save it without: `c = torch.load(path, "
+        "weights_only=False)`, delete what is not a tensor or a plain value (most often in "
+        "`c['hyper_parameters']`), and `torch.save(c, path)`.",
+        if_unreadable="Give an earlier file that `ModelCheckpoint` or `trainer.save_checkpoint` "
+        "has written.",
+        map_location="cpu",
+    )
     if not isinstance(checkpoint, dict) or "pytorch-lightning_version" not in checkpoint:
         raise ConfigurationError(
             f"`{path}` is not a checkpoint of Lightning. Give a file that `ModelCheckpoint` or "
@@ -156,25 +156,3 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path, mode_of: Path) -> N
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
-
-
-def _refusal(path: Path, error: Exception) -> str:
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    if found is None:
-        return _unreadable(path, error)
-    return (
-        f"`{path}` holds an object of `{found[1]}`, and loading that could run code: it was not "
-        "loaded. If you trust its origin, save it without: `c = torch.load(path, "
-        "weights_only=False)`, delete what is not a tensor or a plain value (most often in "
-        "`c['hyper_parameters']`), and `torch.save(c, path)`."
-    )
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    reason = str(error).strip().splitlines()
-    # What pickle raises on any other file may be no more than a byte.
-    why = f" ({reason[0].rstrip('.')})" if reason and " " in reason[0] else ""
-    return (
-        f"`{path}` cannot be read by torch{why}. Give an earlier file that `ModelCheckpoint` or "
-        "`trainer.save_checkpoint` has written."
-    )

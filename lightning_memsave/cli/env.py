@@ -117,7 +117,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 
 def _techniques() -> list[dict[str, Any]]:
-    from lightning_memsave.techniques.registry import TECHNIQUES
+    from lightning_memsave.techniques.registry import techniques
 
     return [
         {
@@ -125,7 +125,7 @@ def _techniques() -> list[dict[str, Any]]:
             "exactness": technique.exactness.value,
             "requires": {package: _why_missing(package) for package in technique.requires},
         }
-        for technique in TECHNIQUES
+        for technique in techniques()
     ]
 
 

@@ -3,16 +3,15 @@
 import argparse
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
-    Subject,
+    Request,
     add_model_arguments,
     add_step_arguments,
-    read_subject,
+    read_request,
     refuse_step_arguments,
     show_notes,
 )
@@ -22,7 +21,7 @@ from lightning_memsave.units import MIB
 if TYPE_CHECKING:
     from lightning_memsave.analysis.explain import MemoryExplanation
     from lightning_memsave.explain.oom_diagnosis import Diagnosis
-    from lightning_memsave.prediction.cuda.gpus import GpuFit
+    from lightning_memsave.prediction.result import GpuFit
 
 SUMMARY = "Say what takes the memory of a model and its training, and what would lower it."
 EXAMPLES = """\
@@ -127,9 +126,8 @@ def _read(name: str) -> str:
 
 
 def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None") -> int:
-    from lightning_memsave.analysis.explain import explain_memory
+    from lightning_memsave.analysis.explain import explain_what_if, what_if_of
     from lightning_memsave.cli.arguments import running_code_of
-    from lightning_memsave.prediction.cuda.gpus import GpuFit
     from lightning_memsave.report.text import show
 
     if arguments.batch is None:
@@ -139,37 +137,29 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
                 "--html draws a training step, and there is none: add --batch."
             )
     cardinalities = _cardinalities(arguments.cardinality)
-    subject = read_subject(arguments.target, arguments)
-    if len(subject.gpus) > 1:
+    request = read_request(arguments.target, arguments)
+    if len(request.gpus) > 1:
         raise ConfigurationError(
             "explain is about one GPU. Give --gpu once; `memsave predict` compares several."
         )
-    gpu = subject.gpus[0] if subject.gpus else None
-    with running_code_of(subject.target.name):
-        explanation = explain_memory(
-            # What the target says of settings and Trainer, the subject has, and what overrides it.
-            replace(subject.target, settings=None, trainer_arguments={}),
-            subject.make_batch(),
-            subject.optimizer,
-            subject.settings,
-            device="cpu" if subject.device == "cpu" else "cuda",
-            gpu=gpu,
+    gpu = request.gpus[0] if request.gpus else None
+    with running_code_of(request.target.name):
+        # The parameters of a checkpoint are known without code for the model.
+        explanation = explain_what_if(
+            what_if_of(request.step, request.target.parameter_source()),
             cardinalities=cardinalities or None,
             remedies=not arguments.no_remedies,
-            attention=subject.attention,
-            trainer_arguments=subject.trainer_arguments_with(subject.settings),
-            time_limit_s=subject.time_limit_s,
         )
     prediction = explanation.prediction
-    fits = [] if gpu is None or prediction is None else [GpuFit.of(gpu, prediction)]
+    fits = [] if gpu is None or prediction is None else [prediction.fits(gpu)]
     if arguments.html is not None:
-        _write_page(arguments.html, subject, explanation, fits, diagnosis)
+        _write_page(arguments.html, request, explanation, fits, diagnosis)
     if arguments.json:
         found = {
             **({} if diagnosis is None else {"out_of_memory": diagnosis.to_dict()}),
-            "target": subject.target.name,
-            "batch": None if subject.batch is None else str(subject.batch),
-            "notes": list(subject.notes),
+            "target": request.target.name,
+            "batch": None if request.batch is None else str(request.batch),
+            "notes": list(request.notes),
             **explanation.to_dict(),
             "gpus": [fit.to_dict() for fit in fits],
         }
@@ -178,7 +168,7 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
         if diagnosis is not None:
             print(diagnosis, end="\n\n")
         show(explanation)
-        lines = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in subject.notes]
+        lines = [f"It {fit}." for fit in fits] + [f"note: {note}" for note in request.notes]
         show_notes(lines, arguments.html)
     return 0 if all(fit.fits for fit in fits) else DOES_NOT_FIT
 
@@ -198,7 +188,7 @@ def _cardinalities(pairs: list[str]) -> dict[str, int]:
 
 def _write_page(
     path: str,
-    subject: Subject,
+    request: Request,
     explanation: "MemoryExplanation",
     fits: "list[GpuFit]",
     diagnosis: "Diagnosis | None",
@@ -208,16 +198,18 @@ def _write_page(
     assert explanation.prediction is not None, "--html was refused without --batch"
     write_page(
         path,
-        [("as given", explanation.prediction)],
+        [
+            ("as given", explanation.prediction),
+            *((r.name, r.prediction) for r in explanation.remedies or () if r.prediction),
+        ],
         title=f"{explanation.prediction.model}: what takes the memory",
         device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
         device_name=fits[0].gpu.known_name if fits else "",
         notes=(
             *(() if diagnosis is None else (diagnosis.summary, *diagnosis.findings)),
-            f"Batch: {subject.batch}",
+            f"Batch: {request.batch}",
             *(f"It {fit}." for fit in fits),
-            *subject.notes,
-            *explanation.sentences,
+            *request.notes,
         ),
         tables=explanation.tables(),
     )

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.callbacks.precision import full_name
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.trainer.precision import full_name
 
 if TYPE_CHECKING:
     from lightning.pytorch.cli import LightningCLI as _Base

@@ -2,25 +2,27 @@
 
 import argparse
 import json
+import pickle
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
     DOES_NOT_FIT,
-    Subject,
+    Request,
     add_model_arguments,
     add_step_arguments,
+    read_request,
     read_settings,
-    read_subject,
     show_notes,
     whole_number,
 )
 from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_memsave.prediction.cuda.gpus import Gpu, GpuFit
-    from lightning_memsave.prediction.result import MemoryPrediction
+    from lightning_memsave.prediction.cuda.gpus import Gpu
+    from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
 
 SUMMARY = "Predict the peak memory of training, without a GPU and without the model's memory."
 EXAMPLES = """\
@@ -54,6 +56,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="predict with these settings of MemSaveCallback in addition, and compare; repeat it",
     )
     group.add_argument("--html", metavar="FILE", help="write a page to look at")
+    group.add_argument(
+        "--snapshot",
+        metavar="FILE",
+        help="write each allocation of the step for https://pytorch.org/memory_viz",
+    )
     group.add_argument("--json", action="store_true", help="for programs")
     group.add_argument(
         "--depth", type=whole_number, default=2, help="levels of modules to show; default: 2"
@@ -78,15 +85,19 @@ def run(arguments: argparse.Namespace) -> int:
     names = ["", *arguments.variant]
     if len(set(names)) < len(names):
         raise ConfigurationError("--variant is given twice with the same settings. Remove one.")
-    subject = read_subject(arguments.target, arguments)
-    cases = [_case(subject, name) for name in names]
+    request = read_request(arguments.target, arguments)
+    if arguments.snapshot is not None:  # copies with fewer blocks have no events of the others
+        request = replace(request, step=replace(request.step, may_extrapolate=False))
+    cases = [_case(request, name) for name in names]
     first, *variants = cases
     if arguments.html is not None:
-        _write_page(arguments.html, cases, subject)
+        _write_page(arguments.html, cases, request)
+    if arguments.snapshot is not None:
+        _write_snapshot(arguments.snapshot, first.prediction)
     if arguments.json:
-        print(json.dumps(_to_dict(subject, first, variants), indent=2))
+        print(json.dumps(_to_dict(request, first, variants), indent=2))
     else:
-        _show(subject, first, variants, arguments)
+        _show(request, first, variants, arguments)
     return 0 if all(fit.fits for fit in first.fits) else DOES_NOT_FIT
 
 
@@ -99,7 +110,7 @@ class _Case:
     fits: tuple["GpuFit", ...]
 
 
-def _case(subject: Subject, variant: str) -> _Case:
+def _case(request: Request, variant: str) -> _Case:
     try:
         settings = read_settings(shlex.split(variant))
     except ValueError as error:
@@ -107,24 +118,24 @@ def _case(subject: Subject, variant: str) -> _Case:
             f"--variant {variant!r} cannot be read ({error}). Write settings as in a shell: "
             "'optimizer=8bit precision=bf16-mixed'."
         ) from error
-    return _Case(variant or "as given", *subject.predict_on_cards(settings))
+    return _Case(variant or "as given", *request.predict(settings))
 
 
-def _to_dict(subject: Subject, first: _Case, variants: list[_Case]) -> dict[str, Any]:
+def _to_dict(request: Request, first: _Case, variants: list[_Case]) -> dict[str, Any]:
     def of(case: _Case) -> dict[str, Any]:
         return {**case.prediction.to_dict(), "gpus": [fit.to_dict() for fit in case.fits]}
 
     return {
-        "target": subject.target.name,
-        "batch": str(subject.batch),
-        "notes": list(subject.notes),
+        "target": request.target.name,
+        "batch": str(request.batch),
+        "notes": list(request.notes),
         **of(first),
         "variants": [{"name": case.name, **of(case)} for case in variants],
     }
 
 
 def _show(
-    subject: Subject, first: _Case, variants: list[_Case], arguments: argparse.Namespace
+    request: Request, first: _Case, variants: list[_Case], arguments: argparse.Namespace
 ) -> None:
     from rich.text import Text
 
@@ -139,13 +150,25 @@ def _show(
     if variants:
         cases = [(case.name, case.prediction, case.fits) for case in (first, *variants)]
         show(Text(""), case_table(cases))
-    show_notes([f"note: {note}" for note in subject.notes], arguments.html)
+    show_notes([f"note: {note}" for note in request.notes], arguments.html)
 
 
-def _write_page(path: str, cases: list[_Case], subject: Subject) -> None:
+def _write_snapshot(path: str, prediction: "MemoryPrediction") -> None:
+    # The viewer reads no later protocol.
+    found = pickle.dumps(prediction.to_snapshot(), protocol=4)
+    try:
+        Path(path).write_bytes(found)
+    except OSError as error:
+        raise ConfigurationError(
+            f"The snapshot cannot be written to {path!r}: {error.strerror}. Name a file in a "
+            "folder that exists, for example snapshot.pickle."
+        ) from error
+
+
+def _write_page(path: str, cases: list[_Case], request: Request) -> None:
     from lightning_memsave.report.page import write_page
 
-    gpu: Gpu | None = subject.gpus[0] if subject.gpus else None
+    gpu: Gpu | None = request.gpus[0] if request.gpus else None
     prediction = cases[0].prediction
     write_page(
         path,
@@ -154,8 +177,8 @@ def _write_page(path: str, cases: list[_Case], subject: Subject) -> None:
         device_capacity_bytes=None if gpu is None else gpu.total_bytes,
         device_name="" if gpu is None else gpu.known_name,
         notes=(
-            f"Batch: {subject.batch}",
-            *subject.notes,
+            f"Batch: {request.batch}",
+            *request.notes,
             *(f"It {fit}." for fit in cases[0].fits),
         ),
     )

@@ -1,13 +1,17 @@
 """How the memory of a training step divides into categories."""
 
 import contextlib
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rich.table import Table
+from torch import Tensor
 
 from lightning_memsave.units import format_bytes
+
+_FORMER_CATEGORIES = frozenset({"cuda_context", "allocator_slack"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +28,6 @@ class MemoryBreakdown:
         input_bytes: The batch.
         temporary_bytes: Made during backward or the optimizer step and gone after it.
         other_bytes: Everything else.
-        cuda_context_bytes: What CUDA needs for itself, outside of torch's allocator.
-        allocator_slack_bytes: What torch's allocator has reserved and no tensor uses.
         host_bytes: On the host, because a technique moved it there; no part of the total, which is
             about the device.
 
@@ -36,8 +38,6 @@ class MemoryBreakdown:
         >>> a = MemoryBreakdown(parameter_bytes=400, gradient_bytes=100)
         >>> (a + a).total_bytes, a.by_category()["parameter"], (a * 0.5).gradient_bytes
         (1000, 400, 50)
-        >>> a.bytes_per_parameter(100)
-        5.0
     """
 
     parameter_bytes: int = 0
@@ -49,8 +49,6 @@ class MemoryBreakdown:
     input_bytes: int = 0
     temporary_bytes: int = 0
     other_bytes: int = 0
-    cuda_context_bytes: int = 0
-    allocator_slack_bytes: int = 0
     host_bytes: int = 0
 
     @property
@@ -80,7 +78,9 @@ class MemoryBreakdown:
         Returns:
             The breakdown.
         """
-        return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in by_category.items()})
+        # Earlier reports have two more, which were always 0.
+        known = {name: n for name, n in by_category.items() if name not in _FORMER_CATEGORIES}
+        return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in known.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain values, for JSON.
@@ -109,23 +109,6 @@ class MemoryBreakdown:
         """
         made = cls.from_categories(found["by_category"])
         return replace(made, host_bytes=found.get("host_bytes", 0))
-
-    def bytes_per_parameter(self, num_parameters: int) -> float:
-        """Say what each parameter costs before the first activation.
-
-        Args:
-            num_parameters: Numbers in all parameters.
-
-        Returns:
-            Bytes of parameters, their copies, gradients and optimizer state, for each.
-        """
-        costs = (
-            self.parameter_bytes,
-            self.weight_copy_bytes,
-            self.gradient_bytes,
-            self.optimizer_state_bytes,
-        )
-        return sum(costs) / num_parameters
 
     def __add__(self, other: "MemoryBreakdown") -> "MemoryBreakdown":
         return MemoryBreakdown(
@@ -182,3 +165,17 @@ def is_host_copy() -> bool:
         True inside `host_copies`.
     """
     return _num_contexts > 0
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Say whether a tensor has no data.
+
+    Args:
+        tensor: Any tensor.
+
+    Returns:
+        True if it is one of torch's fake tensors.
+    """
+    # If nobody has imported it, nothing is one.
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(tensor, module.FakeTensor)

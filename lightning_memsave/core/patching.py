@@ -17,8 +17,6 @@ PROCESS_WIDE = threading.RLock()
 back in the order in which they began, would stay replaced. One for all, as they are nested."""
 
 _PREVIOUS = "_memsave_previous_{}"
-# Set where somebody put a method over ours that still calls ours after `undo`.
-_UNDONE = "_memsave_undone_{}"
 
 
 def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], None]:
@@ -29,7 +27,8 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
         function: A module-level function whose first parameter is the object.
 
     Returns:
-        A function that restores what was there before; a second call does nothing.
+        A function that restores what was there before; a second call does nothing. A method that
+        somebody has put over ours stays, and goes on calling it.
 
     Raises:
         ValueError: If ``function`` is a closure, which would break copies of ``owner``, or if the
@@ -39,24 +38,20 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
     if getattr(function, "__closure__", None) is not None:
         raise ValueError(f"{function!r} is a closure: copies of the object would run the original")
     attributes = vars(owner)
-    previous_key, undone_key = _PREVIOUS.format(name), _UNDONE.format(name)
+    previous_key = _PREVIOUS.format(name)
     replaced = attributes.get(name)
     if getattr(replaced, "__func__", None) is getattr(type(owner), name):
         replaced = None  # the class's own method, which is what unpickling a patched object leaves
-    elif attributes.get(undone_key) is function:
-        del attributes[undone_key]
-        return lambda: attributes.update({undone_key: function})
     elif previous_key in attributes:
-        raise ValueError(f"{type(owner).__name__}.{name} is patched already")
+        if _is_ours(replaced, name):
+            raise ValueError(f"{type(owner).__name__}.{name} is patched already")
+        return lambda: None  # what somebody has put over ours still calls it
     is_static = isinstance(inspect.getattr_static(type(owner), name), staticmethod)
     attributes[previous_key] = getattr(type(owner), name) if is_static else replaced
     attributes[name] = MethodType(function, owner)
 
     def undo() -> None:
-        if previous_key not in attributes:
-            return
-        if not is_patched_with(owner, function):
-            attributes[undone_key] = function
+        if previous_key not in attributes or not is_patched_with(owner, function):
             return
         del attributes[previous_key]
         if replaced is None:
@@ -78,9 +73,7 @@ def unpatch(owner: object) -> None:
     prefix = _PREVIOUS.format("")
     for key in [key for key in attributes if key.startswith(prefix)]:
         name, previous = key.removeprefix(prefix), attributes.pop(key)
-        method = attributes.get(name)
-        is_ours = isinstance(method, MethodType) and method.__func__.__name__ == name
-        if attributes.pop(_UNDONE.format(name), None) is not None or not is_ours:
+        if not _is_ours(attributes.get(name), name):
             continue
         if previous is None or previous is getattr(type(owner), name, None):
             del attributes[name]
@@ -105,19 +98,6 @@ def previous_method(owner: object, name: str) -> Callable[..., Any]:
     return method
 
 
-def is_undone(owner: object, name: str) -> bool:
-    """Say whether a method was restored but is still called by one that was put over it.
-
-    Args:
-        owner: The patched object.
-        name: Name of the method.
-
-    Returns:
-        True if the replacement should do nothing but call ``previous_method``.
-    """
-    return _UNDONE.format(name) in vars(owner)
-
-
 def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
     """Say whether the object's method is this function.
 
@@ -129,3 +109,7 @@ def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
         True if it is in place now.
     """
     return getattr(vars(owner).get(function.__name__), "__func__", None) is function
+
+
+def _is_ours(method: object, name: str) -> bool:
+    return isinstance(method, MethodType) and method.__func__.__name__ == name

@@ -7,9 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import ClassVar, Generic, Literal, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
-from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 
 TargetT = TypeVar("TargetT")
 
@@ -99,6 +99,23 @@ class Handle(Generic[TargetT]):
             exc.add_note(f"Not all of it is undone: {type(failure).__name__}: {failure}")
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A value of an argument that may lower the peak, for `memsave explain` and the like.
+
+    Args:
+        name: Such as ``"recompute all blocks"``.
+        value: Of the argument.
+        cost: Roughly what it costs, in words: counted in passes, not measured.
+        slowdown: The same as a share of a step, by which offers are put in order.
+    """
+
+    name: str
+    value: Any
+    cost: str = "nothing"
+    slowdown: float = 0.0
+
+
 class Technique(ABC, Generic[TargetT]):
     """One way to save memory, usable without Lightning.
 
@@ -112,6 +129,44 @@ class Technique(ABC, Generic[TargetT]):
     """The paper or project where it comes from."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages that are imported when it is applied."""
+    argument: ClassVar[str]
+    """What `MemSaveCallback` calls it."""
+    offers: ClassVar[tuple[Offer, ...]] = ()
+    """What would be switched on to lower the peak, the cheapest first."""
+    examples: ClassVar[str] = "True"
+    """What may be written for the argument beside an instance, for messages."""
+
+    @classmethod
+    def from_value(cls, value: Any) -> Self | None:
+        """Read what a user may write for the argument.
+
+        Args:
+            value: Such as True, ``None``, or an instance.
+
+        Returns:
+            The technique; ``None`` where it is not wanted.
+
+        Raises:
+            ConfigurationError: If it is something else.
+        """
+        is_switch = cls.examples.startswith("True")
+        if value is None or (value is False and is_switch):
+            return None
+        if isinstance(value, cls):
+            return value
+        if value is True and is_switch:
+            return cls()
+        raise cls.not_a_choice(value)
+
+    @classmethod
+    def not_a_choice(cls, value: object) -> ConfigurationError:
+        """Say what may be written instead."""
+        name = cls.argument
+        choices = "`, `".join(f"{name}={example}" for example in cls.examples.split(", "))
+        return ConfigurationError(
+            f"`{name}={value!r}` is not a choice. Use `{choices}`, "
+            f"`{name}={cls.__name__}(...)`, or `None`."
+        )
 
     @abstractmethod
     def check(self, target: TargetT) -> list[Problem]:

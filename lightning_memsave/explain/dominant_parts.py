@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.model_states import FixedCosts
+from lightning_memsave.explain.model_states import ModelStates
 from lightning_memsave.explain.parameters import ParameterTable, TensorEntry, ancestors
 from lightning_memsave.units import format_bytes
 
@@ -214,14 +214,14 @@ _MIN_BUFFER_SHARE = 0.01
 
 def explain_parameters(
     table: ParameterTable,
-    costs: FixedCosts | None = None,
+    costs: ModelStates | None = None,
     cardinalities: Mapping[str, int] | None = None,
 ) -> list[str]:
     """Say what dominates a model and why.
 
     Args:
         table: What the model holds.
-        costs: From `fixed_costs` or ``FixedCosts.from_prediction``; without them, sentences are
+        costs: From `model_states` or ``ModelStates.from_prediction``; without them, sentences are
             about numbers of parameters only.
         cardinalities: For models of tables: how many categories each column has.
 
@@ -266,7 +266,7 @@ def explain_parameters(
     ]
 
 
-def _cost(part: Part, costs: FixedCosts, *, is_first: bool) -> str:
+def _cost(part: Part, costs: ModelStates, *, is_first: bool) -> str:
     verb = "they cost" if part.is_several else "it costs"
     own = format_bytes(_cost_of(part.entries, costs))
     if not is_first:
@@ -278,7 +278,7 @@ def _cost(part: Part, costs: FixedCosts, *, is_first: bool) -> str:
     )
 
 
-def _cost_of(entries: Iterable[TensorEntry], costs: FixedCosts) -> int:
+def _cost_of(entries: Iterable[TensorEntry], costs: ModelStates) -> int:
     return costs.of(entry.module for entry in entries)
 
 

@@ -1,17 +1,13 @@
-"""What the data, the vocabulary and the structure of the model take."""
+"""What vocabulary, structure, attention and gradients of the previous step use."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from lightning_memsave.explain.dominant_parts import embedding_tables, explain_parameters
 from lightning_memsave.explain.finding import Figure, Suspect, Verdict, answered, unknown
-from lightning_memsave.explain.model_states import FixedCosts, fixed_costs
+from lightning_memsave.explain.model_states import ModelStates, model_states
 from lightning_memsave.explain.parameters import ParameterTable, TensorEntry
-from lightning_memsave.explain.what_if import Trials
-from lightning_memsave.measure.nvml import read_nvml
-from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.prediction.peaks import NUM_LARGEST
 from lightning_memsave.prediction.result import MemoryPrediction, TensorMemory
 from lightning_memsave.units import format_bytes
@@ -84,16 +80,16 @@ def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
     ]
 
 
-def logits_copies(trials: Trials) -> Suspect:
+def logits_copies(what_if: WhatIf) -> Suspect:
     """Count what is as large as the logits.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The answer.
     """
-    name, base, outputs = "copies of the logits", trials.base(), find_outputs(trials.table)
+    name, base, outputs = "copies of the logits", what_if.base(), find_outputs(what_if.table)
     if outputs is None:
         return answered(name, 0, "There is no layer that gives logits.", base)
     logits = logits_of(base, outputs)
@@ -109,56 +105,31 @@ def logits_copies(trials: Trials) -> Suspect:
     return answered(name, num_bytes, sentence, base, num_copies=len(logits))
 
 
-def data_on_device(trials: Trials) -> Suspect:
-    """Say what the batch takes, and what the module keeps in buffers.
-
-    Args:
-        trials: What predicts.
-
-    Returns:
-        The answer.
-    """
-    name, base = "data on the device", trials.base()
-    if next(tensors_in_batch(trials.batch), None) is None:
-        kind = type(trials.batch).__name__
-        return unknown(name, f"No tensors were found in the batch, which is of class `{kind}`.")
-    buffers = base.peak.buffer_bytes
-    beside = f", and buffers of the module {format_bytes(buffers)}" if buffers else ""
-    return answered(
-        name,
-        base.peak.input_bytes,
-        f"The batch takes {format_bytes(base.peak.input_bytes)}{beside}. A whole data set that is "
-        "moved to the device comes on top.",
-        base,
-        buffer_bytes=buffers,
-    )
-
-
-def costs_of(trials: Trials) -> FixedCosts:
+def costs_of(what_if: WhatIf) -> ModelStates:
     """Find what parameters cost, from the prediction where there is a batch.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The costs at the peak; without a batch, with the optimizer that was given or AdamW.
     """
-    if trials.can_predict:
-        return FixedCosts.from_prediction(trials.base(), trials.optimizer_name)
-    optimizer = trials.options.get("optimizer")
-    return fixed_costs(trials.table, optimizer) if optimizer else fixed_costs(trials.table)
+    if what_if.can_predict:
+        return ModelStates.from_prediction(what_if.base(), what_if.optimizer_name)
+    optimizer = what_if.step.optimizer
+    return model_states(what_if.table, optimizer) if optimizer else model_states(what_if.table)
 
 
-def cardinality(trials: Trials) -> Suspect:
+def cardinality(what_if: WhatIf) -> Suspect:
     """Say what the number of labels and of entries of the vocabulary costs.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The answer: embedding tables, output layer and logits.
     """
-    name, table = "vocabulary and labels", trials.table
+    name, table = "vocabulary and labels", what_if.table
     outputs, tables = find_outputs(table), embedding_tables(table)
     if outputs is None and not tables:
         return Suspect(name, "does not matter", 0, "There is neither a vocabulary nor labels.")
@@ -167,23 +138,23 @@ def cardinality(trials: Trials) -> Suspect:
     chosen = {e.module: e for e in large}
     if outputs is not None:
         chosen |= {e.module: e for e in table.parameters if e.name == outputs.name}
-    costs = costs_of(trials)
+    costs = costs_of(what_if)
     of_tables = costs.of(chosen)
     logits = []
-    if outputs is not None and trials.can_predict:
-        logits = logits_of(trials.base(), outputs)
+    if outputs is not None and what_if.can_predict:
+        logits = logits_of(what_if.base(), outputs)
     of_logits = sum(tensor.num_bytes for tensor in logits)
     num_bytes = of_tables + of_logits
     sentence = f"{_named(list(chosen.values()))}: {_with_name(costs)} {format_bytes(of_tables)}"
     if logits:
         sentence += f", and {format_bytes(of_logits)} of logits"
-    whole = trials.base().peak_bytes if trials.can_predict else costs.total_bytes
+    whole = what_if.base().peak_bytes if what_if.can_predict else costs.total_bytes
     verdict: Verdict = "matters" if num_bytes >= 0.05 * whole else "does not matter"
     figures = {"table_bytes": of_tables, "logits_bytes": of_logits}
     return Suspect(name, verdict, num_bytes, f"{sentence}.", figures)
 
 
-def _with_name(costs: FixedCosts) -> str:
+def _with_name(costs: ModelStates) -> str:
     return costs.summary.replace("optimizer state", f"state of {costs.optimizer}")
 
 
@@ -195,46 +166,47 @@ def _named(entries: list[TensorEntry]) -> str:
     return f"{', '.join(shown[:3])}{more}"
 
 
-def structure(trials: Trials) -> Suspect:
+def structure(what_if: WhatIf) -> Suspect:
     """Say what the parameters cost before the first activation.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The answer, with the part of the model that holds most.
     """
-    costs = costs_of(trials)
+    costs = costs_of(what_if)
     total = costs.total_bytes
-    largest = explain_parameters(trials.table)[0]
+    largest = explain_parameters(what_if.table)[0]
     what = _with_name(costs)
     remark = f" at the peak; {costs.remark}" if costs.remark else ""
     sentence = f"{what[0].upper()}{what[1:]}: {format_bytes(total)}{remark}."
-    whole = trials.base().peak_bytes if trials.can_predict else total
+    whole = what_if.base().peak_bytes if what_if.can_predict else total
     verdict: Verdict = "matters" if total >= 0.05 * whole and total else "does not matter"
-    figures = {"num_parameters": trials.table.num_parameters}
+    figures = {"num_parameters": what_if.table.num_parameters}
     return Suspect("model structure", verdict, total, f"{sentence} {largest}", figures)
 
 
 _NAME = "attention kernel"
 
 
-def attention_kernel(trials: Trials) -> Suspect:
+def attention_kernel(what_if: WhatIf) -> Suspect:
     """Compare the kinds of attention.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         What ``sdpa`` would save if attention is eager, else what it saves already.
     """
-    base, now = trials.base(), trials.attention
+    base, now = what_if.base(), what_if.attention
     if now is None:
-        return _of_scores(trials)
+        return _of_scores(what_if)
     other = "sdpa" if now == "eager" else "eager"
-    found = trials.attempt(attention=other)
-    if isinstance(found, str):
-        return unknown(_NAME, f"The model cannot do with `{other}`: {found}.")
+    try:
+        found = what_if.predict(attention=other)
+    except ImpossibleVariantError as error:
+        return unknown(_NAME, f"The model cannot do with `{other}`: {error}.")
     saved = base.peak_bytes - found.peak_bytes
     figures: dict[str, Figure] = {
         "attention": now,
@@ -258,14 +230,14 @@ def attention_kernel(trials: Trials) -> Suspect:
     return answered(_NAME, max(saved, 0), sentence, base, **figures, saved_bytes=max(saved, 0))
 
 
-def _of_scores(trials: Trials) -> Suspect:
-    base = trials.base()
-    if not trials.lengths:
+def _of_scores(what_if: WhatIf) -> Suspect:
+    base = what_if.base()
+    if not what_if.lengths:
         return Suspect(_NAME, "does not matter", 0, "Nothing is attended to in this step.")
-    scores = scores_of(base, trials.lengths)
+    scores = scores_of(base, what_if.lengths)
     num_bytes = sum(tensor.num_bytes for tensor in scores)
     if not scores:
-        pairs = f"No matrix of all pairs of {trials.lengths[0]:,} tokens is alive at the peak."
+        pairs = f"No matrix of all pairs of {what_if.lengths[0]:,} tokens is alive at the peak."
         return answered(_NAME, 0, pairs, base)
     at_least = "At least " if are_maybe_more(base, scores) else ""
     return answered(
@@ -315,26 +287,29 @@ def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> b
     return (base.is_extrapolated and is_of_blocks) or tensors[-1].num_bytes <= listed[-1].num_bytes
 
 
-def old_gradients(trials: Trials) -> Suspect:
+def old_gradients(what_if: WhatIf) -> Suspect:
     """Find gradients of the step before that are alive beside the activations.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The answer, with what it would save to free them before the forward pass.
     """
-    name, base = "old gradients", trials.base()
+    name, base = "old gradients", what_if.base()
     in_forward = base.by_phase.get("forward")
     alive = 0
     if base.peak_phase == "forward" and in_forward is not None:
         alive = base.peak.gradient_bytes
-    in_force = trials.in_force
+    in_force = what_if.step.in_force
     if in_force["micro_batch_size"] is not None or in_force["early_release"]:
         return answered(name, alive, "`MemSaveCallback` frees them before the forward pass.", base)
-    found = trials.attempt({"early_release": True})
-    if isinstance(found, str) or "early_release" not in found.settings:
-        why = found if isinstance(found, str) else "the module runs its own steps"
+    try:
+        found = what_if.predict({"early_release": True})
+        why = "" if "early_release" in found.settings else "the module runs its own steps"
+    except ImpossibleVariantError as error:
+        why = str(error)
+    if why:
         return unknown(name, f"What it would save to free them earlier is not known: {why}.")
     saved = max(base.peak_bytes - found.peak_bytes, 0)
     if not alive:
@@ -346,90 +321,3 @@ def old_gradients(trials: Trials) -> Suspect:
             f"{format_bytes(saved)}: `MemSaveCallback(early_release=True)` does so."
         )
     return answered(name, alive, sentence, base, alive_bytes=alive, saved_bytes=saved)
-
-
-def fragmentation(trials: Trials) -> Suspect:
-    """Say what the allocator holds that no tensor uses.
-
-    Args:
-        trials: What predicts.
-
-    Returns:
-        The answer.
-    """
-    name, base = "fragmentation", trials.base()
-    if base.reserved_bytes is None:
-        return answered(name, 0, "It is a matter of CUDA's caching allocator.", base)
-    slack = base.reserved_bytes - base.peak_bytes
-    return answered(
-        name,
-        slack,
-        f"The allocator takes {format_bytes(base.reserved_bytes)} from the driver for "
-        f"{format_bytes(base.peak_bytes)} in tensors: {format_bytes(slack)} lies between them. "
-        "With samples of many lengths it is more; `PYTORCH_CUDA_ALLOC_CONF="
-        "expandable_segments:True` lowers it.",
-        base,
-        reserved_bytes=base.reserved_bytes,
-    )
-
-
-def other_process(trials: Trials) -> Suspect:
-    """Ask the driver whether others are on the device.
-
-    Args:
-        trials: What predicts.
-
-    Returns:
-        The answer; unknown without NVIDIA's driver.
-    """
-    name = "another process"
-    if trials.device != "cuda":
-        return Suspect(name, "does not matter", 0, "It is not on a GPU.")
-    # To ask torch would begin to use the device.
-    is_used = torch.cuda.is_initialized()
-    reserved_bytes = torch.cuda.memory_reserved() if is_used else None
-    reading = read_nvml(0, reserved_bytes)
-    own_bytes = reading.process_bytes if is_used else 0
-    if reading.used_bytes is None or own_bytes is None:
-        return unknown(name, f"It is not known here ({reading.reason}). `nvidia-smi` shows it.")
-    others = max(reading.used_bytes - own_bytes, 0)
-    total = reading.total_bytes or 0
-    return Suspect(
-        name,
-        "matters" if others >= 0.05 * total else "does not matter",
-        others,
-        f"Other processes and the driver hold {format_bytes(others)} of {format_bytes(total)} on "
-        "the GPU of this machine now.",
-        {"used_bytes": reading.used_bytes, "total_bytes": total},
-    )
-
-
-def cuda_context(trials: Trials) -> Suspect:
-    """Say what CUDA needs for itself.
-
-    Args:
-        trials: What predicts.
-
-    Returns:
-        What NVML tells of this process if it uses the device, else what the prediction assumes.
-    """
-    name, base = "CUDA context", trials.base()
-    if trials.device != "cuda":
-        return answered(name, 0, "It is not on a GPU.", base)
-    if torch.cuda.is_initialized():
-        context_bytes = read_nvml(0, torch.cuda.memory_reserved()).context_bytes
-        if context_bytes is not None:
-            return answered(
-                name,
-                context_bytes,
-                f"It takes {format_bytes(context_bytes)} in this process, with the libraries.",
-                base,
-                is_measured=True,
-            )
-    return answered(
-        name,
-        base.context_bytes,
-        f"It is taken to be {format_bytes(base.context_bytes)}; it depends on GPU and driver.",
-        base,
-        is_measured=False,
-    )

@@ -7,7 +7,7 @@ from math import floor
 
 from lightning_memsave.explain.finding import Figure, Suspect, answered, label_of, unknown
 from lightning_memsave.explain.parameters import ParameterTable
-from lightning_memsave.explain.what_if import Trials
+from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
@@ -26,24 +26,25 @@ class _Line:
         return self.fixed_bytes + self.bytes_per_sample * num_samples
 
 
-def batch_size(trials: Trials) -> Suspect:
+def batch_size(what_if: WhatIf) -> Suspect:
     """Tell what each sample takes from what is there without any, from two batch sizes.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The answer; with a GPU also the largest batch that is predicted to fit.
     """
-    name, num_samples, base = "batch size", trials.num_samples, trials.base()
+    name, num_samples, base = "batch size", what_if.num_samples, what_if.base()
     if not num_samples:
         return unknown(
             name, "The tensors of the batch do not share a first size, so that it cannot be halved."
         )
     other = num_samples // 2 or 2
-    found = trials.attempt(num_samples=other)
-    if isinstance(found, str):
-        return unknown(name, f"The model does not take a batch of {other}: {found}.")
+    try:
+        found = what_if.predict(num_samples=other)
+    except ImpossibleVariantError as error:
+        return unknown(name, f"The model does not take a batch of {other}: {error}.")
     lines = _lines(base, num_samples, found, other)
     line = lines[base.peak_phase]
     of_batch = round(line.bytes_per_sample * num_samples)
@@ -58,10 +59,10 @@ def batch_size(trials: Trials) -> Suspect:
         "bytes_per_sample": round(line.bytes_per_sample),
         "fixed_bytes": round(line.fixed_bytes),
     }
-    if trials.gpu is not None:
-        largest, is_exact = _largest(trials, lines, num_samples, trials.gpu.total_bytes)
+    if what_if.gpu is not None:
+        largest, is_exact = _largest(what_if, lines, num_samples, what_if.gpu.total_bytes)
         figures |= {"largest_batch": largest}
-        sentence += f" {_fits(label_of(trials.gpu), largest, is_exact)}"
+        sentence += f" {_fits(label_of(what_if.gpu), largest, is_exact)}"
     return answered(name, of_batch, sentence, base, **figures)
 
 
@@ -85,9 +86,9 @@ def _lines(
 # The peak is the highest of several lines, and the allocator's slack is on none, so that one line
 # alone promises too much: the size that it names is predicted, and changed until it fits.
 def _largest(
-    trials: Trials, lines: dict[str, _Line], num_samples: int, capacity_bytes: int
+    what_if: WhatIf, lines: dict[str, _Line], num_samples: int, capacity_bytes: int
 ) -> tuple[int, bool]:
-    tried = {num_samples: trials.base()}
+    tried = {num_samples: what_if.base()}
     for _ in range(_MAX_STEPS):
         fits, fails = _bounds(tried, capacity_bytes)
         if fails == fits + 1:
@@ -101,10 +102,10 @@ def _largest(
             guess = _guess(lines, round((capacity_bytes - nearest.context_bytes) * scale))
         guess = max(guess, fits + 1)
         guess = min(guess, fails - 1) if fails else guess
-        found = trials.attempt(num_samples=guess)
-        if isinstance(found, str):
+        try:
+            tried[guess] = what_if.predict(num_samples=guess)
+        except ImpossibleVariantError:
             break
-        tried[guess] = found
     fits, fails = _bounds(tried, capacity_bytes)
     return fits, fails == fits + 1
 
@@ -139,31 +140,31 @@ class _Growth:
     quadratic: Fraction
 
 
-def sequence_length(trials: Trials) -> Suspect:
+def sequence_length(what_if: WhatIf) -> Suspect:
     """Find how memory grows with the length of the sequence.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The answer: what the step would take at another length, which is predicted too, and what of
         the peak grows with the length and with its square, where the peak stays the same moment.
     """
-    name, sequence, base = "sequence length", trials.sequence, trials.base()
+    name, sequence, base = "sequence length", what_if.sequence, what_if.base()
     if sequence is None:
-        return _without_axis(trials)
-    length, limit = sequence.length, max_positions(trials.table)
+        return _without_axis(what_if)
+    length, limit = sequence.length, max_positions(what_if.table)
     longest = 2 * length if limit is None else max(min(2 * length, limit), length)
-    found = trials.attempt(length=longest) if 2 * longest >= 3 * length else ""
-    if isinstance(found, str):  # the model ends here
+    if 2 * longest < 3 * length or not _can_be(what_if, longest):  # the model ends here
         longest = length
         if length < 4:
             return unknown(name, f"Sequences of {length} are too short to be shortened.")
     other = longest if longest > length else length // 2
-    at_other = trials.attempt(length=other)
-    if isinstance(at_other, str):
-        return unknown(name, f"The model does not take a length of {other}: {at_other}.")
-    growth = _growth(trials, length, other)
+    try:
+        at_other = what_if.predict(length=other)
+    except ImpossibleVariantError as error:
+        return unknown(name, f"The model does not take a length of {other}: {error}.")
+    growth = _growth(what_if, length, other)
     figures: dict[str, Figure] = {
         "length": length,
         "other_length": other,
@@ -174,7 +175,7 @@ def sequence_length(trials: Trials) -> Suspect:
         most = limit if limit is not None and limit >= length else length
         what += f" ({most:,} are the most that the model takes)"
     if growth is None:
-        return _of_peaks(trials, base, what, figures)
+        return _of_peaks(what_if, base, what, figures)
     with_length, with_square = (
         round(growth.linear * length),
         round(growth.quadratic * length**2),
@@ -221,13 +222,13 @@ def max_positions(table: ParameterTable) -> int | None:
     return min(rows, default=None)
 
 
-def _without_axis(trials: Trials) -> Suspect:
+def _without_axis(what_if: WhatIf) -> Suspect:
     name, fix = "sequence length", "Pass `sequence_axis=` if an axis of the batch is a sequence."
-    tensors = list(tensors_in_batch(trials.batch))
-    if trials.lengths:
+    tensors = list(tensors_in_batch(what_if.batch))
+    if what_if.lengths:
         return unknown(
             name,
-            f"The model attends to {trials.lengths[0]:,} tokens, which is no size in the batch: "
+            f"The model attends to {what_if.lengths[0]:,} tokens, which is no size in the batch: "
             f"they follow from others, such as those of images. {fix}",
         )
     if not tensors or any(tensor.ndim == 3 for tensor in tensors):
@@ -239,17 +240,27 @@ def _without_axis(trials: Trials) -> Suspect:
 
 # A parabola through three lengths, as far apart as the peak stays at the same moment of the step:
 # lines of other moments say nothing of this one.
-def _growth(trials: Trials, length: int, other: int) -> _Growth | None:
+def _can_be(what_if: WhatIf, length: int) -> bool:
+    try:
+        what_if.predict(length=length)
+    except ImpossibleVariantError:
+        return False
+    return True
+
+
+def _growth(what_if: WhatIf, length: int, other: int) -> _Growth | None:
     spans = [other - length, -(length // 4), -(length // 8)]
     if other > length:
         spans.insert(1, length // 4)
     for span in spans:
-        found = {length: trials.base()}
+        found = {length: what_if.base()}
         for another in (length + span // 2, length + span):
-            attempt = trials.attempt(length=another)
-            if isinstance(attempt, str) or _moment(attempt) != _moment(trials.base()):
+            if not _can_be(what_if, another):
                 break
-            found[another] = attempt
+            found[another] = what_if.predict(length=another)
+            if _moment(found[another]) != _moment(what_if.base()):
+                del found[another]
+                break
         if len(found) == 3:
             growth = _parabola({n: p.peak_bytes for n, p in found.items()})
             if growth is not None:
@@ -277,12 +288,12 @@ def _parabola(peaks: dict[int, int]) -> _Growth | None:
 
 # Each moment of the step grows at least in proportion, so that this much of the peak does.
 def _of_peaks(
-    trials: Trials, base: MemoryPrediction, what: str, figures: dict[str, Figure]
+    what_if: WhatIf, base: MemoryPrediction, what: str, figures: dict[str, Figure]
 ) -> Suspect:
     length = int(str(figures["length"]))
-    half = trials.attempt(length=length // 2) if length > 1 else ""
-    if isinstance(half, str):
+    if length < 2 or not _can_be(what_if, length // 2):
         return unknown("sequence length", f"{what[0].upper()}{what[1:]}.")
+    half = what_if.predict(length=length // 2)
     then = "" if figures["other_length"] == length // 2 else f"; {what}"
     grows = max(base.peak_bytes - half.peak_bytes, 0)
     return answered(

@@ -1,6 +1,5 @@
 """What is different between two models, two predictions or two reports."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,8 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from lightning_memsave.core.plain_text import as_plain_text
+from lightning_memsave.core.names import block_template
+from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.units import format_bytes
 
 # Together these must make most of the difference to be named in a sentence.
@@ -182,15 +182,11 @@ class MemoryComparison:
         return [*shown, *(Text(f"{name}: {x} -> {y}") for name, x, y in self.settings)]
 
     def _table(self, title: str, changes: Sequence[Change], *, is_detailed: bool = False) -> Table:
-        table = Table(box=None, pad_edge=False)
+        numbers = ("before", "after", "difference")
+        table = figure_table(title, *numbers, *(("what",) if is_detailed else ()), numbers=numbers)
         longest = max((len(change.name) or 7 for change in changes), default=0)
         # Not `min_width`, with which rich makes lines that are too long and cuts them off.
-        width = max(min(longest, _MAX_NAME_WIDTH), len(title))
-        table.add_column(title, overflow="fold", width=width)
-        for column in ("before", "after", "difference"):
-            table.add_column(column, justify="right", no_wrap=True)
-        if is_detailed:
-            table.add_column("what", overflow="fold")
+        table.columns[0].width = max(min(longest, _MAX_NAME_WIDTH), len(title))
         for change in changes:
             before, after = (
                 "-" if n is None else self._format(n) for n in (change.before, change.after)
@@ -225,7 +221,7 @@ def grouped(changes: Sequence[Change]) -> list[Change]:
     """
     found: dict[tuple[str, object], list[Change]] = {}
     for change in changes:
-        template = re.sub(r"(?<![^.])\d+(?![^.])", "*", change.name)
+        template = block_template(change.name)
         key = (template, (change.before, change.after, change.detail))
         found.setdefault(key, []).append(change)
     merged = [

@@ -1,7 +1,6 @@
 """Compare parameter tables and predictions."""
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -22,46 +21,32 @@ from lightning_memsave.units import format_bytes
 _WRAPPERS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module"}
 )
-_MAX_ROOT_DEPTH = 4
-# A rest that stands under so many roots, such as that of 100 blocks, is found under their parent.
-_MAX_ROOTS = 64
-# Two layers with a weight and a bias each are the least that is told to be the same by its names.
-_MIN_RENAMED = 4
-
-_Roots = tuple[str, str]
+_MAX_PREFIX_DEPTH = 3
 
 
-def align_names(a: Iterable[str], b: Iterable[str]) -> tuple[dict[str, str], tuple[_Roots, ...]]:
+def align_names(a: Iterable[str], b: Iterable[str]) -> dict[str, str]:
     """Find which names mean the same.
 
-    Equal names do, apart from those of torch's wrappers. Of what is then left, the two roots under
-    which most names are the same go together, such as ``"bert"`` and ``"model.encoder"``, and so
-    on. Where it is not only that one side has a prefix more, four names must be the same.
+    Equal names do, apart from those of torch's wrappers; and of what is then left, those that are
+    equal but for one prefix, such as ``"model"``.
 
     Args:
         a: Names with dots.
         b: The others.
 
     Returns:
-        Name in ``b`` by name in ``a``; and pairs of roots that were taken for the same.
+        Name in ``b`` by name in ``a``.
 
     Example:
         >>> align_names(["net.0.weight", "x.bias"], ["model.net.0.weight", "model.x.bias"])
-        ({'net.0.weight': 'model.net.0.weight', 'x.bias': 'model.x.bias'}, (('', 'model'),))
+        {'net.0.weight': 'model.net.0.weight', 'x.bias': 'model.x.bias'}
     """
     left, right = _cleaned(a), _cleaned(b)
     found = {left.pop(name): right.pop(name) for name in list(left) if name in right}
-    roots = []
-    while left and right:
-        pair = _best_roots(left, right)
-        if pair is None:
-            break
-        roots.append(pair)
-        for name in list(left):
-            other = _with_root(name, *pair)
-            if other in right:
-                found[left.pop(name)] = right.pop(other)
-    return found, tuple(roots)
+    more, fewer = _with_prefix(left, right), _with_prefix(right, left)
+    if len(more) >= len(fewer):
+        return found | {left[name]: right[other] for name, other in more.items()}
+    return found | {left[other]: right[name] for name, other in fewer.items()}
 
 
 def _cleaned(names: Iterable[str]) -> dict[str, str]:
@@ -70,48 +55,18 @@ def _cleaned(names: Iterable[str]) -> dict[str, str]:
     }
 
 
-def _best_roots(left: Iterable[str], right: Iterable[str]) -> _Roots | None:
-    roots_of: dict[str, list[str]] = {}
-    for name in right:
-        for root, rest in _divided(name):
-            roots_of.setdefault(rest, []).append(root)
-    votes: Counter[_Roots] = Counter()
-    for name in left:
-        for root, rest in _divided(name):
-            others = roots_of.get(rest, ())
-            if len(others) <= _MAX_ROOTS:
-                votes.update((root, other) for other in others)
-    sizes = [
-        Counter(root for name in names for root, _ in _divided(name)) for names in (left, right)
-    ]
-    likely = [pair for pair, number in votes.items() if _is_likely(pair, number, sizes)]
-    return max(likely, key=lambda pair: (votes[pair], -_depth(pair), pair), default=None)
-
-
-def _is_likely(pair: _Roots, votes: int, sizes: list[Counter[str]]) -> bool:
-    short, long = sorted(pair, key=len)
-    is_prefix_only = not short or long.endswith(f".{short}")
-    if votes < _MIN_RENAMED and not is_prefix_only:
-        return False
-    return 2 * votes >= min(sizes[0][pair[0]], sizes[1][pair[1]])
-
-
-def _divided(name: str) -> Iterator[_Roots]:
-    parts = name.split(".")
-    for i in range(min(_MAX_ROOT_DEPTH, len(parts) - 1) + 1):
-        if i < len(parts):
-            yield ".".join(parts[:i]), ".".join(parts[i:])
-
-
-def _depth(pair: _Roots) -> int:
-    return sum(len(root.split(".")) if root else 0 for root in pair)
-
-
-def _with_root(name: str, old: str, new: str) -> str | None:
-    if old and not name.startswith(f"{old}."):
-        return None
-    rest = name.removeprefix(f"{old}.") if old else name
-    return f"{new}.{rest}" if new else rest
+# Names of the first side that have, behind the prefix that most have there, an equal on the second.
+def _with_prefix(names: Collection[str], others: Collection[str]) -> dict[str, str]:
+    parts = [name.split(".") for name in others]
+    depths = range(1, _MAX_PREFIX_DEPTH + 1)
+    prefixes = {".".join(p[:depth]) for p in parts for depth in depths if depth < len(p)}
+    known = set(others)
+    matches: list[dict[str, str]] = [{}]
+    for prefix in sorted(prefixes):
+        joined = {name: f"{prefix}.{name}" for name in names}
+        matches.append({name: other for name, other in joined.items() if other in known})
+    best = max(matches, key=len)
+    return best if 2 * len(best) >= min(len(names), len(others)) else {}
 
 
 _Pair = tuple[TensorEntry | None, TensorEntry | None]
@@ -124,8 +79,7 @@ def compare_parameters(
 ) -> MemoryComparison:
     """Find which modules have more or fewer parameters, or exist on one side only.
 
-    Modules are told by their names; prefixes that wrappers add are ignored, and a part of the model
-    that stands under another root is found there.
+    Modules are told by their names; prefixes that wrappers add are ignored.
 
     Args:
         a: The first model, or what a checkpoint of it has.
@@ -143,8 +97,8 @@ def compare_parameters(
     first, second = (
         side if isinstance(side, ParameterTable) else parameter_table(side) for side in (a, b)
     )
-    pairs, roots = _paired(first, second)
-    notes = [f"`{old}` is taken for `{new}`" for old, new in roots if old and new]
+    pairs = _paired(first, second)
+    notes = []
     if not any(old and new for old, new in pairs):
         notes.append("no parameter of one has a name of the other: nothing could be matched")
     return MemoryComparison(
@@ -171,14 +125,13 @@ def compare_predictions(
     Returns:
         The comparison, in bytes: at the peak by category and by module, and the peak of each phase.
     """
-    modules, roots = predicted_changes(a.modules, b.modules)
     devices = () if a.device == b.device else (other_devices(a.device, b.device),)
     return MemoryComparison(
         kind="predictions",
         a=labels[0] if labels else a.model,
         b=labels[1] if labels else b.model,
         total=Change("peak_bytes", a.peak_bytes, b.peak_bytes),
-        modules=modules,
+        modules=predicted_changes(a.modules, b.modules),
         categories=category_changes(a.peak.by_category(), b.peak.by_category()),
         phases=tuple(
             Change(phase, _phase_bytes(a, phase), _phase_bytes(b, phase))
@@ -186,13 +139,11 @@ def compare_predictions(
             if phase in a.by_phase or phase in b.by_phase
         ),
         settings=differing(a.settings, b.settings),
-        notes=(*devices, *roots),
+        notes=devices,
     )
 
 
-def predicted_changes(
-    a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]
-) -> tuple[tuple[Change, ...], list[str]]:
+def predicted_changes(a: Sequence[ModuleMemory], b: Sequence[ModuleMemory]) -> tuple[Change, ...]:
     """Find which modules have more or fewer bytes at the peak.
 
     Args:
@@ -200,11 +151,11 @@ def predicted_changes(
         b: Those of the second one.
 
     Returns:
-        The changes, the largest first, and a note for each root that is taken for another.
+        The changes, the largest first.
     """
     mine = {module.name: module.memory for module in a}
     theirs = {module.name: module.memory for module in b}
-    names, roots = align_names(mine, theirs)
+    names = align_names(mine, theirs)
     old_of = {new: old for old, new in names.items()}
     changes = []
     for name, memory in theirs.items():
@@ -214,8 +165,7 @@ def predicted_changes(
         total = None if before is None else before.total_bytes
         changes.append(Change(name, total, memory.total_bytes, detail))
     changes += [Change(n, memory.total_bytes, None) for n, memory in mine.items() if n not in names]
-    different = [change for change in changes if change.difference]
-    return _sorted(different), [f"`{x}` is taken for `{y}`" for x, y in roots if x and y]
+    return _sorted(change for change in changes if change.difference)
 
 
 def other_devices(a: str, b: str) -> str:
@@ -267,12 +217,10 @@ def _sorted(changes: Iterable[Change]) -> tuple[Change, ...]:
 
 
 # Also by the other names of tied parameters: which one comes first may differ.
-def _paired(
-    a: ParameterTable, b: ParameterTable
-) -> tuple[list[_Pair], tuple[tuple[str, str], ...]]:
+def _paired(a: ParameterTable, b: ParameterTable) -> list[_Pair]:
     owners = {name: entry for entry in b.parameters for name in (entry.name, *entry.aliases)}
     names_a = [name for entry in a.parameters for name in (entry.name, *entry.aliases)]
-    names, roots = align_names(names_a, owners)
+    names = align_names(names_a, owners)
     pairs: list[_Pair] = []
     taken: set[str] = set()
     for entry in a.parameters:
@@ -283,7 +231,7 @@ def _paired(
             taken.add(other.name)
         pairs.append((entry, other))
     pairs += [(None, entry) for entry in b.parameters if entry.name not in taken]
-    return pairs, roots
+    return pairs
 
 
 def _module_changes(pairs: Iterable[_Pair]) -> Iterator[Change]:

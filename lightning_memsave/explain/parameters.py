@@ -9,24 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lightning_memsave.core.names import SAFETENSORS_DTYPES
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import storages_of
 
-# What safetensors writes in its headers.
-_SHORT_DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
 # A checkpoint does not say which of its tensors are buffers; these are, in torch and transformers.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked", "position_ids", "inv_freq")
 _BUFFER_DTYPES = ("int64", "int32", "bool")
@@ -146,7 +132,7 @@ def _shape_and_dtype(value: Any) -> tuple[tuple[int, ...], str]:
     sizes = tuple(int(size) for size in shape)
     if isinstance(shape, str) or any(size < 0 for size in sizes):
         raise ValueError(shape)
-    dtype = _SHORT_DTYPES.get(dtype, dtype)
+    dtype = SAFETENSORS_DTYPES.get(dtype, dtype)
     if not isinstance(getattr(torch, dtype), torch.dtype):
         raise ValueError(dtype)
     return sizes, dtype

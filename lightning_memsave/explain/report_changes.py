@@ -1,7 +1,8 @@
 """Compare what runs reported, with each other and with predictions."""
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
@@ -33,105 +34,95 @@ def compare_reports(
     Raises:
         ConfigurationError: If a report has neither measured nor predicted bytes.
     """
-    (peak_a, how_a), (peak_b, how_b) = (_peak(s, n) for s, n in zip((a, b), labels, strict=True))
-    notes = [] if how_a == how_b else [f"{labels[0]} was {how_a}, {labels[1]} {how_b}"]
-    first, second = _device(a), _device(b)
-    if first and second and first != second:
-        notes.insert(0, other_devices(first, second))
-    modules, roots = _module_changes(a, b)
-    if modules and "measured" in (how_a, how_b):
+    first, second = (_Run.read(side, name) for side, name in zip((a, b), labels, strict=True))
+    notes = []
+    if first.device and second.device and first.device != second.device:
+        notes.append(other_devices(first.device, second.device))
+    if first.how != second.how:
+        notes.append(f"{labels[0]} was {first.how}, {labels[1]} {second.how}")
+    modules: tuple[Change, ...] = ()
+    if first.modules and second.modules:
+        modules = predicted_changes(first.modules, second.modules)
+    if modules and "measured" in (first.how, second.how):
         notes.append("modules are those of the predictions: only the sum of them is measured")
-    if not peak_a.get("by_category") or not peak_b.get("by_category"):
-        notes.append("categories are not known on both sides: on CUDA only the sum is measured")
-        categories: tuple[Change, ...] = ()
+    categories: tuple[Change, ...] = ()
+    if first.by_category and second.by_category:
+        categories = category_changes(first.by_category, second.by_category)
     else:
-        categories = category_changes(peak_a["by_category"], peak_b["by_category"])
+        notes.append("categories are not known on both sides: on CUDA only the sum is measured")
+    versions = differing(first.versions, second.versions)
     return MemoryComparison(
         kind="reports",
         a=labels[0],
         b=labels[1],
-        total=Change("peak_bytes", peak_a["peak_bytes"], peak_b["peak_bytes"]),
+        total=Change("peak_bytes", first.peak_bytes, second.peak_bytes),
         modules=modules,
         categories=categories,
-        settings=differing(*_settings(a, b)) + _other_versions(a, b),
-        notes=(*notes, *roots),
+        settings=(
+            *_other_settings(first, second),
+            # A prediction does not say which versions it is about.
+            *(row for row in versions if "-" not in row[1:]),
+        ),
+        notes=tuple(notes),
     )
 
 
-def _peak(side: Mapping[str, Any] | MemoryPrediction, label: str) -> tuple[Mapping[str, Any], str]:
-    if isinstance(side, MemoryPrediction):
-        sizes = {"peak_bytes": side.measurable_bytes, "by_category": side.peak.by_category()}
-        return sizes, "predicted"
-    for how in ("measured", "predicted"):
-        found = side.get(how)
-        if isinstance(found, Mapping) and found.get("peak_bytes") is not None:
+@dataclass(frozen=True)
+class _Run:
+    """What is known of one side."""
+
+    how: str
+    peak_bytes: int
+    by_category: Mapping[str, int]
+    device: str
+    modules: tuple[ModuleMemory, ...]
+    switched_on: Mapping[str, str]
+    asked_for: Mapping[str, Any] | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, side: Mapping[str, Any] | MemoryPrediction, label: str) -> Self:
+        if isinstance(side, MemoryPrediction):
+            sizes = side.peak.by_category()
+            found = (side.measurable_bytes, sizes, side.device, side.modules, side.settings)
+            return cls("predicted", *found)
+        for how in ("measured", "predicted"):
+            peak = side.get(how)
+            if isinstance(peak, Mapping) and peak.get("peak_bytes") is not None:
+                break
+        else:
+            raise ConfigurationError(
+                f"The report {label} has no bytes to compare: nothing was measured or predicted in "
+                "that run. Run it again with `MemSaveCallback(monitor=True)`."
+            )
+        rows = (*side.get("changes", ()), *side.get("refusals", ()))
+        return cls(
+            how,
             # On CUDA a run measures blocks of the allocator.
-            return {**found, "peak_bytes": found.get("allocated_bytes") or found["peak_bytes"]}, how
-    raise ConfigurationError(
-        f"The report {label} has no bytes to compare: nothing was measured or predicted in that "
-        "run. Run it again with `MemSaveCallback(monitor=True)`."
-    )
+            peak.get("allocated_bytes") or peak["peak_bytes"],
+            peak.get("by_category") or {},
+            str(side.get("device", "")).partition(":")[0],
+            tuple(map(_module, (side.get("predicted") or {}).get("modules", ()))),
+            {
+                row["name"]: row["value"]
+                for row in rows
+                if row.get("status") == "on" or row["name"] == "precision"
+            },
+            side.get("settings", {}),
+            {f"version of {name}": v for name, v in side.get("versions", {}).items()},
+        )
+
+
+def _module(row: Mapping[str, Any]) -> ModuleMemory:
+    memory = MemoryBreakdown.from_categories(row["by_category"])
+    return ModuleMemory(row["name"], row["class_name"], row["num_parameters"], memory)
 
 
 # A report says what was asked for and a prediction what was on: only what was on can be compared.
-def _settings(
-    a: Mapping[str, Any] | MemoryPrediction, b: Mapping[str, Any] | MemoryPrediction
-) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    if not isinstance(a, MemoryPrediction) and not isinstance(b, MemoryPrediction):
-        return a.get("settings", {}), b.get("settings", {})
-    first, second = _switched_on(a), _switched_on(b)
+def _other_settings(a: _Run, b: _Run) -> tuple[tuple[str, str, str], ...]:
+    if a.asked_for is not None and b.asked_for is not None:
+        return differing(a.asked_for, b.asked_for)
+    found = differing(a.switched_on, b.switched_on)
     # Runs do not say it where the Trainer has set it.
-    if not {"precision"} <= first.keys() & second.keys():
-        first, second = ({n: v for n, v in s.items() if n != "precision"} for s in (first, second))
-    return first, second
-
-
-def _switched_on(side: Mapping[str, Any] | MemoryPrediction) -> dict[str, str]:
-    if isinstance(side, MemoryPrediction):
-        return dict(side.settings)
-    rows = (*side.get("changes", ()), *side.get("refusals", ()))
-    return {
-        row["name"]: row["value"]
-        for row in rows
-        if row.get("status") == "on" or row["name"] == "precision"
-    }
-
-
-def _device(side: Mapping[str, Any] | MemoryPrediction) -> str:
-    if isinstance(side, MemoryPrediction):
-        return side.device
-    return str(side.get("device", "")).partition(":")[0]
-
-
-# A prediction does not say which versions it is about.
-def _other_versions(
-    a: Mapping[str, Any] | MemoryPrediction, b: Mapping[str, Any] | MemoryPrediction
-) -> tuple[tuple[str, str, str], ...]:
-    if isinstance(a, MemoryPrediction) or isinstance(b, MemoryPrediction):
-        return ()
-    first, second = (
-        {f"version of {name}": v for name, v in side.get("versions", {}).items()} for side in (a, b)
-    )
-    return tuple(row for row in differing(first, second) if row[0] in first.keys() & second.keys())
-
-
-def _module_changes(
-    a: Mapping[str, Any] | MemoryPrediction, b: Mapping[str, Any] | MemoryPrediction
-) -> tuple[tuple[Change, ...], list[str]]:
-    first, second = _modules(a), _modules(b)
-    return predicted_changes(first, second) if first and second else ((), [])
-
-
-def _modules(side: Mapping[str, Any] | MemoryPrediction) -> tuple[ModuleMemory, ...]:
-    if isinstance(side, MemoryPrediction):
-        return side.modules
-    rows = (side.get("predicted") or {}).get("modules", ())
-    return tuple(
-        ModuleMemory(
-            row["name"],
-            row["class_name"],
-            row["num_parameters"],
-            MemoryBreakdown.from_categories(row["by_category"]),
-        )
-        for row in rows
-    )
+    is_known = "precision" in a.switched_on and "precision" in b.switched_on
+    return tuple(row for row in found if is_known or row[0] != "precision")

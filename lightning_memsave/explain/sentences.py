@@ -12,7 +12,7 @@ from lightning_memsave.explain.factors import (
     scores_of,
 )
 from lightning_memsave.explain.finding import label_of
-from lightning_memsave.explain.what_if import Trials
+from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
 from lightning_memsave.units import format_bytes
 
@@ -30,26 +30,28 @@ _NAMES = {
 }
 
 
-def sentences_of(trials: Trials, cardinalities: Mapping[str, int] | None = None) -> tuple[str, ...]:
+def sentences_of(
+    what_if: WhatIf, cardinalities: Mapping[str, int] | None = None
+) -> tuple[str, ...]:
     """Say what dominates and why: first the step, if it can be predicted, then the parameters.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
         cardinalities: For models of tables: how many categories each column has.
 
     Returns:
         Sentences.
     """
-    of_parameters = explain_parameters(trials.table, costs_of(trials), cardinalities)
-    if not trials.can_predict:
+    of_parameters = explain_parameters(what_if.table, costs_of(what_if), cardinalities)
+    if not what_if.can_predict:
         return tuple(of_parameters)
-    base = trials.base()
+    base = what_if.base()
     return (
         _peak(base),
-        *_on_gpu(trials, base),
+        *_on_gpu(what_if, base),
         _categories(base),
         *_modules(base),
-        *_kinds_of_tensors(trials, base),
+        *_kinds_of_tensors(what_if, base),
         *of_parameters,
     )
 
@@ -70,12 +72,12 @@ def _peak(base: MemoryPrediction) -> str:
     )
 
 
-def _on_gpu(trials: Trials, base: MemoryPrediction) -> list[str]:
-    if trials.gpu is None:
+def _on_gpu(what_if: WhatIf, base: MemoryPrediction) -> list[str]:
+    if what_if.gpu is None:
         return []
-    spare = trials.gpu.total_bytes - base.device_bytes
-    name = label_of(trials.gpu)
-    has = f"{name[0].upper()}{name[1:]} has {format_bytes(trials.gpu.total_bytes)}"
+    spare = what_if.gpu.total_bytes - base.device_bytes
+    name = label_of(what_if.gpu)
+    has = f"{name[0].upper()}{name[1:]} has {format_bytes(what_if.gpu.total_bytes)}"
     if spare >= 0:
         return [f"{has}: it fits, with {format_bytes(spare)} to spare."]
     return [f"{has}: it does not fit, {format_bytes(-spare)} are missing."]
@@ -125,17 +127,17 @@ def _grouped(
     return {group: (len(blocks.get(group, "1")), size) for group, size in sizes.items()}
 
 
-def _kinds_of_tensors(trials: Trials, base: MemoryPrediction) -> list[str]:
+def _kinds_of_tensors(what_if: WhatIf, base: MemoryPrediction) -> list[str]:
     found = []
-    outputs = find_outputs(trials.table)
+    outputs = find_outputs(what_if.table)
     if outputs is not None:
         logits = logits_of(base, outputs)
         what = f"of {outputs.num_outputs:,} outputs (the logits and what follows from them)"
         found += _several(base, logits, what)
-    if trials.lengths:
-        of = " or ".join(f"{length:,}" for length in trials.lengths[:2])
+    if what_if.lengths:
+        of = " or ".join(f"{length:,}" for length in what_if.lengths[:2])
         what = f"for all pairs of the {of} tokens (scores of attention)"
-        found += _several(base, scores_of(base, trials.lengths), what)
+        found += _several(base, scores_of(base, what_if.lengths), what)
     return found
 
 

@@ -7,44 +7,36 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.factors import (
     attention_kernel,
     cardinality,
-    cuda_context,
-    data_on_device,
-    fragmentation,
     logits_copies,
     old_gradients,
-    other_process,
     structure,
 )
 from lightning_memsave.explain.finding import MATTERS, Suspect, Verdict, unknown
 from lightning_memsave.explain.growth import batch_size, sequence_length
-from lightning_memsave.explain.what_if import Trials
+from lightning_memsave.explain.what_if import WhatIf
 
 __all__ = ["MATTERS", "SUSPECTS", "Suspect", "Verdict", "find_suspects"]
 
-SUSPECTS: Mapping[str, Callable[[Trials], Suspect]] = MappingProxyType(
+SUSPECTS: Mapping[str, Callable[[WhatIf], Suspect]] = MappingProxyType(
     {
         "batch size": batch_size,
         "sequence length": sequence_length,
-        "data on the device": data_on_device,
         "vocabulary and labels": cardinality,
         "model structure": structure,
         "attention kernel": attention_kernel,
         "old gradients": old_gradients,
         "copies of the logits": logits_copies,
-        "fragmentation": fragmentation,
-        "another process": other_process,
-        "CUDA context": cuda_context,
     }
 )
 """Who is asked, by name."""
-_WITHOUT_BATCH = ("vocabulary and labels", "model structure", "another process")
+_WITHOUT_BATCH = ("vocabulary and labels", "model structure")
 
 
-def find_suspects(trials: Trials, names: Collection[str] | None = None) -> tuple[Suspect, ...]:
+def find_suspects(what_if: WhatIf, names: Collection[str] | None = None) -> tuple[Suspect, ...]:
     """Ask all suspects, or some.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
         names: Of `SUSPECTS`; ``None`` for all. Batch size, sequence length, attention kernel and
             old gradients take predictions of their own.
 
@@ -65,8 +57,8 @@ def find_suspects(trials: Trials, names: Collection[str] | None = None) -> tuple
             )
     asked = SUSPECTS if names is None else {n: s for n, s in SUSPECTS.items() if n in names}
     return tuple(
-        ask(trials)
-        if trials.can_predict or name in _WITHOUT_BATCH
+        ask(what_if)
+        if what_if.can_predict or name in _WITHOUT_BATCH
         else unknown(name, "It takes a prediction: pass a batch, and a model that has code.")
         for name, ask in asked.items()
     )

@@ -2,15 +2,15 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from lightning_memsave.errors import MemsaveError
 from lightning_memsave.explain.parameters import ParameterTable
 from lightning_memsave.prediction.batch_sizes import (
     SequenceAxis,
@@ -20,8 +20,9 @@ from lightning_memsave.prediction.batch_sizes import (
     with_samples,
 )
 from lightning_memsave.prediction.cuda.gpus import Gpu
+from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.techniques.registry import OFF_BY_NONE, with_stack
+from lightning_memsave.prediction.training_step import TrainingStep
 
 # Where the tokens are in what each of them takes.
 _TOKEN_AXES = {"scaled_dot_product_attention": -2, "multi_head_attention_forward": 0}
@@ -141,45 +142,51 @@ def _add_config(configs: dict[int, Any], config: Any) -> None:
         _add_config(configs, getattr(config, name, None))
 
 
+class ImpossibleVariantError(MemsaveError):
+    """The model cannot do the step as it was changed."""
+
+
 @dataclass
-class Trials:
-    """A model with its batch, and what has been predicted about it.
+class WhatIf:
+    """A training step, and predictions of it with something changed, each made once.
 
     Args:
-        predict: As `predict_memory`.
-        make_callback: Makes a `MemSaveCallback`.
-        module: The module, or a function that makes it; ``None`` if there is only a checkpoint.
-        batch: The batch; ``None`` without one.
-        arguments: Of `MemSaveCallback`, those that are not its own defaults.
+        step: The step as it is; without a batch, or without code for the model, nothing of it is
+            predicted.
         table: The parameters.
         configured: Name of the optimizer that was given; empty where the module makes its own.
         attention: Kind of attention of the Hugging Face model in it, such as ``"eager"``.
         known_sequence: Where the sequence runs in the batch, if that is known.
-        gpu: The card that is meant.
-        device: Whose kernels are assumed.
         observed: What was seen of the step as it is, once it has been predicted.
-        options: More arguments of `predict_memory`.
     """
 
-    predict: Callable[..., MemoryPrediction]
-    make_callback: Callable[..., Any]
-    module: nn.Module | Callable[[], nn.Module] | None
-    batch: Any
-    arguments: dict[str, Any]
+    step: TrainingStep
     table: ParameterTable
     configured: str = ""
     attention: str | None = None
     known_sequence: SequenceAxis | None = None
-    gpu: Gpu | None = None
-    device: str = "cuda"
-    options: Mapping[str, Any] = field(default_factory=dict)
     observed: Observed = field(default_factory=Observed)
-    _known: dict[str, MemoryPrediction | str] = field(default_factory=dict)
+    _known: dict[str, MemoryPrediction | ImpossibleVariantError] = field(default_factory=dict)
 
     @property
     def can_predict(self) -> bool:
         """Whether there are a batch and code for the model."""
-        return self.module is not None and self.batch is not None
+        return self.step.model is not None and self.step.batch is not None
+
+    @property
+    def batch(self) -> Any:
+        """The batch; ``None`` without one."""
+        return self.step.batch
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """The GPU that is meant."""
+        return self.step.gpu
+
+    @property
+    def device(self) -> str:
+        """Whose kernels are assumed."""
+        return self.step.device
 
     @property
     def num_samples(self) -> int | None:
@@ -207,18 +214,6 @@ class Trials:
         return " and ".join(self.observed.optimizers) or self.configured or "the optimizer"
 
     @property
-    def precision(self) -> str:
-        """What is trained in."""
-        trainer_arguments = self.options.get("trainer_arguments") or {}
-        chosen = self.in_force["precision"] or trainer_arguments.get("precision")
-        return str(chosen or "32-true")
-
-    @property
-    def in_force(self) -> dict[str, Any]:
-        """All arguments of `MemSaveCallback`, with those of its stack."""
-        return with_stack(self.make_callback(**self.arguments).arguments)
-
-    @property
     def num_predictions(self) -> int:
         """How many there are so far."""
         return len(self._known)
@@ -237,14 +232,14 @@ class Trials:
         assert isinstance(found, MemoryPrediction), "it was made above"
         return found
 
-    def attempt(
+    def predict(
         self,
         changes: Mapping[str, Any] | None = None,
         *,
         num_samples: int | None = None,
         length: int | None = None,
         attention: str | None = None,
-    ) -> MemoryPrediction | str:
+    ) -> MemoryPrediction:
         """Predict the step with something changed.
 
         Args:
@@ -254,7 +249,10 @@ class Trials:
             attention: In place of the kind that the model has.
 
         Returns:
-            The prediction; where the model cannot do it, the reason in one line.
+            The prediction.
+
+        Raises:
+            ImpossibleVariantError: If the model cannot do it, with the reason in one line.
         """
         changes = changes or {}
         num_samples = None if num_samples == self.num_samples else num_samples
@@ -270,28 +268,12 @@ class Trials:
             # Whatever a model says of inputs that nobody has asked it to take.
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [""])[0]
-                self._known[key] = f"{type(error).__name__}: {first_line}"
-        return self._known[key]
-
-    def callback_with(self, changes: Mapping[str, Any]) -> str:
-        """Say what to type for changed settings.
-
-        Args:
-            changes: Of the arguments of `MemSaveCallback`.
-
-        Returns:
-            Such as ``MemSaveCallback(activation_checkpointing="all", optimizer=None, ...)``; the
-            techniques are all named, since those that are not would be on; a stack names itself.
-        """
-        arguments = {**self.arguments, **changes}
-        named = () if arguments.get("stack") else OFF_BY_NONE
-        defaults = inspect.signature(self.make_callback).parameters
-        shown = [
-            f"{name}={_quoted(arguments[name])}"
-            for name, parameter in defaults.items()
-            if name in named or (name in arguments and arguments[name] != parameter.default)
-        ]
-        return f"MemSaveCallback({', '.join(shown)})"
+                reason = f"{type(error).__name__}: {first_line}"
+                self._known[key] = ImpossibleVariantError(reason)
+        found = self._known[key]
+        if isinstance(found, ImpossibleVariantError):
+            raise found
+        return found
 
     @staticmethod
     def _key(changes: Mapping[str, Any], *others: object) -> str:
@@ -300,25 +282,13 @@ class Trials:
     def _predict(
         self, changes: Mapping[str, Any], batch: Any, attention: str | None
     ) -> MemoryPrediction:
-        assert self.module is not None, "there is code for the model"
-        module = self.module
+        step = replace(self.step.with_settings(changes), batch=batch)
         with contextlib.ExitStack() as stack:
-            if attention is not None and isinstance(module, nn.Module):
-                stack.enter_context(attention_set(module, attention))
-            elif attention is not None:
-                module = _maker_with(module, attention)
-            return self.predict(
-                module,
-                batch,
-                settings={**self.arguments, **changes},
-                device=self.device,
-                gpu=self.gpu,
-                **self.options,
-            )
-
-
-def _quoted(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else repr(value)
+            if attention is not None and isinstance(step.model, nn.Module):
+                stack.enter_context(attention_set(step.model, attention))
+            elif attention is not None and step.model is not None:
+                step = replace(step, model=_maker_with(step.model, attention))
+            return predict(step)
 
 
 def _maker_with(make: Callable[[], nn.Module], attention: str) -> Callable[[], nn.Module]:

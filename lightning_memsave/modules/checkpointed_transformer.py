@@ -3,14 +3,13 @@
 import inspect
 import math
 import os
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
-from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.modules.hugging_face import (
     TASKS,
-    PlainHyperparameters,
     Recipe,
     only_plain,
     read_recipe,
@@ -28,7 +27,6 @@ _FIXES = {
     "max_steps": "Use a whole number of optimizer steps, or `None` to ask the Trainer.",
     "num_labels": "Use the number of classes, at least 2, or `None` to ask the config. One label "
     "is regression in transformers: subclass and write your own `training_step` for it.",
-    "stable_embedding": "Use `True` or `False`.",
     "task": f"Use {' or '.join(map(repr, TASKS))}, or `None` to ask the config.",
 }
 
@@ -54,22 +52,17 @@ def check_arguments(owner: str, arguments: Mapping[str, Any]) -> Recipe | None:
     ]
     recipe = None
     if arguments["model"] is not None:
-        names = ("task", "num_labels", "stable_embedding")
-        known = {n: None if n in wrong else arguments[n] for n in names}
-        recipe, found = read_recipe(
-            arguments["model"],
-            known["task"],
-            known["num_labels"],
-            bool(known["stable_embedding"]),
-        )
+        names = ("task", "num_labels")
+        task, num_labels = (None if n in wrong else arguments[n] for n in names)
+        recipe, found = read_recipe(arguments["model"], task, num_labels)
         # What a wrong task or number of labels leads to is no problem of its own.
         problems += [] if wrong.intersection(names) else found
-    elif arguments["stable_embedding"] is True or arguments["num_labels"] is not None:
+    elif arguments["num_labels"] is not None:
         problems.append(
             Problem(
-                "`stable_embedding` and `num_labels` without `model`",
-                "they say how to make the model, and a subclass makes its own",
-                "Remove them, or pass `model`.",
+                "`num_labels` without `model`",
+                "it says how to make the model, and a subclass makes its own",
+                "Remove it, or pass `model`.",
             )
         )
     problems += _memsave_problems(arguments["memsave"])
@@ -89,7 +82,6 @@ def _wrong(arguments: Mapping[str, Any]) -> Iterator[str]:
         "warmup": _is_warmup,
         "max_steps": lambda value: value is None or _is_count(value, 1),
         "num_labels": lambda value: value is None or _is_count(value, 2),
-        "stable_embedding": lambda value: isinstance(value, bool),
         "task": lambda value: value in (None, *TASKS),
     }
     return (name for name, is_allowed in allowed.items() if not is_allowed(arguments[name]))
@@ -118,12 +110,6 @@ def _memsave_problems(memsave: object) -> list[Problem | str]:
     if not isinstance(memsave, Mapping):
         fix = 'Use a dictionary such as `memsave={"optimizer": None}`, `None`, or `"auto"`.'
         return [Problem(f"`memsave={memsave!r}`", "it is not a dictionary", fix)]
-    known = inspect.signature(MemSaveCallback).parameters
-    unknown = [name for name in memsave if name not in known]
-    if unknown:
-        names = ", ".join(f"`{name}`" for name in known)
-        why = f"`MemSaveCallback` has no argument {', '.join(map(repr, unknown))}"
-        return [Problem("`memsave`", why, f"Its arguments are {names}.")]
     try:
         make_callback(dict(memsave))
     except ConfigurationError as error:
@@ -137,7 +123,7 @@ if TYPE_CHECKING:
 Task = Literal["masked_lm", "causal_lm", "sequence_classification"]
 
 
-class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps, PlainHyperparameters):
+class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps):
     """A transformer that trains with little memory: to subclass, or to use as it is.
 
     ``CheckpointedTransformer`` is this in front of ``LightningModule``. It brings its own
@@ -149,15 +135,13 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps, PlainHyperpar
     with ``labels``. **To subclass**, leave ``model`` out, set ``self.model`` after
     ``super().__init__()``, and write ``training_step``; optimizer and schedule are there.
 
-    ================================= =========== ==================================================
-    logged                            when        what
-    ================================= =========== ==================================================
-    ``train_loss``                    each step   loss of the batch
-    ``train_perplexity``              each epoch  language models: exp of the mean loss per token
-    ``val_loss``, ``test_loss``       each epoch  mean over tokens, or over samples
-    ``val_perplexity``, ``test_...``  each epoch  language models: exp of that loss
-    ``val_accuracy``, ``test_...``    each epoch  share of tokens or samples that are predicted
-    ================================= =========== ==================================================
+    | logged                           | when       | what                                        |
+    |----------------------------------|------------|---------------------------------------------|
+    | ``train_loss``                   | each step  | loss of the batch                           |
+    | ``train_perplexity``             | each epoch | language models: exp of mean loss per token |
+    | ``val_loss``, ``test_loss``      | each epoch | mean over tokens, or over samples           |
+    | ``val_perplexity``, ``test_...`` | each epoch | language models: exp of that loss           |
+    | ``val_accuracy``, ``test_...``   | each epoch | share of tokens or samples predicted        |
 
     AdamW decays all weights but those of norms, biases and embeddings. A language model's head that
     shares the embedding's weight is an embedding here.
@@ -167,9 +151,6 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps, PlainHyperpar
             ``None`` if a subclass sets ``self.model``.
         task: ``None`` infers it from the architectures that the config names.
         num_labels: Classes of a sequence; ``None`` is as the config says.
-        stable_embedding: Put a LayerNorm behind the token embedding and initialise that Xavier
-            uniform, so that low-bit optimizer state of embeddings trains well. It is part of the
-            model: weights that were trained without it, or with it, are refused if this differs.
         learning_rate: The highest one.
         weight_decay: Of AdamW, for the weights named above.
         betas: Of AdamW.
@@ -213,7 +194,6 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps, PlainHyperpar
         *,
         task: Task | None = None,
         num_labels: int | None = None,
-        stable_embedding: bool = False,
         learning_rate: float = 5e-5,
         weight_decay: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -227,7 +207,6 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps, PlainHyperpar
             "model": model,
             "task": task,
             "num_labels": num_labels,
-            "stable_embedding": stable_embedding,
             "learning_rate": learning_rate,
             "weight_decay": weight_decay,
             "betas": betas,
@@ -252,12 +231,43 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps, PlainHyperpar
         self._step_metrics = make_metrics()
         plain = arguments | {"betas": [*betas], "memsave": only_plain(memsave)}
         if recipe is None:  # a subclass may have arguments of these names
-            for name in ("model", "num_labels", "stable_embedding"):
+            for name in ("model", "num_labels"):
                 del plain[name]
         else:
             plain |= {"model": recipe.plain_config(), "task": recipe.task, "num_labels": None}
-            plain["stable_embedding"] = recipe.stable_embedding
-        self._save_plain(plain)
+        self._plain = plain
+        self._save_plain()
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: types.FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Save the arguments of a subclass; those that are ours stay saved as plain values.
+
+        Args:
+            args: As for any LightningModule.
+            ignore: As for any LightningModule.
+            frame: As for any LightningModule.
+            logger: As for any LightningModule.
+        """
+        frame = frame or cast(types.FrameType, inspect.currentframe()).f_back
+        ignored = [ignore] if isinstance(ignore, str) else [*(ignore or ())]
+        theirs = [a for a in args if not isinstance(a, str) or a not in self._plain]
+        if theirs or not args:
+            save = cast(Any, super()).save_hyperparameters
+            save(*theirs, ignore=[*ignored, *self._plain], frame=frame, logger=logger)
+        self._plain = {name: v for name, v in self._plain.items() if name not in ignored}
+        self._save_plain(logger)
+
+    def _save_plain(self, logger: bool = True) -> None:
+        # Lightning compares the dictionary with the arguments of every `__init__` that is running,
+        # which arrays cannot be; above the frame of a generator there is none.
+        nowhere: Any = (_ for _ in ())
+        save = cast(Any, super()).save_hyperparameters
+        save(self._plain, frame=nowhere.gi_frame, logger=logger)
 
     def _base_arguments(self) -> dict[str, Any]:
         if self.memsave is None:

@@ -15,7 +15,6 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.registry import OFF_BY_NONE
 from lightning_memsave.trainer.trainer import PACKAGES
 
 _Callback = MemSaveCallback | GPUMemoryMonitor
@@ -179,9 +178,9 @@ def everything_off() -> dict[str, Any]:
     """Give the arguments of `MemSaveCallback` that leave everything as it is.
 
     Returns:
-        A new dictionary, without those arguments that do nothing by default.
+        A new dictionary.
     """
-    return dict.fromkeys(OFF_BY_NONE) | {"monitor": False}
+    return {"stack": "off", "monitor": False}
 
 
 def make_callback(arguments: dict[str, Any]) -> _Callback | None:
@@ -200,7 +199,8 @@ def make_callback(arguments: dict[str, Any]) -> _Callback | None:
         monitor = False
     elif not isinstance(monitor, bool | GPUMemoryMonitor):
         monitor = GPUMemoryMonitor(monitor)
-    if arguments | {"monitor": False} != everything_off():
+    wanted = {name: value for name, value in arguments.items() if value is not None}
+    if wanted | {"monitor": False} != everything_off():
         return MemSaveCallback(**arguments | {"monitor": monitor})
     return GPUMemoryMonitor() if monitor is True else monitor or None
 

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_memsave.techniques.registry import STACKS
+from lightning_memsave.core.technique import Offer
+from lightning_memsave.techniques.registry import Entry, entries, values_of
 
-_NOTHING = "nothing"
 _SUM = "the sum of their costs"
 _EXACTNESS = ("bitwise", "rounding", "approximate")
 _STACK = "single_gpu"
@@ -21,12 +21,14 @@ class Candidate:
         changes: Arguments of `MemSaveCallback` that differ from those in force.
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
         cost: Roughly what it costs: counted in passes, not measured.
+        slowdown: The same as a share of a step.
     """
 
     name: str
     changes: Mapping[str, Any]
     exactness: str
     cost: str
+    slowdown: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,6 @@ class Situation:
         has_bf16: Whether the device computes in bfloat16.
         num_samples: Of the batch; 0 if they cannot be counted.
         embedding: Name of a parameter of an embedding that dominates the model; empty without one.
-        is_on_cuda: Whether it trains on a GPU.
     """
 
     arguments: Mapping[str, Any]
@@ -47,7 +48,6 @@ class Situation:
     has_bf16: bool
     num_samples: int
     embedding: str = ""
-    is_on_cuda: bool = True
 
     @property
     def mixed(self) -> str | None:
@@ -86,7 +86,10 @@ def single_candidates(now: Situation) -> list[Candidate]:
     Returns:
         The candidates: first what leaves numbers alone or nearly so.
     """
-    return [candidate for make in _SINGLE for candidate in make(now)]
+    found = []
+    for entry in entries():
+        found += _WITH_CONDITIONS.get(entry.argument, _of_entry)(now, entry)
+    return sorted(found, key=lambda one: (one.exactness == "approximate", one.slowdown))
 
 
 def part_candidates(now: Situation) -> list[Candidate]:
@@ -126,17 +129,16 @@ def joint_candidates(now: Situation, helpful: Sequence[Candidate]) -> list[Candi
     settings = {name: value for c in joined for name, value in c.changes.items()}
     settings.pop("micro_batch_size", None)
     is_open = now.arguments.get("micro_batch_size") in (None, "auto")
-    as_parts = {"micro_batch_size": "auto"} if is_open else {}
     of_one = {"micro_batch_size": 1} if is_open and now.num_samples > 1 else {}
     exactness = max((c.exactness for c in joined), key=_EXACTNESS.index, default="bitwise")
-    found = [Candidate("all together", settings | as_parts, exactness, _SUM)]
+    found = [Candidate("all together", settings, exactness, _SUM)]
     if of_one:
         exactness = max(exactness, "rounding", key=_EXACTNESS.index)
         name = "all together, one sample at once"
         found.append(Candidate(name, settings | of_one, exactness, _SUM))
     if now.may_have_bf16_weights:
         name = f"stack {_STACK}"
-        stack = {"stack": _STACK} | {n: "auto" for n in STACKS[_STACK] if n != "force_8bit"}
+        stack = {"stack": _STACK} | {n: "auto" for n in values_of(_STACK) if n != "force_8bit"}
         stack |= {} if is_open else {"micro_batch_size": now.arguments["micro_batch_size"]}
         found.append(Candidate(name, stack, "approximate", _SUM))
         if of_one:
@@ -145,85 +147,50 @@ def joint_candidates(now: Situation, helpful: Sequence[Candidate]) -> list[Candi
     return found
 
 
-def _kernel(now: Situation) -> list[Candidate]:
-    if now.is_on("attention"):
+def _of_entry(now: Situation, entry: Entry) -> list[Candidate]:
+    if now.is_on(entry.argument):
         return []
-    name = "attention with sdpa"
-    return [Candidate(name, {"attention": "sdpa"}, "rounding", f"{_NOTHING}; mostly faster")]
+    return [_candidate(entry, offer) for offer in entry.offers]
 
 
-def _early(now: Situation) -> list[Candidate]:
-    if now.is_on("early_release"):
-        return []
-    return [Candidate("early release", {"early_release": True}, "bitwise", _NOTHING)]
+def _candidate(entry: Entry, offer: Offer, **changes: Any) -> Candidate:
+    changes = {entry.argument: offer.value} | changes
+    return Candidate(offer.name, changes, entry.exactness.value, offer.cost, offer.slowdown)
 
 
-def _no_gradients(now: Situation) -> list[Candidate]:
-    if now.is_on("optimizer_in_backward"):
-        return []
-    changes = {"optimizer_in_backward": True}
-    return [Candidate("optimizer in backward", changes, "bitwise", _NOTHING)]
-
-
-def _no_logits(now: Situation) -> list[Candidate]:
-    if now.is_on("chunked_cross_entropy"):
-        return []
-    changes = {"chunked_cross_entropy": True}
-    return [Candidate("loss without logits", changes, "rounding", "several products, not one")]
-
-
-def _recomputation(now: Situation) -> list[Candidate]:
-    name = "activation_checkpointing"
-    if now.arguments.get(name) in ("all", "auto", "nested"):
-        return []
-    return [
-        Candidate(what, {name: which}, "bitwise", cost)
-        for which, what, cost in (
-            ("selective", "recompute selectively", "less than recomputing all: not the products"),
-            (0.5, "recompute half of the blocks", "about 1/6 more compute"),
-            ("all", "recompute all blocks", "about 1/3 more compute"),
-        )
-        if now.arguments.get(name) != which
-    ]
-
-
-def _mixed_precision(now: Situation) -> list[Candidate]:
+def _precision(now: Situation, entry: Entry) -> list[Candidate]:
     if now.mixed is None:
         return []
     cost = "faster on GPUs with tensor cores; 16 bits in most products"
-    return [
-        Candidate(f"precision {now.mixed}", {"precision": now.mixed}, "approximate", cost),
-    ]
+    return [_candidate(entry, Offer(f"precision {now.mixed}", now.mixed, cost))]
 
 
-def _low_bit(now: Situation) -> list[Candidate]:
-    found = []
-    cost = "a kernel of its own on a GPU" if now.is_on_cuda else "slower optimizer steps on a CPU"
-    changes: dict[str, Any] = {"optimizer": "8bit"}
-    if not now.is_on("optimizer"):
-        found.append(Candidate("8-bit optimizer", changes, "approximate", cost))
+def _activation_checkpointing(now: Situation, entry: Entry) -> list[Candidate]:
+    which = now.arguments.get(entry.argument)
+    if which in ("all", "auto", "nested"):
+        return []
+    return [_candidate(entry, offer) for offer in entry.offers if offer.value != which]
+
+
+def _optimizer(now: Situation, entry: Entry) -> list[Candidate]:
+    (offer,), found = entry.offers, _of_entry(now, entry)
     if now.embedding and not now.arguments.get("force_8bit"):
-        changes = changes | {"force_8bit": (f"*{now.embedding}",)}
-        name = "8-bit optimizer, also for the embedding"
-        found.append(Candidate(name, changes, "approximate", f"{cost}; less exact rare rows"))
+        name, cost = f"{offer.name}, also for the embedding", f"{offer.cost}; less exact rare rows"
+        with_embedding = Offer(name, offer.value, cost)
+        found.append(_candidate(entry, with_embedding, force_8bit=(f"*{now.embedding}",)))
     return found
 
 
-def _half_weights(now: Situation) -> list[Candidate]:
+def _low_precision_weights(now: Situation, entry: Entry) -> list[Candidate]:
     if not now.may_have_bf16_weights:
         return []
-    changes = {"precision": "bf16-mixed", "low_precision_weights": "stochastic"}
-    cost = "weights of 8 significant bits, rounded at random"
-    return [Candidate("weights in bf16", changes, "approximate", cost)]
+    return [_candidate(entry, offer, precision="bf16-mixed") for offer in entry.offers]
 
 
-_SINGLE: tuple[Callable[[Situation], list[Candidate]], ...] = (
-    _kernel,
-    _early,
-    _no_gradients,
-    _no_logits,
-    _recomputation,
-    _mixed_precision,
-    _low_bit,
-    _half_weights,
-)
+# What depends on more than whether it is on.
+_WITH_CONDITIONS: Mapping[str, Callable[[Situation, Entry], list[Candidate]]] = {
+    "precision": _precision,
+    "activation_checkpointing": _activation_checkpointing,
+    "optimizer": _optimizer,
+    "low_precision_weights": _low_precision_weights,
+}

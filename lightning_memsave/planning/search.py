@@ -1,11 +1,11 @@
 """Which settings would lower the peak, and by how much."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from lightning_memsave.explain.dominant_parts import dominant_embedding
-from lightning_memsave.explain.what_if import Trials
+from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.candidates import (
     Candidate,
     Situation,
@@ -14,6 +14,7 @@ from lightning_memsave.planning.candidates import (
     single_candidates,
 )
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.units import format_bytes
 
 
@@ -30,6 +31,7 @@ class Remedy:
         exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
         cost: Roughly what it costs: counted in passes, not measured.
         fits: Whether that fits the GPU; ``None`` if none was named.
+        prediction: Of the step with it.
     """
 
     name: str
@@ -40,14 +42,15 @@ class Remedy:
     exactness: str
     cost: str
     fits: bool | None = None
+    prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain values, for JSON.
 
         Returns:
-            The fields under their names.
+            The fields under their names, without the prediction.
         """
-        return asdict(self)
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
 
     def __str__(self) -> str:
         fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
@@ -69,69 +72,72 @@ def cheapest_that_fits(remedies: list[Remedy]) -> Remedy | None:
     return next((remedy for remedy in remedies if remedy.fits), None)
 
 
-def remedies_of(trials: Trials) -> list[Remedy]:
+def remedies_of(what_if: WhatIf) -> list[Remedy]:
     """Predict what would lower the peak.
 
     Args:
-        trials: What predicts.
+        what_if: What predicts.
 
     Returns:
         The remedies, the cheapest first; `cheapest_that_fits` finds the one to take.
     """
     now = Situation(
-        trials.in_force,
-        trials.precision,
-        trials.gpu is None or trials.gpu.has_bf16,
-        trials.num_samples or 0,
-        dominant_embedding(trials.table),
-        trials.device == "cuda",
+        what_if.step.in_force,
+        what_if.step.precision,
+        what_if.gpu is None or what_if.gpu.has_bf16,
+        what_if.num_samples or 0,
+        dominant_embedding(what_if.table),
     )
     found: list[tuple[Candidate, Remedy]] = []
     for candidate in single_candidates(now):
-        _try(trials, candidate, found)
-    _try_parts(trials, part_candidates(now), found)
+        _try(what_if, candidate, found)
+    _try_parts(what_if, part_candidates(now), found)
     for candidate in joint_candidates(now, [helped for helped, _ in found]):
-        _try(trials, candidate, found)
+        _try(what_if, candidate, found)
         # Of a large embedding most can be saved by the stack, which comes last.
-        if any(r.fits for _, r in found) or (trials.gpu is None and not now.embedding):
+        if any(r.fits for _, r in found) or (what_if.gpu is None and not now.embedding):
             break
     return [remedy for _, remedy in found]
 
 
-def _try(trials: Trials, candidate: Candidate, found: list[tuple[Candidate, Remedy]]) -> bool:
-    base = trials.base()
-    prediction = trials.attempt(candidate.changes)
-    if isinstance(prediction, str) or prediction.peak_bytes >= base.peak_bytes:
+def _try(what_if: WhatIf, candidate: Candidate, found: list[tuple[Candidate, Remedy]]) -> bool:
+    base = what_if.base()
+    try:
+        prediction = what_if.predict(candidate.changes)
+    except ImpossibleVariantError:
         return False
-    found.append((candidate, _remedy(trials, candidate, base, prediction)))
+    if prediction.peak_bytes >= base.peak_bytes:
+        return False
+    found.append((candidate, _remedy(what_if, candidate, base, prediction)))
     return True
 
 
 # Where one sample at once does not help, larger parts do not either; and where half of the batch
 # does as much, smaller ones are of no use.
 def _try_parts(
-    trials: Trials, parts: Sequence[Candidate], found: list[tuple[Candidate, Remedy]]
+    what_if: WhatIf, parts: Sequence[Candidate], found: list[tuple[Candidate, Remedy]]
 ) -> None:
-    if not parts or not _try(trials, parts[-1], found):
+    if not parts or not _try(what_if, parts[-1], found):
         return
     last = found.pop()
     for candidate in parts[:-1]:
-        helped = _try(trials, candidate, found)
+        helped = _try(what_if, candidate, found)
         if helped and found[-1][1].peak_bytes <= last[1].peak_bytes:
             return
     found.append(last)
 
 
 def _remedy(
-    trials: Trials, candidate: Candidate, base: MemoryPrediction, prediction: MemoryPrediction
+    what_if: WhatIf, candidate: Candidate, base: MemoryPrediction, prediction: MemoryPrediction
 ) -> Remedy:
     return Remedy(
         candidate.name,
-        trials.callback_with(candidate.changes),
+        as_code(what_if.step.make_callback, {**what_if.step.settings, **candidate.changes}),
         prediction.peak_bytes,
         prediction.device_bytes,
         base.peak_bytes - prediction.peak_bytes,
         candidate.exactness,
         candidate.cost,
-        None if trials.gpu is None else prediction.device_bytes <= trials.gpu.total_bytes,
+        None if what_if.gpu is None else prediction.fits(what_if.gpu).fits,
+        prediction,
     )

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.prediction.recording import Event, Recording
 from lightning_memsave.prediction.result import PHASES, TensorMemory, Timeline
+from lightning_memsave.prediction.snapshot import StepTrace, StorageOrigin
 
 MAX_POINTS = 1000
 NUM_LARGEST = 50
@@ -127,9 +128,38 @@ class Peaks:
             points.append(at)
         return Timeline(
             tuple(phases),
-            {name: tuple(point[name] for point in points) for name in now if any_of(points, name)},
+            {
+                name: tuple(point[name] for point in points)
+                for name in now
+                if any(point[name] for point in points)
+            },
             peak_index,
         )
+
+    def trace(self) -> StepTrace:
+        """Give what is alive before the step with the peak, and each change in it."""
+        numbers: dict[int, int] = {}
+        at_start = [num_bytes for _, num_bytes in self.blocks]
+        storages = [StorageOrigin(category) for category, _ in self.blocks]
+        changes: list[tuple[int, int]] = []
+        for position, event in enumerate(self.events[: self.end]):
+            storage = event.storage
+            number = numbers.setdefault(id(storage), len(storages))
+            if number == len(storages):
+                origin = storage.origin
+                storages.append(
+                    StorageOrigin(
+                        storage.category,
+                        *(origin.module, origin.op, origin.phase, origin.shape, origin.dtype),
+                    )
+                )
+                at_start.append(0)
+            if position < self.start:
+                at_start[number] += event.change
+            else:
+                changes.append((number, event.change))
+        there = [(number, num_bytes) for number, num_bytes in enumerate(at_start) if num_bytes]
+        return StepTrace(tuple(storages), (*there, *changes))
 
     def changes(self) -> Iterator[tuple[int, int]]:
         """Give what an allocator would be asked for.
@@ -169,16 +199,3 @@ class Peaks:
             for key, num_bytes in sizes.items()
             if num_bytes
         ]
-
-
-def any_of(points: Sequence[dict[str, int]], name: str) -> bool:
-    """Say whether a category has any bytes.
-
-    Args:
-        points: Bytes by category at each point.
-        name: The category.
-
-    Returns:
-        True if so at some point.
-    """
-    return any(point[name] for point in points)

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.nested import count_samples, find_shared_leaves, split_samples
 from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.prediction.cuda.allocator import CachingAllocator, least_capacity
 from lightning_memsave.prediction.cuda.constants import (
@@ -25,15 +26,25 @@ from lightning_memsave.prediction.cuda.kernels import (
     cuda_kernels,
     module_assumptions,
 )
-from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors
+from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors, remedy_for
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
-from lightning_memsave.prediction.repeated_blocks import Stack, extrapolate, find_stack
+from lightning_memsave.prediction.repeated_blocks import (
+    RepeatedBlocks,
+    all_of,
+    extrapolate,
+    find_repeated_blocks,
+    period_of,
+)
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from lightning_memsave.prediction.simulate import TrialSettings, run_trial
+from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
+from lightning_memsave.prediction.wrapped_module import unwrap
+from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
+from lightning_memsave.units import format_bytes
 
 
 def summarise(
@@ -102,6 +113,7 @@ def summarise(
         peak_module=peaks.event.module,
         peak_op=peaks.event.op,
         timeline=peaks.timeline(),
+        trace=peaks.trace(),
         **blocks,
         workspace_bytes=sum(workspaces),
         context_bytes=context_bytes,
@@ -123,80 +135,74 @@ _NO_LOSS = (
     "updated: a step with a loss takes more."
 )
 _PAGED = "paged_"
+_CHECK_BATCH = "check that the batch is one that the module takes."
+_NOTHING_TO_TRAIN = "optimizer got an empty parameter list"
+GUESSED_SHARE = 0.01
+"""Of the peak; what may not be there is told of from this share on."""
 
 
-@dataclass(frozen=True)
-class Question:
-    """What is to be predicted.
-
-    Args:
-        build: Makes the LightningModule and the batch, both without data.
-        make_callback: Makes the `MemSaveCallback`, from its arguments.
-        arguments: Of `MemSaveCallback`, by name.
-        device: ``"cuda"`` or ``"cpu"``: whose kernels are assumed.
-        attention: CUDA's attention kernel; ``None`` for the one that torch would choose.
-        capability: Compute capability of the GPU.
-        trainer_arguments: Arguments of the Trainer that matter for memory.
-        num_batches: In an epoch, for schedules.
-        is_running: Whether the module is one of a fit that has begun.
-        time_limit_s: Give up after this time.
-        may_extrapolate: Whether deep models may be predicted from copies with fewer blocks.
-        other_bytes: What there is all the time and no trial has, such as what a strategy holds.
-        workspace_config: As ``CUBLAS_WORKSPACE_CONFIG``; ``None`` reads that variable.
-    """
-
-    build: Callable[[FakeTensors], tuple[Any, Any]]
-    make_callback: Callable[..., Any]
-    arguments: Mapping[str, Any]
-    device: str
-    attention: str | None = None
-    capability: tuple[int, int] = (8, 0)
-    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
-    num_batches: int = 1000
-    is_running: bool = False
-    time_limit_s: float | None = None
-    may_extrapolate: bool = True
-    other_bytes: int = 0
-    workspace_config: str | None = None
-
-
-def predict(question: Question) -> MemoryPrediction:
+def predict(step: TrainingStep) -> MemoryPrediction:
     """Predict the peak of training.
 
     Args:
-        question: What is asked.
+        step: What is to be predicted.
 
     Returns:
         The prediction; deep models are predicted from copies with fewer blocks.
 
     Raises:
+        ConfigurationError: If the module or the batch cannot be made or copied, or nothing of the
+            module can be trained.
         KeyboardInterrupt: If somebody interrupts it.
+        MemsaveError: If settings do not go with the module.
         SystemExit: If the module's code ends the process.
         TimeoutError: If it takes longer than ``time_limit_s``.
+
+    Note:
+        Whatever the module's step raises on this batch comes through, with a note.
     """
     start_s = time.monotonic()
-    deadline_s = math.inf if question.time_limit_s is None else start_s + question.time_limit_s
-    with quiet(), fake_tensors(deadline_s) as fakes:
-        try:
-            predictor = _Predictor(question, fakes, *question.build(fakes), deadline_s)
-            prediction, how = None, ""
-            stack = predictor.find_stack() if question.may_extrapolate else None
-            if stack is not None:
-                prediction, how = extrapolate(stack, functools.partial(predictor.predict, stack))
-            prediction = prediction or predictor.predict()
-        except SystemExit as error:
-            # A Trainer makes the one of the other.
-            if isinstance(error.__context__, KeyboardInterrupt):
-                raise KeyboardInterrupt from error
-            raise
-        except TimeoutError as error:
-            limit_s = question.time_limit_s
-            if limit_s is None or time.monotonic() < deadline_s:
-                raise
-            raise TimeoutError(_out_of_time(limit_s, fakes.values.most_asked)) from error
+    deadline_s = math.inf if step.time_limit_s is None else start_s + step.time_limit_s
+    with quiet(), fake_tensors(deadline_s) as fakes, _explained(step, fakes, deadline_s):
+        predictor = _Predictor(step, fakes, *step.build(fakes), deadline_s)
+        prediction, how = None, ""
+        blocks = predictor.find_repeated_blocks() if step.may_extrapolate else None
+        if blocks is not None:
+            prediction, how = extrapolate(blocks, functools.partial(predictor.predict, blocks))
+        prediction = unwrap(prediction or predictor.predict(), step.loss is not None)
     assumptions = (*prediction.assumptions, how) if how else prediction.assumptions
     seconds = time.monotonic() - start_s
     return dataclasses.replace(prediction, assumptions=assumptions, seconds=seconds)
+
+
+@contextlib.contextmanager
+def _explained(step: TrainingStep, fakes: FakeTensors, deadline_s: float) -> Iterator[None]:
+    try:
+        yield
+    except MemsaveError:
+        raise
+    except SystemExit as error:
+        # A Trainer makes the one of the other.
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        raise
+    except TimeoutError as error:
+        if step.time_limit_s is None or time.monotonic() < deadline_s:
+            raise
+        most_asked = fakes.values.most_asked
+        raise TimeoutError(_out_of_time(step.time_limit_s, most_asked)) from error
+    except Exception as error:
+        if _NOTHING_TO_TRAIN in str(error):
+            raise ConfigurationError(
+                "The optimizer has no parameter to train: those of the module have "
+                "`requires_grad=False`, or there are none. Let some of them be trained, or pass a "
+                "module whose optimizer takes them."
+            ) from error
+        error.add_note(
+            "This comes from the training step of the module, which was run on tensors without "
+            f"data: {remedy_for(error) or _CHECK_BATCH}"
+        )
+        raise
 
 
 def _out_of_time(limit_s: float, most_asked: str) -> str:
@@ -206,62 +212,62 @@ def _out_of_time(limit_s: float, most_asked: str) -> str:
 
 @dataclass(frozen=True)
 class _Predictor:
-    question: Question
+    step: TrainingStep
     fakes: FakeTensors
     pl_module: Any
     batch: Any
     deadline_s: float
 
-    def find_stack(self) -> Stack | None:
-        which = self.question.arguments["activation_checkpointing"]
-        if which not in (None, "auto", "all", "selective", "nested"):
+    def find_repeated_blocks(self) -> RepeatedBlocks | None:
+        arguments = self.step.arguments
+        which = arguments["activation_checkpointing"]
+        period = period_of(which)
+        if period is None:
             return None
-        return find_stack(self.pl_module, self.question.arguments["blocks"])
+        choose = ActivationCheckpointing(which).choose if period > 1 else all_of
+        return find_repeated_blocks(self.pl_module, arguments["blocks"], period, choose)
 
     def predict(
-        self, stack: Stack | None = None, depth: int = 0, phase: str | None = None
+        self, blocks: RepeatedBlocks | None = None, depth: int = 0, phase: str | None = None
     ) -> MemoryPrediction:
-        with contextlib.nullcontext() if stack is None else stack.cut(self.pl_module, depth):
+        with contextlib.nullcontext() if blocks is None else blocks.cut(self.pl_module, depth):
             twin = self.fakes.copy_module(self.pl_module)
-        question, package = self.question, package_of(self.pl_module)
-        on_cuda = question.device == "cuda"
-        arguments, assumptions = _trial_arguments(question)
-        trainer_arguments = dict(question.trainer_arguments)
+        step, package = self.step, package_of(self.pl_module)
+        on_cuda = step.device == "cuda"
+        arguments, assumptions = _trial_arguments(step.arguments)
+        trainer_arguments = dict(step.trainer_settings)
         accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
-        precision = arguments["precision"] or trainer_arguments.get("precision")
+        precision = step.in_force["precision"] or trainer_arguments.get("precision")
         if on_cuda and precision in ("16-mixed", 16, "16"):
             # On a CPU Lightning would take bfloat16 instead, for which some GPUs have no kernels.
             arguments["precision"] = None
             trainer_arguments.pop("precision", None)
             trainer_arguments["plugins"] = [half_precision_on_cpu(package)]
-        callback = question.make_callback(**copy.deepcopy(arguments))
+        callback = step.make_callback(**copy.deepcopy(arguments))
         batch, rest_bytes = _first_micro_batches(self.batch, arguments)
-        emulation = functools.partial(
-            cuda_kernels, question.attention, capability=question.capability
-        )
+        emulation = functools.partial(cuda_kernels, step.attention, capability=step.capability)
+        fit = step.fit or RunningFit()
         settings = TrialSettings(
             package,
             accumulate_grad_batches=arguments["accumulate_grad_batches"] or accumulated,
-            num_batches=question.num_batches,
+            num_batches=fit.num_batches,
             trainer_arguments=trainer_arguments,
-            is_running=question.is_running,
+            is_running=step.fit is not None,
             emulation=emulation if on_cuda else contextlib.nullcontext,
             deadline_s=self.deadline_s,
         )
         recording = run_trial(twin, batch, [callback], settings)
-        return summarise(
+        prediction = summarise(
             recording,
-            device=question.device,
+            device=step.device,
             model=_shown_name(self.pl_module),
-            extra=[("input", rest_bytes), ("other", question.other_bytes)],
-            workspaces=workspaces(question.capability, question.workspace_config)
-            if on_cuda
-            else (),
+            extra=[("input", rest_bytes), ("other", fit.other_bytes)],
+            workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
             phase=phase,
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in callback.rows if row.status == "on"}
-            | _whole_window(question.arguments),
+            | _whole_window(step.arguments),
             ineffective=_ineffective(callback.rows),
             assumptions=[
                 *assumptions,
@@ -269,12 +275,13 @@ class _Predictor:
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
             guesses=self.fakes.guesses,
-            context_bytes=context_bytes(question.capability) if on_cuda else 0,
+            context_bytes=context_bytes(step.capability) if on_cuda else 0,
         )
+        return _with_guessed_copies(prediction, twin, callback.rows)
 
     def _cuda_assumptions(self, recording: Recording) -> tuple[str, ...]:
-        question = self.question
-        constants = constant_assumptions(question.capability, question.workspace_config)
+        step = self.step
+        constants = constant_assumptions(step.capability, step.workspace_config)
         operators = {event.op for event in recording.events}
         return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
 
@@ -291,8 +298,8 @@ def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _trial_arguments(question: Question) -> tuple[dict[str, Any], list[str]]:
-    arguments = {**question.arguments, "monitor": False, "report": False, "predict": False}
+def _trial_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    arguments = {**given, "monitor": False, "report": False, "predict": False}
     arguments["eval_micro_batch_size"] = None  # two training steps are what is predicted
     assumptions = []
     optimizer = arguments["optimizer"]
@@ -317,6 +324,21 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
         return batch, 0
     first = split_samples(batch, MAX_MICRO_BATCHES * size, shared)[0]
     return first, _num_bytes(batch) - _num_bytes(first)
+
+
+# Only numbers prove that a loss can be split; where it cannot, there is nothing to repeat a batch.
+def _with_guessed_copies(
+    prediction: MemoryPrediction, pl_module: Any, rows: Sequence[Row]
+) -> MemoryPrediction:
+    copied_bytes = sum(buffer.nbytes for buffer in pl_module.buffers())
+    is_auto = any(r.name == "micro_batch_size" and r.value == "'auto'" for r in rows)
+    if not is_auto or copied_bytes < GUESSED_SHARE * prediction.peak_bytes:
+        return prediction
+    guess = (
+        "micro_batch_size='auto': the loss was taken to be one that micro-batches can share; if it "
+        f"is not, {format_bytes(copied_bytes)} less are needed, a copy of the buffers"
+    )
+    return replace(prediction, guesses=(*prediction.guesses, guess))
 
 
 def _num_bytes(batch: Any) -> int:

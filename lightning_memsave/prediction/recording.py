@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_memsave.measure.live_tensors import HOST, LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
+from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 _OLDER = frozenset({"other", "input"})
 
@@ -226,6 +227,7 @@ class StepProfile(LiveTensors):
 
     @override
     def _origin_of(self, tensor: Tensor) -> Origin:
+        raise_if_interrupted()
         if time.monotonic() > self._deadline_s:
             raise TimeoutError("following this step takes longer than was allowed")
         if isinstance(tensor, nn.Parameter) and tensor in self._owners:

@@ -1,8 +1,9 @@
 """Predict deep models from copies with fewer blocks."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from torch import nn
@@ -10,26 +11,71 @@ from torch import nn
 from lightning_memsave.core.blocks import BlockSelector, find_blocks
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, Timeline
+from lightning_memsave.prediction.snapshot import StepTrace
 
-DEPTHS = (6, 10)
+MIN_DEPTH = 6
 """Two or three blocks underestimate by up to a tenth: the peak moves to another place."""
-CHECKED_DEPTH = 13
+STEPS = (4, 3)
+"""How many blocks the second copy has more than the first, and the third, which checks, more."""
 TOLERANCE = 1e-3
-MIN_NUM_BLOCKS = 30
-"""Below, the copies together are no cheaper than the model."""
+MAX_PERIOD = 10
+Choose = Callable[[list[int]], list[int]]
+"""Of the numbers of blocks those whose blocks are checkpointed."""
+
+
+def period_of(which: object) -> int | None:
+    """How many blocks are checkpointed by a pattern that repeats.
+
+    Args:
+        which: As the argument `activation_checkpointing`.
+
+    Returns:
+        After so many blocks more the pattern is one whole longer; ``None`` where it never is.
+    """
+    if which in (None, "auto", "all", "selective", "nested"):
+        return 1
+    if isinstance(which, str) and which.startswith("every:"):
+        period = int(which.removeprefix("every:"))
+    elif isinstance(which, float):
+        share = Fraction(which).limit_denominator(MAX_PERIOD)
+        period = share.denominator if abs(share - which) < 1e-9 else MAX_PERIOD + 1
+    else:
+        return None
+    return period if period <= MAX_PERIOD else None
+
+
+def all_of(blocks: list[int]) -> list[int]:
+    """Choose every block."""
+    return blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class RepeatedBlocks:
     """Equal blocks in one container.
 
     Args:
         name: Name of the container in the model.
         num_blocks: How many there are.
+        period: As `period_of` gives it.
+        choose: Which blocks are checkpointed, of any number of them.
     """
 
     name: str
     num_blocks: int
+    period: int = 1
+    choose: Choose = all_of
+
+    @property
+    def depths(self) -> tuple[int, int, int]:
+        """Blocks of the two copies that give the line, and of the one that checks it."""
+        low = MIN_DEPTH + (self.num_blocks - MIN_DEPTH) % self.period
+        high, checked = (-(-n // self.period) * self.period for n in STEPS)
+        return low, low + high, low + high + checked
+
+    @property
+    def is_deep(self) -> bool:
+        """Whether the copies together are cheaper than the model."""
+        return self.num_blocks > sum(self.depths)
 
     @contextlib.contextmanager
     def cut(self, model: nn.Module, num_blocks: int) -> Iterator[None]:
@@ -49,14 +95,19 @@ class Stack:
             blocks.update(all_blocks)
 
 
-def find_stack(
-    model: nn.Module, selectors: BlockSelector | list[BlockSelector] | None = None
-) -> Stack | None:
+def find_repeated_blocks(
+    model: nn.Module,
+    selectors: BlockSelector | list[BlockSelector] | None = None,
+    period: int = 1,
+    choose: Choose = all_of,
+) -> RepeatedBlocks | None:
     """Find the container that makes a model deep.
 
     Args:
         model: Any module.
         selectors: What blocks are, as for `find_blocks`.
+        period: As for `RepeatedBlocks`.
+        choose: As for `RepeatedBlocks`.
 
     Returns:
         The container; ``None`` unless all blocks of the model are in one, equal in class and
@@ -64,27 +115,27 @@ def find_stack(
     """
     blocks = find_blocks(model, selectors)
     containers = {block.name.rpartition(".")[0] for block in blocks}
-    if len(blocks) < MIN_NUM_BLOCKS or len(containers) != 1:
+    if len(containers) != 1:
         return None
-    name = containers.pop()
-    container = model.get_submodule(name)
+    repeated = RepeatedBlocks(containers.pop(), len(blocks), period, choose)
+    container = model.get_submodule(repeated.name)
     if not isinstance(container, nn.ModuleList | nn.Sequential) or len(container) != len(blocks):
         return None
-    if len({_signature(block) for block in container}) > 1:
+    if not repeated.is_deep or len({_signature(block) for block in container}) > 1:
         return None
-    return Stack(name, len(blocks))
+    return repeated
 
 
 def extrapolate(
-    stack: Stack, predict: Callable[[int, str | None], MemoryPrediction]
+    blocks: RepeatedBlocks, predict: Callable[[int, str | None], MemoryPrediction]
 ) -> tuple[MemoryPrediction | None, str]:
-    """Predict a stack from copies with fewer blocks, phase by phase.
+    """Predict repeated blocks from copies with fewer blocks, phase by phase.
 
     The memory of a step is a maximum of terms that grow linearly with the number of blocks: in each
     phase another one. So each phase has its own line, and the largest end is the peak.
 
     Args:
-        stack: What is deep.
+        blocks: What is deep.
         predict: Predicts the model with a number of blocks, and shows the peak of a phase, or the
             highest.
 
@@ -92,45 +143,56 @@ def extrapolate(
         The prediction, or ``None`` if the line through two depths misses a third; and one line that
         says how it went.
     """
-    low, high = (predict(depth, None) for depth in DEPTHS)
-    by_phase = _at(low, high, stack.num_blocks)
-    phase = max(by_phase, key=lambda name: by_phase[name].total_bytes)
-    checked = predict(CHECKED_DEPTH, phase)
-    expected = _at(low, high, CHECKED_DEPTH)
+    depths = blocks.depths
+    low, high = predict(depths[0], None), predict(depths[1], None)
+    line = _at(low, high, _num_steps(depths[:2], blocks.num_blocks))
+    phase = _highest(line)
+    checked = predict(depths[2], phase)
+    expected = _at(low, high, _num_steps(depths[:2], depths[2]))
     miss = abs(_peak(expected) / _peak(checked.by_phase) - 1)
-    if miss > TOLERANCE:
+    # The deeper two give the line: the shallow one may have another moment in other phases.
+    num_steps = _num_steps(depths[1:], blocks.num_blocks)
+    by_phase = _at(high, checked, num_steps)
+    if miss > TOLERANCE or _highest(by_phase) != phase:
         return None, (
-            f"Predicted directly: with {CHECKED_DEPTH} blocks, the line through "
-            f"{DEPTHS[0]} and {DEPTHS[1]} is {100 * miss:.2f} % off."
+            f"Predicted directly: with {depths[2]} blocks, the line through {depths[0]} and "
+            f"{depths[1]} is {100 * miss:.2f} % off."
         )
     prediction = replace(
         checked,
         peak=by_phase[phase],
         by_phase=by_phase,
         peak_phase=phase,
-        modules=_modules(checked, stack, by_phase[phase]),
+        modules=_modules(checked, blocks, by_phase[phase]),
         timeline=_timeline(checked, by_phase, phase),
-        **_blocks(low, high, checked, _peak(by_phase), stack.num_blocks),
+        trace=StepTrace(),
+        **_blocks(high, checked, _peak(by_phase), num_steps),
         is_extrapolated=True,
     )
     return prediction, (
-        f"Predicted from copies with {DEPTHS[0]} and {DEPTHS[1]} of {stack.num_blocks} blocks, "
-        f"checked with {CHECKED_DEPTH}, whose time line is drawn larger and whose largest tensors "
-        "are shown."
+        f"Predicted from copies with {depths[1]} and {depths[2]} of {blocks.num_blocks} blocks, "
+        f"checked with {depths[0]}; the time line of {depths[2]} is drawn larger, and its largest "
+        "tensors are shown."
     )
+
+
+def _num_steps(depths: Sequence[int], depth: int) -> float:
+    return (depth - depths[1]) / (depths[1] - depths[0])
+
+
+def _highest(by_phase: Mapping[str, MemoryBreakdown]) -> str:
+    return max(by_phase, key=lambda name: by_phase[name].total_bytes)
 
 
 def _peak(by_phase: Mapping[str, MemoryBreakdown]) -> int:
     return max(memory.total_bytes for memory in by_phase.values())
 
 
-def _steps_to(depth: int) -> float:
-    return (depth - DEPTHS[1]) / (DEPTHS[1] - DEPTHS[0])
-
-
-def _at(low: MemoryPrediction, high: MemoryPrediction, depth: int) -> dict[str, MemoryBreakdown]:
+def _at(
+    low: MemoryPrediction, high: MemoryPrediction, num_steps: float
+) -> dict[str, MemoryBreakdown]:
     return {
-        phase: memory + (memory + low.by_phase[phase] * -1) * _steps_to(depth)
+        phase: memory + (memory + low.by_phase[phase] * -1) * num_steps
         for phase, memory in high.by_phase.items()
     }
 
@@ -138,16 +200,15 @@ def _at(low: MemoryPrediction, high: MemoryPrediction, depth: int) -> dict[str, 
 # What rounding adds grows with the number of tensors; gaps between blocks of the allocator are
 # about as large as the largest tensors, which depth does not change.
 def _blocks(
-    low: MemoryPrediction,
     high: MemoryPrediction,
     checked: MemoryPrediction,
     peak_bytes: int,
-    depth: int,
+    num_steps: float,
 ) -> dict[str, Any]:
     if checked.allocated_bytes is None:
         return {}
-    first, second = (found.measurable_bytes - _peak(found.by_phase) for found in (low, high))
-    rounding = second + round((second - first) * _steps_to(depth))
+    first, second = (found.measurable_bytes - _peak(found.by_phase) for found in (high, checked))
+    rounding = second + round((second - first) * num_steps)
     allocated = peak_bytes + max(rounding, 0)
     return {
         "allocated_bytes": allocated,
@@ -179,23 +240,28 @@ def _timeline(
     return Timeline(phases, {k: tuple(points) for k, points in by_category.items()}, peak_index)
 
 
-# The blocks that no copy had are like one from the middle; what is left belongs to the whole.
+# The blocks that no copy had are like one from the middle of those that are checkpointed or not, as
+# they are; what is left belongs to the whole.
 def _modules(
-    checked: MemoryPrediction, stack: Stack, peak: MemoryBreakdown
+    checked: MemoryPrediction, blocks: RepeatedBlocks, peak: MemoryBreakdown
 ) -> tuple[ModuleMemory, ...]:
-    prefix = f"{stack.name}." if stack.name else ""
-    middle, last = f"{prefix}{DEPTHS[0] // 2}", f"{prefix}{CHECKED_DEPTH - 1}"
-    typical = [m for m in checked.modules if _is_inside(m.name, middle)]
-    modules = []
-    for index, module in enumerate(checked.modules):
-        modules.append(module)
-        following = checked.modules[index + 1 : index + 2]
-        is_last = _is_inside(module.name, last)
-        if is_last and not (following and _is_inside(following[0].name, last)):
-            for number in range(CHECKED_DEPTH, stack.num_blocks):
-                modules += [
-                    replace(m, name=f"{prefix}{number}{m.name[len(middle) :]}") for m in typical
-                ]
+    prefix, copied = f"{blocks.name}." if blocks.name else "", list(range(blocks.depths[2]))
+    kinds = [n in set(blocks.choose(copied)) for n in copied]
+    middles = {
+        kind: [n for n in copied if kinds[n] == kind][kinds.count(kind) // 2] for kind in set(kinds)
+    }
+    inside = {n: [m for m in checked.modules if _is_inside(m.name, f"{prefix}{n}")] for n in copied}
+    first, last = (checked.modules.index(found) for found in (inside[0][0], inside[copied[-1]][-1]))
+    modules = list(checked.modules[:first])
+    chosen = set(blocks.choose(list(range(blocks.num_blocks))))
+    same = {n: n for n in copied[:-1]} | {blocks.num_blocks - 1: copied[-1]}
+    for number in range(blocks.num_blocks):
+        kind = number in chosen
+        like = same.get(number, middles[kind])
+        like = like if kinds[like] == kind else middles[kind]
+        name = f"{prefix}{like}"
+        modules += [replace(m, name=f"{prefix}{number}{m.name[len(name) :]}") for m in inside[like]]
+    modules += checked.modules[last + 1 :]
     known = sum((module.memory for module in modules), MemoryBreakdown()).by_category()
     wanted = peak.by_category()
     # Where the blocks of the copy had more than those of the whole model can have on average.

@@ -4,7 +4,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
+from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.plain_text import as_plain_text, figure_table
+from lightning_memsave.prediction.cuda.gpus import Gpu
+from lightning_memsave.prediction.snapshot import StepTrace
 from lightning_memsave.units import format_bytes
 
 PHASES = ("forward", "backward", "optimizer")
@@ -66,9 +74,86 @@ class Timeline:
     peak_index: int = 0
 
 
+# A prediction is not more exact than this on CUDA; see its assumptions.
+_TIGHT = 0.05
+
+
 @dataclass(frozen=True, slots=True)
-class MemoryPrediction:
+class GpuFit:
+    """A prediction beside the memory of one GPU.
+
+    Args:
+        gpu: The GPU.
+        needed_bytes: The least that the step runs with, the CUDA context included.
+        tensor_bytes: What its tensors need with the context, if there were no gaps between them.
+        used_bytes: What the process uses where there is room.
+    """
+
+    gpu: Gpu
+    needed_bytes: int
+    tensor_bytes: int
+    used_bytes: int = 0
+
+    def __bool__(self) -> bool:
+        return self.fits
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card has what the step takes."""
+        return self.spare_bytes >= 0
+
+    @property
+    def spare_bytes(self) -> int:
+        """What is left on the card; negative where it does not fit."""
+        return self.gpu.total_bytes - self.needed_bytes
+
+    @property
+    def note(self) -> str:
+        """What to know about a close result; empty if it is clear."""
+        if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
+            return "barely: less is left than the prediction may be wrong by"
+        if self.fits and self.used_bytes > self.gpu.total_bytes:
+            return (
+                f"torch would reserve {format_bytes(self.used_bytes)} there, and returns cached "
+                "memory to the driver instead, which costs time: try "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
+        if not self.fits and self.tensor_bytes <= self.gpu.total_bytes:
+            return (
+                "its tensors would fit: try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
+                "which leaves fewer gaps"
+            )
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for JSON.
+
+        Returns:
+            ``name``, ``total_bytes``, ``needed_bytes``, ``spare_bytes``, ``fits`` and ``note``.
+        """
+        return {
+            "name": self.gpu.name,
+            "total_bytes": self.gpu.total_bytes,
+            "needed_bytes": self.needed_bytes,
+            "spare_bytes": self.spare_bytes,
+            "fits": self.fits,
+            "note": self.note,
+        }
+
+    def __str__(self) -> str:
+        verb = "fits" if self.fits else "does not fit"
+        over = f"{format_bytes(abs(self.spare_bytes))} {'left' if self.fits else 'too much'}"
+        return (
+            f"{verb} {self.gpu.name} ({format_bytes(self.gpu.total_bytes)}): it needs "
+            f"{format_bytes(self.needed_bytes)}, {over}"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryPrediction(JupyterMixin):
     """Memory of a training step: how much, of what, when and where.
+
+    ``print``, and the last line of a notebook cell, show the peak by category and phase.
 
     Args:
         device: ``"cuda"`` or ``"cpu"``: whose kernels were assumed.
@@ -96,6 +181,8 @@ class MemoryPrediction:
         guesses: Where the model depends on data and something had to be guessed, one line each.
         is_extrapolated: Whether it comes from copies of the model with fewer blocks.
         seconds: What the prediction took.
+        trace: What `to_snapshot` writes; empty if the prediction is extrapolated or was read from
+            JSON.
 
     Example:
         >>> peak = MemoryBreakdown(parameter_bytes=2**20, activation_bytes=3 * 2**20)
@@ -125,6 +212,7 @@ class MemoryPrediction:
     guesses: tuple[str, ...] = ()
     is_extrapolated: bool = False
     seconds: float = 0.0
+    trace: StepTrace = field(default_factory=StepTrace, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -136,6 +224,25 @@ class MemoryPrediction:
         """What the device must have: allocator and context on CUDA, else the peak."""
         least_bytes = self.least_reserved_bytes or self.reserved_bytes or self.peak_bytes
         return least_bytes + self.context_bytes
+
+    def fits(self, gpu: Gpu) -> GpuFit:
+        """Say whether a GPU has what the step takes; the answer is true where it has.
+
+        Args:
+            gpu: The GPU.
+
+        Returns:
+            Prediction and GPU side by side.
+
+        Example:
+            >>> from lightning_memsave.prediction.cuda.gpus import parse_gpu
+            >>> prediction = MemoryPrediction("cuda", "Net", MemoryBreakdown(2**30), {})
+            >>> bool(prediction.fits(parse_gpu("2GiB")))
+            True
+        """
+        tensor_bytes = self.measurable_bytes + self.context_bytes
+        used_bytes = (self.reserved_bytes or 0) + self.context_bytes
+        return GpuFit(gpu, self.device_bytes, tensor_bytes, used_bytes)
 
     @property
     def measurable_bytes(self) -> int:
@@ -180,7 +287,7 @@ class MemoryPrediction:
                     "name": module.name,
                     "class_name": module.class_name,
                     "num_parameters": module.num_parameters,
-                    "by_category": module.memory.by_category(),
+                    "by_category": {n: v for n, v in module.memory.by_category().items() if v},
                 }
                 for module in self.modules
             ],
@@ -199,6 +306,23 @@ class MemoryPrediction:
             "is_extrapolated": self.is_extrapolated,
             "seconds": self.seconds,
         }
+
+    def to_snapshot(self) -> dict[str, Any]:
+        """Give the step in the format of torch's memory viewer, https://pytorch.org/memory_viz.
+
+        Every allocation has the category, the operator, the module and the phase that made it. The
+        sizes are those of tensors, so that the peak is ``peak_bytes``; what is there before the
+        step comes first.
+
+        Returns:
+            As ``torch.cuda.memory._snapshot`` gives it. The viewer reads pickles up to protocol 4:
+            ``pickle.dump(prediction.to_snapshot(), file, protocol=4)``.
+
+        Raises:
+            ConfigurationError: If the prediction was read from JSON, or made from copies of the
+                model with fewer blocks.
+        """
+        return self.trace.to_snapshot()
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
@@ -249,8 +373,109 @@ class MemoryPrediction:
             seconds=found["seconds"],
         )
 
+    def __rich__(self) -> Group:
+        parts: list[RenderableType] = headline(self)
+        if self.reserved_bytes is not None:
+            parts += [Text(""), needed_memory(self)]
+        parts += [Text(""), categories(self)]
+        parts += [Text(f"guessed: {line}") for line in self.guesses]
+        return Group(*parts)
+
     def __str__(self) -> str:
-        return (
-            f"{format_bytes(self.device_bytes)} on {self.device} for {self.model}: "
-            f"{self.peak} at the peak, in {self.peak_phase}"
+        return as_plain_text(self)
+
+    def __repr__(self) -> str:
+        size = format_bytes(self.device_bytes)
+        return f"<MemoryPrediction of {self.model}: {size} on {self.device}>"
+
+
+def headline(prediction: MemoryPrediction) -> list[RenderableType]:
+    """Say in a few lines what is predicted, with which settings, and where the peak is.
+
+    Args:
+        prediction: What to show.
+
+    Returns:
+        The lines.
+    """
+    count = prediction.num_parameters
+    parameters = f", {count:,} parameters" if count else ""
+    title = (
+        f"{prediction.model}{parameters}: {format_bytes(prediction.device_bytes)} for a training "
+        f"step on {prediction.device}"
+    )
+    lines = [Text(title, style="bold")]
+    if prediction.settings:
+        values = (f"{name} {value}" for name, value in prediction.settings.items())
+        lines.append(Text(f"with {', '.join(values)}"))
+    lines += [Text(f"without {name} {why}") for name, why in prediction.ineffective.items()]
+    if prediction.peak_phase:
+        where = f" in `{prediction.peak_module}`" if prediction.peak_module else ""
+        running = f" ({prediction.peak_op}{where})" if prediction.peak_op else ""
+        lines.append(Text(f"peak in {prediction.peak_phase}{running}"))
+    if prediction.peak.host_bytes:
+        host = format_bytes(prediction.peak.host_bytes)
+        lines.append(
+            Text(f"and {host} on the host: gradients, to repeat a batch when memory runs out")
         )
+    return list(lines)
+
+
+def needed_memory(prediction: MemoryPrediction) -> Table:
+    """Draw what a CUDA device needs: tensors, gaps of the allocator and context.
+
+    Args:
+        prediction: One for CUDA.
+
+    Returns:
+        A table for a rich console.
+    """
+    context = prediction.context_bytes
+    table = figure_table("device memory needed", "", numbers=("",))
+    for name, num_bytes in (
+        ("tensors at the peak", prediction.peak_bytes),
+        ("gaps in torch's allocator", prediction.device_bytes - context - prediction.peak_bytes),
+        ("CUDA context", context),
+        ("total", prediction.device_bytes),
+        ("used where there is room", (prediction.reserved_bytes or 0) + context),
+    ):
+        table.add_row(Text(name), Text(format_bytes(num_bytes)))
+    return table
+
+
+def categories(prediction: MemoryPrediction) -> Table:
+    """Draw the peak, and that of each phase, by category.
+
+    Args:
+        prediction: What to show.
+
+    Returns:
+        A table for a rich console.
+    """
+    phases = [phase for phase in PHASES if phase in prediction.by_phase]
+    numbers = ("at the peak", "share", *phases)
+    table = figure_table("category", *numbers, numbers=numbers)
+    total = prediction.peak_bytes
+    peak, *by_phase = (
+        _with_workspaces(memory.by_category(), prediction)
+        for memory in (prediction.peak, *(prediction.by_phase[phase] for phase in phases))
+    )
+    for name, num_bytes in sorted(peak.items(), key=lambda item: -item[1]):
+        figures = [phase[name] for phase in by_phase]
+        if not num_bytes and not any(figures):
+            continue
+        share = f"{num_bytes / total:.1%}" if total else ""
+        cells = [_size(num_bytes), share, *map(_size, figures)]
+        table.add_row(name.replace("_", " "), *cells)
+    sums = [_size(sum(phase.values())) for phase in by_phase]
+    table.add_row("total", _size(total), "", *sums)
+    return table
+
+
+def _with_workspaces(sizes: dict[str, int], prediction: MemoryPrediction) -> dict[str, int]:
+    workspace_bytes = min(prediction.workspace_bytes, sizes["other"])
+    return sizes | {"other": sizes["other"] - workspace_bytes, "cuBLAS": workspace_bytes}
+
+
+def _size(num_bytes: int) -> str:
+    return format_bytes(num_bytes) if num_bytes else "-"

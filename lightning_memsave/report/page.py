@@ -8,15 +8,17 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, Timeline
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.report.text import group_tensors
+from lightning_memsave.report.tree import module_lines
 from lightning_memsave.units import format_bytes
 
+# The last two are no tensors: they lie between the peak and what the device must have.
 CATEGORIES = {
     "parameter": "Parameters",
     "weight_copy": "Weight copies",
@@ -31,8 +33,6 @@ CATEGORIES = {
     "allocator_slack": "Allocator slack",
 }
 
-MAX_TENSORS = 50
-
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
@@ -42,146 +42,13 @@ class PageTable:
         title: What is in it.
         columns: Headers.
         rows: Texts of each row, one for each column.
+        sizes: Bytes of each row, drawn as a bar beside its first two texts; ``None`` for no bar.
     """
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-
-
-def page_data(
-    predictions: Sequence[tuple[str, MemoryPrediction]],
-    title: str,
-    device_capacity_bytes: int | None,
-    notes: Sequence[str],
-    tables: Sequence[PageTable] = (),
-    *,
-    device_name: str = "",
-    max_points: int,
-    max_modules: int,
-) -> dict[str, Any]:
-    """Give what the scripts of the page read.
-
-    Args:
-        predictions: Name and prediction of each setting.
-        title: Headline.
-        device_capacity_bytes: Memory of the device, if known.
-        notes: Lines to print on the page.
-        tables: Tables to draw below the headline.
-        device_name: What to call the device; empty for its size.
-        max_points: About as many points of each timeline are kept.
-        max_modules: Of larger trees, the deepest modules are summed into those above.
-
-    Returns:
-        Plain values, for JSON. Each prediction as `MemoryPrediction.to_dict` gives it, but its
-        modules as rows of figures and its timeline as differences.
-    """
-    names: dict[tuple[str, str], int] = {}
-    compact = [
-        {"name": name, **_compact(prediction, names, max_points, max_modules)}
-        for name, prediction in predictions
-    ]
-    return {
-        "title": title,
-        "device_capacity_bytes": device_capacity_bytes,
-        "device_name": device_name,
-        "notes": list(notes),
-        "tables": [asdict(table) for table in tables],
-        "categories": list(CATEGORIES.items()),
-        "module_names": list(names),
-        "predictions": compact,
-    }
-
-
-def _compact(
-    prediction: MemoryPrediction,
-    names: dict[tuple[str, str], int],
-    num_points: int,
-    num_modules: int,
-) -> dict[str, Any]:
-    depth, modules = _folded(prediction.modules, num_modules)
-    rows = []
-    for module in modules:
-        index = names.setdefault((module.name, module.class_name), len(names))
-        figures = [module.memory.by_category()[category] for category in CATEGORIES]
-        while figures and not figures[-1]:
-            figures.pop()
-        rows.append([index, module.num_parameters, *figures])
-    merged, timeline = _thinned(prediction.timeline, num_points)
-    small = replace(
-        prediction,
-        modules=(),
-        timeline=Timeline(),
-        largest_tensors=prediction.largest_tensors[:MAX_TENSORS],
-    )
-    return small.to_dict() | {
-        "num_parameters": prediction.num_parameters,
-        "host_bytes": prediction.peak.host_bytes,
-        "modules": rows,
-        "modules_depth": depth,
-        "timeline": {
-            "phases": [[phase, len(list(run))] for phase, run in groupby(timeline.phases)],
-            "by_category": {k: _differences(v) for k, v in timeline.by_category.items() if any(v)},
-            "peak_index": timeline.peak_index,
-            "merged": merged,
-        },
-    }
-
-
-def _differences(values: Sequence[int]) -> list[int]:
-    return [b - a for a, b in zip((0, *values[:-1]), values, strict=True)]
-
-
-def _thinned(timeline: Timeline, limit: int) -> tuple[int, Timeline]:
-    # Of each few neighbours in one phase the largest stays; the first result is how many those are.
-    num_points = len(timeline.phases)
-    if num_points <= limit:
-        return 1, timeline
-    totals = [sum(values) for values in zip(*timeline.by_category.values(), strict=True)]
-    totals[timeline.peak_index] += 1  # of equals, this one stays
-    size = -(-num_points // limit)
-    kept: list[int] = []
-    for _, run in groupby(range(num_points), key=timeline.phases.__getitem__):
-        points = list(run)
-        parts = (points[start : start + size] for start in range(0, len(points), size))
-        kept.extend(max(part, key=totals.__getitem__) for part in parts)
-    return size, Timeline(
-        tuple(timeline.phases[i] for i in kept),
-        {name: tuple(v[i] for i in kept) for name, v in timeline.by_category.items()},
-        kept.index(timeline.peak_index),
-    )
-
-
-def _folded(
-    modules: Sequence[ModuleMemory], limit: int
-) -> tuple[int | None, Sequence[ModuleMemory]]:
-    # Sums the deepest modules into those above until few are left; the first result is the level.
-    if len(modules) <= limit:
-        return None, modules
-    depths = [_depth(module.name) for module in modules]
-    level = max(d for d in range(max(depths) + 1) if d <= 1 or sum(x <= d for x in depths) <= limit)
-    kept: dict[str, ModuleMemory] = {}
-    for module in modules:
-        name = ".".join(module.name.split(".")[:level])
-        found = kept.get(name)
-        kept[name] = (
-            replace(module, name=name)
-            if found is None
-            else replace(
-                found,
-                num_parameters=found.num_parameters + module.num_parameters,
-                memory=found.memory + module.memory,
-            )
-        )
-    return level, tuple(kept.values())
-
-
-def _depth(name: str) -> int:
-    return name.count(".") + 1 if name else 0
-
-
-MAX_PAGE_BYTES = 2_000_000
-MAX_POINTS = (2000, 1000, 500, 250, 100, 50, 25)
+    sizes: tuple[int | None, ...] = ()
 
 
 def write_page(
@@ -196,9 +63,9 @@ def write_page(
 ) -> Path:
     """Write predictions as a page to look at and to pass on.
 
-    The file stands alone: it loads nothing, works without a network and stays below 2 MB. It shows
-    whether the step fits, the live bytes through the step, the tree of modules, the largest tensors
-    and the settings side by side.
+    The file stands alone: it loads nothing and works without a network; each setting takes at most
+    some 100 KB. It shows whether the step fits, the live bytes through the step, the tree of
+    modules, the largest tensors and the settings side by side.
 
     Args:
         path: Where to write, in a folder that exists.
@@ -214,12 +81,11 @@ def write_page(
         The path of the file.
 
     Raises:
-        ConfigurationError: If there is no prediction, two have the same name, a timeline does not
-            agree with itself, the capacity is not positive, or the path cannot be written.
+        ConfigurationError: If there is no prediction, two have the same name, or the path cannot be
+            written.
 
     Note:
-        Timelines and trees of very many settings are drawn with fewer points and levels; the page
-        says so. It needs a browser from 2024 or later.
+        It needs a browser from 2024 or later.
 
     Example:
         >>> import tempfile
@@ -227,7 +93,7 @@ def write_page(
         >>> prediction = MemoryPrediction("cpu", "Net", MemoryBreakdown(parameter_bytes=4000), {})
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     path = write_page(f"{folder}/memory.html", [("plain", prediction)])
-        ...     path.name, path.stat().st_size < 2_000_000
+        ...     path.name, path.stat().st_size < 100_000
         ('memory.html', True)
     """
     page = make_page(
@@ -277,108 +143,64 @@ def make_page(
         HTML in UTF-8.
 
     Raises:
-        ConfigurationError: If an argument is wrong.
+        ConfigurationError: If there is no prediction, or two have the same name.
     """
-    problems = _problems(predictions, device_capacity_bytes)
-    if problems:
-        error = ConfigurationError.from_problems("The page", problems)
-        raise error
-    # Most fit at once. Where not, drawings become coarser, for the file must stay easy to send.
-    for points in MAX_POINTS:
-        page = _page(
-            page_data(
-                predictions,
-                title,
-                device_capacity_bytes,
-                notes,
-                tables,
-                device_name=device_name,
-                max_points=points,
-                max_modules=5 * points,
-            )
-        )
-        if len(page) < MAX_PAGE_BYTES:
-            break
-    return page
-
-
-def _problems(
-    predictions: Sequence[tuple[str, MemoryPrediction]], capacity: int | None
-) -> list[Problem]:
-    problems = []
     if not predictions:
-        problems.append(
-            Problem(
-                "`predictions` is empty",
-                "there is nothing to show",
-                'Pass for example `[("plain", predict_memory(module, batch))]`.',
-            )
+        raise ConfigurationError(
+            "`predictions` is empty: there is nothing to show. Pass for example "
+            '`[("plain", predict_memory(module, batch))]`.'
         )
-    if capacity is not None and capacity <= 0:
-        problems.append(
-            Problem(
-                f"`device_capacity_bytes={capacity}`",
-                "a device has at least one byte",
-                "Write for example `12 * 2**30`, or `None` if it is not known.",
-            )
-        )
-    return problems + _problems_of_each(predictions)
-
-
-def _problems_of_each(predictions: Sequence[tuple[str, MemoryPrediction]]) -> list[Problem]:
     names = [name for name, _ in predictions]
-    repeated = [
-        Problem(
-            f"`predictions` has {name!r} {names.count(name)} times",
-            "the reader could not tell them apart",
-            "Give each setting a name of its own.",
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ConfigurationError(
+            f"`predictions` has {repeated[0]!r} {len(repeated)} times: the reader could not tell "
+            "them apart. Give each setting a name of its own."
         )
-        for name in dict.fromkeys(names)
-        if names.count(name) > 1
-    ]
-    wrong = [
-        Problem(
-            f"the timeline of {name!r}",
-            problem,
-            "Predict again, or pass a prediction without a timeline.",
-        )
-        for name, prediction in predictions
-        if (problem := _timeline_problem(prediction))
-    ]
-    return repeated + wrong
-
-
-def _timeline_problem(prediction: MemoryPrediction) -> str | None:
-    timeline = prediction.timeline
-    num_points = len(timeline.phases)
-    unknown = set(timeline.by_category) - set(CATEGORIES)
-    if unknown:
-        return f"has unknown categories: {', '.join(sorted(unknown))}"
-    lengths = {len(values) for values in timeline.by_category.values()}
-    if lengths - {num_points}:
-        return f"has {num_points} phases but {max(lengths)} figures in a category"
-    if num_points and not 0 <= timeline.peak_index < num_points:
-        return f"has its peak at {timeline.peak_index} of {num_points} points"
-    return None
-
-
-def _page(data: dict[str, Any]) -> bytes:
+    data = {
+        "title": title,
+        "device_capacity_bytes": device_capacity_bytes,
+        "device_name": device_name,
+        "notes": list(notes),
+        "tables": [asdict(table) for table in tables],
+        "categories": list(CATEGORIES.items()),
+        "predictions": [{"name": name, **_plain(found)} for name, found in predictions],
+    }
     folder = files(__package__).joinpath("_page")
-    parts = sorted((p for p in folder.iterdir() if p.name.endswith(".js")), key=lambda p: p.name)
-    script = "\n".join(part.read_text("utf-8") for part in parts)
-    style = folder.joinpath("page.css").read_text("utf-8")
-    template = Template(folder.joinpath("page.html").read_text("utf-8"))
-    page = template.substitute(
+    script, style, template = (
+        folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css", "html")
+    )
+    page = Template(template).substitute(
         # The browser runs this script and no other, and loads nothing.
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",
         version=version("lightning-memsave"),
-        title=html.escape(data["title"]),
+        title=html.escape(title),
         style=style,
         script=script,
         data=_json_for_html(data),
-        table=_plain_table(data),
+        table=_table_without_script(predictions),
     )
     return page.encode("utf-8", "replace")
+
+
+def _plain(prediction: MemoryPrediction) -> dict[str, Any]:
+    tensors = [
+        {
+            **asdict(members[0]),
+            "module": template if len(members) > 1 else members[0].module,
+            "modules": [tensor.module for tensor in members],
+            "total_bytes": sum(tensor.num_bytes for tensor in members),
+        }
+        for template, members in group_tensors(prediction.largest_tensors)
+    ]
+    lines = module_lines(prediction.modules, max_depth=None) if prediction.modules else []
+    return replace(prediction, modules=(), largest_tensors=()).to_dict() | {
+        "num_parameters": prediction.num_parameters,
+        "largest_tensors": sorted(tensors, key=lambda tensor: -int(tensor["total_bytes"])),
+        "modules": [
+            asdict(line) | {"memory": {k: n for k, n in line.memory.by_category().items() if n}}
+            for line in lines
+        ],
+    }
 
 
 def _hash(text: str) -> str:
@@ -391,10 +213,9 @@ def _json_for_html(data: dict[str, Any]) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _plain_table(data: dict[str, Any]) -> str:
-    # For a reader without JavaScript.
+def _table_without_script(predictions: Sequence[tuple[str, MemoryPrediction]]) -> str:
     rows = "".join(
-        f"<tr><th>{html.escape(p['name'])}</th><td>{format_bytes(p['device_bytes'])}</td></tr>"
-        for p in data["predictions"]
+        f"<tr><th>{html.escape(name)}</th><td>{format_bytes(found.device_bytes)}</td></tr>"
+        for name, found in predictions
     )
     return f"<table><tr><th>Setting</th><td>Needs</td></tr>{rows}</table>"

@@ -1,13 +1,17 @@
-"""Show the memory of each module at the peak as a tree."""
+"""Show a model's modules as a tree: their parameters, or their memory at the peak."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, Protocol, TypeVar
 
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.plain_text import figure_table
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.parameters import ModuleParameters, ParameterTable, ancestors
 from lightning_memsave.prediction.result import ModuleMemory
 from lightning_memsave.units import format_bytes
 
@@ -17,25 +21,55 @@ _COLUMNS = (
     ("gradients", ("gradient",)),
     ("state", ("optimizer_state",)),
     ("activations", ("activation",)),
-    ("rest", ("input", "temporary", "other", "cuda_context", "allocator_slack")),
+    ("rest", ("input", "temporary", "other")),
 )
 
 
+class _Row(Protocol):
+    """A module with what it holds, the modules inside it included."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def class_name(self) -> str: ...
+
+
+RowT = TypeVar("RowT", bound=_Row)
+
+
 @dataclass(slots=True)
-class _Node:
-    """Modules that are shown in one line, with all that is inside them."""
+class _Node(Generic[RowT]):
+    """Modules that share a line: a single one, or equal blocks."""
 
     label: str
-    modules: list[ModuleMemory]
-    children: list["_Node"] = field(default_factory=list)
-    memory: MemoryBreakdown = field(default_factory=MemoryBreakdown)
-    num_parameters: int = 0
+    rows: list[RowT]
+    size: int
+    children: list["_Node[RowT]"] = field(default_factory=list)
 
 
-def module_tree(
+@dataclass(frozen=True, slots=True)
+class ModuleLine:
+    """One line of a tree: a module, or equal blocks, with all that is inside.
+
+    Args:
+        depth: Levels below the whole.
+        label: Last part of its name, such as ``"mlp"``, or ``"0-11"`` of equal blocks.
+        class_name: Such as ``"12 x Block"``; empty where there are several.
+        num_parameters: Elements of its parameters.
+        memory: Bytes at the peak.
+    """
+
+    depth: int
+    label: str
+    class_name: str
+    num_parameters: int
+    memory: MemoryBreakdown
+
+
+def module_lines(
     modules: Sequence[ModuleMemory], *, max_depth: int | None = 2, min_share: float = 0.01
-) -> Table:
-    """Draw the modules as a tree, each with all that is inside it, largest first.
+) -> list[ModuleLine]:
+    """Arrange the modules as a tree, each with all that is inside it, largest first.
 
     Neighbours in a list with as many parameters each share a line.
 
@@ -45,23 +79,55 @@ def module_tree(
         min_share: Modules with less of the whole than this are summed up in one line.
 
     Returns:
-        A table for a rich console.
+        The lines from top to bottom.
 
     Raises:
         ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
     """
-    check_limits(max_depth, min_share)
-    root = _tree(modules)
-    found = root.memory.by_category()
+    own = {module.name: replace(module, class_name="") for module in modules}
+    builder = _TreeBuilder[ModuleMemory](
+        size_of=lambda module: module.memory.total_bytes,
+        kind_of=lambda module: (module.class_name, module.num_parameters),
+        own_of=lambda module: own.get(module.name),
+    )
+    root = builder.build(_with_insides(modules), ModuleMemory("", "", 0, MemoryBreakdown()))
+    return [
+        ModuleLine(
+            depth,
+            node.label,
+            "" if node.label.endswith(" smaller)") else _class_of(node),
+            sum(row.num_parameters for row in node.rows),
+            sum((row.memory for row in node.rows), MemoryBreakdown()),
+        )
+        for depth, node in _visible_lines(root, max_depth, min_share)
+    ]
+
+
+def module_tree(
+    modules: Sequence[ModuleMemory], *, max_depth: int | None = 2, min_share: float = 0.01
+) -> Table:
+    """Draw the lines of `module_lines`.
+
+    Args:
+        modules: As for `module_lines`.
+        max_depth: As for `module_lines`.
+        min_share: As for `module_lines`.
+
+    Returns:
+        A table for a rich console.
+
+    Raises:
+        ConfigurationError: As for `module_lines`.
+    """
+    lines = module_lines(modules, max_depth=max_depth, min_share=min_share)
+    found = lines[0].memory.by_category()
     columns = [(name, parts) for name, parts in _COLUMNS if any(found[part] for part in parts)]
-    table = Table(box=None, pad_edge=False)
-    table.add_column("module", overflow="fold")
-    table.add_column("class", overflow="fold")
-    for name in ("all", *(name for name, _ in columns)):
-        table.add_column(name, justify="right", no_wrap=True)
-    for depth, node in _visible(root, 0, max_depth, min_share * root.memory.total_bytes):
-        figures = node.memory.by_category()
-        cells = ["  " * depth + node.label, _class_of(node), format_bytes(node.memory.total_bytes)]
+    numbers = ("all", *(name for name, _ in columns))
+    table = figure_table("module", "class", *numbers, numbers=numbers)
+    for line in lines:
+        figures = line.memory.by_category()
+        total = format_bytes(line.memory.total_bytes)
+        cells = ["  " * line.depth + line.label, line.class_name, total]
         for _, parts in columns:
             num_bytes = sum(figures[part] for part in parts)
             cells.append(format_bytes(num_bytes) if num_bytes else "-")
@@ -70,114 +136,182 @@ def module_tree(
     return table
 
 
-def check_limits(max_depth: int | None, min_share: float) -> None:
-    """Refuse limits with which no tree can be drawn.
+def parameter_tree(
+    table: ParameterTable, *, max_depth: int | None = None, min_share: float = 0.005
+) -> Group:
+    """Draw the modules as a tree, with equal blocks in one line, largest first.
 
     Args:
+        table: What to draw.
         max_depth: Levels below the whole; ``None`` for all.
-        min_share: Modules with less of the whole than this are summed up in one line.
+        min_share: Modules with less of all parameters than this are summed up in one line.
+
+    Returns:
+        A line with the totals and a table, for a rich console.
 
     Raises:
         ConfigurationError: If ``max_depth`` is negative or ``min_share`` not between 0 and 1.
     """
+    builder = _TreeBuilder[ModuleParameters](
+        size_of=lambda row: row.num_parameters,
+        kind_of=lambda row: (row.class_name, row.num_parameters, row.num_bytes, row.num_trainable),
+        own_of=_own_parameters,
+    )
+    root = builder.build(table.modules, ModuleParameters("", ""))
+    numbers = ("parameters", "share", "memory")
+    shown = figure_table("module", "class", *numbers, numbers=numbers)
+    shown.add_column("dtype", no_wrap=True)
+    shown.add_column("trained", no_wrap=True)
+    for depth, node in _visible_lines(root, max_depth, min_share):
+        # As `Text`: rich would read brackets as its markup.
+        shown.add_row(*(Text(cell) for cell in _parameter_cells(node, depth, root.size)))
+    return Group(_title(table), shown)
+
+
+@dataclass(frozen=True)
+class _TreeBuilder(Generic[RowT]):
+    """Makes the tree; equal neighbours with numbers for names become one node."""
+
+    size_of: Callable[[RowT], int]
+    kind_of: Callable[[RowT], object]
+    own_of: Callable[[RowT], RowT | None]
+
+    def build(self, rows: Sequence[RowT], missing_root: RowT) -> _Node[RowT]:
+        children: dict[str, list[RowT]] = {}
+        for row in rows:
+            if row.name:
+                children.setdefault(row.name.rpartition(".")[0], []).append(row)
+        root = [row for row in rows if not row.name] or [missing_root]
+        return self._node("(whole)", root, children)
+
+    def _node(self, label: str, rows: list[RowT], children: dict[str, list[RowT]]) -> _Node[RowT]:
+        inside: dict[str, list[RowT]] = {}
+        for row in rows:
+            for child in children.get(row.name, ()):
+                inside.setdefault(child.name.rpartition(".")[2], []).append(child)
+        node = self._leaf(label, rows)
+        node.children = [self._node(*group, children) for group in self._groups(inside)]
+        own = [found for row in rows if (found := self.own_of(row)) is not None]
+        if node.children and own:
+            node.children.append(self._leaf("(its own)", own))
+        return node
+
+    def _leaf(self, label: str, rows: list[RowT]) -> _Node[RowT]:
+        return _Node(label, rows, sum(map(self.size_of, rows)))
+
+    def _groups(self, inside: dict[str, list[RowT]]) -> Iterator[tuple[str, list[RowT]]]:
+        names: list[str] = []
+        kind: object = None
+        for name, rows in inside.items():
+            kind_before, kind = kind, [self.kind_of(row) for row in rows]
+            if names and not (name.isdigit() and kind == kind_before):
+                yield _range(names), [row for n in names for row in inside[n]]
+                names = []
+            names.append(name)
+        if names:
+            yield _range(names), [row for n in names for row in inside[n]]
+
+
+def _range(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}-{names[-1]}"
+
+
+def _visible_lines(
+    root: _Node[RowT], max_depth: int | None, min_share: float
+) -> Iterator[tuple[int, _Node[RowT]]]:
     if max_depth is not None and max_depth < 0:
         raise ConfigurationError(
-            f"`max_depth={max_depth}` is no depth: it must be at least 0. Use `None` to see all."
+            f"`max_depth={max_depth}` is not a valid depth: it must be at least 0. Use `None` to "
+            "see all."
         )
     if not 0 <= min_share <= 1:
         raise ConfigurationError(
-            f"`min_share={min_share}` is no share: it must be from 0 to 1. Use 0.01 for 1 %."
+            f"`min_share={min_share}` is not a valid share: it must be from 0 to 1. Use 0.01 for "
+            "1 %."
         )
 
+    def lines(node: _Node[RowT], depth: int) -> Iterator[tuple[int, _Node[RowT]]]:
+        yield depth, node
+        if max_depth is not None and depth >= max_depth:
+            return
+        filled = sorted((n for n in node.children if n.size), key=lambda n: -n.size)
+        small = [child for child in filled if child.size < min_share * root.size]
+        for child in filled[: len(filled) - len(small)]:
+            yield from lines(child, depth + 1)
+        if len(small) == 1:
+            yield depth + 1, small[0]
+        elif small:
+            rows = [row for child in small for row in child.rows]
+            size = sum(child.size for child in small)
+            yield depth + 1, _Node(f"({len(small)} smaller)", rows, size)
 
-def _tree(modules: Sequence[ModuleMemory]) -> _Node:
-    children: dict[str, list[ModuleMemory]] = {}
-    for module in modules:
-        if module.name:
-            children.setdefault(module.name.rpartition(".")[0], []).append(module)
-    root = [module for module in modules if not module.name] or [
-        ModuleMemory("", "", 0, MemoryBreakdown())
-    ]
-    return _node("(whole)", root, children)
-
-
-def _node(
-    label: str, modules: list[ModuleMemory], children: dict[str, list[ModuleMemory]]
-) -> _Node:
-    inside: dict[str, list[ModuleMemory]] = {}
-    for module in modules:
-        for child in children.get(module.name, ()):
-            inside.setdefault(child.name.rpartition(".")[2], []).append(child)
-    nodes = [_node(name, members, children) for name, members in inside.items()]
-    own = _summed(label="(its own)", nodes=[_leaf(modules)])
-    if not nodes:
-        return _Node(label, modules, [], own.memory, own.num_parameters)
-    merged = _merged(nodes)
-    whole = _summed(label, [own, *merged])
-    if own.memory.total_bytes:
-        merged.append(own)
-    return _Node(label, modules, merged, whole.memory, whole.num_parameters)
+    return lines(root, 0)
 
 
-def _leaf(modules: Sequence[ModuleMemory]) -> _Node:
-    memory = sum((module.memory for module in modules), MemoryBreakdown())
-    return _Node("", [], [], memory, sum(module.num_parameters for module in modules))
-
-
-def _summed(label: str, nodes: Sequence[_Node]) -> _Node:
-    memory = sum((node.memory for node in nodes), MemoryBreakdown())
-    return _Node(label, [], [], memory, sum(node.num_parameters for node in nodes))
-
-
-# Neighbours with numbers for names and as many parameters become one, with their insides.
-def _merged(nodes: Sequence[_Node]) -> list[_Node]:
-    found: list[list[_Node]] = []
-    for node in nodes:
-        if found and node.label.isdigit() and _kind(node) == _kind(found[-1][-1]):
-            found[-1].append(node)
-        else:
-            found.append([node])
-    return [group[0] if len(group) == 1 else _united(group) for group in found]
-
-
-def _united(group: Sequence[_Node]) -> _Node:
-    whole = _summed(f"{group[0].label}-{group[-1].label}", group)
-    insides: dict[str, list[_Node]] = {}
-    for node in group:
-        for child in node.children:
-            insides.setdefault(child.label, []).append(child)
-    whole.modules = [module for node in group for module in node.modules]
-    for label, members in insides.items():
-        united = members[0] if len(members) == 1 else _united(members)
-        united.label = label
-        whole.children.append(united)
-    return whole
-
-
-def _kind(node: _Node) -> tuple[object, ...]:
-    return (*{module.class_name for module in node.modules}, node.num_parameters)
-
-
-def _visible(
-    node: _Node, depth: int, max_depth: int | None, minimum: float
-) -> Iterator[tuple[int, _Node]]:
-    yield depth, node
-    if max_depth is not None and depth >= max_depth:
-        return
-    filled = [child for child in node.children if child.memory.total_bytes]
-    filled.sort(key=lambda child: -child.memory.total_bytes)
-    small = [child for child in filled if child.memory.total_bytes < minimum]
-    for child in filled:
-        if child.memory.total_bytes >= minimum:
-            yield from _visible(child, depth + 1, max_depth, minimum)
-    if len(small) == 1:
-        yield depth + 1, small[0]
-    elif small:
-        yield depth + 1, _summed(f"({len(small)} smaller)", small)
-
-
-def _class_of(node: _Node) -> str:
-    classes = list(dict.fromkeys(module.class_name for module in node.modules))
-    if len(classes) != 1:
+def _class_of(node: _Node[RowT]) -> str:
+    classes = {row.class_name for row in node.rows}
+    if len(classes) != 1 or not (name := classes.pop()):
         return ""
-    return f"{len(node.modules)} x {classes[0]}" if len(node.modules) > 1 else classes[0]
+    is_several = len(node.rows) > 1 and not node.label.startswith("(")
+    return f"{len(node.rows)} x {name}" if is_several else name
+
+
+# What a prediction says of a module is without the modules inside it.
+def _with_insides(modules: Sequence[ModuleMemory]) -> list[ModuleMemory]:
+    totals = {module.name: module for module in modules}
+    totals.setdefault("", ModuleMemory("", "", 0, MemoryBreakdown()))
+    for module in modules:
+        for name in ancestors(module.name):
+            if name != module.name and name in totals:
+                outer = totals[name]
+                totals[name] = replace(
+                    outer,
+                    num_parameters=outer.num_parameters + module.num_parameters,
+                    memory=outer.memory + module.memory,
+                )
+    return list(totals.values())
+
+
+def _title(table: ParameterTable) -> Text:
+    title = f"{table.model}: {table.num_parameters:,} parameters, {format_bytes(table.num_bytes)}"
+    if table.buffer_bytes:
+        title += f", and {format_bytes(table.buffer_bytes)} of buffers"
+    if table.num_lazy:
+        title += f"; {table.num_lazy} more have no shape before the first forward pass"
+    return Text(title)
+
+
+# Bytes of a module's own parameters are not known apart from those inside it; shares of them are.
+def _own_parameters(row: ModuleParameters) -> ModuleParameters | None:
+    if not row.own_parameters:
+        return None
+    part = row.own_parameters / max(row.num_parameters, 1)
+    return replace(
+        row,
+        class_name="",
+        num_parameters=row.own_parameters,
+        num_bytes=round(row.num_bytes * part),
+        num_trainable=None if row.num_trainable is None else round(row.num_trainable * part),
+    )
+
+
+def _parameter_cells(
+    node: _Node[ModuleParameters], depth: int, num_parameters: int
+) -> tuple[str, ...]:
+    return (
+        "  " * depth + node.label,
+        _class_of(node),
+        f"{node.size:,}",
+        f"{node.size / max(num_parameters, 1):.1%}",
+        format_bytes(sum(row.num_bytes for row in node.rows)),
+        ", ".join(dict.fromkeys(dtype for row in node.rows for dtype in row.dtypes)),
+        _trained([row.num_trainable for row in node.rows], node.size),
+    )
+
+
+def _trained(counts: Sequence[int | None], num_parameters: int) -> str:
+    known = [count for count in counts if count is not None]
+    if len(known) < len(counts):
+        return ""
+    number = sum(known)
+    return "yes" if number == num_parameters else "no" if not number else f"{number:,}"

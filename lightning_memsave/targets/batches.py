@@ -5,7 +5,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,8 +88,8 @@ class BatchSpec:
         >>> spec = parse_batch("x=float32[8,16],y=int64[8]<10")
         >>> {name: tuple(tensor.shape) for name, tensor in spec.build().items()}
         {'x': (8, 16), 'y': (8,)}
-        >>> print(spec.with_samples(2))
-        x=float32[2,16],y=int64[2]<10
+        >>> print(spec)
+        x=float32[8,16],y=int64[8]<10
     """
 
     structure: Any
@@ -116,29 +116,6 @@ class BatchSpec:
             return spec.build(generator)
 
         return _map(self.structure, make)
-
-    @property
-    def num_samples(self) -> int:
-        """The first size of the first tensor that has one."""
-        return next((spec.shape[0] for spec in _leaves(self.structure) if spec.shape), 1)
-
-    def with_samples(self, num_samples: int) -> "BatchSpec":
-        """Give the same batch with more or fewer samples.
-
-        Args:
-            num_samples: In place of `num_samples`.
-
-        Returns:
-            The other one; tensors whose first size is another one stay.
-        """
-        now = self.num_samples
-
-        def resized(spec: TensorSpec) -> TensorSpec:
-            if spec.shape[:1] != (now,):
-                return spec
-            return checked(replace(spec, shape=(num_samples, *spec.shape[1:])))
-
-        return BatchSpec(_map(self.structure, resized))
 
     def __str__(self) -> str:
         if isinstance(self.structure, Mapping):

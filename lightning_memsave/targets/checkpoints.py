@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_memsave.core.names import SAFETENSORS_DTYPES
 from lightning_memsave.errors import ConfigurationError
 
 _PLACES = ("state_dict", "model_state_dict", "model", "module")
@@ -46,7 +47,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
     """
     if path.suffix == ".safetensors":
         return Checkpoint(_read_safetensors(path))
-    found = _load(path)
+    # Shapes are all that is wanted: under this mode nothing is read or allocated for them.
+    with FakeTensorMode():
+        found = load_without_code(
+            path,
+            if_code="Give the weights alone: `torch.save(model.state_dict(), path)`; or give the "
+            "code in place of the checkpoint: `module:Class`.",
+            if_unreadable="Give a checkpoint of Lightning, or what "
+            "`torch.save(model.state_dict(), path)` has written.",
+        )
     state = found
     for _ in range(2):  # DeepSpeed and others nest once more
         place = next((p for p in _PLACES if isinstance(_get(state, p), Mapping)), None)
@@ -68,37 +77,40 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(_without_wrappers(tensors), arguments, class_name)
 
 
-def _load(path: Path) -> Any:
+def load_without_code(
+    path: Path, *, if_code: str, if_unreadable: str, map_location: str | None = None
+) -> Any:
+    """Load a file of torch, but no code in it.
+
+    Args:
+        path: The file.
+        if_code: What to do if it holds objects whose loading could run code.
+        if_unreadable: What to do if it cannot be read.
+        map_location: As for ``torch.load``.
+
+    Returns:
+        What is in it.
+
+    Raises:
+        ConfigurationError: If it cannot be loaded so.
+    """
     try:
-        # Shapes are all that is wanted: under this mode nothing is read or allocated for them.
-        with FakeTensorMode():
-            return torch.load(path, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ConfigurationError(_refusal(path, error)) from error
+        return torch.load(path, map_location=map_location, weights_only=True)
     # Files that are no checkpoint raise all kinds.
     except Exception as error:
-        raise ConfigurationError(_unreadable(path, error)) from error
-
-
-def _refusal(path: Path, error: Exception) -> str:
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    if found is None:
-        return _unreadable(path, error)
-    return (
-        f"`{path}` holds an object of `{found[1]}`, and loading that could run code: it was not "
-        "loaded. Give the weights alone: `torch.save(model.state_dict(), path)`; or give the code "
-        "in place of the checkpoint: `module:Class`."
-    )
-
-
-def _unreadable(path: Path, error: Exception) -> str:
-    reason = str(error).strip().splitlines()
-    # What pickle raises on any other file may be no more than a byte.
-    why = f" ({reason[0]})" if reason and " " in reason[0] else ": it is no file of torch"
-    return (
-        f"`{path}` cannot be read by torch{why}. Give a checkpoint of Lightning, or what "
-        "`torch.save(model.state_dict(), path)` has written."
-    )
+        code = re.search(r"GLOBAL (\S+)", str(error))
+        if code is not None and isinstance(error, pickle.UnpicklingError):
+            raise ConfigurationError(
+                f"`{path}` holds an object of `{code[1]}`, and loading that could run code: it was "
+                f"not loaded. {if_code}"
+            ) from error
+        reason = str(error).strip().splitlines()
+        # What pickle raises on any other file may be no more than a byte.
+        is_told = bool(reason) and " " in reason[0]
+        why = f" ({reason[0].rstrip('.')})" if is_told else ": it is not a file of torch"
+        raise ConfigurationError(
+            f"`{path}` cannot be read by torch{why}. {if_unreadable}"
+        ) from error
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -108,7 +120,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         with FakeTensorMode(), safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
-                name: torch.empty(found.get_shape(), dtype=_DTYPES[found.get_dtype()])
+                name: torch.empty(
+                    found.get_shape(), dtype=getattr(torch, SAFETENSORS_DTYPES[found.get_dtype()])
+                )
                 for name, found in slices.items()
             }
     except (SafetensorError, KeyError, OSError) as error:
@@ -128,19 +142,3 @@ def _without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def _get(found: Any, name: str) -> Any:
     return found.get(name) if isinstance(found, Mapping) else None
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}

@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 import sys
 import traceback
@@ -18,36 +19,11 @@ import torch
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
 
+from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import ConfigurationError, MemsaveError
-from lightning_memsave.prediction.fake.tensors import buildable
+from lightning_memsave.prediction.fake.tensors import buildable, remedy_for
 
-_ABOUT_GPU = re.compile(
-    r"\bcuda\b|\bnvidia\b|\bhip\b|\bcudnn\b|no gpus? |accelerator device", re.IGNORECASE
-)
-_ABOUT_DATA = re.compile(r"\.numpy\(\)|data pointer|data_ptr")
 _MAX_LENGTH = 300
-
-
-def remedy_for(error: BaseException) -> str:
-    """Say what to do about an error that comes from where the code runs, not from what it does.
-
-    Args:
-        error: Whatever code of the user raised on tensors without data.
-
-    Returns:
-        Two sentences; empty for any other error.
-    """
-    if _ABOUT_GPU.search(str(error)):
-        return (
-            "It asks for a GPU, and none is used here. Make the device an argument, guard it with "
-            "`torch.cuda.is_available()`, or leave it to the Trainer."
-        )
-    if _ABOUT_DATA.search(str(error)):
-        return (
-            "It asks for the data of a tensor, and tensors have none here. Compute with torch "
-            "instead of numpy or a kernel of its own."
-        )
-    return ""
 
 
 @contextlib.contextmanager
@@ -261,7 +237,11 @@ def _import_module(name: str) -> ModuleType:
 
 def _import_file(path: str) -> ModuleType:
     if not Path(path).is_file():
-        raise ConfigurationError(f"`{path}` does not exist. {_near_files(Path(path))}")
+        folder = Path(path).parent
+        fix = files_like(Path(path)) or "Give the path from the current folder."
+        if not folder.is_dir():
+            fix = f"There is no folder `{folder}` either."
+        raise ConfigurationError(f"`{path}` does not exist. {fix}")
     # Not its bare name, which another module may have.
     name = f"_memsave_target_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
@@ -296,13 +276,19 @@ def _attribute(module: ModuleType, where: str, name: str) -> Any:
     return found
 
 
-def _near_files(path: Path) -> str:
+def files_like(path: Path) -> str:
+    """Ask whether a file was meant that exists.
+
+    Args:
+        path: One that does not exist.
+
+    Returns:
+        As for `did_you_mean`.
+    """
     folder = path.parent
-    if not folder.is_dir():
-        return f"There is no folder `{folder}` either."
-    near = difflib.get_close_matches(path.name, [p.name for p in folder.iterdir()], n=3)
-    options = " or ".join(f"`{folder / name}`" for name in near)
-    return f"Did you mean {options}?" if options else "Give the path from the current folder."
+    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
+    prefix = "" if folder == Path() else f"{folder}{os.sep}"
+    return did_you_mean(path.name, names, prefix=prefix, cutoff=0.8)
 
 
 def _check_arguments(text: str, factory: Factory, arguments: Mapping[str, Any]) -> None:

@@ -1,6 +1,5 @@
 """Find the model that is named in a shell."""
 
-import difflib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.targets.batches import BatchSpec, TensorSpec
 from lightning_memsave.targets.checkpoints import read_checkpoint
-from lightning_memsave.targets.code import find_factory, maker_of, parse_arguments
+from lightning_memsave.targets.code import files_like, find_factory, maker_of, parse_arguments
 from lightning_memsave.targets.hugging_face import TASKS, maker_of_config, read_config
 from lightning_memsave.targets.lightning_yaml import read_lightning_config
 from lightning_memsave.targets.target import Target, make_batch_spec
@@ -64,8 +63,8 @@ def load_target(
 
     Example:
         >>> target = load_target("torch.nn:Linear", arguments={"in_features": 3, "out_features": 2})
-        >>> target.parameter_shapes()
-        {'weight': ((2, 3), 'float32'), 'bias': ((2,), 'float32')}
+        >>> target.build()
+        Linear(in_features=3, out_features=2, bias=True)
     """
     text = os.fspath(target).strip()
     path, arguments = Path(text), dict(arguments or {})
@@ -100,7 +99,7 @@ def load_target(
         _refuse(text, "code", model=model, task=task)
         factory = find_factory(text)
         return Target(text, "factory", maker_of(text, factory, arguments))
-    raise ConfigurationError(f"`{text}` does not exist. {_near(path)}{_FORMS}")
+    raise ConfigurationError(f"`{text}` does not exist. {_meant(path)}{_FORMS}")
 
 
 def _of_checkpoint(path: str, model: str | None, arguments: dict[str, Any]) -> Target:
@@ -130,13 +129,10 @@ def _refuse(text: str, what: str, **given: str | None) -> None:
             )
 
 
-def _near(path: Path) -> str:
-    folder = path.parent
-    names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(path.name, names, n=2, cutoff=0.8)
-    if near:
-        return f"Did you mean {' or '.join(f'`{folder / name}`' for name in near)}? "
+def _meant(path: Path) -> str:
     module, _, name = str(path).rpartition(".")
+    if question := files_like(path):
+        return question
     if name[:1].isupper() and module.replace(".", "").isidentifier():
         return f"Did you mean `{module}:{name}`? "
     return ""

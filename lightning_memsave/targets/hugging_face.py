@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.tensors import buildable
 from lightning_memsave.targets.code import explained
@@ -155,8 +156,7 @@ def _check_model_type(source: str, found: Any) -> None:
     kind = found["model_type"]
     if kind in CONFIG_MAPPING:
         return
-    near = difflib.get_close_matches(str(kind), list(CONFIG_MAPPING.keys()), n=3)
-    options = f"Did you mean {' or '.join(f'`{name}`' for name in near)}? " if near else ""
+    options = did_you_mean(str(kind), CONFIG_MAPPING.keys())
     own = "It brings its own code, which is not run. " if "auto_map" in found else ""
     raise ConfigurationError(
         f"`{source}` has `model_type={kind!r}`, which this transformers does not know. {own}"

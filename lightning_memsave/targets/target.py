@@ -75,36 +75,6 @@ class Target:
         """
         return self.module_without_data if self.can_build else self.tensors
 
-    def parameter_shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Give shape and dtype of each parameter.
-
-        Returns:
-            Pairs such as ``((30522, 768), "float32")`` by name; of tied parameters the first one.
-            A checkpoint does not say which of its tensors are buffers: it gives all of them.
-        """
-        source = self.parameter_source()
-        named = source.named_parameters() if isinstance(source, nn.Module) else source.items()
-        found: dict[Any, tuple[str, Tensor]] = {}
-        for name, tensor in named:
-            storage = getattr(tensor.untyped_storage(), "_cdata", name)
-            key = (storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-            found.setdefault(key, (name, tensor))
-        return {
-            name: (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-            for name, tensor in found.values()
-        }
-
-    def example_batch(self, sizes: Any) -> Any:
-        """Make a batch: real, or under a ``FakeTensorMode`` without data.
-
-        Args:
-            sizes: As for `make_batch_spec`.
-
-        Returns:
-            Tensors in the nesting that the model takes.
-        """
-        return make_batch_spec(sizes, self).build()
-
 
 def make_batch_spec(sizes: Any, target: Target | None = None) -> BatchSpec:
     """Describe a batch by its sizes, or by its tensors.

@@ -53,6 +53,10 @@ def _allocate(
         _allocate_low_bit(optimizer, index, group)
     elif type(optimizer) is torch.optim.SGD:
         _allocate_momentum(optimizer, group, stateless)
+    elif type(optimizer) is torch.optim.Adafactor:
+        # Its state has the type of the gradient, which is float32 where weights are rounded.
+        if all(param.dtype is torch.float32 for param in stateless):
+            _initialize(optimizer, group)
     elif type(optimizer).__module__.startswith("torch.optim."):
         _initialize(optimizer, group)
 

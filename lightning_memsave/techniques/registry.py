@@ -1,9 +1,11 @@
-"""The techniques that there are, and the stacks: settings that go together under one name."""
+"""The one list of what `MemSaveCallback` switches on: techniques, and settings of the Trainer."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_memsave.core.technique import Technique
+from lightning_memsave.core.technique import Exactness, Offer, Technique
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -15,102 +17,121 @@ from lightning_memsave.techniques.low_precision_weights.technique import LowPrec
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
-TECHNIQUES: tuple[type[Technique[Any]], ...] = (
-    AttentionKernel,  # docs/techniques/attention_kernel.md
-    ChunkedCrossEntropy,  # docs/techniques/chunked_cross_entropy.md
-    ActivationCheckpointing,  # docs/techniques/activation_checkpointing.md
-    LowBitOptimizer,  # docs/techniques/low_bit_optimizer.md
-    LowPrecisionWeights,  # docs/techniques/low_precision_weights.md
-    OptimizerInBackward,  # docs/techniques/optimizer_in_backward.md
-    MicroBatching,  # docs/techniques/micro_batching.md
-)
-"""In the order in which they are applied; they are undone in reverse."""
 
-STACKS: Mapping[str, Mapping[str, Any]] = {
-    # Nothing but what is named beside it.
-    "off": dict.fromkeys(
-        (
-            "activation_checkpointing",
-            "optimizer",
-            "precision",
-            "micro_batch_size",
-            "eval_micro_batch_size",
-            "chunked_cross_entropy",
-            "optimizer_in_backward",
-            "low_precision_weights",
-            "attention",
-            "early_release",
-        )
-    ),
-    # What everybody has; also what `MemSaveCallback()` does.
-    "classic": {
-        "activation_checkpointing": "all",
-        "optimizer": "8bit",
-        "precision": "auto",
-        "micro_batch_size": "auto",
-        "eval_micro_batch_size": "auto",
-        "chunked_cross_entropy": None,
-        "optimizer_in_backward": None,
-        "low_precision_weights": None,
-        "attention": None,
-        "early_release": True,
-    },
-    # All that leaves training bit for bit as it was. A batch that does not fit is split all the
-    # same, which changes the rounding of a run that would have ended.
-    "bitwise": {
-        "activation_checkpointing": "all",
-        "optimizer": None,
-        "precision": None,
-        "micro_batch_size": "auto",
-        "eval_micro_batch_size": "auto",
-        "chunked_cross_entropy": None,
-        "optimizer_in_backward": True,
-        "low_precision_weights": None,
-        "attention": None,
-        "early_release": True,
-    },
-    # The least memory that one GPU can do with, without that of the host.
-    "single_gpu": {
-        "activation_checkpointing": "nested",
-        "optimizer": "8bit",
-        "force_8bit": ("*",),
-        "precision": "bf16-mixed",
-        "micro_batch_size": "auto",
-        "eval_micro_batch_size": "auto",
-        "chunked_cross_entropy": True,
-        "optimizer_in_backward": True,
-        "low_precision_weights": "stochastic",
-        "attention": "sdpa",
-        "early_release": True,
-    },
-}
-"""Arguments of `MemSaveCallback` by the name of their stack."""
-
-BARE = "classic"
-"""The stack of a callback that is given none."""
-
-OFF_BY_NONE = (
-    "activation_checkpointing",
-    "optimizer",
-    "precision",
-    "micro_batch_size",
-    "eval_micro_batch_size",
-    "early_release",
-)
-"""Arguments of `MemSaveCallback` that do something unless they are ``None``."""
-
-
-def with_rest_off(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Switch off what is not named; a stack says itself what is on.
+@dataclass(frozen=True)
+class Entry:
+    """An argument of `MemSaveCallback` that has a value in the stacks.
 
     Args:
-        settings: Some arguments of `MemSaveCallback` by name.
+        argument: Its name.
+        technique: What it switches on; ``None`` for a setting of the Trainer.
+        classic: Its value in the stack of that name, which a bare callback has.
+        bitwise: The same.
+        single_gpu: The same.
+        details: Arguments that say more of it, and what they are where it is off.
+        offers: As `Technique.offers`, of a setting of the Trainer.
+        exactness: As `Technique.exactness`, of a setting of the Trainer.
+    """
+
+    argument: str
+    technique: type[Technique[Any]] | None = None
+    classic: Any = None
+    bitwise: Any = None
+    single_gpu: Any = None
+    details: Mapping[str, Any] = field(default_factory=dict)
+    offers: tuple[Offer, ...] = ()
+    exactness: Exactness = Exactness.BITWISE
+
+    @classmethod
+    def of(cls, technique: type[Technique[Any]], **values: Any) -> "Entry":
+        """Make the entry of a technique, with the values of its argument in stacks."""
+        return cls(
+            technique.argument,
+            technique,
+            **values,
+            offers=technique.offers,
+            exactness=technique.exactness,
+        )
+
+
+_ENTRIES = [
+    Entry("precision", classic="auto", single_gpu="bf16-mixed", exactness=Exactness.APPROXIMATE),
+    # A batch that does not fit is split in "bitwise", too: its run would have ended.
+    Entry.of(MicroBatching, classic="auto", bitwise="auto", single_gpu="auto"),
+    Entry("eval_micro_batch_size", classic="auto", bitwise="auto", single_gpu="auto"),
+    Entry.of(AttentionKernel, single_gpu="sdpa"),
+    Entry.of(ChunkedCrossEntropy, single_gpu=True),
+    Entry.of(
+        ActivationCheckpointing,
+        classic="all",
+        bitwise="all",
+        single_gpu="nested",
+        details={"blocks": None},
+    ),
+    Entry(
+        "early_release",
+        classic=True,
+        bitwise=True,
+        single_gpu=True,
+        offers=(Offer("early release", True),),
+    ),
+    # In the order in which optimizers pass through them.
+    Entry.of(
+        LowBitOptimizer,
+        classic="8bit",
+        single_gpu="8bit",
+        details={"optimizer_kwargs": None, "keep_32bit": (), "force_8bit": ()},
+    ),
+    Entry.of(LowPrecisionWeights, single_gpu="stochastic"),
+    Entry.of(OptimizerInBackward, bitwise=True, single_gpu=True),
+]
+
+STACKS = ("off", "classic", "bitwise", "single_gpu")
+"""Settings that go together: nothing, what everybody has, all that leaves training bit for bit as
+it was, and the least memory that one GPU can do with, without that of the host."""
+BARE = "classic"
+"""The stack of a callback that is given none."""
+_DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
+
+
+def entries() -> tuple[Entry, ...]:
+    """Give all of them, in the order in which they are applied; they are undone in reverse."""
+    return tuple(_ENTRIES)
+
+
+def techniques() -> tuple[type[Technique[Any]], ...]:
+    """Give the techniques, in the order in which they are applied."""
+    return tuple(entry.technique for entry in _ENTRIES if entry.technique is not None)
+
+
+@contextlib.contextmanager
+def registered(entry: Entry) -> Iterator[None]:
+    """Let `MemSaveCallback` have one more technique, the last one, until the context is left.
+
+    Args:
+        entry: Of a technique that changes a module; its argument is given by name.
+
+    Yields:
+        Nothing.
+    """
+    _ENTRIES.append(entry)
+    try:
+        yield
+    finally:
+        _ENTRIES.remove(entry)
+
+
+def values_of(stack: str) -> dict[str, Any]:
+    """Give the arguments that a stack sets.
+
+    Args:
+        stack: One of `STACKS`.
 
     Returns:
-        Those, and ``None`` for the ones that would do something by themselves.
+        Values by name.
     """
-    off = {} if settings.get("stack") else dict.fromkeys(OFF_BY_NONE)
-    return off | dict(settings)
+    values = {e.argument: None if stack == "off" else getattr(e, stack) for e in _ENTRIES}
+    return {**values, **_DETAILS.get(stack, {})}
 
 
 def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -132,7 +153,7 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
             f"`stack={wanted!r}` is not a valid stack. Use {', '.join(map(repr, STACKS))}, or "
             "`None`."
         )
-    values = STACKS[wanted]
+    values = values_of(wanted)
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
     # Which parameters have 8 bits is the stack's choice with every 8-bit optimizer, where nothing
     # else is said; a `LowBitOptimizer` says it itself.

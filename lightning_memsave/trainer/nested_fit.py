@@ -1,6 +1,5 @@
-"""A fit that nobody sees or hears of, inside one that goes on."""
+"""Run a fit inside another one without output, logging or collectives."""
 
-import _thread
 import contextlib
 import importlib
 import logging
@@ -8,7 +7,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -17,30 +16,44 @@ import torch.distributed as dist
 
 from lightning_memsave.core.patching import PROCESS_WIDE
 
-_RETRY_S = 0.001
-_CALLED_BY_TORCH = ("torch", "lightning_memsave")
+_ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 
 @contextlib.contextmanager
-def signals_kept() -> Iterator[None]:
-    """Let Ctrl-C end what runs inside, and all handlers be as before afterwards.
+def quiet() -> Iterator[None]:
+    """Let a fit leave no trace: nothing is printed, logged or warned, and no collective is run.
 
-    Python may raise ``KeyboardInterrupt`` in any line, also in one that torch calls from where no
-    exception may leave, which ends the process. Inside, it waits for a line of somebody else.
+    What this thread writes to standard output and error, and to any logger, is dropped; other
+    threads write on. What Lightning and torch remember of the warnings that they have given is what
+    they remembered before, so that the next fit says what it has to say. Ctrl-C waits for
+    `raise_if_interrupted` or for the end; a second one does not. ``torch.distributed`` seems not to
+    be initialised, so that code which asks for it does not wait for processes that do not take
+    part. One thread at a time.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield  # where Python neither runs handlers nor sets them
-        return
-    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-    if handlers[signal.SIGINT] is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupt)
-    try:
+    thread = threading.get_ident()
+    with (
+        PROCESS_WIDE,
+        _signals_kept(),
+        contextlib.redirect_stdout(_Muted(sys.stdout, thread)),
+        contextlib.redirect_stderr(_Muted(sys.stderr, thread)),
+        _loggers_muted(thread),
+        _without_process_group(),
+        _warnings_forgotten(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
         yield
-    finally:
-        for number, handler in handlers.items():
-            # None stands for a handler that Python did not set and cannot set.
-            if handler is not None and signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+
+
+def raise_if_interrupted() -> None:
+    """Raise what Ctrl-C was to raise since `quiet` began; to be called where that is safe.
+
+    Raises:
+        KeyboardInterrupt: If it was pressed.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if isinstance(handler, _Interruption) and handler.has_come:
+        raise KeyboardInterrupt
 
 
 def leave_signals(trainer: Any) -> None:
@@ -50,74 +63,6 @@ def leave_signals(trainer: Any) -> None:
         trainer: Before its fit.
     """
     trainer._signal_connector.register_signal_handlers = lambda: None
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    inner = frame
-    while inner is not None and _package_of(inner) in sys.stdlib_module_names:
-        inner = inner.f_back
-    is_torchs = inner is not None and _package_of(inner) in _CALLED_BY_TORCH
-    if not is_torchs and not _is_finalizing(frame):
-        signal.default_int_handler(number, frame)
-    again = threading.Timer(_RETRY_S, _thread.interrupt_main)
-    again.daemon = True
-    again.start()
-
-
-# Python throws away what is raised there.
-def _is_finalizing(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_name == "__del__":
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _package_of(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
-_ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
-# `warning_once` is what transformers adds: it remembers its messages for good.
-_LOG_METHODS = ("handle", "warning_once", "info_once")
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Let a fit leave no trace: nothing is printed, logged or warned, and no other process meets.
-
-    What this thread writes to standard output and error, and to any logger, is dropped; other
-    threads write on. What Lightning and torch remember of the warnings that they have given is what
-    they remembered before, so that the next fit says what it has to say. Handlers of signals are
-    as before, and Ctrl-C ends it. ``torch.distributed`` seems not to be initialised, so that code
-    which asks for it does not wait for processes that do not take part. One thread at a time.
-    """
-    with PROCESS_WIDE, _quiet():
-        yield
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    thread = threading.get_ident()
-    caches = [(cache, set(cache)) for cache in _warning_caches()]
-    warns_always = torch.is_warn_always_enabled()
-    try:
-        # Else what torch warns of once would be used up.
-        torch.set_warn_always(True)
-        with (
-            contextlib.redirect_stdout(_Muted(sys.stdout, thread)),
-            contextlib.redirect_stderr(_Muted(sys.stderr, thread)),
-            _loggers_muted(thread),
-            signals_kept(),
-            _alone_in_the_world(),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        torch.set_warn_always(warns_always)
-        for cache, said in caches:
-            cache.intersection_update(said)
 
 
 def silent_logger(package: ModuleType) -> Any:
@@ -141,13 +86,38 @@ def forget_metric_names(pl_module: Any) -> None:
     pl_module._metric_attributes = None
 
 
-class _Muted:
-    """A stream that drops what one thread writes.
+# Python raises `KeyboardInterrupt` in any line, also in one that torch calls, where no exception
+# may leave, which ends the process.
+class _Interruption:
+    has_come = False
 
-    Args:
-        stream: Where other threads write to; ``None`` in programs without a console.
-        thread: The one that is not heard.
-    """
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.has_come:
+            signal.default_int_handler(number, frame)
+        self.has_come = True
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # where Python neither runs handlers nor sets them
+        return
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    interruption = _Interruption()
+    if handlers[signal.SIGINT] is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interruption)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # Python did not set it and cannot set it
+                signal.signal(number, handler)
+        if interruption.has_come:  # whatever else was raised meanwhile
+            raise KeyboardInterrupt
+
+
+class _Muted:
+    """A stream that drops what one thread writes; in programs without a console there is none."""
 
     def __init__(self, stream: Any, thread: int) -> None:
         self._stream = stream
@@ -169,26 +139,23 @@ class _Muted:
 # Not `logging.disable`, which would silence other threads as well.
 @contextlib.contextmanager
 def _loggers_muted(thread: int) -> Iterator[None]:
-    def muted(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(logger: logging.Logger, *args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() != thread:
-                return method(logger, *args, **kwargs)
-            return None
+    def is_heard(record: logging.LogRecord) -> bool:
+        return record.thread != thread
 
-        return call
-
-    methods = {n: vars(logging.Logger)[n] for n in _LOG_METHODS if n in vars(logging.Logger)}
-    for name, method in methods.items():
-        setattr(logging.Logger, name, muted(method))
+    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
+    handlers = [h for logger in loggers for h in getattr(logger, "handlers", ())]
+    handlers += [logging.lastResort] if logging.lastResort else []
+    for handler in handlers:
+        handler.addFilter(is_heard)
     try:
         yield
     finally:
-        for name, method in methods.items():
-            setattr(logging.Logger, name, method)
+        for handler in handlers:
+            handler.removeFilter(is_heard)
 
 
 @contextlib.contextmanager
-def _alone_in_the_world() -> Iterator[None]:
+def _without_process_group() -> Iterator[None]:
     if not dist.is_available():
         yield
         return
@@ -200,14 +167,29 @@ def _alone_in_the_world() -> Iterator[None]:
         member.WORLD = world
 
 
-def _warning_caches() -> list[set[str]]:
-    caches: dict[int, set[str]] = {}
+# Else what is warned of once would be used up.
+@contextlib.contextmanager
+def _warnings_forgotten() -> Iterator[None]:
+    caches = [(cache, set(cache)) for cache in _warning_caches()]
+    warns_always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        yield
+    finally:
+        torch.set_warn_always(warns_always)
+        for cache, said in caches:
+            cache.intersection_update(said)
+        # Its messages of before may be said once more.
+        transformers: Any = sys.modules.get("transformers.utils.logging")
+        for name in ("warning_once", "info_once"):
+            if hasattr(transformers, name):
+                getattr(transformers, name).cache_clear()
+
+
+def _warning_caches() -> Iterator[set[str]]:
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] not in _ROOTS:
-            continue
-        for value in [*vars(module).values()]:
-            holders = [value, vars(value).get("warning_cache") if isinstance(value, type) else None]
-            for holder in holders:
-                if type(holder).__name__ == "WarningCache":
-                    caches[id(holder)] = holder
-    return list(caches.values())
+        if name.partition(".")[0] in _ROOTS:
+            holders = [module, *(v for v in list(vars(module).values()) if isinstance(v, type))]
+            for cache in (vars(holder).get("warning_cache") for holder in holders):
+                if isinstance(cache, set):
+                    yield cache

@@ -6,8 +6,43 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from lightning_memsave.errors import ConfigurationError
+
+PRECISIONS = (
+    "32-true",
+    "64-true",
+    "bf16-mixed",
+    "16-mixed",
+    "bf16-true",
+    "16-true",
+    "transformer-engine",
+    "transformer-engine-float16",
+)
+_SHORT = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}
+
 # Precisions that this package set, so that a second fit may set another one.
 _OUR_PRECISION: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def full_name(precision: str | int) -> str:
+    """Give the long form of a precision.
+
+    Args:
+        precision: What Lightning's Trainer takes, such as ``"bf16"`` or 16.
+
+    Returns:
+        For example ``"bf16-mixed"``.
+
+    Raises:
+        ConfigurationError: If Lightning has no such precision.
+    """
+    name = _SHORT.get(str(precision), str(precision))
+    if name not in PRECISIONS or isinstance(precision, bool):
+        raise ConfigurationError(
+            f"`precision={precision!r}` is not a precision that Lightning knows. Use "
+            f'"auto", `None` or one of {", ".join(PRECISIONS)}.'
+        )
+    return name
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,16 @@ _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _NEEDED = (
     "strategy.precision_plugin",
     "strategy.load_optimizer_state_dict",
+    "fit_loop._should_accumulate",
+    "fit_loop.epoch_loop._batches_that_stepped",
+    "fit_loop.epoch_loop._num_ready_batches_reached",
+    "fit_loop.epoch_loop._results.update_metrics",
     "fit_loop.epoch_loop.automatic_optimization._make_closure",
+    "fit_loop.epoch_loop.automatic_optimization._optimizer_step",
+    "fit_loop.epoch_loop.automatic_optimization._skip_backward",
+    "fit_loop.epoch_loop.automatic_optimization._training_step",
     "fit_loop.epoch_loop.batch_progress",
+    "_signal_connector.register_signal_handlers",
     "_accelerator_connector._precision_flag",
     "_accelerator_connector._precision_plugin_flag",
     "_accelerator_connector._check_and_init_precision",
@@ -76,7 +84,7 @@ def _has(owner: Any, path: str) -> bool:
     return True
 
 
-def put_first(trainer: Any, callback: Any) -> None:
+def put_first(trainer: Any, callback: Any, *added: Any) -> None:
     """Let a callback run before all others, tuners included.
 
     Those that copy the module in ``setup`` and stood before it stay there: in the Trainer's next
@@ -86,12 +94,24 @@ def put_first(trainer: Any, callback: Any) -> None:
         trainer: A Trainer in ``setup``.
         callback: One of its callbacks. The list is replaced, not changed, because the hook that
             is running holds it.
+        added: Callbacks that are to run after it, before `remove_callback`.
     """
     callbacks = trainer.callbacks
     place = next(i for i, c in enumerate(callbacks) if c is callback)
     before = [c for c in callbacks[:place] if averages_weights(c)]
-    first = [*before, callback]
+    first = [*before, callback, *added]
     trainer.callbacks = [*first, *(c for c in callbacks if all(c is not f for f in first))]
+
+
+def remove_callback(trainer: Any, callback: Any) -> None:
+    """Take a callback out of a Trainer that may be calling it.
+
+    Args:
+        trainer: A Trainer.
+        callback: What `put_first` added, or any object.
+    """
+    if any(c is callback for c in trainer.callbacks):
+        trainer.callbacks = [c for c in trainer.callbacks if c is not callback]
 
 
 def leave_device(trainer: Any, pl_module: Any) -> None:

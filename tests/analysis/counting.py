@@ -25,7 +25,6 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
-from lightning_memsave.techniques.registry import with_rest_off
 from lightning_memsave.trainer.nested_fit import quiet
 from tests.analysis.architectures import SETTINGS, Architecture
 
@@ -108,7 +107,10 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
             enable_model_summary=False,
             callbacks=[
                 MemSaveCallback(
-                    **with_rest_off(settings), monitor=False, report=False, predict=False
+                    **({"stack": "off"} | dict(settings)),
+                    monitor=False,
+                    report=False,
+                    predict=False,
                 ),
                 counter,
             ],

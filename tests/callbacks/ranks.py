@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -30,7 +31,8 @@ Report = Callable[[str], list[Notes]]
 
 RANKS = 2
 SCENARIO_SECONDS = 90
-SCRIPT_SECONDS = 400
+WAIT_SECONDS = 1600
+_STARTED: list[subprocess.Popen[bytes]] = []  # one that nobody refers to is warned of
 WITH_MORE = "MEMSAVE_TEST_MORE_SCENARIOS"  # set where `make test-all` has more of them
 
 
@@ -56,24 +58,15 @@ def write_notes(folder: Path, scenarios: Mapping[str, Callable[[], Notes]]) -> N
 
 
 def make_report(request: pytest.FixtureRequest) -> Report:
-    """Give what the scenarios of a test file have written, on two ranks that all files share.
-
-    Who needs it first starts them, for all tests of this run of pytest and all its workers.
-    """
-    root = request.getfixturevalue("tmp_path_factory").getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent
-    modules = [item.module for item in request.session.items if isinstance(item, pytest.Function)]
-    every = {module.__file__ for module in modules if hasattr(module, "SCENARIOS")}
-    if any(item.get_closest_marker("exhaustive") for item in request.session.items):
-        os.environ[WITH_MORE] = "1"
-    path = Path(request.path)
+    """Give what the scenarios of a test file have written, on two ranks that all files share."""
+    path, root = Path(request.path), _root_of(request.session)
     folder = root / path.stem
+    start(request.session)  # where this file was collected by itself
+    _wait(root)
     with FileLock(root / "ranks.lock"):
-        if not (root / "ranks.log").exists():
-            launch(root, sorted(map(str, every)))
         if not folder.exists():  # a scenario of another file has failed
             launch(root, [str(path)])
+            _wait(root)
 
     @functools.cache
     def notes_of(name: str) -> list[Notes]:
@@ -85,21 +78,47 @@ def make_report(request: pytest.FixtureRequest) -> Report:
     return notes_of
 
 
+def start(session: pytest.Session) -> None:
+    """Start the ranks for all tests that were chosen, once for all workers, and do not wait."""
+    root = _root_of(session)
+    modules = [item.module for item in session.items if isinstance(item, pytest.Function)]
+    files = {str(module.__file__) for module in modules if hasattr(module, "SCENARIOS")}
+    if not files:
+        return
+    if any(item.get_closest_marker("exhaustive") for item in session.items):
+        os.environ[WITH_MORE] = "1"
+    with FileLock(root / "ranks.lock"):
+        if not (root / "ranks.log").exists():
+            launch(root, sorted(files))
+
+
+def _root_of(session: pytest.Session) -> Path:
+    root: Path = session.config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
+    return root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+
+
+def _wait(root: Path) -> None:
+    deadline_s = time.monotonic() + WAIT_SECONDS
+    while not (root / "ranks.done").exists() and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+
+
 def launch(root: Path, scripts: list[str]) -> None:
+    """Start two ranks that run scenarios; ``ranks.done`` is there when they have ended."""
     # torchrun finds a free port itself, and ends the other rank when one fails.
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", __file__, str(root), *scripts]
     repository = str(Path(__file__).parents[2])
     environment = os.environ | {"PYTHONPATH": repository, "OMP_NUM_THREADS": "1"}
+    (root / "ranks.done").unlink(missing_ok=True)
+    # A shell of its own: who starts them goes on to other tests, and may be ended first.
+    line = f"timeout {WAIT_SECONDS} {shlex.join(command)}; touch ranks.done"
     with (root / "ranks.log").open("a") as log:
+        command = ["sh", "-c", line]
         process = subprocess.Popen(
             command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT
         )
-        try:
-            process.wait(SCRIPT_SECONDS * len(scripts))
-        except subprocess.TimeoutExpired:
-            process.terminate()  # torchrun then ends its ranks
-            process.wait()
+    _STARTED.append(process)
 
 
 def main(root: str, *scripts: str) -> None:

@@ -449,7 +449,9 @@ def test_batch_size(batch, size):
 
 
 def documented_keys():
-    return set(re.findall(r"^    ``(memory/\w+)``", GPUMemoryMonitor.__doc__ or "", re.MULTILINE))
+    return set(
+        re.findall(r"^    \| ``(memory/\w+)``", GPUMemoryMonitor.__doc__ or "", re.MULTILINE)
+    )
 
 
 class FakeGpu:
@@ -611,6 +613,19 @@ def test_summary_on_a_terminal_is_a_table():
     assert "[/]" in text
     assert "buffer" not in text
     assert "─" in text
+
+
+def test_print_repr_and_a_notebook_show_a_summary_in_a_few_lines():
+    summary = MemorySummary("GPU 0", 3 * GIB, {"parameter": GIB}, num_steps=4, seconds=2)
+    assert str(summary).splitlines()[:4] == [
+        "Memory of this fit",
+        "  device: GPU 0",
+        "  peak memory: 3.00 GiB",
+        "    parameter: 1.00 GiB",
+    ]
+    assert repr(summary) == "<MemorySummary of 4 steps: peak 3.00 GiB on GPU 0>"
+    in_a_notebook: Any = summary
+    assert "3.00 GiB" in in_a_notebook._repr_mimebundle_((), ())["text/html"]
 
 
 def test_maximum_and_sum_over_ranks(package, tmp_path):

@@ -1,5 +1,6 @@
 """What `MemSaveCallback` does in a Trainer, alone and beside what else users have there."""
 
+import contextlib
 import copy
 import gc
 import importlib.metadata
@@ -559,12 +560,26 @@ def test_on_a_gpu_memory_falls_and_precision_is_chosen():
     assert next(r.value for r in callback.rows if r.name == "precision") == "bf16-mixed"
 
 
-def test_every_hook_of_the_monitor_is_passed_on():
-    def hooks(cls: type) -> set[str]:
-        ours = [base for base in cls.__mro__ if base.__module__.startswith("lightning_memsave.")]
-        return {name for base in ours for name in vars(base) if name.startswith("on_")}
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("error", [None, RuntimeError("in the middle")])
+def test_the_monitor_is_among_the_callbacks_while_a_fit_lasts(package, error):
+    seen = []
 
-    assert hooks(GPUMemoryMonitor) <= hooks(MemSaveCallback)
+    class Looking(PACKAGES[package].Callback):  # type: ignore[misc]
+        def on_train_batch_start(self, trainer, *_):
+            seen.append([type(c) for c in trainer.callbacks])
+            if error is not None:
+                raise error
+
+    callback = MemSaveCallback()
+    trainer = make_trainer(PACKAGES[package], Looking(), callback)
+    before = sorted(map(id, trainer.callbacks))
+    with contextlib.nullcontext() if error is None else pytest.raises(RuntimeError):
+        trainer.fit(make_lit(PACKAGES[package]))
+    assert seen[0][:3] == [MemSaveCallback, GPUMemoryMonitor, Looking]
+    assert sorted(map(id, trainer.callbacks)) == before
+    assert callback.monitor is not None
+    assert callback.monitor.summary is not None
 
 
 def test_no_warning_is_given_where_all_is_well():

@@ -403,7 +403,7 @@ class TestRemedies:
         remedies = found["sections"]["What would have helped"]
         as_it_is, *others = remedies.values()
         assert next(iter(remedies)) == "as it is"
-        assert "MemSaveCallback(stack='off', optimizer='8bit')" in remedies
+        assert 'MemSaveCallback(stack="off", optimizer="8bit")' in remedies
         assert all(other["peak_bytes"] < as_it_is["peak_bytes"] for other in others)
         measured = MemSaveCallback(
             None, optimizer=None, precision=None, micro_batch_size=None, predict=False

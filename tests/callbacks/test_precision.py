@@ -5,10 +5,11 @@ import torch
 from torch import Tensor
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks import precision as _precision
+from lightning_memsave.callbacks import precision as precision_module
 from lightning_memsave.callbacks.low_precision_weights import WeightPrecision
 from lightning_memsave.callbacks.precision import TrainerPrecision
 from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import check_host, package_of
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
 
@@ -41,7 +42,7 @@ def test_trains_as_a_trainer_that_was_given_it(package, precision):
     with _no_default_dtype_change():
         ours = fit(lit, only_precision(precision), package=package)
         seen, dtypes[:] = list(dtypes), []
-        long_name = _precision.full_name(precision)
+        long_name = full_name(precision)
         theirs = fit(lit, package=package, precision=long_name)
     assert seen == dtypes
     assert ours[2].precision == theirs[2].precision
@@ -172,12 +173,12 @@ class TestAutoOnCuda:
 
     @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], indirect=True)
     def test_is_native_bfloat16(self, capability):
-        assert _precision._choose(make_trainer(), make_lit()) == ("bf16-mixed", "")
+        assert precision_module._choose(make_trainer(), make_lit()) == ("bf16-mixed", "")
 
     # Volta and Turing: float16 overflows in T5 and others, which nobody has asked for.
     @pytest.mark.parametrize("capability", [(7, 0), (7, 5)], indirect=True)
     def test_stays_float32_without_it(self, capability):
-        chosen, reason = _precision._choose(make_trainer(), make_lit())
+        chosen, reason = precision_module._choose(make_trainer(), make_lit())
         assert chosen is None
         assert 'pass `precision="16-mixed"`' in reason
 
@@ -201,7 +202,7 @@ class TestAutoOnCuda:
 
     @pytest.mark.parametrize("capability", [(8, 0)], indirect=True)
     def test_gives_way_to_half_parameters(self, capability):
-        chosen, reason = _precision._choose(make_trainer(), make_lit().bfloat16())
+        chosen, reason = precision_module._choose(make_trainer(), make_lit().bfloat16())
         assert chosen is None
         assert "would stay so" in reason
 
@@ -255,7 +256,8 @@ def test_host_says_which_private_names_are_missing():
     del trainer.fit_loop.epoch_loop.automatic_optimization
     problems = check_host(trainer)
     assert [p.what for p in problems] == [
-        "`Trainer.fit_loop.epoch_loop.automatic_optimization._make_closure`"
+        f"`Trainer.fit_loop.epoch_loop.automatic_optimization.{name}`"
+        for name in ("_make_closure", "_optimizer_step", "_skip_backward", "_training_step")
     ]
     assert "Install lightning" in problems[0].fix
 

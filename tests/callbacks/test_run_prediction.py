@@ -438,7 +438,7 @@ class TestNoTrace:
                 nn.Module._apply,
                 Tensor.__deepcopy__,
                 torch.UntypedStorage.resize_,
-                logging.Logger.handle,
+                [handler.filters[:] for handler in logging.root.handlers],
                 sys.stdout,
                 sys.stderr,
                 warnings.filters[:],
@@ -447,7 +447,6 @@ class TestNoTrace:
         class Watching(MemSaveCallback):
             def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
                 seen.append(state_of(trainer, pl_module))
-                self._driven = None
                 super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
                 seen.append(state_of(trainer, pl_module))
 
@@ -698,6 +697,28 @@ class TestFits:
         trainer.fit(lit, loader())
         assert callback.prediction is None
         assert callback._prediction.note == ""
+
+
+class _LargeBuffer(nn.Module):
+    def __init__(self, is_of_samples: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("table", torch.zeros(512, 512))
+        self.is_of_samples = is_of_samples
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = self.layer(x)
+        return outputs.square().mean() if self.is_of_samples else outputs.std(0).sum()
+
+
+@pytest.mark.parametrize("is_of_samples", [True, False])
+def test_tells_of_the_copy_of_buffers_that_may_not_be_made(is_of_samples):
+    fit(make_lit(model=_LargeBuffer(is_of_samples)), callback := MemSaveCallback())
+    measured, predicted = measured_and_predicted()
+    (guess,) = callback.prediction.guesses
+    assert "1.00 MiB less are needed, a copy of the buffers" in guess
+    less = 0 if is_of_samples else 512 * 512 * 4
+    assert predicted["peak_bytes"] - less == pytest.approx(measured["peak_bytes"], rel=1e-3)
 
 
 def test_what_gave_way_in_this_run_is_off_in_the_prediction():

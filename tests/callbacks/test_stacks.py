@@ -106,7 +106,7 @@ class TestStacks:
         assert row.value == "'classic'"
         assert "activation_checkpointing='all'" in row.details[0]
         assert "optimizer" not in row.details[0].replace("optimizer_in_backward", "")
-        assert row.details[1].startswith("off in it: chunked_cross_entropy, optimizer_in_backward")
+        assert row.details[1].startswith("off in it: attention, chunked_cross_entropy, ")
         assert row.details[2] == "set beside it: optimizer"
         assert rows_of(callback)["optimizer"].status == "unchanged"
         assert "None` was asked for" in rows_of(callback)["optimizer"].details[0]
@@ -119,8 +119,8 @@ class TestStacks:
         row = rows_of(callback)["stack"]
         assert row.status == "unchanged"
         assert row.details == (
-            "\"auto\" is what `stack='classic'` has, without chunked_cross_entropy, "
-            "optimizer_in_backward, low_precision_weights, attention",
+            "\"auto\" is what `stack='classic'` has, without attention, "
+            "chunked_cross_entropy, low_precision_weights, optimizer_in_backward",
         )
         assert rows_of(callback)["early_release"].status == "on"
 
@@ -139,12 +139,12 @@ class TestStacks:
         fit(make_lit(), callback)
         assert "asked for" not in str(callback.rows)
         off = rows_of(callback)["stack"].details[1]
-        assert off.startswith("off in it: optimizer, precision, chunked_cross_entropy, ")
+        assert off.startswith("off in it: precision, attention, chunked_cross_entropy, optimizer, ")
 
     def test_off_leaves_all_but_what_is_named(self, package):
         lit, callback = make_lit(package), MemSaveCallback(stack="off", monitor=False)
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
-        assert {row.status for row in callback.rows} == {"off"}
+        assert {row.status for row in callback.rows} == {"unchanged"}
         callback = MemSaveCallback(stack="off", activation_checkpointing="all", monitor=False)
         fit(lit, callback, package=package)
         assert [row.name for row in callback.rows if row.status == "on"] == [
@@ -561,6 +561,11 @@ class TestSeveralProcesses:
         [
             ("ddp", {"optimizer_in_backward": True}, "`DDPStrategy` shares gradients"),
             ("fsdp", {"optimizer_in_backward": True}, "`FSDPStrategy` shares gradients"),
+            (
+                "ddp",
+                {"low_precision_weights": "kahan", "precision": "auto"},
+                "it fixes the type of gradients",
+            ),
             ("fsdp", {"chunked_cross_entropy": True}, "`FSDPStrategy` may have freed"),
             (
                 "fsdp",

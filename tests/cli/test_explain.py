@@ -72,12 +72,19 @@ class TestStep:
         page = (project / "page.html").read_text()
         data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
         drawn = json.loads(data[1])
-        suspects, remedies = drawn["tables"]
+        sentences, suspects, remedies = drawn["tables"]
+        assert [row[0] for row in sentences["rows"]] == found["sentences"]
+        assert {s["name"]: s["num_bytes"] for s in found["suspects"]} == dict(
+            zip([row[1] for row in suspects["rows"]], suspects["sizes"], strict=True)
+        )
         assert suspects["title"] == "The usual suspects"
         assert {row[1] for row in suspects["rows"]} == {s["name"] for s in found["suspects"]}
         assert {row[3] for row in suspects["rows"]} == {s["sentence"] for s in found["suspects"]}
         assert [row[-1] for row in remedies["rows"]] == [f"`{r['how']}`" for r in found["remedies"]]
         assert [row[4] for row in remedies["rows"]] == [r["name"] for r in found["remedies"]]
+        settings = {p["name"]: p["device_bytes"] for p in drawn["predictions"]}
+        assert settings.pop("as given") == found["prediction"]["device_bytes"]
+        assert settings == {r["name"]: r["device_bytes"] for r in found["remedies"]}
         said = " ".join(drawn["notes"])
         assert not any(s["sentence"] in said for s in found["suspects"])
         assert not any(r["how"] in said for r in found["remedies"])

@@ -1,6 +1,8 @@
 """`memsave predict` on projects as users have them."""
 
+import itertools
 import json
+import pickle
 import shlex
 import sys
 from typing import Any
@@ -180,7 +182,7 @@ class TestCards:
         assert line.split()[:4] == ["256MiB", "NO", "256.00", "MiB"]
 
     def test_each_generation_has_its_own_precision(self, capsys):
-        arguments = ("predict", "gpt2", "--batch", "2x16", "--set", "precision=auto")
+        arguments = ("predict", "gpt2", "--batch", "2x16", "--memsave")
         old = json_of(capsys, *arguments, "--gpu", "T4")
         new = json_of(capsys, *arguments, "--gpu", "L4")
         assert old["settings"]["precision"] == "32-true"
@@ -193,7 +195,7 @@ class TestText:
         out = capsys.readouterr().out
         assert "GPT2LMHeadModel, 8,032 parameters: " in out
         for heading in (
-            "what the device must have",
+            "device memory needed",
             "category         at the peak  share",
             "module ",
             "largest tensors",
@@ -224,6 +226,15 @@ class TestText:
         page = (project / "page.html").read_text()
         assert variant in page
         assert "page: page.html" in out
+
+    def test_writes_a_snapshot_for_torchs_viewer(self, capsys, project):
+        arguments = ["predict", "net:Lit", "--batch", "float32[8,64],int64[8]<10", "--json"]
+        assert main([*arguments, "--snapshot", "snapshot.pickle"]) == 0
+        [events] = pickle.loads((project / "snapshot.pickle").read_bytes())["device_traces"]
+        signs = {"alloc": 1, "free_completed": -1}
+        changes = (signs.get(event["action"], 0) * event["size"] for event in events)
+        peak_bytes = json.loads(capsys.readouterr().out)["peak_bytes"]
+        assert max(itertools.accumulate(changes)) == peak_bytes
 
     def test_refuses_what_has_no_effect_and_says_why(self, capsys):
         options = ("--set", "optimizer=8bit", "--set", "activation_checkpointing=selective")

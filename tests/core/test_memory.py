@@ -10,12 +10,12 @@ MIXED = MemoryBreakdown(
 
 
 def test_adds_and_scales_each_category():
-    both = MIXED + MemoryBreakdown(parameter_bytes=1, cuda_context_bytes=7)
+    both = MIXED + MemoryBreakdown(parameter_bytes=1, other_bytes=7)
     assert both == MemoryBreakdown(
         parameter_bytes=301,
         gradient_bytes=100,
         activation_bytes=600,
-        cuda_context_bytes=7,
+        other_bytes=7,
         host_bytes=4096,
     )
     assert 2 * MIXED == MIXED * 2 == MIXED + MIXED
@@ -32,6 +32,12 @@ def test_json_and_back():
     text = json.dumps(MIXED.to_dict())
     assert json.loads(text)["total_bytes"] == 1000
     assert MemoryBreakdown.from_dict(json.loads(text)) == MIXED
+
+
+def test_reads_what_earlier_versions_wrote():
+    found = MIXED.to_dict()
+    found["by_category"] |= {"cuda_context": 0, "allocator_slack": 0}
+    assert MemoryBreakdown.from_dict(found) == MIXED
 
 
 def test_rich_draws_what_is_there():

@@ -42,7 +42,7 @@ def hearing_of_sizes() -> Iterator[None]:
 def replaced() -> list[Any]:
     return [
         sys.stdout,
-        vars(logging.Logger)["handle"],
+        [handler.filters[:] for handler in logging.root.handlers],
         vars(Tensor)["__deepcopy__"],
         vars(FakeTensorMode).get("__deepcopy__"),
         nn.init._no_grad_trunc_normal_,

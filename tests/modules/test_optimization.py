@@ -17,7 +17,7 @@ BASE = 0.5
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_parameter_is_in_one_group(name):
-    lit = make_lit(name, stable_embedding=name == "bert")
+    lit = make_lit(name)
     groups = weight_decay_groups(lit, 0.1)
     ids = [id(p) for group in groups for p in group["params"]]
     assert sorted(ids) == sorted({id(p) for p in lit.parameters()})

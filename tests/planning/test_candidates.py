@@ -10,11 +10,11 @@ from lightning_memsave.planning.candidates import (
     part_candidates,
     single_candidates,
 )
-from lightning_memsave.techniques.registry import STACKS, with_rest_off, with_stack
+from lightning_memsave.techniques.registry import values_of, with_stack
 
 
 def situation(precision="32-true", has_bf16=True, num_samples=8, **settings):
-    arguments = with_stack(MemSaveCallback(**with_rest_off(settings)).arguments)
+    arguments = with_stack(MemSaveCallback(**({"stack": "off"} | settings)).arguments)
     return Situation(arguments, precision, has_bf16, num_samples)
 
 
@@ -31,29 +31,26 @@ def all_candidates(now):
 def test_each_is_something_that_the_callback_takes(settings):
     now = situation(**settings)
     for candidate in all_candidates(now):
-        MemSaveCallback(**{**with_rest_off(settings), **candidate.changes})
+        MemSaveCallback(**{**({"stack": "off"} | settings), **candidate.changes})
 
 
 def test_every_technique_is_among_them():
     changed = {name for one in single_candidates(situation()) for name in one.changes}
     others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size"}
-    assert set(STACKS["single_gpu"]) - others == changed
+    assert set(values_of("single_gpu")) - others == changed
 
 
 def test_a_dominating_embedding_can_have_8_bits_too():
     now = replace(situation(), embedding="embed.weight")
     found = [c.changes for c in single_candidates(now) if "force_8bit" in c.changes]
     assert found == [{"optimizer": "8bit", "force_8bit": ("*embed.weight",)}]
-    MemSaveCallback(**with_rest_off(found[0]))
+    MemSaveCallback(**({"stack": "off"} | found[0]))
     assert not any("force_8bit" in c.changes for c in single_candidates(situation()))
 
 
 def test_8_bits_have_a_price():
-    (on_cuda,) = (c for c in single_candidates(situation()) if c.name == "8-bit optimizer")
-    on_cpu = replace(situation(), is_on_cuda=False)
-    (on_cpu,) = (c for c in single_candidates(on_cpu) if c.name == "8-bit optimizer")
-    assert "nothing" not in on_cuda.cost
-    assert on_cpu.cost == "slower optimizer steps on a CPU"
+    (found,) = (c for c in single_candidates(situation()) if c.name == "8-bit optimizer")
+    assert "slower steps on a CPU" in found.cost
 
 
 def test_what_is_on_is_not_offered():
@@ -79,7 +76,7 @@ def test_together_is_what_helped_and_then_the_stack():
         Candidate("c", {"low_precision_weights": "stochastic"}, "approximate", ""),
     ]
     first, of_one, stack, stack_of_one = joint_candidates(situation(), helpful)
-    assert first.changes == {"activation_checkpointing": "all", "micro_batch_size": "auto"}
+    assert first.changes == {"activation_checkpointing": "all"}
     assert of_one.changes == {"activation_checkpointing": "all", "micro_batch_size": 1}
     assert stack.changes["stack"] == stack_of_one.changes["stack"] == "single_gpu"
     assert stack_of_one.changes["micro_batch_size"] == 1

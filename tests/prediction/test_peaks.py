@@ -6,7 +6,7 @@ from torch import nn
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.storages import LiveStorage
-from lightning_memsave.prediction.cuda.gpus import Gpu, GpuFit
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.peaks import MAX_POINTS, Peaks
 from lightning_memsave.prediction.predict import summarise
 from lightning_memsave.prediction.recording import (
@@ -226,8 +226,8 @@ def test_the_least_memory_is_what_is_enough_when_the_cache_is_returned():
     found = summarise(tape.recording, device="cuda", model="Net", context_bytes=MIB)
     assert (found.allocated_bytes, found.reserved_bytes) == (40 * MIB, 70 * MIB)
     assert (found.least_reserved_bytes, found.device_bytes) == (40 * MIB, 41 * MIB)
-    assert GpuFit.of(Gpu("41 MiB", 41 * MIB), found).fits
-    assert not GpuFit.of(Gpu("40 MiB", 40 * MIB), found).fits
+    assert found.fits(Gpu("41 MiB", 41 * MIB))
+    assert not found.fits(Gpu("40 MiB", 40 * MIB))
     assert MemoryPrediction.from_dict(found.to_dict()) == found
 
 

@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.prediction.repeated_blocks import (
-    CHECKED_DEPTH,
-    MIN_NUM_BLOCKS,
-    Stack,
+    RepeatedBlocks,
     extrapolate,
-    find_stack,
+    find_repeated_blocks,
+    period_of,
 )
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from tests.analysis.architectures import SIZES, causal_lm_batch, masked_lm_batch
+
+MIN_NUM_BLOCKS = 30
+CHECKED_DEPTH = 13
 
 
 def _make(name: str, num_blocks: int) -> Callable[[], nn.Module]:
@@ -34,7 +36,7 @@ def _make(name: str, num_blocks: int) -> Callable[[], nn.Module]:
     return lambda: transformers.GPT2LMHeadModel(config)
 
 
-OFTEN = [("roberta", 30, "all", "cpu"), ("roberta", 30, None, "cuda")]
+OFTEN = [("roberta", 30, "all", "cpu"), ("gpt2", 48, 0.5, "cuda")]
 
 
 @pytest.mark.slow
@@ -46,13 +48,14 @@ OFTEN = [("roberta", 30, "all", "cpu"), ("roberta", 30, None, "cuda")]
         for case in (
             (name, num_blocks, checkpointing, device)
             for name, num_blocks in (("roberta", 30), ("llama", 36), ("gpt2", 48))
-            for checkpointing in (None, "all", "nested")
+            for checkpointing in (None, "all", "nested", "every:2", "every:3", 0.5, 0.75)
+            if checkpointing in (None, "all", "nested") or num_blocks == 48
             for device in ("cpu", "cuda")
         )
     ],
 )
 def test_line_hits_what_is_predicted_directly(
-    name: str, num_blocks: int, checkpointing: str | None, device: Any
+    name: str, num_blocks: int, checkpointing: str | float | None, device: Any
 ) -> None:
     make = _make(name, num_blocks)
     batch = masked_lm_batch() if name == "roberta" else causal_lm_batch()
@@ -67,7 +70,7 @@ def test_line_hits_what_is_predicted_directly(
     for phase, memory in direct.by_phase.items():
         assert line.by_phase[phase].total_bytes == memory.total_bytes
     assert line.num_parameters == direct.num_parameters
-    assert [m.name for m in line.modules] == [m.name for m in direct.modules]
+    assert line.modules == direct.modules
     assert sum(m.memory.total_bytes for m in line.modules) == line.peak_bytes
 
 
@@ -166,7 +169,7 @@ def test_no_part_has_less_than_nothing() -> None:
             peak_phase="forward",
         )
 
-    prediction, _ = extrapolate(Stack("h", 40), made)
+    prediction, _ = extrapolate(RepeatedBlocks("h", 40), made)
     assert prediction is not None
     sizes = [m.memory for m in prediction.modules]
     assert all(min(size.by_category().values()) >= 0 for size in sizes)
@@ -183,7 +186,7 @@ def test_says_that_it_took_fewer_blocks() -> None:
 
 
 @pytest.mark.parametrize("change", ["few", "wider", "frozen", "dictionary"])
-def test_finds_no_stack_where_blocks_differ(change: str) -> None:
+def test_finds_none_where_blocks_differ(change: str) -> None:
     model = _Deep(MIN_NUM_BLOCKS - 1 if change == "few" else MIN_NUM_BLOCKS)
     if change == "wider":
         model.blocks[3] = _Block(32)
@@ -191,13 +194,31 @@ def test_finds_no_stack_where_blocks_differ(change: str) -> None:
         model.blocks[3].requires_grad_(False)
     if change == "dictionary":
         model.blocks = nn.ModuleDict({str(i): b for i, b in enumerate(model.blocks)})
-    assert find_stack(model) is None
+    assert find_repeated_blocks(model) is None
 
 
 def test_cuts_and_puts_back() -> None:
     model = _Deep(MIN_NUM_BLOCKS)
-    stack = find_stack(model)
-    assert stack is not None
-    with stack.cut(model, 6):
+    blocks = find_repeated_blocks(model)
+    assert blocks is not None
+    with blocks.cut(model, 6):
         assert len(model.blocks) == 6
     assert len(model.blocks) == MIN_NUM_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("which", "period", "depths"),
+    [
+        *((None, 1, (6, 10, 13)), ("all", 1, (6, 10, 13)), ("every:3", 3, (6, 12, 15))),
+        *((0.5, 2, (6, 10, 14)), (0.75, 4, (8, 12, 16)), (1 / 3, 3, (6, 12, 15))),
+        *((7, None, ()), ("sqrt", None, ()), (0.123456, None, ()), ("every:50", None, ())),
+    ],
+)
+def test_copies_are_as_deep_as_the_pattern_repeats(
+    which: object, period: int | None, depths: tuple[int, ...]
+) -> None:
+    assert period_of(which) == period
+    if period is not None:
+        assert RepeatedBlocks("h", 48, period).depths == depths
+        deeper = RepeatedBlocks("h", 49, period).depths
+        assert all((49 - depth) % period == 0 for depth in deeper)

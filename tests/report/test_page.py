@@ -5,7 +5,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +19,10 @@ from lightning_memsave.prediction.result import (
     TensorMemory,
     Timeline,
 )
-from lightning_memsave.report.page import CATEGORIES, PageTable, page_data, write_page
+from lightning_memsave.report.page import CATEGORIES, PageTable, write_page
 from lightning_memsave.units import format_bytes
 from tests.report.chromium import EXECUTABLE, Chromium
 from tests.report.page_data import Gpt2, ladder, measured_step
-
-more = pytest.mark.exhaustive
 
 CAPACITY = 16 * 2**30
 EVIL = (
@@ -44,40 +42,6 @@ def data_in(page: Path) -> dict[str, Any]:
     return json.loads(found[1])
 
 
-def restored(differences: list[int]) -> list[int]:
-    values = [0]
-    for change in differences:
-        values.append(values[-1] + change)
-    return values[1:]
-
-
-def random_prediction(seed: int, num_points: int, num_modules: int) -> MemoryPrediction:
-    # Worse than any model: every category changes at every point.
-    rng = random.Random(seed)
-    series = {c: tuple(rng.randrange(10**11) for _ in range(num_points)) for c in CATEGORIES}
-    totals = [sum(values) for values in zip(*series.values(), strict=True)]
-    index = totals.index(max(totals))
-    return tiny(
-        peak=MemoryBreakdown.from_categories({c: v[index] for c, v in series.items()}),
-        modules=tuple(
-            ModuleMemory(
-                f"model.encoder.layer.{i // 12}.attention.projection_{i % 12}" if i else "",
-                "VeryLongClassNameOfSomeProjection",
-                rng.randrange(10**8),
-                MemoryBreakdown(*(rng.randrange(10**9) for _ in range(9))),
-            )
-            for i in range(num_modules)
-        ),
-        timeline=Timeline(
-            tuple(
-                ("forward", "backward", "optimizer")[3 * i // num_points] for i in range(num_points)
-            ),
-            series,
-            index,
-        ),
-    )
-
-
 class TestFile:
     def test_holds_the_given_figures(self, tmp_path):
         predictions = ladder(4)
@@ -85,30 +49,16 @@ class TestFile:
         assert [p["name"] for p in found["predictions"]] == [name for name, _ in predictions]
         for drawn, (_, given) in zip(found["predictions"], predictions, strict=True):
             plain = given.to_dict()
-            same = set(plain) - {"modules", "timeline", "largest_tensors"}
+            same = set(plain) - {"modules", "largest_tensors"}
             assert {key: drawn[key] for key in same} == {key: plain[key] for key in same}
-            assert drawn["largest_tensors"] == plain["largest_tensors"]
-            series = {k: restored(v) for k, v in drawn["timeline"]["by_category"].items()}
-            assert series == {k: v for k, v in plain["timeline"]["by_category"].items() if any(v)}
-            assert drawn["timeline"]["peak_index"] == given.timeline.peak_index
-            rows = [
-                (*found["module_names"][index], count, figures)
-                for index, count, *figures in drawn["modules"]
-            ]
-            for (name, class_name, count, figures), module in zip(rows, given.modules, strict=True):
-                assert (name, class_name, count) == (
-                    module.name,
-                    module.class_name,
-                    module.num_parameters,
-                )
-                given_figures = module.memory.by_category()
-                assert dict(zip(CATEGORIES, figures, strict=False)) == {
-                    k: v for k, v in given_figures.items() if k in list(CATEGORIES)[: len(figures)]
-                }
-                assert sum(figures) == module.memory.total_bytes
+            whole = sum((module.memory for module in given.modules), MemoryBreakdown())
+            first = drawn["modules"][0]
+            assert MemoryBreakdown.from_categories(first["memory"]) == whole
+            assert first["num_parameters"] == given.num_parameters
 
     def test_knows_every_category(self):
-        assert set(CATEGORIES) == set(MemoryBreakdown().by_category())
+        beyond_tensors = {"cuda_context", "allocator_slack"}
+        assert set(CATEGORIES) == set(MemoryBreakdown().by_category()) | beyond_tensors
 
     def test_needs_nothing_else(self, tmp_path):
         page = write_page(tmp_path / "page.html", ladder(2)).read_text()
@@ -116,17 +66,10 @@ class TestFile:
         assert re.findall(r"<link|@import|url\(|\ssrc=", page) == []
         assert "default-src 'none'" in page
 
-    def test_is_small_for_a_deep_model_and_six_settings(self, tmp_path):
-        page = write_page(
-            tmp_path / "page.html",
-            [(str(seed), random_prediction(seed, 2000, 600)) for seed in range(6)],
-        )
-        assert page.stat().st_size < 2_000_000
-
-    def test_is_small_for_any_number_of_settings(self, tmp_path):
-        worst = random_prediction(0, 2500, 2000)
-        page = write_page(tmp_path / "page.html", [(str(i), worst) for i in range(8)])
-        assert page.stat().st_size < 2_000_000
+    def test_is_small_for_a_deep_model(self, tmp_path):
+        pages = [write_page(tmp_path / f"{n}.html", ladder(48)[:n]) for n in (1, 5)]
+        one, five = (page.stat().st_size for page in pages)
+        assert (five - one) / 4 < 150_000
 
     def test_is_the_same_each_time(self, tmp_path):
         a, b = (write_page(tmp_path / name, ladder(2)) for name in ("a.html", "b.html"))
@@ -147,68 +90,18 @@ class TestFile:
         assert "<tr><th>a&lt;b</th><td>100 B</td></tr>" in page
 
 
-class TestFewerPoints:
-    def given(self, max_points: int, max_modules: int) -> tuple[MemoryPrediction, dict[str, Any]]:
-        prediction = random_prediction(3, 3000, 400)
-        data = page_data(
-            [("x", prediction)], "", None, (), max_points=max_points, max_modules=max_modules
-        )
-        return prediction, data
-
-    def test_keep_the_peak_and_the_order_of_phases(self):
-        prediction, data = self.given(100, 1000)
-        timeline = data["predictions"][0]["timeline"]
-        index, peak = timeline["peak_index"], prediction.timeline.peak_index
-        for category, values in prediction.timeline.by_category.items():
-            assert restored(timeline["by_category"][category])[index] == values[peak]
-        assert [phase for phase, _ in timeline["phases"]] == ["forward", "backward", "optimizer"]
-        assert sum(count for _, count in timeline["phases"]) <= 103
-        assert timeline["merged"] == 30
-
-    def test_of_equal_points_the_peak_stays(self):
-        flat = tiny(timeline=Timeline(("forward",) * 300, {"parameter": (100,) * 300}, 17))
-        data = page_data([("x", flat)], "", None, (), max_points=30, max_modules=30)
-        assert data["predictions"][0]["timeline"]["peak_index"] == 1
-
-    def test_fewer_modules_have_the_same_sums(self):
-        prediction, data = self.given(5000, 60)
-        found = data["predictions"][0]
-        assert found["modules_depth"] == 5
-        assert len(found["modules"]) <= 60
-        assert sum(row[1] for row in found["modules"]) == prediction.num_parameters
-        total = sum(module.memory.total_bytes for module in prediction.modules)
-        assert sum(sum(row[2:]) for row in found["modules"]) == total
-
-
 class TestBadInput:
     @pytest.mark.parametrize(
-        ("predictions", "options", "remedy"),
+        ("predictions", "remedy"),
         [
-            ([], {}, r"Pass for example `\[\(\"plain\""),
-            ([("a", tiny()), ("a", tiny())], {}, "a name of its own"),
-            ([("a", tiny())], {"device_capacity_bytes": 0}, r"12 \* 2\*\*30"),
-            ([("a", tiny())], {"device_capacity_bytes": -1}, r"12 \* 2\*\*30"),
-            (
-                [("a", tiny(timeline=Timeline(("forward",), {"parameter": (1, 2)})))],
-                {},
-                "1 phases but 2 figures",
-            ),
-            ([("a", tiny(timeline=Timeline(("forward",), {"magic": (1,)})))], {}, "magic"),
-            (
-                [("a", tiny(timeline=Timeline(("forward",), {"parameter": (1,)}, 7)))],
-                {},
-                "peak at 7 of 1",
-            ),
+            ([], r"Pass for example `\[\(\"plain\""),
+            ([("a", tiny()), ("a", tiny())], "a name of its own"),
         ],
     )
-    def test_is_refused_and_nothing_written(self, tmp_path, predictions, options, remedy):
+    def test_is_refused_and_nothing_written(self, tmp_path, predictions, remedy):
         with pytest.raises(ConfigurationError, match=remedy):
-            write_page(tmp_path / "page.html", predictions, **options)
+            write_page(tmp_path / "page.html", predictions)
         assert not (tmp_path / "page.html").exists()
-
-    def test_says_all_problems_at_once(self, tmp_path):
-        with pytest.raises(ConfigurationError, match="2 problems"):
-            write_page(tmp_path / "page.html", [], device_capacity_bytes=0)
 
     def test_a_folder_is_no_file(self, tmp_path):
         with pytest.raises(ConfigurationError, match=r"for example \"memory\.html\""):
@@ -319,7 +212,7 @@ class TestHeadline:
             [verdict] = texts_in(page, ".verdict")
             spare = CAPACITY - prediction.device_bytes
             assert format_bytes(prediction.device_bytes) in verdict
-            assert ("✓ Fits the 16.00 GiB card" if spare >= 0 else "✕ Does not fit") in verdict
+            assert ("✓ Fits the 16.00 GiB GPU" if spare >= 0 else "✕ Does not fit") in verdict
             assert format_bytes(abs(spare)) in verdict
             assert name in texts_in(page, ".subject")[0]
             assert page.run("document.querySelector('#setting').selectedOptions[0].text") == name
@@ -338,13 +231,17 @@ class TestHeadline:
         (fact,) = (text for text in texts_in(browser, ".facts .more") if "bytes each" in text)
         assert fact.startswith("16.0 bytes each")
 
-    def test_tables_stand_below_the_headline(self, browser, tmp_path):
-        table = PageTable("Answers", ("what", "type"), (("<b>", "use `a=1` or `b`"),))
+    def test_tables_stand_below_the_comparison(self, browser, tmp_path):
+        rows = (("<b>", "use `a=1` or `b`", "1.00 KiB"), ("c", "d", "-"))
+        table = PageTable("Answers", ("what", "type", "memory"), rows, (25, None))
         path = write_page(tmp_path / "page.html", [("plain", tiny())], tables=[table])
         browser.open(path)
-        assert texts_in(browser, "#answers th") == ["what", "type"]
-        assert texts_in(browser, "#answers td") == ["<b>", "use a=1 or b"]
+        assert texts_in(browser, "#answers th") == ["what", "type", "", "memory"]
+        assert texts_in(browser, "#answers td.text") == ["<b>", "use a=1 or b", "c", "d", "-"]
         assert texts_in(browser, "#answers code") == ["a=1", "b"]
+        widths = "[...document.querySelectorAll('#answers .of-peak')].map(e => e.style.width)"
+        assert browser.run(widths) == ["25%", "0%"]
+        assert browser.errors == []
 
     def test_points_at_the_first_setting_that_fits(self, page):
         assert "2 of 5 settings fit; the first that does is + 8-bit" in texts_in(page, ".others")[0]
@@ -372,19 +269,17 @@ class TestHeadline:
 
 
 class TestComparison:
-    def test_table_has_the_figures(self, page, predictions):
-        rows = page.run(
-            "[...document.querySelectorAll('#comparison-table tbody tr')].map(r => ({"
-            "name: r.cells[0].textContent, needs: Number(r.cells[1].firstChild.dataset.bytes),"
-            "parts: Object.fromEntries([...r.querySelectorAll('[data-category]')].map("
-            "c => [c.dataset.category, Number(c.firstChild.dataset.bytes)]))}))"
+    def test_bars_are_to_scale(self, page, predictions):
+        most = max(prediction.device_bytes for _, prediction in predictions)
+        widths = page.run(
+            "[...document.querySelectorAll('.bar-row .track')].map(track => Object.fromEntries("
+            "[...track.querySelectorAll('.part')]"
+            ".map(e => [e.className, parseFloat(e.style.width)])))"
         )
-        for row, (name, prediction) in zip(rows, predictions, strict=True):
-            assert (row["name"], row["needs"]) == (name, prediction.device_bytes)
-            assert sum(row["parts"].values()) == prediction.device_bytes
-            given = prediction.peak.by_category()
-            for category in set(row["parts"]) - {"cuda_context", "allocator_slack"}:
-                assert row["parts"][category] == given[category]
+        for parts, (_, prediction) in zip(widths, predictions, strict=True):
+            assert sum(parts.values()) == pytest.approx(100 * prediction.device_bytes / most, 1e-4)
+            state = 100 * prediction.peak.optimizer_state_bytes / most
+            assert parts["part c-optimizer_state"] == pytest.approx(state, 1e-4)
 
     def test_a_bar_chooses_what_is_shown_below(self, page, predictions):
         page.click(".bar-row[data-index='3']")
@@ -471,37 +366,6 @@ class TestTimeline:
         )
         assert min(tops.values()) == pytest.approx(peak[1], abs=0.1)
 
-    def test_keys_walk_through_the_step(self, page, predictions):
-        timeline = predictions[0][1].timeline
-        page.run("document.querySelector('.plot').focus()")
-        visited = {}
-        for key in ("Home", "ArrowRight", "End", "ArrowLeft", "Enter"):
-            page.press(key)
-            visited[key] = page.run("Number(document.querySelector('.plot').ariaValueNow)")
-        last = len(timeline.phases) - 1
-        assert visited == {
-            "Home": 0,
-            "ArrowRight": 1,
-            "End": last,
-            "ArrowLeft": last - 1,
-            "Enter": timeline.peak_index,
-        }
-        text = page.run("document.querySelector('.plot').ariaValueText")
-        assert text.startswith(
-            f"backward, {format_bytes(predictions[0][1].peak_bytes)}: Parameters"
-        )
-        page.press("Escape")
-        assert page.run("document.querySelector('.tip').hidden")
-
-    def test_a_category_can_be_switched_off(self, page):
-        top = "Number(document.querySelector('.area.c-activation').getBBox().height)"
-        before = page.run(top)
-        page.click(".switches button[data-category='optimizer_state']")
-        assert page.run("document.querySelector('.area.c-optimizer_state')") is None
-        assert page.run(top) > before
-        page.click(".switches button[data-category='optimizer_state']")
-        assert page.run(top) == before
-
     def test_phases_have_their_peaks(self, page, predictions):
         prediction = predictions[0][1]
         rows = page.run(
@@ -520,24 +384,20 @@ class TestTimeline:
 
 
 class TestModules:
-    ROWS = "#module-table tbody tr"
-
-    def names(self, page: Chromium) -> list[str]:
-        return page.run(f"[...document.querySelectorAll('{self.ROWS}')].map(r => r.dataset.name)")
-
     def test_rows_are_the_sums_of_what_is_inside(self, page, predictions):
         prediction = predictions[0][1]
-        page.click("#open-all")
         rows = page.run(
-            f"[...document.querySelectorAll('{self.ROWS}')].map(r => ({{name: r.dataset.name,"
+            "[...document.querySelectorAll('#module-table tbody tr')].map(r => ({"
+            "label: r.querySelector('.module-name').textContent,"
             "count: Number(r.querySelector('[data-parameters]').dataset.parameters),"
             "total: Number(r.querySelector('.total [data-bytes]').dataset.bytes),"
             "parts: Object.fromEntries([...r.querySelectorAll('[data-category]')].map("
             "c => [c.dataset.category, Number(c.firstChild.dataset.bytes)]))}))"
         )
-        assert [row["name"] for row in rows] == [m.name for m in prediction.modules]
-        for row in rows[:20] + rows[-20:]:
-            memory = subtree(prediction, row["name"])
+        by_label = {row["label"]: row for row in rows}
+        names = {"(whole model)": "", "transformer": "transformer", "h": "transformer.h"}
+        for label, name in (names | {"0-47": "transformer.h", "wte": "transformer.wte"}).items():
+            row, memory = by_label[label], subtree(prediction, name)
             assert row["total"] == memory.total_bytes
             given = memory.by_category()
             assert row["parts"] == {k: given[k] for k in row["parts"]}
@@ -545,76 +405,9 @@ class TestModules:
         rest = prediction.peak_bytes - rows[0]["total"]
         assert f"{format_bytes(rest)} belong to no module" in texts_in(page, "#modules .hint")[0]
 
-    def test_a_click_opens_and_closes(self, page):
-        before = self.names(page)
-        assert "transformer.h" in before
-        assert "transformer.h.7" not in before
-        page.click("tr[data-name='transformer.h'] .module")
-        assert len(self.names(page)) == len(before) + 48
-        page.click("tr[data-name='transformer.h'] .module")
-        assert self.names(page) == before
-
-    @pytest.mark.parametrize(
-        "key",
-        ["total", *(pytest.param(k, marks=more) for k in ("parameters", "activation"))],
-    )
-    def test_sorts_among_siblings(self, page, predictions, key):
-        prediction = predictions[0][1]
-        page.click("#open-all")
-        page.click(f"th[data-key='{key}'] button")
-        assert page.run(f"document.querySelector('th[data-key={key}]').ariaSort") == "descending"
-
-        own = {
-            f"{m.name}.": {
-                **m.memory.by_category(),
-                "total": m.memory.total_bytes,
-                "parameters": m.num_parameters,
-            }[key]
-            for m in prediction.modules
-        }
-
-        def value(name: str) -> int:
-            return sum(figure for inside, figure in own.items() if inside.startswith(f"{name}."))
-
-        siblings = [n for n in self.names(page) if re.fullmatch(r"transformer\.[^.]+", n)]
-        assert sorted(map(value, siblings), reverse=True) == list(map(value, siblings))
-        parts = [n for n in self.names(page) if re.fullmatch(r"transformer\.h\.5\.[^.]+", n)]
-        assert all(value(a) >= value(b) for a, b in pairwise(parts))
-        page.click(f"th[data-key='{key}'] button")
-        upwards = [n for n in self.names(page) if re.fullmatch(r"transformer\.[^.]+", n)]
-        assert sorted(map(value, upwards)) == list(map(value, upwards))
-        page.click("th[data-key='order'] button")
-        assert self.names(page) == [m.name for m in prediction.modules]
-
-    def test_search_finds_names_and_classes_with_what_is_above(self, page):
-        search = "document.querySelector('#module-search')"
-        page.run(f"{search}.value = 'NewGELU'; {search}.dispatchEvent(new Event('input'))")
-        names = self.names(page)
-        assert [n for n in names if n.endswith("mlp.act")] == [
-            f"transformer.h.{i}.mlp.act" for i in range(48)
-        ]
-        assert len(names) == 3 + 48 * 3
-        page.run(f"{search}.value = 'nothing'; {search}.dispatchEvent(new Event('input'))")
-        assert texts_in(page, self.ROWS) == ["No module has this in its name."]
-
-    def test_keys_walk_through_the_tree(self, page):
-        focused = "document.activeElement.dataset.name"
-        page.run(f"document.querySelector('{self.ROWS}').focus()")
-        steps = [
-            ("ArrowDown", "transformer"),
-            ("ArrowLeft", "transformer"),
-            ("ArrowDown", "lm_head"),
-            ("ArrowUp", "transformer"),
-            ("ArrowRight", "transformer"),
-            ("ArrowRight", "transformer.wte"),
-            ("ArrowLeft", "transformer"),
-            ("End", "lm_head"),
-            ("Home", ""),
-        ]
-        for key, name in steps:
-            page.press(key)
-            assert page.run(focused) == name, key
-        assert page.run("document.activeElement.ariaExpanded") == "true"
+    def test_names_the_part_with_most(self, page):
+        [finding] = texts_in(page, "#modules .finding")
+        assert finding == "transformer.h.0-47.mlp holds 64 % of what the modules hold."
 
 
 class TestOddOnes:
@@ -631,7 +424,7 @@ class TestOddOnes:
             {"peak": MemoryBreakdown(), "by_phase": {"forward": MemoryBreakdown()}},
             {"largest_tensors": (TensorMemory("unheard_of", 7),)},
             {"device": "cuda", "reserved_bytes": 50, "context_bytes": 9},
-            {"peak": MemoryBreakdown(allocator_slack_bytes=5, host_bytes=7)},
+            {"peak": MemoryBreakdown(host_bytes=7)},
         ],
         ids=lambda fields: next(iter(fields)),
     )
@@ -639,9 +432,6 @@ class TestOddOnes:
         settings = [("a", tiny(**fields)), ("b", tiny())]
         browser.open(write_page(tmp_path / "page.html", settings, device_capacity_bytes=60))
         browser.run("[0, 1, 0].forEach(show)")
-        browser.run("document.querySelectorAll('.switches button').forEach(b => b.click())")
-        browser.run("document.querySelector('#open-all')?.click()")
-        browser.run("hidden.clear()")
         assert browser.errors == []
         shown = browser.run("document.querySelector('main').innerText")
         assert not re.search(r"NaN|undefined|Infinity|\[object|null", shown)
@@ -654,12 +444,6 @@ class TestOddOnes:
         assert browser.errors == []
         assert texts_in(browser, ".limit-label") == [name]
         assert f"Fits the {name} (1.00 GiB)" in texts_in(browser, ".verdict")[0]
-
-    def test_modules_without_those_above_have_their_place(self, browser, tmp_path):
-        modules = (ModuleMemory("a.b.c", "Linear", 3, MemoryBreakdown(12)),)
-        browser.open(write_page(tmp_path / "page.html", [("x", tiny(modules=modules))]))
-        assert texts_in(browser, "#modules .module-name") == ["(whole model)", "a.b.c"]
-        assert bytes_in(browser, "#modules .total .bytes") == [12, 12]
 
 
 class TestTensors:
@@ -677,27 +461,20 @@ class TestTensors:
 class TestLooks:
     BACKGROUND = "getComputedStyle(document.querySelector('section')).backgroundColor"
 
-    def test_follows_the_system_and_the_button(self, page):
+    def test_follows_the_system(self, page):
+        fill = "getComputedStyle(document.querySelector('.area.c-parameter')).fill"
         page.prefer("light")
         assert page.run(self.BACKGROUND) == "rgb(255, 255, 255)"
+        light = page.run(fill)
         page.prefer("dark")
         assert page.run(self.BACKGROUND) == "rgb(24, 28, 35)"
-        fill = "getComputedStyle(document.querySelector('.area.c-parameter')).fill"
-        dark = page.run(fill)
-        assert texts_in(page, "#theme") == ["☀ Light"]
-        page.click("#theme")
-        assert page.run(self.BACKGROUND) == "rgb(255, 255, 255)"
-        assert page.run(fill) != dark
-        page.click("#theme")
-        assert page.run(self.BACKGROUND) == "rgb(24, 28, 35)"
+        assert page.run(fill) != light
 
-    def test_paper_is_white_and_has_everything(self, page):
+    def test_paper_is_white(self, page):
         page.prefer("dark")
         page.send("Emulation.setEmulatedMedia", media="print")
         assert page.run(self.BACKGROUND) == "rgb(255, 255, 255)"
         assert page.run("getComputedStyle(document.querySelector('.bar')).display") == "none"
-        page.run("dispatchEvent(new Event('beforeprint'))")
-        assert page.run("document.querySelector('details').open")
         page.send("Emulation.setEmulatedMedia", media="")
 
     @pytest.mark.parametrize("width", [360, 768, 1600])
@@ -742,7 +519,7 @@ class TestNames:
             tmp_path / "page.html",
             [(EVIL, prediction), ("b", tiny())],
             title=EVIL,
-            notes=[EVIL],
+            notes=[EVIL, "one_long_word" * 50],
         )
         browser.open(page)
         assert browser.errors == []
@@ -751,6 +528,7 @@ class TestNames:
         assert texts_in(browser, "h1") == [EVIL]
         assert browser.run("document.title") == EVIL
         assert EVIL in texts_in(browser, "#remarks li")
+        assert browser.run("document.documentElement.scrollWidth") <= 1200
         assert EVIL.replace(".", "") in texts_in(browser, "#modules .module-name")
 
     def test_injected_code_would_not_run(self, page):

@@ -9,9 +9,9 @@ from rich.console import Console
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.cuda.gpus import GpuFit, parse_gpu
+from lightning_memsave.prediction.cuda.gpus import parse_gpu
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
-from lightning_memsave.report.text import case_table, plain_prediction, print_prediction
+from lightning_memsave.report.text import case_table, print_prediction, rich_prediction
 from lightning_memsave.report.tree import module_tree
 from lightning_memsave.units import GIB, MIB
 
@@ -39,6 +39,10 @@ def make_prediction(**changes):
         "cuda", "Net", PEAK, {"forward": PEAK}, MODULES, reserved_bytes=20 * MIB, context_bytes=MIB
     )
     return replace(prediction, **changes)
+
+
+def plain_prediction(prediction, **options):
+    return as_plain_text(rich_prediction(prediction, **options))
 
 
 def rows_of(text):
@@ -81,15 +85,15 @@ class TestModuleTree:
 class TestPrediction:
     def test_what_the_device_must_have(self):
         rows = rows_of(plain_prediction(make_prediction()))
-        assert rows["tensors, when most are alive"] == ["14.00 MiB"]
+        assert rows["tensors at the peak"] == ["14.00 MiB"]
         assert rows["gaps in torch's allocator"] == ["6.00 MiB"]
         assert rows["used where there is room"] == ["21.00 MiB"]
-        assert rows["together"] == ["14.00 MiB", "14.00 MiB"]  # of the categories, below
+        assert rows["total"] == ["14.00 MiB", "14.00 MiB"]  # of the categories, below
         assert rows["Net, 27 parameters: 21.00 MiB for a training step on cuda"] == []
 
     def test_a_cpu_has_no_allocator(self):
         text = plain_prediction(make_prediction(device="cpu", reserved_bytes=None, context_bytes=0))
-        assert "must have" not in text
+        assert "device memory needed" not in text
 
     def test_says_when_where_and_what_was_assumed(self):
         text = plain_prediction(
@@ -106,7 +110,7 @@ class TestPrediction:
         )
         for line in (
             "with precision 16-mixed, optimizer '8bit'",
-            "most is alive in backward, in a matrix product of `head`",
+            "peak in backward (aten.mm in `head`)",
             "and 1.00 MiB on the host: gradients, to repeat a batch when memory runs out",
             "without blocks 7: there are none",
             "assumed: one",
@@ -142,14 +146,31 @@ class TestPrediction:
         assert "Net, 27 parameters" in capsys.readouterr().out
 
 
+class TestReading:
+    def test_print_shows_the_peak_by_category(self):
+        lines = str(make_prediction(guesses=("two",))).splitlines()
+        assert lines[0] == "Net, 27 parameters: 21.00 MiB for a training step on cuda"
+        assert rows_of("\n".join(lines))["parameter"][:2] == ["10.00 MiB", "71.4%"]
+        assert lines[-1] == "guessed: two"
+        assert len(lines) < 20
+
+    def test_repr_is_one_line(self):
+        assert repr(make_prediction()) == "<MemoryPrediction of Net: 21.00 MiB on cuda>"
+
+    def test_a_notebook_draws_the_same(self):
+        shown = make_prediction()._repr_mimebundle_((), ())
+        assert "21.00 MiB for a training step" in shown["text/html"]
+        assert "activation" in shown["text/plain"]
+
+
 class TestFit:
     def fit(self, gpu, **changes):
-        return GpuFit.of(parse_gpu(gpu), make_prediction(**changes))
+        return make_prediction(**changes).fits(parse_gpu(gpu))
 
     def test_what_is_left(self):
         fit = self.fit("1GiB")
         assert (fit.fits, fit.spare_bytes, fit.note) == (True, GIB - 21 * MIB, "")
-        assert str(fit) == "fits 1GiB (1.00 GiB): it takes 21.00 MiB, 1003.00 MiB left"
+        assert str(fit) == "fits 1GiB (1.00 GiB): it needs 21.00 MiB, 1003.00 MiB left"
 
     def test_too_much(self):
         fit = self.fit("1GiB", reserved_bytes=3 * GIB, peak=PEAK * 200)
@@ -183,7 +204,7 @@ class TestFit:
     def test_settings_side_by_side(self):
         small = make_prediction(reserved_bytes=10 * MIB)
         cases = [
-            (name, prediction, [GpuFit.of(parse_gpu("T4"), prediction)])
+            (name, prediction, [prediction.fits(parse_gpu("T4"))])
             for name, prediction in (("plain", make_prediction()), ("small", small))
         ]
         rows = rows_of(as_plain_text(case_table(cases)))

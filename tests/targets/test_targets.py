@@ -19,12 +19,23 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import BertConfig, GPT2Config, RobertaConfig, T5Config, ViTConfig
 
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.parameters import parameter_table
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.targets.batches import BatchSpec, TensorSpec
 from lightning_memsave.targets.code import parse_arguments
 from lightning_memsave.targets.find import load_target
-from lightning_memsave.targets.target import make_batch_spec
+from lightning_memsave.targets.target import Target, make_batch_spec
 from tests.callbacks.lit import make_trainer
+
+
+def shapes_of(target: Target) -> dict[str, tuple[Any, str]]:
+    entries = parameter_table(target.parameter_source()).entries
+    return {entry.name: (entry.shape, entry.dtype) for entry in entries if not entry.is_buffer}
+
+
+def batch_of(target: Target, sizes: str) -> Any:
+    return make_batch_spec(sizes, target).build()
+
 
 TINY: dict[str, Any] = {
     "vocab_size": 50,
@@ -123,10 +134,10 @@ class TestFactory:
             target = load_target(text, arguments={"width": 3, "depth": 2})
             assert (target.kind, target.name, target.settings) == ("factory", text, None)
             assert type(target.build()).__name__ == "Net"
-            assert target.parameter_shapes()["layers.1.weight"] == ((3, 3), "float32")
+            assert shapes_of(target)["layers.1.weight"] == ((3, 3), "float32")
 
     def test_a_function(self, project):
-        assert load_target("models:make").parameter_shapes() == {
+        assert shapes_of(load_target("models:make")) == {
             "layers.0.weight": ((4, 4), "float32"),
             "layers.0.bias": ((4,), "float32"),
         }
@@ -238,8 +249,8 @@ class TestHuggingFace:
         assert target.kind == "hugging_face"
         assert type(target.build()).__name__ == "BertForMaskedLM"
         assert target.build().training
-        assert "bert.embeddings.word_embeddings.weight" in target.parameter_shapes()
-        assert "cls.predictions.decoder.weight" not in target.parameter_shapes()
+        assert "bert.embeddings.word_embeddings.weight" in shapes_of(target)
+        assert "cls.predictions.decoder.weight" not in shapes_of(target)
 
     def test_a_task_and_changes(self, tmp_path):
         path = write_config(tmp_path, BertConfig(**TINY), torch_dtype="float16")
@@ -343,7 +354,7 @@ class TestLightningConfig:
             )
         )
         assert target.kind == "lightning_cli"
-        assert target.parameter_shapes() == {"embedding.weight": ((10, 8), "float32")}
+        assert shapes_of(target) == {"embedding.weight": ((10, 8), "float32")}
         assert target.settings == {"optimizer": None}
         assert target.trainer_arguments == {
             "precision": "bf16-mixed",
@@ -363,18 +374,18 @@ class TestLightningConfig:
         path = write_yaml({"model": {"vocab": 10}})
         assert "Give it too: `--model module:Class`" in refused(path)
         target = load_target(path, model="models:Lit", arguments={"width": 2})
-        assert target.parameter_shapes() == {"embedding.weight": ((10, 2), "float32")}
+        assert shapes_of(target) == {"embedding.weight": ((10, 2), "float32")}
 
     def test_nested_classes_and_changes(self, project):
         net = {"class_path": "models.Net", "init_args": {"width": 3}}
         model = {"class_path": "models.Lit", "init_args": {"vocab": 10, "net": net}}
         target = load_target(write_yaml({"model": model}), arguments={"vocab": 20})
-        assert target.parameter_shapes()["embedding.weight"] == ((20, 8), "float32")
-        assert target.parameter_shapes()["net.layers.0.weight"] == ((3, 3), "float32")
+        assert shapes_of(target)["embedding.weight"] == ((20, 8), "float32")
+        assert shapes_of(target)["net.layers.0.weight"] == ((3, 3), "float32")
 
     def test_model_in_a_file_of_its_own(self, project):
         (project / "model.yaml").write_text(yaml.safe_dump(MODEL))
-        assert load_target(write_yaml({"model": "model.yaml"})).parameter_shapes()
+        assert shapes_of(load_target(write_yaml({"model": "model.yaml"})))
 
     def test_an_optimizer_in_the_file(self, project):
         text = (
@@ -392,7 +403,7 @@ class TestLightningConfig:
 
     def test_without_memory(self, project):
         target = load_target(write_yaml({"model": MODEL}), arguments={"vocab": 2**40})
-        assert target.parameter_shapes()["embedding.weight"][0] == (2**40, 8)
+        assert shapes_of(target)["embedding.weight"][0] == (2**40, 8)
 
     @pytest.mark.parametrize(
         ("found", "parts"),
@@ -429,12 +440,12 @@ class TestCheckpoint:
         trainer.save_checkpoint("last.ckpt")
         target = load_target("last.ckpt")
         assert (target.kind, target.can_build) == ("checkpoint", False)
-        assert target.parameter_shapes() == {"embedding.weight": ((10, 8), "float32")}
+        assert shapes_of(target) == {"embedding.weight": ((10, 8), "float32")}
         assert "it was a `models.Lit`" in target.notes[0]
         with pytest.raises(ConfigurationError, match="--model module:Class"):
             target.build()
         with_code = load_target("last.ckpt", model="models:Lit", arguments={"width": 2})
-        assert with_code.parameter_shapes() == {"embedding.weight": ((10, 2), "float32")}
+        assert shapes_of(with_code) == {"embedding.weight": ((10, 2), "float32")}
 
     def test_state_dict_with_a_tie_and_wrappers(self):
         net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -443,7 +454,7 @@ class TestCheckpoint:
         names["module._orig_mod.1.weight"] = names["module._orig_mod.0.weight"]
         torch.save({"model": names}, "net.pt")
         target = load_target("net.pt")
-        assert target.parameter_shapes() == {
+        assert shapes_of(target) == {
             "0.weight": ((4, 4), "bfloat16"),
             "0.bias": ((4,), "bfloat16"),
             "1.bias": ((4,), "bfloat16"),
@@ -453,7 +464,7 @@ class TestCheckpoint:
     def test_safetensors(self):
         save_file({"w": torch.zeros(3, 2, dtype=torch.float16)}, "model.safetensors")
         target = load_target("model.safetensors")
-        assert target.parameter_shapes() == {"w": ((3, 2), "float16")}
+        assert shapes_of(target) == {"w": ((3, 2), "float16")}
 
     def test_code_in_it_is_not_run(self, tmp_path):
         marker = tmp_path / "ran"
@@ -468,7 +479,7 @@ class TestCheckpoint:
         assert "torch.save(model.state_dict(), path)" in message
         assert "in place of the checkpoint: `module:Class`" in message
         Path("note.ckpt").write_text("hello")
-        assert "cannot be read by torch: it is no file of torch. Give" in refused("note.ckpt")
+        assert "cannot be read by torch: it is not a file of torch. Give" in refused("note.ckpt")
         torch.save(nn.Linear(2, 2), "whole.pt")
         assert "`torch.nn.modules.linear.Linear`" in refused("whole.pt")
         assert not marker.exists()
@@ -514,7 +525,7 @@ class TestBatchOfHuggingFace:
         labels = 2 if task == "question_answering" else 3
         path = write_config(tmp_path, RobertaConfig(**TINY))
         target = load_target(path, task=task, arguments={"num_labels": labels})
-        batch = target.example_batch("2x6")
+        batch = batch_of(target, "2x6")
         shapes = {name: tuple(tensor.shape) for name, tensor in batch.items()}
         inputs = {"input_ids": (2, 6), "attention_mask": (2, 6)}
         assert shapes == inputs | TEXT_TASKS[task]
@@ -533,7 +544,7 @@ class TestBatchOfHuggingFace:
         config = T5Config(**sizes_of_it, num_heads=2)
         path = write_config(tmp_path, config, decoder_start_token_id=0)
         target = load_target(path, task="seq2seq_lm")
-        batch = target.example_batch(sizes)
+        batch = batch_of(target, sizes)
         assert batch["labels"].shape == ((2, 6) if sizes == "2x6" else (2, 4))
         target.build()(**batch).loss.backward()
 
@@ -541,15 +552,15 @@ class TestBatchOfHuggingFace:
         sizes: dict[str, Any] = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32}
         path = write_config(tmp_path, T5Config(**sizes, num_layers=1, num_heads=2))
         with pytest.raises(ConfigurationError, match=r"--arg decoder_start_token_id=0"):
-            load_target(path, task="seq2seq_lm").example_batch("2x6")
+            batch_of(load_target(path, task="seq2seq_lm"), "2x6")
         target = load_target(path, task="seq2seq_lm", arguments={"decoder_start_token_id": 0})
-        target.build()(**target.example_batch("2x6")).loss.backward()
+        target.build()(**batch_of(target, "2x6")).loss.backward()
 
     def test_multiple_choice(self, tmp_path):
         target = load_target(write_config(tmp_path, BertConfig(**TINY)), task="multiple_choice")
-        target.build()(**target.example_batch("2x4x6")).loss.backward()
+        target.build()(**batch_of(target, "2x4x6")).loss.backward()
         with pytest.raises(ConfigurationError, match="`8x4x512`"):
-            target.example_batch("2x6")
+            batch_of(target, "2x6")
 
     @pytest.mark.parametrize(
         ("changes", "shape", "dtype"),
@@ -566,7 +577,7 @@ class TestBatchOfHuggingFace:
     def test_labels_follow_the_problem(self, tmp_path, changes, shape, dtype):
         path = write_config(tmp_path, BertConfig(**TINY))
         target = load_target(path, task="sequence_classification", arguments=changes)
-        batch = target.example_batch("2x6")
+        batch = batch_of(target, "2x6")
         assert (tuple(batch["labels"].shape), batch["labels"].dtype) == (shape, dtype)
         target.build()(**batch).loss.backward()
 
@@ -577,13 +588,13 @@ class TestBatchOfHuggingFace:
         }
         config = ViTConfig(**small, image_size=32, patch_size=8)
         target = load_target(write_config(tmp_path, config), task="image_classification")
-        batch = target.example_batch(sizes)
+        batch = batch_of(target, sizes)
         assert batch["pixel_values"].shape == (2, 3, 32, 32)
         target.build()(**batch).loss.backward()
         with pytest.raises(ConfigurationError, match="Use `2x3x32x32`"):
-            target.example_batch("2x1x32x32")
+            batch_of(target, "2x1x32x32")
         with pytest.raises(ConfigurationError, match="samples x channels x height x width"):
-            target.example_batch("2x32")
+            batch_of(target, "2x32")
 
     def test_a_model_inside_a_lightning_module(self, project):
         config = GPT2Config(**TINY_GPT2)
@@ -591,7 +602,7 @@ class TestBatchOfHuggingFace:
             "lightning_memsave:CheckpointedTransformer",
             arguments={"model": config.to_dict(), "task": "causal_lm"},
         )
-        assert sorted(target.example_batch("2x6")) == ["attention_mask", "input_ids", "labels"]
+        assert sorted(batch_of(target, "2x6")) == ["attention_mask", "input_ids", "labels"]
 
     @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft's own
     def test_a_model_inside_a_wrapper_of_peft(self, project):
@@ -605,12 +616,12 @@ class TestBatchOfHuggingFace:
         """
         (project / "lora.py").write_text(textwrap.dedent(code))
         target = load_target("lora.py:make", arguments=TINY)
-        assert target.example_batch("2x6")["labels"].shape == (2, 6)
+        assert batch_of(target, "2x6")["labels"].shape == (2, 6)
 
     def test_without_data(self, tmp_path):
         target = load_target(write_config(tmp_path, BertConfig(**TINY)), task="masked_lm")
         with FakeTensorMode():
-            batch = target.example_batch("2x6")
+            batch = batch_of(target, "2x6")
             assert {type(tensor) for tensor in batch.values()} == {FakeTensor}
         assert make_batch_spec("2x6", target).structure["input_ids"].upper_bound == 50
         assert _get_current_dispatch_mode_stack() == []
@@ -620,14 +631,14 @@ class TestBatchOfHuggingFace:
     )
     def test_more_tokens_than_positions(self, tmp_path, config, limit):
         target = load_target(write_config(tmp_path, config), task="masked_lm")
-        target.build()(**target.example_batch(f"1x{limit}"))
+        target.build()(**batch_of(target, f"1x{limit}"))
         with pytest.raises(ConfigurationError, match=f"Use at most {limit} tokens"):
             make_batch_spec(f"2x{limit + 1}", target)
 
     def test_a_model_without_a_loss(self, tmp_path):
         path = write_config(tmp_path, BertConfig(**TINY), architectures=["BertModel"])
         with pytest.raises(ConfigurationError, match=r"Name each of its tensors.*masked_lm"):
-            load_target(path).example_batch("2x6")
+            batch_of(load_target(path), "2x6")
 
     def test_any_other_module_needs_names(self, project):
         with pytest.raises(ConfigurationError, match=r"Name each tensor.*x=float32\[8"):
@@ -687,12 +698,6 @@ class TestBatchSpec:
         assert torch.equal(spec.build()[0], bounded)
         assert torch.equal(TensorSpec(torch.int64, (3,), 5, 4).build(), torch.full((3,), 4))
         assert torch.equal(torch.get_rng_state(), before)
-
-    def test_other_numbers_of_samples(self):
-        spec = make_batch_spec("x=float32[8,3],table=float32[5,3],s=float32[]")
-        assert spec.num_samples == 8
-        assert str(spec.with_samples(2)) == "x=float32[2,3],table=float32[5,3],s=float32[]"
-        assert make_batch_spec("float32[]").num_samples == 1
 
     def test_nothing_is_allocated_under_a_fake_mode(self):
         spec = make_batch_spec("x=float32[1000000,100000],y=int64[1000000]<5,b=bool[4]")

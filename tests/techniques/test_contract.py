@@ -26,7 +26,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.registry import TECHNIQUES
+from lightning_memsave.techniques.registry import techniques
 from tests.cases import CASES, INDEPENDENT_OF_THE_BATCH, MODELS, make_batch, make_model
 from tests.helpers import (
     OF_OPTIMIZER,
@@ -381,7 +381,7 @@ def test_a_copy_is_independent_and_pickles_load(technique, name):
 
 @pytest.mark.parametrize("technique", VARIANTS)
 def test_repr_makes_an_equal_technique(technique):
-    names = {cls.__name__: cls for cls in TECHNIQUES}
+    names = {cls.__name__: cls for cls in techniques()}
     again = eval(repr(technique), names)
     assert again == technique
     assert hash(again) == hash(technique)
@@ -407,4 +407,4 @@ def test_an_exception_in_the_block_leaves_nothing_behind():
 
 
 def test_every_registered_technique_has_a_case():
-    assert [technique.name for technique in TECHNIQUES] == list(CASES)
+    assert [technique.name for technique in techniques()] == list(CASES)

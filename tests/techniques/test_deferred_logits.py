@@ -348,15 +348,11 @@ def test_a_leaf_of_its_own(model, deferring):
     torch.testing.assert_close(deferring.gradient, model.gradient)
 
 
-@pytest.mark.parametrize("change", [
-    lambda weight: weight.add_(1.0),
-    lambda weight: weight.data.mul_(2.0),  # unseen by autograd, as are 8-bit optimizers
-])  # fmt: skip
-def test_late_use_is_an_error_and_no_wrong_result(deferring, change):
+def test_late_use_is_an_error_and_no_wrong_result(deferring):
     logits, kept = deferring(), deferring()
     values = kept.clone()
     with torch.no_grad():
-        change(deferring.head.weight)
+        deferring.head.weight.add_(1.0)
     assert torch.equal(kept, values)
     with pytest.raises(IncompatibleError, match=r"`\.clone\(\)` on them, before that"):
         logits.argmax(-1)
@@ -434,18 +430,6 @@ def test_functions_of_logits_whose_weight_is_the_embedding_too(model, loss_of):
     ChunkedCrossEntropy("head").apply(model)
     for a, b in zip(train(model, loss_of), train(other, loss_of), strict=True):
         torch.testing.assert_close(a, b)
-
-
-def test_gradient_of_the_gradient_of_a_tied_weight(model):
-    model.head.weight = model.embedding.weight
-    other = copy.deepcopy(model)
-    ChunkedCrossEntropy("head").apply(model)
-    for m in (model, other):
-        loss = ce(flat(m()), TOKENS.view(-1))
-        first = torch.autograd.grad(loss, list(m.parameters()), create_graph=True)
-        torch.stack([g.square().sum() for g in first]).sum().backward()
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
 def test_an_output_that_nobody_uses_costs_nothing(model, num_computed):

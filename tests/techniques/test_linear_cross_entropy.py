@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     Call,
@@ -205,19 +206,19 @@ def test_scaled_and_shifted_logits(dtype, smoothing):
     assert_no_worse([mine], [theirs], [truth], dtype)
 
 
-def test_gradient_of_the_gradient():
-    """As penalties on gradients need it."""
-    p = make(torch.float32, weights=True, labelled=0.5)
-    settings = LossSettings(label_smoothing=0.1)
+def test_gradient_of_the_gradient_is_refused():
+    """A penalty on gradients would lack what goes through the head."""
+    p = make(torch.float32)
+    for leaves in (p.leaves, [p.x]):
+        with pytest.raises(IncompatibleError, match="Set `chunked_cross_entropy=None`"):
+            torch.autograd.grad(chunked(p, LossSettings()), leaves, create_graph=True)
 
-    def penalty(loss: Tensor) -> list[Tensor]:
-        first = torch.autograd.grad(loss, p.leaves, create_graph=True)
-        norms = torch.stack([g.square().sum() for g in first]).sum()
-        return list(torch.autograd.grad(norms, p.leaves))
 
-    mine, theirs = penalty(chunked(p, settings)), penalty(ordinary(p, settings))
-    for a, b in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+def test_many_gradients_at_once_are_refused():
+    p = make(torch.float32)
+    losses = chunked(p, LossSettings(reduction="none"))
+    with pytest.raises(RuntimeError, match="vmap"):
+        torch.autograd.grad(losses, [p.weight], torch.eye(len(losses)), is_grads_batched=True)
 
 
 def test_half_precision_survives_a_loss_scale():

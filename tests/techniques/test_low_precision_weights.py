@@ -20,14 +20,8 @@ from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import (
-    bf16_layers as gradient_sums,
-)
-from lightning_memsave.techniques.low_precision_weights import (
     rounded_updates,
     tiled_steps,
-)
-from lightning_memsave.techniques.low_precision_weights import (
-    rounded_updates as rounding_functions,
 )
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -36,7 +30,7 @@ from tests.cases import MODELS, make_batch, make_model
 from tests.helpers import snapshot
 
 BF16 = torch.bfloat16
-ROUNDINGS = ("stochastic", "kahan", "nearest")
+ROUNDINGS = ("stochastic", "kahan")
 ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "amsgrad": True}),
     "adamw-foreach": (torch.optim.AdamW, {"foreach": True}),
@@ -53,7 +47,15 @@ ELEMENTWISE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "rprop": (torch.optim.Rprop, {}),
     "asgd": (torch.optim.ASGD, {}),
 }
-LOW_BIT = ("adamw_8bit", "adam_8bit", "lion_8bit", "sgd_8bit", "ademamix_8bit", "rmsprop")
+LOW_BIT = ("adamw_8bit", "adam_8bit", "lion_8bit", "sgd_8bit", "rmsprop")
+
+
+@pytest.fixture
+def to_the_nearest(monkeypatch):
+    """Stochastic rounding rounds to the nearest, as plain bfloat16 does."""
+    monkeypatch.setattr(
+        rounded_updates, "round_stochastically", lambda param, values, _: param.copy_(values)
+    )
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def forward_and_backward(model: nn.Module, batch: Tensor) -> Tensor:
 def draws(value: float, count: int = 100_000) -> Tensor:
     result = torch.empty(count, dtype=BF16)
     generator = torch.Generator().manual_seed(5)
-    rounding_functions.round_stochastically(result, torch.full((count,), value), generator)
+    rounded_updates.round_stochastically(result, torch.full((count,), value), generator)
     return result.double()
 
 
@@ -121,10 +123,10 @@ class TestRounding:
         total = torch.ones(20_000, dtype=BF16)
         generator = torch.Generator().manual_seed(5)
         for _ in range(64):
-            rounding_functions.round_stochastically(total, total.float() + 2**-12, generator)
+            rounded_updates.round_stochastically(total, total.float() + 2**-12, generator)
         nearest = torch.ones(1, dtype=BF16)
         for _ in range(64):
-            rounding_functions.round_to_nearest(nearest, nearest.float() + 2**-12)
+            nearest.copy_(nearest.float() + 2**-12)
         assert nearest.item() == 1.0
         assert total.double().mean().item() == pytest.approx(1 + 64 * 2**-12, rel=3e-4)
 
@@ -132,9 +134,7 @@ class TestRounding:
     def test_gives_a_neighbour(self, value):
         exact = torch.tensor([value])
         found = torch.empty(1, dtype=BF16)
-        rounding_functions.round_stochastically(
-            found, exact.clone(), torch.Generator().manual_seed(0)
-        )
+        rounded_updates.round_stochastically(found, exact.clone(), torch.Generator().manual_seed(0))
         bits = exact.view(torch.int32) & ~0xFFFF
         # The same number for what bfloat16 can hold; past the largest comes infinity.
         up = bits if torch.equal(bits, exact.view(torch.int32)) else bits + 0x10000
@@ -145,33 +145,33 @@ class TestRounding:
         values = torch.tensor(patterns, dtype=torch.int32).view(torch.float32)
         expected = values.clone()
         found = torch.empty(len(patterns), dtype=BF16)
-        rounding_functions.round_stochastically(found, values, torch.Generator())
+        rounded_updates.round_stochastically(found, values, torch.Generator())
         assert torch.equal(found.isnan(), expected.isnan())
         assert found[:2].tolist() == [math.inf, -math.inf]
 
     def test_the_rest_is_what_was_lost(self):
         values = torch.randn(1000)
         param, rest = torch.empty(2, 1000, dtype=BF16)
-        rounding_functions.round_with_rest(param, values.clone(), rest)
+        rounded_updates.round_with_rest(param, values.clone(), rest)
         assert torch.equal(param, values.to(BF16))
         lost = (param.double() + rest.double() - values.double()).abs()
         assert (lost <= values.abs() * 2**-16).all()
 
     def test_seeds_do_not_come_again_soon(self):
-        seeds = [rounding_functions.first_seed(index) for index in range(1000)]
+        seeds = [rounded_updates.first_seed(index) for index in range(1000)]
         for _ in range(20):
-            seeds += [rounding_functions.next_seed(seed) for seed in seeds[-1000:]]
+            seeds += [rounded_updates.next_seed(seed) for seed in seeds[-1000:]]
         assert len(set(seeds)) == len(seeds)
         assert all(0 <= seed < 2**32 for seed in seeds)
 
 
 class TestUpdates:
     @pytest.mark.parametrize("name", ["adamw", "momentum", "adamw_8bit", "radam"])
-    def test_are_those_of_float32_rounded(self, name):
+    def test_are_those_of_float32_rounded(self, name, to_the_nearest):
         param, truth = weight(64, 64), weight(64, 64)
         truth.data = truth.data.float()
         ours, theirs = make_optimizer(name, [param]), make_optimizer(name, [truth])
-        LowPrecisionWeights("nearest").round_updates(ours)
+        LowPrecisionWeights().round_updates(ours)
         for step in range(3):
             give_gradient(param, step)
             truth.grad = param.grad.float()
@@ -183,9 +183,11 @@ class TestUpdates:
             other = ours.state[param][key]
             assert torch.equal(other, value) if isinstance(value, Tensor) else other == value
 
-    @pytest.mark.parametrize("rounding", ["kahan", "nearest"])
+    @pytest.mark.parametrize("rounding", ["kahan", "stochastic"])
     @pytest.mark.parametrize("name", [*ELEMENTWISE, *LOW_BIT])
-    def test_in_tiles_are_those_of_the_whole(self, name, rounding, small_tiles, monkeypatch):
+    def test_in_tiles_are_those_of_the_whole(
+        self, name, rounding, small_tiles, to_the_nearest, monkeypatch
+    ):
         results = []
         for limit in (1024, 2**30):
             monkeypatch.setattr(tiled_steps, "MIN_TILE_NUMEL", limit)
@@ -217,11 +219,13 @@ class TestUpdates:
         assert len(optimizer.state) == 1  # tiles leave nothing
 
     @pytest.mark.parametrize("cls", [torch.optim.Adafactor, torch.optim.Muon])
-    def test_optimizers_that_look_at_the_whole_get_the_whole(self, cls, small_tiles):
+    def test_optimizers_that_look_at_the_whole_get_the_whole(
+        self, cls, small_tiles, to_the_nearest
+    ):
         param, truth = weight(64, 64), weight(64, 64)
         truth.data = truth.data.float()
         ours, theirs = cls([param], lr=0.1), cls([truth], lr=0.1)
-        LowPrecisionWeights("nearest").round_updates(ours)
+        LowPrecisionWeights().round_updates(ours)
         for step in range(2):
             give_gradient(param, step)
             truth.grad = param.grad.float()
@@ -439,10 +443,10 @@ class TestOptimizer:
         with pytest.raises(IncompatibleError, match="Undo the handle"):
             LowPrecisionWeights().round_updates(optimizer)
 
-    def test_scaled_gradients_arrive_unscaled(self):
+    def test_scaled_gradients_arrive_unscaled(self, to_the_nearest):
         param = weight(64, 64)
         optimizer = torch.optim.SGD([param], lr=1.0)
-        LowPrecisionWeights("nearest").round_updates(optimizer)
+        LowPrecisionWeights().round_updates(optimizer)
         expected = (param.float() - 2.0).to(BF16)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
         scaler.scale((param * 2.0).sum()).backward()
@@ -478,12 +482,6 @@ def test_in_backward_gives_the_same_bits(rounding, bits):
 class TestGradientSums:
     NUM_PARTS = 300
 
-    @pytest.fixture(params=["grad_dtype", "compensated"])
-    def mechanism(self, request, monkeypatch):
-        if request.param == "compensated":
-            monkeypatch.setattr(gradient_sums, "_can_choose_dtype", lambda: False)
-        return request.param
-
     def parts(self) -> Tensor:
         generator = torch.Generator().manual_seed(3)
         return (torch.rand(self.NUM_PARTS, 32, 32, generator=generator) + 0.5).to(BF16)
@@ -493,7 +491,7 @@ class TestGradientSums:
             (model.weight * part).sum().backward()
         return model.weight.grad.double()
 
-    def test_is_the_sum_in_float64_but_for_one_rounding(self, mechanism):
+    def test_is_the_sum_in_float64_but_for_one_rounding(self):
         truth = self.parts().double().sum(0)
         errors = {}
         for key in ("plain", "ours"):
@@ -503,16 +501,15 @@ class TestGradientSums:
             if key == "ours":
                 with technique.sum_gradients_in_fp32(model):
                     found = self.sum_of_parts(model)
-                    expected = {"grad_dtype": torch.float32, "compensated": BF16}[mechanism]
-                    assert model.weight.grad.dtype is expected
+                    assert model.weight.grad.dtype is torch.float32
                 assert model.weight.grad.dtype is BF16
             else:
                 found = self.sum_of_parts(model)
             errors[key] = ((found - truth).abs() / truth).max().item()
         assert errors["plain"] > 0.05
-        assert errors["ours"] < {"grad_dtype": 1e-6, "compensated": 2**-7}[mechanism]
+        assert errors["ours"] < 1e-6
 
-    def test_the_step_uses_the_sum(self, mechanism):
+    def test_the_step_uses_the_sum(self):
         model = nn.Linear(32, 32, bias=False)
         technique = LowPrecisionWeights("kahan")
         technique.apply(model)
@@ -524,10 +521,9 @@ class TestGradientSums:
             optimizer.step()
         truth = start - 2**-6 * self.parts().double().sum(0)
         found = model.weight.double() + optimizer.state[model.weight]["compensation"].double()
-        bound = {"grad_dtype": 2**-15, "compensated": 2**-7}[mechanism]
-        assert ((found - truth).abs() <= bound * truth.abs().clamp(min=1)).all()
+        assert ((found - truth).abs() <= 2**-15 * truth.abs().clamp(min=1)).all()
 
-    def test_starts_anew_after_zero_grad(self, mechanism):
+    def test_starts_anew_after_zero_grad(self):
         model = nn.Linear(32, 32, bias=False)
         technique = LowPrecisionWeights()
         technique.apply(model)
@@ -536,7 +532,7 @@ class TestGradientSums:
             model.zero_grad()
             assert torch.equal(self.sum_of_parts(model), first)
 
-    def test_keeps_a_gradient_that_is_there(self, mechanism):
+    def test_keeps_a_gradient_that_is_there(self):
         model = nn.Linear(32, 32, bias=False)
         LowPrecisionWeights().apply(model)
         model.weight.grad = torch.ones_like(model.weight)
@@ -546,7 +542,7 @@ class TestGradientSums:
         handle.undo()
         assert torch.equal(model.weight.grad, torch.full((32, 32), 2.0, dtype=BF16))
 
-    def test_of_a_layer_that_is_unfrozen_later(self, mechanism):
+    def test_of_a_layer_that_is_unfrozen_later(self):
         model = nn.Linear(32, 32, bias=False).requires_grad_(False)
         technique = LowPrecisionWeights()
         technique.apply(model)
@@ -555,10 +551,9 @@ class TestGradientSums:
             model.requires_grad_()
             found = self.sum_of_parts(model)
         truth = self.parts().double().sum(0)
-        bound = {"grad_dtype": 1e-6, "compensated": 2**-7}[mechanism]
-        assert ((found - truth).abs() / truth).max() < bound
+        assert ((found - truth).abs() / truth).max() < 1e-6
 
-    def test_updates_in_backward_use_the_sum(self, mechanism):
+    def test_updates_in_backward_use_the_sum(self):
         model = nn.Linear(32, 32, bias=False)
         technique = LowPrecisionWeights("kahan")
         technique.apply(model)
@@ -577,7 +572,7 @@ class TestGradientSums:
         truth = start - 2**-6 * self.parts().double().sum(0)
         assert ((model.weight.double() - truth).abs() <= 2**-6 * truth.abs().clamp(min=1)).all()
 
-    def test_undone_after_the_weights(self, mechanism):
+    def test_undone_after_the_weights(self):
         model: Any = nn.Linear(32, 32, bias=False)
         weights = LowPrecisionWeights().apply(model)
         sums = LowPrecisionWeights().sum_gradients_in_fp32(model)
@@ -588,7 +583,8 @@ class TestGradientSums:
         assert model.weight.grad.dtype is torch.float32
         assert torch.equal(model.weight.grad, torch.full((32, 32), 2.0))
 
-    def test_under_ddp(self, tmp_path):
+    def test_is_refused_in_a_process_group(self, tmp_path):
+        """DDP fails where a gradient is of another type than its parameter."""
         store = torch.distributed.FileStore(  # type: ignore[attr-defined]
             str(tmp_path / "store"), 1
         )
@@ -597,18 +593,11 @@ class TestGradientSums:
             model = nn.Linear(32, 32, bias=False)
             technique = LowPrecisionWeights()
             technique.apply(model)
-            parallel = nn.parallel.DistributedDataParallel(model)
-            *parts, last = self.parts()[:, :, :1].mT  # (300, 1, 32)
-            with technique.sum_gradients_in_fp32(model):
-                for part in parts:
-                    with parallel.no_sync():
-                        parallel(part).sum().backward()
-                parallel(last).sum().backward()
+            with pytest.raises(IncompatibleError, match="leave `LowPrecisionWeights` out"):
+                technique.sum_gradients_in_fp32(model)
+            assert model.weight.grad_dtype is BF16
         finally:
             torch.distributed.destroy_process_group()
-        truth = self.parts()[:, :, 0].double().sum(0).expand(32, 32)
-        found = model.weight.grad.double()
-        assert ((found - truth).abs() <= 2**-7 * truth).all()
 
 
 def test_state_that_is_made_before_the_step_is_float32():
@@ -924,13 +913,14 @@ class TestConvergence:
             optimizer.step()
         return loss.item()
 
-    def test_reaches_the_loss_where_rounding_to_the_nearest_stalls(self):
+    def test_reaches_the_loss_where_rounding_to_the_nearest_stalls(self, request):
         losses = {rounding: self.final_loss(rounding) for rounding in (None, *ROUNDINGS)}
-        assert losses["nearest"] > 1.5 * losses[None]
+        request.getfixturevalue("to_the_nearest")
+        assert self.final_loss("stochastic") > 1.5 * losses[None]
         assert losses["kahan"] < 1.002 * losses[None]
         assert losses["stochastic"] < 1.02 * losses[None]
 
-    def test_kahan_follows_float32_closer_than_the_others(self):
+    def test_kahan_follows_float32_closer_than_plain_bfloat16(self, to_the_nearest):
         truth = nn.Parameter(weight(64, 64).detach().float())
         optimizer: Optimizer = torch.optim.AdamW([truth], lr=1e-4)
         updated(optimizer, [truth], steps=50)
@@ -944,7 +934,7 @@ class TestConvergence:
             if rounding == "kahan":
                 found = found + optimizer.state[param]["compensation"].double()
             errors[rounding] = (found - truth.double()).norm().item()
-        assert errors["kahan"] < 0.02 * errors["nearest"]
+        assert errors["kahan"] < 0.02 * errors["stochastic"]
 
 
 def test_names_that_checkpoints_have_stay():

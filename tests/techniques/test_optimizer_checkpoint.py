@@ -168,7 +168,6 @@ def test_says_what_has_no_8bit_form(optimizer, reason):
     ("name", "reason", "remedy"),
     [
         ("lion_8bit", "that of Lion, which torch.optim does not have", "with `MemSaveCallback`"),
-        ("ademamix_8bit", "that of AdEMAMix, which torch.optim does not", "with `MemSaveCallback`"),
         (None, "has the 32-bit format of torch already", "Resume from the checkpoint as it is."),
     ],
 )
@@ -177,6 +176,22 @@ def test_says_what_has_no_32bit_form(base, name, reason, remedy):
     _, checkpoint = low_bit_checkpoint(MAKE[base], name) if name else trained(MAKE[base])
     with pytest.raises(IncompatibleError, match=f"{reason}.*{remedy}"):
         convert_optimizer_states(checkpoint, "32bit")
+
+
+def test_state_of_an_unknown_optimizer_of_bitsandbytes_is_named():
+    from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+        import_bitsandbytes,
+    )
+
+    model = make_model()
+    own = import_bitsandbytes("test").optim.AdEMAMix8bit(model.parameters(), min_8bit_size=1)
+    train(model, own)
+    with pytest.raises(IncompatibleError, match=r"that of AdEMAMix, which torch\.optim does not"):
+        convert_optimizer_states(checkpoint_of(model, own), "32bit")
+    saved = own.state_dict()
+    assert convert_state_dict(saved, own) is saved
+    with pytest.raises(IncompatibleError, match="it was written by AdEMAMix"):
+        convert_state_dict(saved, low_bit(make_model(), MAKE["adamw"]))
 
 
 def test_an_optimizer_chosen_by_name_becomes_torchs_class_of_that_name():

@@ -121,7 +121,7 @@ def test_32bit_to_32bit_passes_as_it_is(name):
     assert convert_state_dict(saved, make(make_model())) is saved
 
 
-@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "sgd_8bit", "ademamix_8bit"])
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "sgd_8bit"])
 def test_width_follows_the_target_and_the_rest_is_bit_identical(name):
     make, model = FAMILIES["adamw"], make_model()
     wide = LowBitOptimizer(name, keep_32bit=("*",))
@@ -193,7 +193,7 @@ def test_our_checkpoints_load_into_bitsandbytes_own_classes():
 
 
 @pytest.mark.parametrize("base", FAMILIES)
-@pytest.mark.parametrize("name", ["lion_8bit", "sgd_8bit", "adamw_8bit", "ademamix_8bit"])
+@pytest.mark.parametrize("name", ["lion_8bit", "sgd_8bit", "adamw_8bit"])
 def test_an_optimizer_chosen_by_name_resumes_over_the_groups_of_another_class(base, name):
     make, model, technique = FAMILIES[base], make_model(), LowBitOptimizer(name)
     old = low_bit(model, make, technique)
@@ -307,7 +307,7 @@ def other_model(kind):
 @pytest.mark.parametrize("kind", ["order", "size"])
 @pytest.mark.parametrize(
     ("name", "old", "new"),
-    [("adamw", 8, 8), ("adamw", 8, 32), ("adamw", 32, 8), ("ademamix_8bit", 8, 8)],
+    [("adamw", 8, 8), ("adamw", 8, 32), ("adamw", 32, 8)],
 )
 def test_state_of_parameters_of_other_shapes_is_refused(name, old, new, kind):
     """bitsandbytes' kernels take pointers: they would read and write beyond the end of it."""

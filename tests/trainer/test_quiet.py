@@ -29,9 +29,11 @@ def say(where: str) -> None:
 
 
 def test_this_thread_is_not_heard_and_others_are(capsys, caplog):
+    handle = logging.Logger.handle
     say("before")
     with quiet():
         say("inside")
+        assert logging.Logger.handle is handle  # nothing is replaced in a class of all
         in_thread(lambda: say("beside"))
     say("after")
     captured = capsys.readouterr()
@@ -150,10 +152,20 @@ def test_no_process_group_is_seen(tmp_path):
 
 
 def test_everything_comes_back_after_an_error():
-    before = (sys.stdout, sys.stderr, logging.Logger.handle, torch.is_warn_always_enabled())
+    before = (
+        sys.stdout,
+        sys.stderr,
+        [h.filters[:] for h in logging.root.handlers],
+        torch.is_warn_always_enabled(),
+    )
     with pytest.raises(KeyError), quiet():
         raise KeyError
-    after = (sys.stdout, sys.stderr, logging.Logger.handle, torch.is_warn_always_enabled())
+    after = (
+        sys.stdout,
+        sys.stderr,
+        [h.filters[:] for h in logging.root.handlers],
+        torch.is_warn_always_enabled(),
+    )
     assert after == before
 
 

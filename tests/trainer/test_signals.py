@@ -6,14 +6,13 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import FunctionType
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.trainer.nested_fit import signals_kept
+from lightning_memsave.trainer.nested_fit import quiet, raise_if_interrupted
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="signals of POSIX")
 
@@ -76,20 +75,34 @@ def test_an_interruption_comes_through_wherever_it_hits(package: str) -> None:
     assert done.stdout.split() == ["interrupted"] * 4
 
 
-def test_waits_for_the_end_of_a_finalizer() -> None:
+def test_waits_for_a_line_where_it_is_safe() -> None:
     reached = []
+    with pytest.raises(KeyboardInterrupt), quiet():  # noqa: PT012 - where it comes out
+        raise_if_interrupted()
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the next line")
+        raise_if_interrupted()
+        reached.append("too far")
+    assert reached == ["the next line"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
-    class Finalized:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-            reached.append("the end")
 
-    with pytest.raises(KeyboardInterrupt), signals_kept():  # noqa: PT012 - where it comes out
-        made = Finalized()
-        del made
-        for _ in range(10_000):
-            time.sleep(0.001)
+@pytest.mark.parametrize("error", [None, ValueError("of the fit inside")])
+def test_comes_at_the_end_at_the_latest(error) -> None:
+    reached = []
+    with pytest.raises(KeyboardInterrupt), quiet():  # noqa: PT012 - where it comes out
+        signal.raise_signal(signal.SIGINT)
+        reached.append("the end")
+        if error is not None:
+            raise error
     assert reached == ["the end"]
+
+
+def test_a_second_one_does_not_wait() -> None:
+    with pytest.raises(KeyboardInterrupt), quiet():  # noqa: PT012 - where it comes out
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        time.sleep(60)
 
 
 def test_what_runs_inside_does_not_handle_sigterm() -> None:
@@ -104,30 +117,11 @@ def test_what_runs_inside_does_not_handle_sigterm() -> None:
     assert set(seen) == {signal.getsignal(signal.SIGTERM)}
 
 
-def test_waits_while_torch_calls() -> None:
-    def interrupted() -> None:
-        signal.raise_signal(signal.SIGINT)
-        reached.append("torch's own line")
-
-    def run() -> None:
-        with signals_kept():
-            called_by_torch()
-            reached.append("this line")
-            time.sleep(5)
-
-    reached: list[str] = []
-    names = {"__name__": "torch._ops", "signal": signal}
-    called_by_torch = FunctionType(interrupted.__code__, names, closure=interrupted.__closure__)
-    with pytest.raises(KeyboardInterrupt):
-        run()
-    assert reached[0] == "torch's own line"
-
-
 def test_handlers_of_the_user_are_theirs(monkeypatch) -> None:
     heard = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with signals_kept():
+        with quiet():
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -138,7 +132,7 @@ def test_other_threads_leave_them_alone() -> None:
     seen = []
 
     def look() -> None:
-        with signals_kept():
+        with quiet():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=look)

@@ -5,10 +5,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+
+import torch
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import GIB, MIB, format_bytes, parse_bytes
 
 
@@ -22,14 +22,12 @@ class Gpu:
             the driver keeps a part, and error correction takes another on some cards.
         has_bf16: Whether it computes in bfloat16 natively, from compute capability 8.0 on; for a
             mere size it is taken for granted.
-        marketed_bytes: What is on the box.
         compute_capability: Major and minor; ``None`` for a mere size.
     """
 
     name: str
     total_bytes: int
     has_bf16: bool = True
-    marketed_bytes: int = 0
     compute_capability: tuple[int, int] | None = None
 
     @property
@@ -41,75 +39,75 @@ class Gpu:
 BF16_CAPABILITY = (8, 0)
 """Compute capability from which on bfloat16 is native."""
 
-# Name, GiB on the box, MiB that torch sees, compute capability. The third is `total_memory` as
+# Name, MiB that torch sees, compute capability. The second is `total_memory` as
 # `torch.cuda.get_device_properties` shows it in public logs and issues on GitHub (many of them the
 # first line that ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between
 # drivers; the least found on Linux is taken, so that "fits" holds on all of them. The memory of
 # the last group was not found; it is the least of the same size above. Compute capabilities are
 # those of https://developer.nvidia.com/cuda-gpus.
 _ROWS = (
-    ("T4", 16, 14_930, (7, 5)),
-    ("P100-16GB", 16, 16_269, (6, 0)),
-    ("V100-16GB", 16, 16_130, (7, 0)),
-    ("V100-32GB", 32, 32_510, (7, 0)),
-    ("A10G", 24, 22_587, (8, 6)),
-    ("A40", 48, 45_416, (8, 6)),
-    ("A100-40GB", 40, 40_441, (8, 0)),
-    ("A100-80GB", 80, 81_038, (8, 0)),
-    ("L4", 24, 22_563, (8, 9)),
-    ("L40S", 48, 45_495, (8, 9)),
-    ("H20-96GB", 96, 97_285, (9, 0)),
-    ("H100-80GB", 80, 81_008, (9, 0)),
-    ("H200", 141, 143_156, (9, 0)),
-    ("B200", 180, 182_631, (10, 0)),
-    ("GTX-1080", 8, 8_118, (6, 1)),
-    ("GTX-1080-Ti", 11, 11_172, (6, 1)),
-    ("GTX-1660-Ti", 6, 5_936, (7, 5)),
-    ("RTX-2060", 6, 5_918, (7, 5)),
-    ("RTX-2070", 8, 7_949, (7, 5)),
-    ("RTX-2080-Ti", 11, 11_019, (7, 5)),
-    ("TITAN-RTX", 24, 24_212, (7, 5)),
-    ("RTX-8000", 48, 48_380, (7, 5)),
-    ("RTX-3060-12GB", 12, 11_931, (8, 6)),
-    ("RTX-3060-Ti", 8, 7_833, (8, 6)),
-    ("RTX-3070", 8, 7_753, (8, 6)),
-    ("RTX-3080-10GB", 10, 10_002, (8, 6)),
-    ("RTX-3080-Ti", 12, 11_910, (8, 6)),
-    ("RTX-3090", 24, 24_259, (8, 6)),
-    ("RTX-A5000", 24, 24_114, (8, 6)),
-    ("RTX-A6000", 48, 48_676, (8, 6)),
-    ("RTX-4060", 8, 7_807, (8, 9)),
-    ("RTX-4060-Ti-8GB", 8, 7_806, (8, 9)),
-    ("RTX-4070", 12, 11_994, (8, 9)),
-    ("RTX-4070-Ti", 12, 12_007, (8, 9)),
-    ("RTX-4070-Ti-SUPER", 16, 15_934, (8, 9)),
-    ("RTX-4080", 16, 16_049, (8, 9)),
-    ("RTX-4090", 24, 24_177, (8, 9)),
-    ("RTX-6000-Ada", 48, 48_622, (8, 9)),
-    ("RTX-5060-Ti-16GB", 16, 15_848, (12, 0)),
-    ("RTX-5080", 16, 15_840, (12, 0)),
-    ("RTX-5090", 32, 32_120, (12, 0)),
-    ("RTX-PRO-6000", 96, 97_250, (12, 0)),
+    ("T4", 14_930, (7, 5)),
+    ("P100-16GB", 16_269, (6, 0)),
+    ("V100-16GB", 16_130, (7, 0)),
+    ("V100-32GB", 32_510, (7, 0)),
+    ("A10G", 22_587, (8, 6)),
+    ("A40", 45_416, (8, 6)),
+    ("A100-40GB", 40_441, (8, 0)),
+    ("A100-80GB", 81_038, (8, 0)),
+    ("L4", 22_563, (8, 9)),
+    ("L40S", 45_495, (8, 9)),
+    ("H20-96GB", 97_285, (9, 0)),
+    ("H100-80GB", 81_008, (9, 0)),
+    ("H200", 143_156, (9, 0)),
+    ("B200", 182_631, (10, 0)),
+    ("GTX-1080", 8_118, (6, 1)),
+    ("GTX-1080-Ti", 11_172, (6, 1)),
+    ("GTX-1660-Ti", 5_936, (7, 5)),
+    ("RTX-2060", 5_918, (7, 5)),
+    ("RTX-2070", 7_949, (7, 5)),
+    ("RTX-2080-Ti", 11_019, (7, 5)),
+    ("TITAN-RTX", 24_212, (7, 5)),
+    ("RTX-8000", 48_380, (7, 5)),
+    ("RTX-3060-12GB", 11_931, (8, 6)),
+    ("RTX-3060-Ti", 7_833, (8, 6)),
+    ("RTX-3070", 7_753, (8, 6)),
+    ("RTX-3080-10GB", 10_002, (8, 6)),
+    ("RTX-3080-Ti", 11_910, (8, 6)),
+    ("RTX-3090", 24_259, (8, 6)),
+    ("RTX-A5000", 24_114, (8, 6)),
+    ("RTX-A6000", 48_676, (8, 6)),
+    ("RTX-4060", 7_807, (8, 9)),
+    ("RTX-4060-Ti-8GB", 7_806, (8, 9)),
+    ("RTX-4070", 11_994, (8, 9)),
+    ("RTX-4070-Ti", 12_007, (8, 9)),
+    ("RTX-4070-Ti-SUPER", 15_934, (8, 9)),
+    ("RTX-4080", 16_049, (8, 9)),
+    ("RTX-4090", 24_177, (8, 9)),
+    ("RTX-6000-Ada", 48_622, (8, 9)),
+    ("RTX-5060-Ti-16GB", 15_848, (12, 0)),
+    ("RTX-5080", 15_840, (12, 0)),
+    ("RTX-5090", 32_120, (12, 0)),
+    ("RTX-PRO-6000", 97_250, (12, 0)),
     # Not found in any log.
-    ("A10", 24, 22_563, (8, 6)),
-    ("L40", 48, 45_416, (8, 9)),
-    ("RTX-2080", 8, 7_753, (7, 5)),
-    ("RTX-3070-Ti", 8, 7_753, (8, 6)),
-    ("RTX-3080-12GB", 12, 11_910, (8, 6)),
-    ("RTX-3090-Ti", 24, 24_114, (8, 6)),
-    ("RTX-4060-Ti-16GB", 16, 15_840, (8, 9)),
-    ("RTX-4070-SUPER", 12, 11_910, (8, 9)),
-    ("RTX-4080-SUPER", 16, 15_840, (8, 9)),
-    ("RTX-5060-8GB", 8, 7_753, (12, 0)),
-    ("RTX-5060-Ti-8GB", 8, 7_753, (12, 0)),
-    ("RTX-5070", 12, 11_910, (12, 0)),
-    ("RTX-5070-Ti", 16, 15_840, (12, 0)),
+    ("A10", 22_563, (8, 6)),
+    ("L40", 45_416, (8, 9)),
+    ("RTX-2080", 7_753, (7, 5)),
+    ("RTX-3070-Ti", 7_753, (8, 6)),
+    ("RTX-3080-12GB", 11_910, (8, 6)),
+    ("RTX-3090-Ti", 24_114, (8, 6)),
+    ("RTX-4060-Ti-16GB", 15_840, (8, 9)),
+    ("RTX-4070-SUPER", 11_910, (8, 9)),
+    ("RTX-4080-SUPER", 15_840, (8, 9)),
+    ("RTX-5060-8GB", 7_753, (12, 0)),
+    ("RTX-5060-Ti-8GB", 7_753, (12, 0)),
+    ("RTX-5070", 11_910, (12, 0)),
+    ("RTX-5070-Ti", 15_840, (12, 0)),
 )
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
     {
-        name: Gpu(name, mib * MIB, capability >= BF16_CAPABILITY, gib * GIB, capability)
-        for name, gib, mib, capability in _ROWS
+        name: Gpu(name, mib * MIB, capability >= BF16_CAPABILITY, capability)
+        for name, mib, capability in _ROWS
     }
 )
 """Every known card by name."""
@@ -193,6 +191,21 @@ def _named(text: str) -> list[Gpu]:
     return []
 
 
+def local_gpu(device: torch.device) -> Gpu:
+    """Describe a GPU of this machine.
+
+    Args:
+        device: A CUDA device.
+
+    Returns:
+        What the driver says of it.
+    """
+    found = torch.cuda.get_device_properties(device)
+    capability = (found.major, found.minor)
+    has_bf16 = capability >= BF16_CAPABILITY
+    return Gpu(found.name, found.total_memory, has_bf16, compute_capability=capability)
+
+
 # "NVIDIA A100-SXM4-40GB" and "a100 40 GiB" are both "a10040gb".
 def _key(name: str) -> str:
     words = _WORDS_OF_NO_USE.sub(" ", name.lower().replace("gib", "gb"))
@@ -207,101 +220,7 @@ def _of_size(text: str) -> Gpu:
             f"{format_bytes(_LEAST_BYTES)} and {format_bytes(_MOST_BYTES)}. "
             'Write for example "12GiB".'
         )
-    return Gpu(text, num_bytes, marketed_bytes=num_bytes)
+    return Gpu(text, num_bytes)
 
 
 _KEYS = {_key(name): gpu for name, gpu in GPUS.items()}
-
-
-# A prediction is not more exact than this on CUDA; see its assumptions.
-_TIGHT = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class GpuFit:
-    """A prediction beside the memory of one GPU.
-
-    Args:
-        gpu: The GPU.
-        needed_bytes: The least that the step runs with, the CUDA context included.
-        tensor_bytes: What its tensors need with the context, if there were no gaps between them.
-        used_bytes: What the process uses where there is room.
-    """
-
-    gpu: Gpu
-    needed_bytes: int
-    tensor_bytes: int
-    used_bytes: int = 0
-
-    @classmethod
-    def of(cls, gpu: Gpu, prediction: MemoryPrediction) -> "GpuFit":
-        """Put a prediction beside a card.
-
-        Args:
-            gpu: The card.
-            prediction: Of a step on CUDA.
-
-        Returns:
-            Both together.
-
-        Example:
-            >>> from lightning_memsave.core.memory import MemoryBreakdown
-            >>> from lightning_memsave.prediction.cuda.gpus import parse_gpu
-            >>> prediction = MemoryPrediction("cuda", "Net", MemoryBreakdown(2**30), {})
-            >>> GpuFit.of(parse_gpu("2GiB"), prediction).fits
-            True
-        """
-        tensor_bytes = prediction.measurable_bytes + prediction.context_bytes
-        used_bytes = (prediction.reserved_bytes or 0) + prediction.context_bytes
-        return cls(gpu, prediction.device_bytes, tensor_bytes, used_bytes)
-
-    @property
-    def fits(self) -> bool:
-        """Whether the card has what the step takes."""
-        return self.spare_bytes >= 0
-
-    @property
-    def spare_bytes(self) -> int:
-        """What is left on the card; negative where it does not fit."""
-        return self.gpu.total_bytes - self.needed_bytes
-
-    @property
-    def note(self) -> str:
-        """What to know about a close result; empty if it is clear."""
-        if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
-            return "barely: less is left than the prediction may be wrong by"
-        if self.fits and self.used_bytes > self.gpu.total_bytes:
-            return (
-                f"torch would reserve {format_bytes(self.used_bytes)} there, and returns cached "
-                "memory to the driver instead, which costs time: try "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-            )
-        if not self.fits and self.tensor_bytes <= self.gpu.total_bytes:
-            return (
-                "its tensors would fit: try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
-                "which leaves fewer gaps"
-            )
-        return ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            ``name``, ``total_bytes``, ``needed_bytes``, ``spare_bytes``, ``fits`` and ``note``.
-        """
-        return {
-            "name": self.gpu.name,
-            "total_bytes": self.gpu.total_bytes,
-            "needed_bytes": self.needed_bytes,
-            "spare_bytes": self.spare_bytes,
-            "fits": self.fits,
-            "note": self.note,
-        }
-
-    def __str__(self) -> str:
-        verb = "fits" if self.fits else "does not fit"
-        over = f"{format_bytes(abs(self.spare_bytes))} {'left' if self.fits else 'too much'}"
-        return (
-            f"{verb} {self.gpu.name} ({format_bytes(self.gpu.total_bytes)}): it takes "
-            f"{format_bytes(self.needed_bytes)}, {over}"
-        )

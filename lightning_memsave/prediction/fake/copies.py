@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import items_of
+from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 MAX_COPIED_ITEMS = 1000
 """Of a longer container the items are shared: a replay buffer, the texts of a corpus."""
@@ -76,6 +77,7 @@ class Copier:
         if isinstance(value, _UNCHANGED):
             return value
         if id(value) not in self._memo:
+            raise_if_interrupted()
             if time.monotonic() > self._deadline_s:
                 raise TimeoutError("copying the module takes longer than was allowed")
             self._kept.append(value)

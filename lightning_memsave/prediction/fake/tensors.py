@@ -3,6 +3,7 @@
 import contextlib
 import math
 import random
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,10 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
 
 
+_ABOUT_GPU = re.compile(
+    r"\bcuda\b|\bnvidia\b|\bhip\b|\bcudnn\b|no gpus? |accelerator device", re.IGNORECASE
+)
+_ABOUT_DATA = re.compile(r"\.numpy\(\)|data pointer|data_ptr")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
@@ -340,3 +345,25 @@ def _random_numbers_kept() -> Iterator[None]:
     finally:
         for restore, state in states:
             restore(state)
+
+
+def remedy_for(error: BaseException) -> str:
+    """Say what to do about an error that comes from where the code runs, not from what it does.
+
+    Args:
+        error: Whatever code of the user raised on tensors without data.
+
+    Returns:
+        Two sentences; empty for any other error.
+    """
+    if _ABOUT_GPU.search(str(error)):
+        return (
+            "It asks for a GPU, and none is used here. Make the device an argument, guard it with "
+            "`torch.cuda.is_available()`, or leave it to the Trainer."
+        )
+    if _ABOUT_DATA.search(str(error)):
+        return (
+            "It asks for the data of a tensor, and tensors have none here. Compute with torch "
+            "instead of numpy or a kernel of its own."
+        )
+    return ""

@@ -9,7 +9,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -24,13 +24,14 @@ from lightning_memsave.core.blocks import (
 )
 from lightning_memsave.core.patching import (
     is_patched_with,
-    is_undone,
     patch_method,
     previous_method,
 )
-from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
 from lightning_memsave.techniques.activation_checkpointing.recompute import recompute
+
+T = TypeVar("T")
 
 
 def parts_of(blocks: Sequence[Block]) -> list[Block]:
@@ -159,6 +160,12 @@ class ActivationCheckpointing(Technique[nn.Module]):
     """
 
     name: ClassVar[str] = "activation_checkpointing"
+    argument: ClassVar[str] = "activation_checkpointing"
+    offers: ClassVar[tuple[Offer, ...]] = (
+        Offer("recompute selectively", "selective", "less than all: not the products", 0.1),
+        Offer("recompute half of the blocks", 0.5, "about 1/6 more compute", 1 / 6),
+        Offer("recompute all blocks", "all", "about 1/3 more compute", 1 / 3),
+    )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = "Chen et al. (2016), arXiv:1604.06174"
 
@@ -206,7 +213,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         blocks = self._blocks(target)
         if not blocks:
             return Handle(target, (), [self._nothing_found(target)])
-        chosen = self._choose(blocks)
+        chosen = self.choose(blocks)
         plain = [b for b in chosen if not isinstance(b.module, torch.jit.ScriptModule)]
         free = [block for block in plain if not _checkpoints_itself(target, block)]
         skipped = []
@@ -234,7 +241,8 @@ class ActivationCheckpointing(Technique[nn.Module]):
             [Block("", model)] if is_chain(model) else []
         )
 
-    def _choose(self, blocks: list[Block]) -> list[Block]:
+    def choose(self, blocks: list[T]) -> list[T]:
+        """Give those of all blocks that are checkpointed."""
         if isinstance(self.which, str):
             kind, _, every = self.which.partition(":")
             return blocks[:: int(every)] if kind == "every" else blocks
@@ -275,7 +283,7 @@ class _Selective:
 class _Segments:
     @staticmethod
     def forward(chain: nn.Sequential, input: Any) -> Any:
-        if not torch.is_grad_enabled() or is_undone(chain, "forward"):
+        if not torch.is_grad_enabled():
             return previous_method(chain, "forward")(input)
         layers = list(chain)
         size = math.ceil(len(layers) / round(math.sqrt(len(layers))))
@@ -293,8 +301,7 @@ _FORWARDS = (_Full.forward, _Selective.forward, _Segments.forward)
 
 def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) -> Any:
     run = previous_method(block, "forward")
-    is_off = not torch.is_grad_enabled() or is_undone(block, "forward")
-    if is_off or _is_given_cache(block, args, kwargs):
+    if not torch.is_grad_enabled() or _is_given_cache(block, args, kwargs):
         return run(*args, **kwargs)
     return recompute(run, [block], args, kwargs, is_selective=is_selective)
 

@@ -1,43 +1,28 @@
-"""Attention that does not keep its scores."""
+"""Run the attention of Hugging Face models in a kernel that does not keep its scores."""
 
 import difflib
 import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_memsave.core.technique import Exactness, Handle, Technique
-from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
-from lightning_memsave.techniques.attention_kernel.chunked import (
-    CHUNKED,
-    can_be_checked,
-    warn_of_labels_after_padding,
-)
-from lightning_memsave.techniques.attention_kernel.models import (
-    ModelPart,
-    find_parts,
-    problems_of_flex,
-    resolve,
-    scores_left_out,
-    why_left_alone,
-)
+from lightning_memsave.core.memory import is_fake
+from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.errors import ConfigurationError, MemsaveWarning, NoEffectWarning, Problem
+from lightning_memsave.techniques.attention_kernel.chunked import CHUNKED, register
+from lightning_memsave.units import format_bytes
 
-_KERNELS = (
-    "sdpa",
-    CHUNKED,
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-    "flex_attention",
-)
-# On a Hugging Face model: pairs of a configuration and the kernel that it had.
+_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+_KERNELS = ("sdpa", CHUNKED, *_FLASH, "flex_attention")
+# On a Hugging Face model: configurations with the kernel that each had.
 _BEFORE = "_memsave_attention_before"
-# On one until the padding of its first batch was looked at.
+# On one until the padding of its first batch was checked.
 _IS_NEW = "_memsave_attention_is_new"
+_IGNORED = -100  # the label that Hugging Face's losses leave out
 
 
 @dataclass(frozen=True)
@@ -46,18 +31,15 @@ class AttentionKernel(Technique[nn.Module]):
 
     Eager attention keeps three tensors of (batch, heads, tokens, tokens) for backward: the scores
     after softmax, those after dropout, and dropout's mask. A fused kernel keeps one number for each
-    row of them, and takes less time.
+    row of them, and takes less time. `PreTrainedModel.set_attn_implementation` sets it.
 
     Args:
-        kernel: ``"sdpa"``, torch's own, takes the place of eager attention. What else there is
-            takes the place of any other: ``"chunked_sdpa"``, the same for a few samples at a time,
-            which are computed again in backward, for where torch has no kernel without scores, as
-            on a CPU with dropout; ``"flash_attention_2"``, ``"flash_attention_3"``,
-            ``"flash_attention_4"``, ``"flex_attention"``, a kernel of the hub such as
-            ``"kernels-community/flash-attn2"``, or what you registered with
-            ``AttentionInterface.register``.
-        device: Where the model will be trained; ``None`` for where its parameters are. The callback
-            passes that of the Trainer, which moves the model later.
+        kernel: ``"sdpa"``, torch's own, replaces eager attention. Any other kernel replaces
+            whatever there is: ``"chunked_sdpa"``, the same for a few samples at a time, which are
+            computed again in backward, for where torch has no kernel without scores, as on a CPU
+            with dropout; ``"flash_attention_2"``, ``"flash_attention_3"``, ``"flash_attention_4"``,
+            ``"flex_attention"``, a kernel of the hub such as ``"kernels-community/flash-attn2"``,
+            or what you registered with ``AttentionInterface.register``.
 
     Raises:
         ConfigurationError: If ``kernel`` is none of these.
@@ -67,17 +49,17 @@ class AttentionKernel(Technique[nn.Module]):
         random masks are drawn. Where all keys of a query are masked, as at the padding of a decoder
         with padding on the left, its output is another one. Hugging Face's causal loss depends on
         it, as the first real token is predicted from the padding before it: set the label of that
-        token to -100, or pad on the right. The first such batch is warned about.
+        token to -100, or pad on the right. A warning names the first such batch.
 
-        Left alone, and said so in ``Handle.skipped``: models whose class does not support the
+        Unchanged, with the reason in ``Handle.skipped``: models whose class does not support the
         kernel, models that return attention weights (``config.output_attentions``), GPT-2 with
-        ``reorder_and_upcast_attn``, models that use such a kernel already, and what is not a
-        model of Hugging Face. A model that is called with ``output_attentions=True`` (or, in old
-        versions of transformers, ``head_mask``) goes back to what it was from that call on, with a
-        warning. What is called by itself and is no model of transformers, such as the encoder
-        inside of BERT, is not watched: it returns ``None`` for attention weights.
+        ``reorder_and_upcast_attn``, models that use such a kernel already, and models of other
+        libraries. A model that is called with ``output_attentions=True`` (or, in old versions of
+        transformers, ``head_mask``) returns to its former kernel from that call on, with a warning.
+        A part that is called directly and is no model of transformers, such as the encoder inside
+        BERT, is not watched: it returns ``None`` for attention weights.
 
-        On tensors without data all kernels are predicted as ``"sdpa"``, which keeps as much.
+        On fake tensors all kernels are predicted as ``"sdpa"``, which keeps as much.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -95,6 +77,11 @@ class AttentionKernel(Technique[nn.Module]):
     """
 
     name: ClassVar[str] = "attention_kernel"
+    argument: ClassVar[str] = "attention"
+    examples: ClassVar[str] = '"sdpa"'
+    offers: ClassVar[tuple[Offer, ...]] = (
+        Offer("attention with sdpa", "sdpa", "nothing; mostly faster"),
+    )
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
     source: ClassVar[str] = (
         "Dao et al. (2022), FlashAttention: Fast and Memory-Efficient Exact Attention with "
@@ -102,13 +89,16 @@ class AttentionKernel(Technique[nn.Module]):
     )
 
     kernel: str = "sdpa"
-    _: KW_ONLY
-    device: torch.device | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         why_not = _why_unknown(self.kernel)
         if why_not is not None:
             raise ConfigurationError(f"`attention={self.kernel!r}` {why_not}")
+
+    @classmethod
+    def from_value(cls, value: Any) -> Self | None:
+        """Read the name of a kernel."""
+        return cls(value) if isinstance(value, str) else super().from_value(value)
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why the kernel cannot be used; changes nothing.
@@ -117,86 +107,192 @@ class AttentionKernel(Technique[nn.Module]):
             target: The model, or what it is in.
 
         Returns:
-            What the machine lacks for it, and what would end the first step: ``"flex_attention"``
-            has no dropout and no backward pass on a CPU. That a model does not support it is none:
-            it is left alone.
+            The packages that are missing, and dropout with ``"flex_attention"``, which has none. A
+            model that does not support the kernel is no problem: it stays unchanged.
         """
-        problems: dict[str, Problem] = {}
-        for part, why_not in self._judged(target):
-            if why_not is not None:
-                continue
-            if self.kernel == "flex_attention":
-                problems |= {p.why: p for p in problems_of_flex(part, self.device)}
-            try:
-                resolve(part, self.kernel)
-            except Exception as error:  # packages, drivers, the hub: of any class
-                problem = Problem(
-                    f'`attention="{self.kernel}"`',
-                    f"transformers says: {str(error).strip().rstrip('.')}",
-                    'Install what it needs, or use `attention="sdpa"`, which comes with torch.',
-                )
-                problems[problem.why] = problem
-        return list(problems.values())
+        parts = _find_parts(target)
+        _, problems = self._set(parts)
+        for part in parts:
+            part.restore()
+        return problems
+
+    def is_served(self, module: nn.Module) -> bool:
+        """Return whether a model has such a kernel already.
+
+        Args:
+            module: The model, or what it is in.
+
+        Returns:
+            True if one needs no change; any fused kernel serves as ``"sdpa"``.
+        """
+        return any(part.has(self.kernel) for part in _find_parts(module))
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
-        judged = self._judged(target)
-        if not judged:
+        parts = _find_parts(target)
+        if not parts:
             why_not = f"there is no model of Hugging Face in `{type(target).__name__}`"
             return Handle(target, (), [why_not])
-        changes, saved = [], []
-        before: dict[int, list[tuple[Any, str | None]]] = {}  # for each outermost model
-        undo: list[Callable[[], None]] = []
-        for part in [part for part, why_not in judged if why_not is None]:
-            kernel = resolve(part, self.kernel)
-            changes.append(f"{part}: {part.kernel} -> {kernel}")
-            saved.append(scores_left_out(part, kernel, self.device))
-            moved = before.setdefault(id(part.root), [])
-            moved.append((part.config, part.kernel))
-            undo.append(_set(part, kernel))
-            undo += [_watch(m, moved) for m in (part.root, *part.models) if _BEFORE not in vars(m)]
-        skipped = [f"{part}: {why_not}" for part, why_not in judged if why_not is not None]
-        said = (f"{c} ({s})" if s else c for c, s in zip(changes, saved, strict=True))
-        return Handle(target, changes, skipped, undo, "; ".join(said))
+        skipped, _ = self._set(parts)
+        changed = [part for part in parts if part.kernel != part.before]
+        undo = [part.restore for part in changed]
+        for root in {id(part.root): part.root for part in changed}.values():
+            before = [part for part in changed if part.root is root]
+            models = [m for m in root.modules() if _is_model(m) and _BEFORE not in vars(m)]
+            undo += [_watch(model, before) for model in models]
+        lines = [f"{part}: {part.before} -> {part.kernel}" for part in changed]
+        saved = [_scores_left_out(part) for part in changed]
+        said = (f"{line} ({s})" if s else line for line, s in zip(lines, saved, strict=True))
+        return Handle(target, lines, skipped, undo, "; ".join(said))
 
-    # With what speaks against the kernel.
-    def _judged(self, target: nn.Module) -> list[tuple[ModelPart, str | None]]:
-        parts = find_parts(target)
-        return [(part, why_left_alone(part, parts, self.kernel)) for part in parts]
+    def _set(self, parts: "list[_Part]") -> tuple[list[str], list[Problem]]:
+        """Set the kernel where that works; return why not elsewhere, and what the machine lacks."""
+        skipped, problems = [], {}
+        for part in parts:
+            why_not = _why_unchanged(part, parts, self.kernel)
+            try:
+                if why_not is None and not part.set(self.kernel):
+                    why_not = f"the attention of `{type(part.model).__name__}` cannot be changed"
+            except ValueError as error:  # the class does not support it
+                why_not = str(error).partition(". ")[0]
+            except Exception as error:  # packages, drivers, the hub: of any class
+                what = f'`attention="{self.kernel}"`'
+                why = f"transformers says: {str(error).strip().rstrip('.')}"
+                fix = 'Install what it needs, or use `attention="sdpa"`, which comes with torch.'
+                problems[why] = Problem(what, why, fix)
+            if why_not is not None:
+                part.restore()  # a model around it may have set it
+                skipped.append(f"{part}: {why_not}")
+            elif self.kernel == "flex_attention":
+                problems |= {problem.why: problem for problem in _problems_of_dropout(part)}
+        return skipped, list(problems.values())
 
 
 def _why_unknown(kernel: object) -> str | None:
-    known = _known_kernels()
+    # What a user has registered; without transformers imported, nothing. Paged is for generation.
+    transformers = sys.modules.get("transformers.modeling_utils")
+    registered = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {})
+    known = dict.fromkeys([*_KERNELS, *(n for n in registered if not n.startswith("paged|"))])
     if kernel in known or (isinstance(kernel, str) and "/" in kernel):
         return None
     if kernel == "eager":
-        return "is what keeps the scores. Use `None` to leave attention as it is."
+        return "is what keeps the scores. Use `None` to leave attention unchanged."
     close = difflib.get_close_matches(str(kernel), known, n=1)
     guess = f"Did you mean {close[0]!r}? " if close else ""
-    return f"is no attention kernel. {guess}Use one of {', '.join(map(repr, known))}."
+    return f"is not an attention kernel. {guess}Use one of {', '.join(map(repr, known))}."
 
 
-def _known_kernels() -> list[str]:
-    # What a user has registered; without transformers imported, nothing.
+@dataclass
+class _Part:
+    """A Hugging Face model with a configuration of its own."""
+
+    name: str
+    model: Any
+    root: Any  # the Hugging Face model that it is in, which is in no other one
+
+    def __post_init__(self) -> None:
+        self.config = self.model.config
+        self.before = self.after = self.kernel
+
+    def __str__(self) -> str:
+        kind = f"`{type(self.model).__name__}`"
+        return f"{kind} at `{self.name}`" if self.name else kind
+
+    @property
+    def kernel(self) -> str | None:
+        kernel: str | None = self.config._attn_implementation
+        return kernel
+
+    def has(self, kernel: str) -> bool:
+        return self.before == kernel or (kernel == "sdpa" and self.before != "eager")
+
+    def set(self, kernel: str) -> bool:
+        if not hasattr(self.model, "set_attn_implementation"):  # old versions of transformers
+            return False
+        if kernel == CHUNKED:
+            register()
+        # A prediction has neither the packages nor the GPU of the others.
+        elif any(is_fake(tensor) for tensor in self.root.parameters()):
+            kernel = "sdpa"
+        # Not its sub-configurations, which are parts of their own.
+        self.model.set_attn_implementation({"": kernel})
+        self.after = self.kernel
+        return self.after != self.before
+
+    def restore(self) -> None:
+        # Not what a user has set since. The property sets sub-configurations as well.
+        if self.kernel == self.after:
+            self.config._attn_implementation_internal = self.before
+
+
+def _find_parts(module: nn.Module) -> list[_Part]:
+    parts: dict[int, _Part] = {}
+    root_name, root = "", None
+    for name, inner in module.named_modules():
+        if not _is_model(inner):
+            continue
+        if root is None or not f"{name}.".startswith(f"{root_name}."):
+            root_name, root = name, inner
+        parts.setdefault(id(inner.config), _Part(name, inner, root))
+    return list(parts.values())
+
+
+def _is_model(module: nn.Module) -> bool:
+    # Where transformers was never imported there can be no instance of its classes.
     transformers = sys.modules.get("transformers.modeling_utils")
-    registered = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {})
-    # Paged attention is for generation.
-    return list(dict.fromkeys([*_KERNELS, *(n for n in registered if not n.startswith("paged|"))]))
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
-def _set(part: ModelPart, kernel: str) -> Callable[[], None]:
-    config, before = part.config, part.kernel
-    # Not by its property, which sets sub-configurations as well.
-    config._attn_implementation_internal = kernel
+def _why_unchanged(part: _Part, parts: list[_Part], kernel: str) -> str | None:
+    if part.before == kernel:
+        return f"its attention is `{kernel}` already"
+    if part.has(kernel):
+        return f"its attention is `{part.before}`, not `eager`"
+    same_root = [other.config for other in parts if other.root is part.root]
+    if any(getattr(config, "output_attentions", False) for config in same_root):
+        return "it returns attention weights (`output_attentions=True`), as only `eager` can"
+    if getattr(part.config, "reorder_and_upcast_attn", False):  # GPT-2's
+        return "it computes attention in float32 (`reorder_and_upcast_attn`), as only `eager` can"
+    return None
 
-    def undo() -> None:
-        if config._attn_implementation_internal == kernel:
-            config._attn_implementation_internal = before
 
-    return undo
+def _problems_of_dropout(part: _Part) -> list[Problem]:
+    return [
+        Problem(
+            '`attention="flex_attention"`',
+            f"it has no dropout, and `{type(part.config).__name__}.{name}={rate}`",
+            f'Build the model with `{name}=0.0`, or use `attention="sdpa"`.',
+        )
+        for name, rate in _attention_dropouts(part)
+    ]
 
 
-def _watch(model: nn.Module, before: list[tuple[Any, str | None]]) -> Callable[[], None]:
-    vars(model).update({_BEFORE: before, _IS_NEW: True})
+def _scores_left_out(part: _Part) -> str:
+    """Say how much memory the scores take that eager attention keeps and a kernel does not."""
+    names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+    sizes: list[Any] = [getattr(part.config, name, None) for name in names]
+    if part.before != "eager" or not all(isinstance(size, int) and size > 0 for size in sizes):
+        return ""
+    num_layers, num_heads, length = sizes
+    saved = format_bytes(4 * num_layers * num_heads * length**2)
+    # Where torch has no kernel for dropout.
+    is_partial = part.kernel == "sdpa" and _attention_dropouts(part)
+    where = 'on a GPU (with "chunked_sdpa" on a CPU, too) ' if is_partial else ""
+    return f"{where}no scores: at least {saved} less for a sample of {length:,} tokens in float32"
+
+
+# Encoders and decoders of the T5 family have one rate for all of their dropout.
+def _attention_dropouts(part: _Part) -> list[tuple[str, float]]:
+    config = vars(part.config)
+    names = [name for name in config if "att" in name and "drop" in name]
+    if not names and "dropout_rate" in config:
+        names = ["dropout_rate"]
+    rates = [(name, config[name]) for name in names]
+    return [(name, rate) for name, rate in rates if isinstance(rate, float) and rate > 0]
+
+
+def _watch(model: nn.Module, before: list[_Part]) -> Callable[[], None]:
+    configs = [(part.config, part.before) for part in before]
+    vars(model).update({_BEFORE: configs, _IS_NEW: True})
     hook = model.register_forward_pre_hook(_before_forward, with_kwargs=True)
 
     def undo() -> None:
@@ -209,17 +305,17 @@ def _watch(model: nn.Module, before: list[tuple[Any, str | None]]) -> Callable[[
 
 # A function of the module, so that copies of the model work.
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-    _go_back_for_weights(model, kwargs)
-    if _IS_NEW in vars(model) and can_be_checked(model, kwargs):
+    _restore_for_weights(model, kwargs)
+    if _IS_NEW in vars(model) and _can_be_checked(model, kwargs):
         del vars(model)[_IS_NEW]
-        warn_of_labels_after_padding(model, kwargs)
+        _warn_of_left_padding(model, kwargs)
 
 
 # Kernels give no attention weights, and transformers would leave them out with no more than a line
 # in its log. For good, as a block that is checkpointed must find in backward what it found in
 # forward.
-def _go_back_for_weights(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    asked = [name for name in ("output_attentions", "head_mask") if _is_asked(kwargs.get(name))]
+def _restore_for_weights(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    asked = [n for n in ("output_attentions", "head_mask") if kwargs.get(n) not in (None, False)]
     before = vars(model).get(_BEFORE)
     if not asked or not before:
         return
@@ -227,12 +323,35 @@ def _go_back_for_weights(model: nn.Module, kwargs: dict[str, Any]) -> None:
         config._attn_implementation_internal = kernel
     before.clear()  # of all models that are in the same one
     warnings.warn(
-        f"attention_kernel does nothing any more: `{type(model).__name__}` was called with "
+        f"attention_kernel has no effect any more: `{type(model).__name__}` was called with "
         f"`{asked[0]}`, which its kernel does not support. Leave that out, or set `attention=None`",
         NoEffectWarning,
         stacklevel=3,
     )
 
 
-def _is_asked(value: object) -> bool:
-    return value is not None and value is not False
+def _can_be_checked(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call computes a shifted loss over a masked batch whose values are there."""
+    if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
+        return False
+    mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
+    if type(mask) is not Tensor or type(labels) is not Tensor or torch.compiler.is_compiling():
+        return False
+    return mask.ndim == 2 and mask.shape == labels.shape
+
+
+# It waits for the GPU once.
+def _warn_of_left_padding(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    is_real, labels = kwargs["attention_mask"] != 0, kwargs["labels"]
+    first = is_real.int().argmax(dim=1, keepdim=True)
+    counts = labels.to(is_real.device).gather(1, first)[:, 0] != _IGNORED
+    # A sequence of nothing but padding has no first token.
+    if bool((~is_real[:, 0] & is_real.any(dim=1) & counts).any()):
+        warnings.warn(
+            f"`{type(model).__name__}` is trained on padding on the left: the first token of a "
+            "sequence that counts in the loss is predicted from the padding before it, where each "
+            "attention kernel computes something else. Set the label of the first token that is "
+            "not masked to -100, or pad on the right.",
+            MemsaveWarning,
+            stacklevel=2,
+        )

@@ -55,7 +55,7 @@ def cross_entropy_of(
         return NotImplemented
     product = part.product
     # In training the loss stands between forward and backward, where a GPU must not be waited for.
-    product.check_unchanged(may_wait=not torch.is_grad_enabled())
+    product.check_unchanged()
     chunk_size = product.settings.chunk_size
     settings = LossSettings(reduction, ignore_index, label_smoothing, chunk_size)
     with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):

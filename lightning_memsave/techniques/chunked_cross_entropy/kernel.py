@@ -4,9 +4,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     Call,
     Gradients,
@@ -227,15 +228,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        # Not `once_differentiable`: it says nothing where the gradient that comes in has no graph,
+        # as in the first of two passes, and a part of the second would be missing.
+        if torch.is_grad_enabled():
+            raise IncompatibleError("chunked_cross_entropy", [_twice()])
         (gradient,) = gradients
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
         nothing = (None,) * _NUM_OTHERS
         if gradient is None:
             return *nothing, *(None for _ in needs)
-        # A graph of the gradients is wanted too, or many of them at once.
-        if torch.is_grad_enabled() or _is_batched(gradient):
-            with torch.enable_grad():
-                return *nothing, *_differentiable(ctx, gradient, needs)
         ready, ctx.ready = ctx.ready, None
         if ready is None:
             found = _computed_now(ctx, gradient, needs)
@@ -256,11 +257,6 @@ def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[T
         return tiled_gradients(call, ctx.normalizers, gradient, one, needs=needs)
     share = _share_and_scale(call)[0].expand(len(call.target))
     return tiled_gradients(call, ctx.normalizers, share, gradient * ctx.scale, needs=needs)
-
-
-def _is_batched(tensor: Tensor) -> bool:
-    functorch: Any = torch._C._functorch
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
 
 
 # The probability of one class of many is below what half precision holds in full.
@@ -312,25 +308,9 @@ def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
         _READY[weight] = weakref.ref(ready)
 
 
-def _differentiable(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
-    # Of their own: what goes in may depend on the weight too.
-    tensors = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-    call = _call_of(ctx, tuple(tensors))
-    operands, settings = call.operands, call.settings
-    logits = torch.zeros((), dtype=operands.wide_dtype, device=call.target.device)
-    for x, weight in zip(operands.inputs, operands.weights, strict=True):
-        product = nn.functional.linear(operands.cast(x, of=x), operands.cast(weight, of=x))
-        logits = logits + product.to(operands.wide_dtype)
-    logits = (logits if operands.bias is None else logits + operands.bias) * operands.scale
-    logits = logits if operands.shift is None else logits + operands.shift
-    loss = nn.functional.cross_entropy(
-        logits if call.rows is None else logits.index_select(0, call.rows),
-        call.target,
-        call.class_weight,
-        reduction=settings.reduction,
-        label_smoothing=settings.label_smoothing,
+def _twice() -> Problem:
+    return Problem(
+        "gradients with a graph of their own (`create_graph=True`)",
+        "the loss of chunks has a first derivative only",
+        "Set `chunked_cross_entropy=None`.",
     )
-    leaves: tuple[Any, ...] = (*operands.inputs, *operands.weights, operands.bias)
-    wanted = [tensor for tensor, need in zip(leaves, needs, strict=True) if need]
-    found = iter(torch.autograd.grad(loss, wanted, gradient, create_graph=True))
-    return [next(found) if need else None for need in needs]

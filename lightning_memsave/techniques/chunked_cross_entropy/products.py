@@ -1,7 +1,6 @@
 """A matrix product that waits to be asked for, and what is known of it meanwhile."""
 
 import math
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import Operands
 
@@ -123,55 +123,10 @@ class Layout:
         return before.as_strided(size, stride, start).flatten()
 
 
-_NUM_NUMBERS = 64
-
-
-class Witness:
-    """What a tensor was like.
-
-    Args:
-        tensor: Is not held.
-    """
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._version = _version_of(tensor)
-        self._storage = tensor.untyped_storage()._cdata
-        self._numbers = _some_numbers(tensor)
-
-    def is_true_of(self, tensor: Tensor, *, may_wait: bool) -> bool:
-        """Say whether the tensor is as it was.
-
-        Args:
-            tensor: The same tensor.
-            may_wait: Whether to look at some of its numbers too, for which a GPU must be waited
-                for. Without, changes through ``.data`` and in inference mode are not seen.
-
-        Returns:
-            False if it has changed.
-        """
-        if _version_of(tensor) != self._version:
-            return False
-        if tensor.untyped_storage()._cdata != self._storage:
-            return False
-        # Numbers that are no numbers are what they were too.
-        return not may_wait or torch.allclose(
-            _some_numbers(tensor), self._numbers, rtol=0.0, atol=0.0, equal_nan=True
-        )
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-# An odd step, so that with an even width not all of them are of one column.
-@torch.no_grad()
-def _some_numbers(tensor: Tensor) -> Tensor:
-    step = tensor.numel() // _NUM_NUMBERS | 1
-    if tensor.is_contiguous():
-        return tensor.view(-1)[::step].clone()
-    # Not `flatten`, which would copy all of it.
-    places = torch.arange(0, tensor.numel(), step, device=tensor.device)
-    return tensor[torch.unravel_index(places, tensor.shape)]
+# Not seen: numbers written through `.data`, and in inference mode, where torch counts no versions.
+def _state_of(tensor: Tensor) -> tuple[int, int]:
+    version = 0 if tensor.is_inference() else tensor._version
+    return version, 0 if is_fake(tensor) else tensor.data_ptr()
 
 
 _LIVE: "weakref.WeakValueDictionary[int, Product]" = weakref.WeakValueDictionary()
@@ -204,7 +159,7 @@ class Product:
         """Whether a loss was computed without logits."""
         self.has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
         """Whether gradients can be asked for."""
-        self._witnesses = [Witness(tensor) for tensor in self.tensors()]
+        self._states = [_state_of(tensor) for tensor in self.tensors()]
         _LIVE[id(self)] = self
 
     def whole(self) -> "Part":
@@ -266,19 +221,14 @@ class Product:
                 logits = logits + nn.functional.linear(x, weight)
             return logits.to(self.dtype)
 
-    def check_unchanged(self, *, may_wait: bool = True) -> None:
+    def check_unchanged(self) -> None:
         """Make sure that what is computed now is what was meant.
-
-        Args:
-            may_wait: Whether a GPU may be waited for; on a CPU nothing has to be.
 
         Raises:
             IncompatibleError: If inputs or weights have changed since.
         """
-        tensors = self.tensors()
-        may_wait = (may_wait or self.device.type == "cpu") and not is_fake(tensors[0])
-        for i, (tensor, witness) in enumerate(zip(tensors, self._witnesses, strict=True)):
-            if not witness.is_true_of(tensor, may_wait=may_wait):
+        for i, (tensor, state) in enumerate(zip(self.tensors(), self._states, strict=True)):
+            if _state_of(tensor) != state:
                 is_input = i < len(self.operands.inputs)
                 problem = _changed_input(self.settings.name) if is_input else _changed_weights()
                 raise IncompatibleError("chunked_cross_entropy", [problem])
@@ -372,20 +322,6 @@ class Part:
 
 def _nothing() -> None:
     return None
-
-
-def is_fake(tensor: Tensor) -> bool:
-    """Say whether a tensor has no data.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        True if it is one of torch's fake tensors.
-    """
-    # If nobody has imported it, nothing is one.
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -10,11 +10,10 @@ from torch import nn
 from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors
 from lightning_memsave.core.patching import (
     is_patched_with,
-    is_undone,
     patch_method,
     previous_method,
 )
-from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy import tied_embedding
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
@@ -72,6 +71,11 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
     """
 
     name: ClassVar[str] = "chunked_cross_entropy"
+    argument: ClassVar[str] = "chunked_cross_entropy"
+    examples: ClassVar[str] = "True, 512"
+    offers: ClassVar[tuple[Offer, ...]] = (
+        Offer("loss without logits", True, "several products, not one", 0.05),
+    )
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
     source: ClassVar[str] = "Wijmans et al. (2024), arXiv:2411.09009"
 
@@ -88,6 +92,12 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             )
         if self.heads is not None:
             object.__setattr__(self, "heads", _as_heads(self.heads))
+
+    @classmethod
+    def from_value(cls, value: Any) -> Self | None:
+        """Read True, or how many rows are computed at once."""
+        is_size = type(value) is int and value > 0
+        return cls(chunk_size=value) if is_size else super().from_value(value)
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.
@@ -163,13 +173,14 @@ def forward(head: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """
     run = previous_method(head, "forward")
     values = (*args, *kwargs.values())
-    if is_undone(head, "forward") or len(values) != 1 or not isinstance(values[0], torch.Tensor):
+    settings = vars(head).get(_SETTINGS)  # not after `undo`, for a method that was put over ours
+    if settings is None or len(values) != 1 or not isinstance(values[0], torch.Tensor):
         return run(*args, **kwargs)
     found = read_head(head, values[0])
     if found is None:
         return run(*args, **kwargs)
     operands, dtype = found
-    return defer(Product(operands, dtype, vars(head)[_SETTINGS]))
+    return defer(Product(operands, dtype, settings))
 
 
 def _tied_embeddings(model: nn.Module, heads: list[Block]) -> list[Block]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_memsave.core.patching import is_undone, previous_method
+from lightning_memsave.core.patching import previous_method
 from lightning_memsave.techniques.chunked_cross_entropy.heads import is_traced
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
 
@@ -20,6 +20,12 @@ aten = torch.ops.aten
 # The nodes in graphs that stand for a use of a weight as embedding; by weight and weakly, as what
 # other threads train are other weights.
 _NODES: Any = WeakIdKeyDictionary()
+
+
+# Without them each makes a gradient of its own, as ever.
+_HAS_ENGINE = all(
+    hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
+)
 
 
 def can_share(module: nn.Module, weight: Tensor) -> bool:
@@ -33,7 +39,8 @@ def can_share(module: nn.Module, weight: Tensor) -> bool:
         True if it is a plain embedding with this weight.
     """
     return (
-        isinstance(module, nn.Embedding)
+        _HAS_ENGINE
+        and isinstance(module, nn.Embedding)
         and type(module).forward is nn.Embedding.forward
         and module.weight is weight
         and module.max_norm is None
@@ -55,7 +62,7 @@ def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
     """
     weight = embedding.weight
     has_graph = torch.is_grad_enabled() and weight.requires_grad
-    if not has_graph or is_undone(embedding, "forward") or is_traced() or not is_plain(weight):
+    if not has_graph or is_traced() or not is_plain(weight):
         plain: Tensor = previous_method(embedding, "forward")(input)
         return plain
     padding = -1 if embedding.padding_idx is None else embedding.padding_idx

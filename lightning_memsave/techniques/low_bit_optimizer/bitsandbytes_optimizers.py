@@ -160,15 +160,14 @@ class _PerParameterBits(_Base):
         param = self.param_groups[group_index]["params"][param_index]
         family = KIND_BY_WORD[self.memsave_kind].family
         betas = {"momentum": ("momentum",), "rmsprop": ("alpha",)}.get(family)
-        slow = family == "ademamix"
         return {
             "betas": group["betas"] if betas is None else (group[betas[0]], 0.0),
             "eps": group["eps"] if family not in {"lion", "momentum"} else 0.0,
             "weight_decay": 0.0 if self._couples(group) else group["weight_decay"],
             "lr": float(group["lr"]),
-            "alpha": group["alpha"] if slow else 0.0,
-            "t_alpha": group["t_alpha"] if slow else None,
-            "t_beta3": group["t_beta3"] if slow else None,
+            "alpha": 0.0,
+            "t_alpha": None,
+            "t_beta3": None,
             "optim_bits": 8 if self.uses_8bit(param) else 32,
             "min_8bit_size": self.min_8bit_size,
             "max_unorm": 0.0,

@@ -35,11 +35,10 @@ class Kind:
     @property
     def num_moments(self) -> int:
         """State tensors per parameter, each as large as the parameter."""
-        return {"adam": 2, "ademamix": 3}.get(self.family, 1)
+        return 2 if self.family == "adam" else 1
 
 
 _ADAM = {"betas": (0.9, 0.999), "eps": 1e-8}
-_SLOW = {"betas": (0.9, 0.999, 0.9999), "alpha": 5.0, "t_alpha": None, "t_beta3": None, "eps": 1e-8}
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 KINDS: tuple[Kind, ...] = (
@@ -62,14 +61,6 @@ KINDS: tuple[Kind, ...] = (
         ("momentum_buffer",),
         {"momentum": 0.9, "weight_decay": 0.0},
         has_step_tensor=False,
-    ),
-    Kind(
-        "ademamix",
-        "AdEMAMix8bit",
-        "PagedAdEMAMix8bit",
-        "ademamix",
-        (),
-        {**_SLOW, "weight_decay": 0.01},
     ),
     Kind(
         "rmsprop",

@@ -213,9 +213,6 @@ def _moments(flat: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:
 
 def _dequantized(tensor: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     functional = import_bitsandbytes("8-bit optimizer state").functional
-    if absmax.ndim == 2:  # AdEMAMix keeps two moments in one tensor, each with its own blocks
-        halves = zip(tensor, absmax, strict=True)
-        return torch.stack([_dequantized(half, scale, table) for half, scale in halves])
     result: torch.Tensor = functional.dequantize_blockwise(
         tensor, absmax=absmax, code=table, blocksize=BLOCKSIZE
     )
@@ -224,20 +221,14 @@ def _dequantized(tensor: torch.Tensor, absmax: torch.Tensor, table: torch.Tensor
 
 def _quantized(moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     functional = import_bitsandbytes("8-bit optimizer state").functional
-    result = {}
-    is_slow = len(moments) == 2 and moments[0].ndim > moments[1].ndim
+    result: dict[str, torch.Tensor] = {}
     for i, moment in enumerate(moments, 1):
         # The second moment has no sign; everything else uses the signed table, as bitsandbytes.
         table = functional.create_dynamic_map(signed=i == 1).to(moment.device)
-        parts = list(moment) if is_slow and i == 1 else [moment]
-        pairs = [
-            functional.quantize_blockwise(part.contiguous(), code=table, blocksize=BLOCKSIZE)
-            for part in parts
-        ]
-        values, scales = [v for v, _ in pairs], [s.absmax for _, s in pairs]
-        result[f"state{i}"] = torch.stack(values) if len(parts) > 1 else values[0]
-        result[f"absmax{i}"] = torch.stack(scales) if len(parts) > 1 else scales[0]
-        result[f"qmap{i}"] = table
+        values, scales = functional.quantize_blockwise(
+            moment.contiguous(), code=table, blocksize=BLOCKSIZE
+        )
+        result |= {f"state{i}": values, f"absmax{i}": scales.absmax, f"qmap{i}": table}
     return result
 
 

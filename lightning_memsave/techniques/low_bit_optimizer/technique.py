@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import build
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
@@ -35,7 +35,7 @@ from lightning_memsave.techniques.optimizer_tools import set_groups
 from lightning_memsave.units import format_bytes
 
 SAME = ("8bit", "paged_8bit")
-_NAMED = ("adamw", "adam", "lion", "sgd", "ademamix")
+_NAMED = ("adamw", "adam", "lion", "sgd")
 NAMES: tuple[str, ...] = (
     *SAME,
     *(f"{word}_8bit" for word in _NAMED),
@@ -222,6 +222,10 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     """
 
     name: ClassVar[str] = "low_bit_optimizer"
+    argument: ClassVar[str] = "optimizer"
+    offers: ClassVar[tuple[Offer, ...]] = (
+        Offer("8-bit optimizer", "8bit", "a kernel of its own on a GPU, slower steps on a CPU"),
+    )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
     source: ClassVar[str] = (
         "Dettmers et al. (2022), 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"

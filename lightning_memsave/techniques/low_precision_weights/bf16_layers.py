@@ -5,11 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_memsave.core.patching import is_undone, patch_method, previous_method
+from lightning_memsave.core.patching import patch_method, previous_method
 
 _RMSNorm = getattr(nn, "RMSNorm", None)
 _NORMS = tuple(kind for kind in (nn.LayerNorm, nn.GroupNorm, _RMSNorm) if kind is not None)
@@ -73,7 +72,6 @@ def _is_meant(layer: nn.Module, input: Tensor) -> bool:
         input.dtype is torch.bfloat16
         and torch.is_autocast_enabled(device)
         and torch.get_autocast_dtype(device) is torch.bfloat16
-        and not is_undone(layer, "forward")
     )
 
 
@@ -96,8 +94,6 @@ def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
         Functions that end it. What has not been used by then is rounded.
     """
     chosen = [p for p in params if p.dtype is torch.bfloat16]
-    if not _can_choose_dtype():
-        return _compensate(chosen)
     refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
 
     def set_dtype(dtype: torch.dtype) -> None:
@@ -111,63 +107,8 @@ def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
     return [lambda: set_dtype(torch.bfloat16)]
 
 
-# Torch 2.13 can choose the type of a gradient, 2.6 cannot; DDP cannot either.
-def _can_choose_dtype() -> bool:
-    is_shared = dist.is_available() and dist.is_initialized()
-    return hasattr(Tensor, "grad_dtype") and not is_shared
-
-
 def _set_grad_dtype(param: nn.Parameter, dtype: torch.dtype) -> None:
     grad = None if param.grad is None else param.grad.to(dtype)
     param.grad = None
     param.grad_dtype = dtype
     param.grad = grad
-
-
-def _compensate(params: list[nn.Parameter]) -> list[Callable[[], None]]:
-    sums = [_CompensatedSum(param) for param in params]
-    return [compensated.remove for compensated in sums]
-
-
-class _CompensatedSum:
-    """Adds to each gradient what the sum before it has lost (Kahan).
-
-    The sum itself stays in bfloat16, as torch wants it, and is as good as one in float32 that is
-    rounded at its end.
-
-    Args:
-        param: Its gradients are summed. Held weakly: no garbage collection sees its hooks.
-    """
-
-    def __init__(self, param: nn.Parameter) -> None:
-        self._param = weakref.ref(param)
-        self._sum: Tensor | None = None
-        self._added: Tensor | None = None
-        self._rest: Tensor | None = None
-        register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
-        is_trained = param.requires_grad
-        param.requires_grad_()  # torch takes no hooks for a frozen one, and keeps them on it
-        self._hooks = [param.register_hook(self._before_sum), register(self._after_sum)]
-        param.requires_grad_(is_trained)
-
-    def remove(self) -> None:
-        """Leave the sum as it is from now on."""
-        for hook in self._hooks:
-            hook.remove()
-        self._sum = self._added = self._rest = None
-
-    @torch.no_grad()
-    def _before_sum(self, grad: Tensor) -> Tensor | None:
-        param = self._param()
-        if param is None or param.grad is None or grad.is_sparse or param.grad.is_sparse:
-            self._sum = self._rest = None  # a new sum
-            return None
-        self._sum = param.grad.clone()
-        self._added = grad if self._rest is None else grad + self._rest
-        return self._added
-
-    @torch.no_grad()
-    def _after_sum(self, param: nn.Parameter) -> None:
-        if self._sum is not None and self._added is not None and param.grad is not None:
-            self._rest = self._added - (param.grad - self._sum)
-        self._sum = self._added = None

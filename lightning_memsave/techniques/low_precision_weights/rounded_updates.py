@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.patching import is_undone, patch_method, previous_method
+from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
     Weights,
@@ -56,16 +56,6 @@ def round_with_rest(param: Tensor, values: Tensor, rest: Tensor) -> None:
     """
     param.copy_(values)
     rest.copy_(values.sub_(param))
-
-
-def round_to_nearest(param: Tensor, values: Tensor) -> None:
-    """Round to the nearest, ties to even; updates of less than half a distance are lost.
-
-    Args:
-        param: Where the numbers go, in bfloat16.
-        values: In float32.
-    """
-    param.copy_(values)
 
 
 def next_seed(seed: int) -> int:
@@ -114,7 +104,7 @@ class RoundedStep:
     """Updates one parameter; those in bfloat16 in float32.
 
     Args:
-        rounding: ``"stochastic"``, ``"kahan"`` or ``"nearest"``.
+        rounding: ``"stochastic"`` or ``"kahan"``.
     """
 
     rounding: str
@@ -167,11 +157,6 @@ class RoundedStep:
                 lambda part: data[part].float().add_(rest[part]),
                 lambda part, new: round_with_rest(data[part], new, rest[part]),
             )
-        if self.rounding == "nearest":
-            return Weights(
-                lambda part: data[part].float(),
-                lambda part, new: round_to_nearest(data[part], new),
-            )
         # By position and number of updates alone: the same in each process, after a resume, and
         # whatever order backward has; dropout and the order of data are left alone.
         seed = own.get(SEED)
@@ -201,6 +186,11 @@ def install(optimizer: Optimizer, step: RoundedStep) -> Callable[[], None]:
     return functools.partial(undo_all, undo)
 
 
+# Not after `undo`, where a scheduler or somebody else has wrapped the method and still calls it.
+def _rounds(optimizer: Optimizer) -> bool:
+    return isinstance(vars(optimizer).get("memsave_parameter_step"), RoundedStep)
+
+
 def _made_again(make: Callable[..., Optimizer], args: Any, parameter_step: RoundedStep) -> Any:
     optimizer = make(*args)
     install(optimizer, parameter_step)
@@ -217,7 +207,7 @@ def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     Returns:
         What the closure gives.
     """
-    if is_undone(self, "step"):
+    if not _rounds(self):
         return previous_method(self, "step")(closure)
     self._opt_called = True  # type: ignore[attr-defined] # for schedulers
     return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
@@ -259,7 +249,7 @@ def load_state_dict(self: Optimizer, state_dict: dict[str, Any], *args: Any, **k
         kwargs: Of the method.
     """
     previous_method(self, "load_state_dict")(state_dict, *args, **kwargs)
-    if is_undone(self, "load_state_dict"):
+    if not _rounds(self):
         return
     saved_groups = state_dict["param_groups"]
     for group, saved_group in zip(self.param_groups, saved_groups, strict=True):
@@ -279,7 +269,7 @@ def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:  # noqa: N807 - replac
     """
     reduced: tuple[Any, ...] = previous_method(self, "__reduce_ex__")(protocol)
     own = vars(self).get("memsave_parameter_step")
-    if is_undone(self, "__reduce_ex__") or not isinstance(own, RoundedStep):
+    if not isinstance(own, RoundedStep):
         return reduced
     make, args, state, *rest = reduced
     # Some keep all attributes in their pickles, ours among them.

@@ -5,9 +5,10 @@ import sys
 import warnings
 from collections import Counter
 from dataclasses import KW_ONLY, dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.nn.utils.parametrize import ParametrizationList
@@ -16,7 +17,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.optim import Optimizer
 
 from lightning_memsave.core.out_of_memory import is_out_of_memory
-from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -133,11 +134,10 @@ def _is_reparametrized(module: nn.Module) -> bool:
     return any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks)
 
 
-ROUNDINGS = ("stochastic", "kahan", "nearest")
+ROUNDINGS = ("stochastic", "kahan")
 _HOW = {
     "stochastic": "rounded up or down at random",
     "kahan": "with what rounding loses kept in bfloat16",
-    "nearest": "rounded to the nearest",
 }
 
 
@@ -153,7 +153,6 @@ class LowPrecisionWeights(Technique[nn.Module]):
     Args:
         rounding: ``"stochastic"`` rounds up or down at random, right on average, and needs no
             memory. ``"kahan"`` keeps what rounding loses, in 2 more bytes per parameter.
-            ``"nearest"`` loses small updates: for comparison.
         keep_fp32: Shell patterns (``fnmatch``) over names of parameters that stay float32, beside
             norms and vectors such as biases, which always do: they are small and matter.
 
@@ -193,6 +192,11 @@ class LowPrecisionWeights(Technique[nn.Module]):
     """
 
     name: ClassVar[str] = "low_precision_weights"
+    argument: ClassVar[str] = "low_precision_weights"
+    examples: ClassVar[str] = '"stochastic", "kahan"'
+    offers: ClassVar[tuple[Offer, ...]] = (
+        Offer("weights in bf16", "stochastic", "weights of 8 significant bits, rounded at random"),
+    )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
     source: ClassVar[str] = "Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192"
 
@@ -215,6 +219,12 @@ class LowPrecisionWeights(Technique[nn.Module]):
             )
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
+
+    @classmethod
+    def from_value(cls, value: Any) -> Self | None:
+        """Read how updates are rounded."""
+        is_rounding = isinstance(value, str) and value in ROUNDINGS
+        return cls(value) if is_rounding else super().from_value(value)
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.
@@ -280,16 +290,21 @@ class LowPrecisionWeights(Technique[nn.Module]):
 
         A sum in bfloat16 stops growing when each part is less than 1/256 of it. Use the handle as a
         context around all micro-batches of a step and the step itself, or leave it on. What is not
-        used when it ends becomes bfloat16. In a process group, for which DDP fixes the type, and
-        where torch has no ``Tensor.grad_dtype``, the sum stays bfloat16, and what each addition
-        loses is kept in bfloat16 and added to the next gradient.
+        used when it ends becomes bfloat16.
 
         Args:
             module: All of its bfloat16 parameters are meant.
 
         Returns:
             The module, and ``undo``.
+
+        Raises:
+            IncompatibleError: In a process group, as DDP fixes the type of gradients.
         """
+        if dist.is_available() and dist.is_initialized():
+            what, why = "`sum_gradients_in_fp32` in a process group", "DDP fixes the type of them"
+            fix = "Use float32 weights there: leave `LowPrecisionWeights` out."
+            raise IncompatibleError(self.name, [Problem(what, why, fix)])
         return Handle(
             module, ("gradients summed in float32",), undo=sum_in_float32(module.parameters())
         )
@@ -362,8 +377,7 @@ def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
     data, grad = param.data.to(dtype), None if param.grad is None else param.grad.to(dtype)
     param.grad = None
     param.data = data
-    if hasattr(param, "grad_dtype"):
-        param.grad_dtype = dtype
+    param.grad_dtype = dtype
     param.grad = grad
 
 

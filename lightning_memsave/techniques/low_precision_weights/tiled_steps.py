@@ -155,8 +155,7 @@ def _view(key: str, value: Any, numel: int, part: slice) -> Tensor | None:
         part = slice(part.start // BLOCKSIZE, -(-part.stop // BLOCKSIZE))
     if value.numel() == 1:
         return None
-    # More than one row: AdEMAMix keeps two moments in one tensor.
-    return value.view(-1)[part] if value.numel() == numel else value.view(-1, numel)[:, part]
+    return value.view(-1)[part]
 
 
 def _cut(key: str, value: Any, numel: int, part: slice) -> Any:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     is_low_bit,
@@ -132,6 +132,8 @@ class OptimizerInBackward(Technique[Optimizer]):
     """
 
     name: ClassVar[str] = "optimizer_in_backward"
+    argument: ClassVar[str] = "optimizer_in_backward"
+    offers: ClassVar[tuple[Offer, ...]] = (Offer("optimizer in backward", True),)
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = (
         "Lv et al. (2023), Full Parameter Fine-tuning for Large Language Models with Limited "
@@ -181,6 +183,15 @@ class OptimizerInBackward(Technique[Optimizer]):
                     "it is not known to update each parameter on its own",
                     "Use an optimizer of torch such as AdamW, set `optimizer_in_backward=None`, "
                     "or, if it does so, pass `OptimizerInBackward(trust_optimizer=True)`.",
+                )
+            )
+        if _has_overrides(target):
+            problems.append(
+                Problem(
+                    f"`{type(target).__name__}` with bitsandbytes' overrides",
+                    "they are for places in the groups, and one parameter would be in the first",
+                    'Use `optimizer="8bit"` with `keep_32bit=...`, or set '
+                    "`optimizer_in_backward=None`.",
                 )
             )
         if any(group.get("differentiable") for group in target.param_groups):
@@ -257,6 +268,14 @@ def _is_known(optimizer: Optimizer) -> bool:
         or cls.__module__.startswith("bitsandbytes.optim.")
         or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
     )
+
+
+# bitsandbytes finds them by the place of a parameter in the groups; those of ours have none.
+def _has_overrides(optimizer: Optimizer) -> bool:
+    manager = getattr(optimizer, "mng", None)
+    if manager is None or is_low_bit(optimizer):
+        return False
+    return bool(manager.index2config or manager.module_weight_config_triple)
 
 
 def _problems_of_processes() -> list[Problem]:

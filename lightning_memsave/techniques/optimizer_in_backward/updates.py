@@ -63,15 +63,7 @@ def plain_step(optimizer: Optimizer, param: nn.Parameter) -> None:
         optimizer: One that treats each parameter on its own.
         param: One of its parameters, with a gradient.
     """
-    group = group_of(optimizer, param)
-    if not _has_overrides(optimizer):
-        run_step(optimizer, group, param)
-        return
-    # bitsandbytes finds the settings that were overridden by the place in the groups.
-    group_index, index = _POSITIONS[optimizer][id(param)]
-    before: list[dict[str, Any]] = [{**g, "params": []} for g in optimizer.param_groups]
-    padding = [_without_gradient()] * index
-    _run(optimizer, [*before[:group_index], {**group, "params": [*padding, param]}])
+    run_step(optimizer, group_of(optimizer, param), param)
 
 
 def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
@@ -117,17 +109,13 @@ def run_step(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter
         group: Settings; a copy of it takes the place of all groups during the step.
         param: A tensor with a gradient, which need not be one of the optimizer's own.
     """
-    _run(optimizer, [{**group, "params": [param]}])
-
-
-def _run(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
     # What bitsandbytes does in its first step needs all the parameters.
     if getattr(optimizer, "initialized", True) is False and hasattr(optimizer, "to_gpu"):
         optimizer.check_overrides()  # type: ignore[attr-defined]
         optimizer.to_gpu()
         optimizer.initialized = True  # type: ignore[attr-defined]
     own_groups = optimizer.param_groups
-    optimizer.param_groups = groups
+    optimizer.param_groups = [{**group, "params": [param]}]
     try:
         step_without_hooks(optimizer)
     finally:
@@ -166,15 +154,6 @@ def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
     return None if position is None else optimizer.param_groups[position[0]]
 
 
-def _has_overrides(optimizer: Optimizer) -> bool:
-    return bool(getattr(getattr(optimizer, "mng", None), "index2config", None))
-
-
-@functools.cache
-def _without_gradient() -> nn.Parameter:
-    return nn.Parameter(torch.empty(0), requires_grad=False)
-
-
 IN_BACKWARD: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = weakref.WeakKeyDictionary()
 """Every optimizer whose parameters are updated in backward: hooks on parameters hold none."""
 
@@ -191,14 +170,6 @@ _ADVICE = (
     "used twice under checkpointing with `use_reentrant=True`, or from DistributedDataParallel",
     "Run every backward pass but the last of a step inside `with handle.accumulating():`, "
     "checkpoint with `use_reentrant=False`, and train in one process.",
-)
-
-
-_LATER_HOOK = (
-    "a hook was registered on it with `register_post_accumulate_grad_hook` after the technique was "
-    "applied, and would find that its gradient is gone",
-    "Register the hook before - a LightningModule in `__init__` or `configure_model` - or leave "
-    "optimizer_in_backward out.",
 )
 
 
@@ -285,23 +256,11 @@ class GradientUpdates:
         with self._lock, torch.no_grad():
             if not owns(optimizer, param):
                 return
-            self._refuse_later_hooks(optimizer, param)
             self._mark_as_taken(optimizer, param)
             if self.held is None:
                 self._update(optimizer, param)
             else:
                 self.held.take(param)
-
-    # Hooks run in the order in which they were registered; those of this package expect nothing.
-    def _refuse_later_hooks(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        ours = self._hooks[param].id
-        hooks: Any = param._post_accumulate_grad_hooks
-        for key, hook in reversed(hooks.items()):
-            if key == ours:
-                return
-            if not str(getattr(hook, "__module__", "")).startswith("lightning_memsave."):
-                problem = Problem(_named(optimizer, param), *_LATER_HOOK)
-                raise IncompatibleError("optimizer_in_backward", [problem])
 
     def _mark_as_taken(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         if id(param) in self._taken:

@@ -1,0 +1,59 @@
+"""Names of modules and dtypes, and names that a user may have meant."""
+
+import difflib
+import re
+from collections.abc import Iterable
+
+SAFETENSORS_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""Name in torch by what safetensors writes in its headers."""
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def block_template(name: str) -> str:
+    """Write the name that a module shares with its equals in other blocks.
+
+    Args:
+        name: As in ``named_modules()``.
+
+    Returns:
+        The name with ``*`` in place of numbers.
+
+    Example:
+        >>> block_template("h.3.mlp"), block_template("conv1")
+        ('h.*.mlp', 'conv1')
+    """
+    return _NUMBER.sub("*", name)
+
+
+def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
+    """Ask whether a known name was meant.
+
+    Args:
+        name: What the user wrote.
+        known: What can be written.
+        prefix: Stands before the names in the question.
+        cutoff: How similar a name must be, from 0 to 1.
+
+    Returns:
+        A question with a space behind it; empty if nothing is similar.
+
+    Example:
+        >>> did_you_mean("berd", ["bert", "gpt2"])
+        'Did you mean `bert`? '
+    """
+    near = difflib.get_close_matches(name, list(known), n=3, cutoff=cutoff)
+    return f"Did you mean {' or '.join(f'`{prefix}{n}`' for n in near)}? " if near else ""

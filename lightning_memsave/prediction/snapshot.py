@@ -1,0 +1,144 @@
+"""Write the events of a predicted step in the format of torch's memory viewer."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from lightning_memsave.errors import ConfigurationError
+
+# As torch's allocator rounds; what a tensor has of it stays as `requested_size`.
+_ALIGNMENT = 512
+
+
+class StorageOrigin(NamedTuple):
+    """What a storage is and where it comes from, as in `TensorMemory`."""
+
+    category: str
+    module: str = ""
+    op: str = ""
+    phase: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What was allocated and freed in one step.
+
+    Args:
+        storages: All that were alive at some time.
+        changes: Index in ``storages`` and the bytes by which it grew, or shrank if negative, in
+            order. The first ones are what is there before the step.
+    """
+
+    storages: tuple[StorageOrigin, ...] = ()
+    changes: tuple[tuple[int, int], ...] = ()
+
+    def to_snapshot(self) -> dict[str, Any]:
+        """Write it as ``torch.cuda.memory._snapshot`` does.
+
+        Returns:
+            ``device_traces`` and ``segments`` of one device.
+
+        Raises:
+            ConfigurationError: If nothing was traced.
+        """
+        if not self.changes:
+            raise ConfigurationError(
+                "The prediction has no events to write: it was read from JSON, or made from copies "
+                "of the model with fewer blocks. Predict again with "
+                "`predict_memory(..., may_extrapolate=False)`."
+            )
+        addresses = _Addresses()
+        # The viewer colours by category, and expects that one of them is called "unknown".
+        start = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": []}
+        events: list[dict[str, Any]] = [start | {"category": "unknown"}]
+        alive: dict[int, dict[str, Any]] = {}
+        for index, change in self.changes:
+            before = alive.pop(index, None)
+            if before is not None:
+                events += [before | {"action": f"free_{how}"} for how in ("requested", "completed")]
+                addresses.give_back(before["addr"], before["size"])
+            size = change + (before["size"] if before else 0)
+            if size:
+                origin = self.storages[index]
+                alive[index] = {
+                    "action": "alloc",
+                    "addr": addresses.take(size),
+                    "size": size,
+                    "stream": 0,
+                    "frames": _frames(origin),
+                    "category": origin.category,
+                }
+                events.append(alive[index])
+        blocks = list(_blocks(list(alive.values()), addresses.end))
+        active_bytes = sum(block["size"] for block in blocks if block["state"] != "inactive")
+        segment = {
+            "device": 0,
+            "address": 0,
+            "total_size": addresses.end,
+            "allocated_size": active_bytes,
+            "active_size": active_bytes,
+            "stream": 0,
+            "segment_type": "large",
+            "segment_pool_id": (0, 0),
+            "is_expandable": True,
+            "frames": [],
+            "blocks": blocks,
+        }
+        return {"device_traces": [events], "segments": [segment]}
+
+
+class _Addresses:
+    """Addresses without a device: freed ones serve again for the same size."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def take(self, size: int) -> int:
+        if free := self._free.get(_rounded(size)):
+            return free.pop()
+        self.end += _rounded(size)
+        return self.end - _rounded(size)
+
+    def give_back(self, address: int, size: int) -> None:
+        self._free.setdefault(_rounded(size), []).append(address)
+
+
+def _rounded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+# The viewer writes each as `filename:line:name`.
+def _frames(origin: StorageOrigin) -> list[dict[str, Any]]:
+    tensor = f"{origin.dtype}[{','.join(map(str, origin.shape))}]" if origin.dtype else ""
+    made_by = " ".join(filter(None, (origin.op, tensor)))
+    lines = [(origin.category, made_by), (origin.phase or "before the step", origin.module)]
+    return [{"filename": where, "line": 0, "name": name} for where, name in lines]
+
+
+def _blocks(alive: list[dict[str, Any]], end: int) -> Iterator[dict[str, Any]]:
+    address = 0
+    for event in sorted(alive, key=lambda event: int(event["addr"])):
+        if address < event["addr"]:
+            yield _block(address, event["addr"] - address)
+        size = _rounded(event["size"])
+        yield _block(event["addr"], size) | {
+            "state": "active_allocated",
+            "requested_size": event["size"],
+            "frames": event["frames"],
+        }
+        address = event["addr"] + size
+    if address < end:
+        yield _block(address, end - address)
+
+
+def _block(address: int, size: int) -> dict[str, Any]:
+    return {
+        "address": address,
+        "size": size,
+        "requested_size": 0,
+        "state": "inactive",
+        "frames": [],
+    }

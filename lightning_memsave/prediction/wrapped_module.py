@@ -1,0 +1,143 @@
+"""A module that is no LightningModule, inside of one that trains it."""
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.nested import items_of
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.trainer.trainer import PACKAGES
+
+_WRAPPER = "wrapped"
+_LOSS = (
+    "The loss is the `loss` of what the module gives, or the mean of its first tensor: pass "
+    "`loss=` in Python, or a LightningModule, for another one."
+)
+
+
+def is_lightning(module: nn.Module) -> bool:
+    """Say whether a module brings its own training step, by either Lightning package."""
+    starts = tuple(f"{package}." for package in PACKAGES)
+    return any(cls.__module__.startswith(starts) for cls in type(module).__mro__)
+
+
+def installed_package() -> Any:
+    """Import the first of Lightning's two packages that is installed."""
+    installed = (name for name in PACKAGES if importlib.util.find_spec(name.partition(".")[0]))
+    return importlib.import_module(next(installed))
+
+
+def wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
+    """Make a LightningModule that trains a module.
+
+    Args:
+        module: The module; the attributes of the batch are its arguments.
+        optimizer: Makes the optimizer from the parameters; ``None`` for AdamW.
+        loss: Gives the loss from output and batch; ``None`` takes the one in the output.
+
+    Returns:
+        The LightningModule.
+    """
+    package: Any = installed_package()
+
+    class Wrapped(package.LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = module
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = _call(self.wrapped, batch)
+            return _loss_of(output) if loss is None else _checked_loss(loss(output, batch))
+
+        def configure_optimizers(self) -> Any:
+            parameters = [p for p in self.wrapped.parameters() if p.requires_grad]
+            made = (optimizer or torch.optim.AdamW)(parameters)
+            if made is None:
+                raise ConfigurationError(
+                    "`optimizer=` gave `None`. Return the optimizer, or pass its class: "
+                    "`optimizer=torch.optim.AdamW`."
+                )
+            return made
+
+    return Wrapped()
+
+
+def _checked_loss(found: Any) -> Any:
+    is_tensor = isinstance(found, Tensor)
+    if is_tensor and tuple(found.shape) in ((), (1,)):
+        return found
+    what = f"a tensor of shape {tuple(found.shape)}" if is_tensor else type(found).__name__
+    raise ConfigurationError(
+        f"`loss=` gave {what}, not a tensor with one value. Reduce it: "
+        "for example `loss=lambda output, batch: (output - batch[1]).square().mean()`."
+    )
+
+
+def unwrap(prediction: MemoryPrediction, has_loss: bool) -> MemoryPrediction:
+    """Give modules the names that they have in the model, and not in the module around it.
+
+    Args:
+        prediction: Of what `wrap` has made, or of any other LightningModule.
+        has_loss: Whether `wrap` was given a loss.
+
+    Returns:
+        The prediction for the model itself.
+    """
+    if prediction.modules[0].class_name != "Wrapped":
+        return prediction
+
+    def own(name: str) -> str:
+        return "" if name == _WRAPPER else name.removeprefix(f"{_WRAPPER}.")
+
+    outer, inner, *others = prediction.modules
+    inner = replace(inner, name="", memory=inner.memory + outer.memory)
+    return replace(
+        prediction,
+        modules=(inner, *(replace(module, name=own(module.name)) for module in others)),
+        largest_tensors=tuple(
+            replace(tensor, module=own(tensor.module)) for tensor in prediction.largest_tensors
+        ),
+        peak_module=own(prediction.peak_module),
+        trace=replace(
+            prediction.trace,
+            storages=tuple(s._replace(module=own(s.module)) for s in prediction.trace.storages),
+        ),
+        assumptions=(*(() if has_loss else (_LOSS,)), *prediction.assumptions),
+        ineffective={
+            name: why.replace("`Wrapped`", f"`{prediction.model}`")
+            .replace(f" at `{_WRAPPER}`", "")
+            .replace(f"`{_WRAPPER}.", "`")
+            for name, why in prediction.ineffective.items()
+        },
+    )
+
+
+def _call(module: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return module(**batch)
+    if isinstance(batch, list | tuple):
+        return module(*batch)
+    return module(batch)
+
+
+def _loss_of(output: Any) -> Tensor:
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if isinstance(found, Tensor):
+        return found
+    if isinstance(output, Tensor):
+        return output.float().mean()
+    tensors = [item for _, item in items_of(output) if isinstance(item, Tensor)]
+    if tensors and tensors[0].is_floating_point():
+        return tensors[0].float().mean()
+    raise ConfigurationError(
+        f"The module gives {type(output).__name__}, in which there is no loss. Pass `loss=`, a "
+        "function of output and batch."
+    )
