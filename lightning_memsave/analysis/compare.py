@@ -14,7 +14,7 @@ from lightning_memsave.explain.memory_changes import MemoryComparison
 from lightning_memsave.explain.model_changes import compare_parameters, compare_predictions
 from lightning_memsave.explain.parameters import ParameterTable, parameter_table
 from lightning_memsave.explain.report_changes import compare_reports
-from lightning_memsave.prediction.fake.tensors import buildable, fake_tensors
+from lightning_memsave.prediction.fake.tensors import allow_construction, fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.targets.code import explained
 from lightning_memsave.targets.find import load_target
@@ -157,7 +157,7 @@ def _of_path(text: str) -> _Side:
 def _of_factory(factory: Callable[[], nn.Module]) -> _Side:
     label = getattr(factory, "__name__", type(factory).__name__)
     fix = "Pass a function without arguments that makes the module, or the module itself."
-    with fake_tensors(), explained(f"`{label}()`", fix), buildable():
+    with fake_tensors(), explained(f"`{label}()`", fix), allow_construction():
         module = factory()
         if not isinstance(module, nn.Module):
             raise ConfigurationError(

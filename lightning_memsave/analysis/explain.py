@@ -18,10 +18,10 @@ from lightning_memsave.analysis.predict import (
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.explain.finding import Suspect, label_of
+from lightning_memsave.explain.factors import explain_factors
+from lightning_memsave.explain.finding import Finding, label_of
 from lightning_memsave.explain.parameters import ParameterTable, parameter_table
 from lightning_memsave.explain.sentences import sentences_of
-from lightning_memsave.explain.suspects import find_suspects
 from lightning_memsave.explain.what_if import WhatIf, attention_of
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.planning.search import Remedy, cheapest_that_fits, remedies_of
@@ -148,7 +148,7 @@ def _name_of(optimizer: Any, source: Any) -> str:
 
 _SHOWN_TENSORS = 8
 _SHOWN_DEPTH = 3
-_SUSPECTS, _SUSPECT_COLUMNS = "The usual suspects", ("", "suspect", "memory", "answer")
+_FACTORS, _FACTOR_COLUMNS = "What the peak depends on", ("", "factor", "memory", "finding")
 _REMEDIES = "What would lower the peak, the cheapest first"
 _REMEDY_COLUMNS = ("", "saves", "device needs", "fits", "remedy", "exactness", "cost")
 _ORDER = {"matters": 0, "unknown": 1, "does not matter": 2}
@@ -161,16 +161,16 @@ class MemoryExplanation:
     Args:
         table: The parameters by module.
         sentences: What dominates and why, the most important first.
-        suspects: The usual suspects, each answered with a figure.
+        factors: What the peak depends on, each factor with its bytes.
         prediction: Of the step as it is; ``None`` without a batch.
         remedies: What would lower the peak, the cheapest first; ``None`` if not asked for.
-        gpu: The card that was meant.
+        gpu: The GPU that the step should fit.
         num_predictions: How many were made for all this.
     """
 
     table: ParameterTable
     sentences: tuple[str, ...]
-    suspects: tuple[Suspect, ...]
+    factors: tuple[Finding, ...]
     prediction: MemoryPrediction | None = None
     remedies: tuple[Remedy, ...] | None = None
     gpu: Gpu | None = None
@@ -186,21 +186,21 @@ class MemoryExplanation:
         """The first remedy that fits the GPU; ``None`` if there is none."""
         return cheapest_that_fits(list(self.remedies or ()))
 
-    def suspect(self, name: str) -> Suspect:
-        """Look up an answer.
+    def factor(self, name: str) -> Finding:
+        """Look up the finding of a factor.
 
         Args:
-            name: Of the suspect, such as ``"batch size"``.
+            name: Such as ``"batch size"``.
 
         Returns:
-            The answer.
+            The finding.
 
         Raises:
-            KeyError: If it was not asked.
+            KeyError: If this factor was not computed.
         """
-        for suspect in self.suspects:
-            if suspect.name == name:
-                return suspect
+        for factor in self.factors:
+            if factor.name == name:
+                return factor
         raise KeyError(name)
 
     def to_dict(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class MemoryExplanation:
             "model": self.table.model,
             "parameters": self.table.to_dict(),
             "sentences": list(self.sentences),
-            "suspects": [suspect.to_dict() for suspect in self.suspects],
+            "factors": [factor.to_dict() for factor in self.factors],
             "prediction": None if self.prediction is None else self.prediction.to_dict(),
             "remedies": None if self.remedies is None else [r.to_dict() for r in self.remedies],
             "gpu": None if self.gpu is None else asdict(self.gpu),
@@ -225,7 +225,7 @@ class MemoryExplanation:
         shown += [Text(), parameter_tree(self.table, max_depth=_SHOWN_DEPTH)]
         if self.largest_tensors:
             shown += [Text(), Text("Largest tensors at the peak"), self._tensors()]
-        shown += [Text(), Text(_SUSPECTS), self._suspects()]
+        shown += [Text(), Text(_FACTORS), self._findings()]
         if self.remedies is not None:
             shown += [Text(), Text(_REMEDIES)]
             shown += self._remedies(self.remedies)
@@ -244,15 +244,15 @@ class MemoryExplanation:
         return table
 
     def tables(self) -> tuple[PageTable, ...]:
-        """Give sentences, suspects and remedies as tables of texts, for `write_page`.
+        """Give sentences, factors and remedies as tables of texts, for `write_page`.
 
         Returns:
             What the terminal shows; what to type stands beside each remedy.
         """
-        sizes = tuple(suspect.num_bytes for suspect in self._sorted_suspects())
+        sizes = tuple(factor.num_bytes for factor in self._sorted_factors())
         found = [
             PageTable("What dominates", ("",), tuple((text,) for text in self.sentences)),
-            PageTable(_SUSPECTS, _SUSPECT_COLUMNS, tuple(self._answers()), sizes),
+            PageTable(_FACTORS, _FACTOR_COLUMNS, tuple(self._answers()), sizes),
         ]
         if self.remedies:
             columns = (*_REMEDY_COLUMNS, "what to type")
@@ -260,17 +260,17 @@ class MemoryExplanation:
             found.append(PageTable(_REMEDIES, columns, tuple(rows)))
         return tuple(found)
 
-    def _sorted_suspects(self) -> list[Suspect]:
-        return sorted(self.suspects, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0)))
+    def _sorted_factors(self) -> list[Finding]:
+        return sorted(self.factors, key=lambda s: (_ORDER[s.verdict], -(s.num_bytes or 0)))
 
     def _answers(self) -> Iterator[tuple[str, str, str, str]]:
         mark = {"matters": "!", "unknown": "?", "does not matter": ""}
-        for suspect in self._sorted_suspects():
-            size = "-" if suspect.num_bytes is None else format_bytes(suspect.num_bytes)
-            yield mark[suspect.verdict], suspect.name, size, suspect.sentence
+        for factor in self._sorted_factors():
+            size = "-" if factor.num_bytes is None else format_bytes(factor.num_bytes)
+            yield mark[factor.verdict], factor.name, size, factor.sentence
 
-    def _suspects(self) -> Table:
-        table = figure_table(*_SUSPECT_COLUMNS, numbers=("memory",))
+    def _findings(self) -> Table:
+        table = figure_table(*_FACTOR_COLUMNS, numbers=("memory",))
         for row in self._answers():
             table.add_row(*map(Text, row))
         return table
@@ -312,7 +312,7 @@ def explain_memory(
     gpu: str | Gpu | None = None,
     cardinalities: Mapping[str, int] | None = None,
     sequence_axis: int | None = None,
-    suspects: Collection[str] | None = None,
+    factors: Collection[str] | None = None,
     remedies: bool = True,
     loss: Callable[[Any, Any], Tensor] | None = None,
     attention: str | None = None,
@@ -334,10 +334,10 @@ def explain_memory(
         optimizer: As for `predict_memory`.
         settings: As for `predict_memory`: what is on already.
         device: As for `predict_memory`.
-        gpu: The card that is meant, such as ``"T4"`` or ``"12GiB"``: what fits is said then.
+        gpu: The GPU that the step should fit, such as ``"T4"`` or ``"12GiB"``.
         cardinalities: For models of tables: how many categories each column has.
         sequence_axis: The axis of the batch along which a sequence runs; ``None`` finds token ids.
-        suspects: Names of the suspects to ask; ``None`` for all of ``SUSPECTS``.
+        factors: Names of the factors to compute; ``None`` for all.
         remedies: Whether to look for settings that lower the peak, which takes some 15 predictions.
         loss: As for `predict_memory`.
         attention: As for `predict_memory`.
@@ -353,7 +353,7 @@ def explain_memory(
 
     Note:
         What the module raises on the batch comes through. What it raises on a changed batch makes
-        that suspect unknown. Takes some 20 predictions, 6 without remedies.
+        that factor unknown. Takes some 20 predictions, 6 without remedies.
 
     Example:
         >>> import torch
@@ -361,7 +361,7 @@ def explain_memory(
         >>> explain_memory(model).sentences[0]
         'The embedding table `0` (5,000 x 16) holds 99.8 % of the 80,130 parameters.'
         >>> ids = torch.zeros(8, 4, dtype=torch.long)
-        >>> found = explain_memory(model, ids, device="cpu", suspects=[])
+        >>> found = explain_memory(model, ids, device="cpu", factors=[])
         >>> found.prediction.peak.input_bytes
         256
     """
@@ -379,21 +379,19 @@ def explain_memory(
         time_limit_s=time_limit_s,
         may_extrapolate=may_extrapolate,
     )
-    return explain_what_if(
-        what_if, cardinalities=cardinalities, suspects=suspects, remedies=remedies
-    )
+    return explain_what_if(what_if, cardinalities=cardinalities, factors=factors, remedies=remedies)
 
 
 def explain_what_if(
     what_if: WhatIf,
     *,
     cardinalities: Mapping[str, int] | None = None,
-    suspects: Collection[str] | None = None,
+    factors: Collection[str] | None = None,
     remedies: bool = True,
 ) -> MemoryExplanation:
     """Say where the memory of a model goes; as `explain_memory`, of what was read already."""
     sentences = sentences_of(what_if, cardinalities)
-    answers = find_suspects(what_if, suspects)
+    answers = explain_factors(what_if, factors)
     found = tuple(remedies_of(what_if)) if remedies and what_if.can_predict else None
     return MemoryExplanation(
         what_if.table,

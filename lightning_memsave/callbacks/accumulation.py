@@ -10,14 +10,14 @@ from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ExactnessWarning, Problem
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.trainer.distributed import (
+    communicates_in_forward,
+    has_custom_gradient_sync,
     has_static_graph,
-    meets_in_forward,
-    shares_gradients_its_own_way,
 )
 from lightning_memsave.trainer.training_loop import adjust_losses
 
 
-class Accumulation(Setting):
+class AccumulationSetting(Setting):
     """Gradient accumulation over several batches.
 
     Lightning divides each loss by the number of batches per window, also in the last window of an
@@ -166,7 +166,7 @@ _LIGHTNING_SCALES = (
 
 
 def find_conflicts(
-    trainer: Any, pl_module: Any, technique: MicroBatching, *, takes_half: bool
+    trainer: Any, pl_module: Any, technique: MicroBatching, *, allows_half_precision: bool
 ) -> list[Problem]:
     """Find every reason why the batches of a Trainer cannot pass in parts.
 
@@ -174,14 +174,14 @@ def find_conflicts(
         trainer: A Trainer in ``setup``.
         pl_module: Its LightningModule.
         technique: What was asked for.
-        takes_half: Gradients of half-precision parameters are summed in float32.
+        allows_half_precision: Gradients of half-precision parameters are summed in float32.
 
     Returns:
         All problems, empty if they can.
     """
     what = f"`micro_batch_size={technique.micro_batch_size!r}`"
     is_auto = technique.micro_batch_size == "auto"
-    problems = [] if takes_half else technique.check_module(pl_module)
+    problems = [] if allows_half_precision else technique.check_module(pl_module)
     if not pl_module.automatic_optimization:
         problems.append(
             Problem(
@@ -207,8 +207,8 @@ def find_conflicts(
 
 # What stands against a process that repeats a batch while the others do not.
 def _of_repetition(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
-    meets = meets_in_forward(trainer, pl_module)
-    own_way = shares_gradients_its_own_way(trainer)
+    meets = communicates_in_forward(trainer, pl_module)
+    own_way = has_custom_gradient_sync(trainer)
     fix = "Use a fixed size such as `micro_batch_size=4`."
     if meets:
         yield Problem(what, f"{meets}, so none of them can repeat a batch alone", fix)

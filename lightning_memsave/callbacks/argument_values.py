@@ -72,8 +72,8 @@ def as_given(arguments: Arguments, name: str) -> str:
     Returns:
         Code for a message.
     """
-    is_of_stack = arguments["stack"] is not None and name in arguments["from_stack"]
-    of_stack = f" of `stack={arguments['stack']!r}`" if is_of_stack else ""
+    from_stack = arguments["stack"] is not None and name in arguments["from_stack"]
+    of_stack = f" of `stack={arguments['stack']!r}`" if from_stack else ""
     return f"`{name}={arguments[name]!r}`{of_stack}"
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from lightning_memsave.callbacks.accumulation import Accumulation
+from lightning_memsave.callbacks.accumulation import AccumulationSetting
 from lightning_memsave.callbacks.argument_values import (
     Arguments,
     as_given,
@@ -15,22 +15,22 @@ from lightning_memsave.callbacks.argument_values import (
     refuse_technique,
     why_beyond,
 )
-from lightning_memsave.callbacks.early_release import EarlyReleases
-from lightning_memsave.callbacks.evaluation import EvaluationMicroBatches
-from lightning_memsave.callbacks.low_precision_weights import WeightPrecision
+from lightning_memsave.callbacks.early_release import EarlyReleaseSetting
+from lightning_memsave.callbacks.evaluation import EvalMicroBatchSetting
+from lightning_memsave.callbacks.low_precision_weights import LowPrecisionWeightsSetting
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.callbacks.micro_batching import MicroBatches
+from lightning_memsave.callbacks.micro_batching import MicroBatchSetting
 from lightning_memsave.callbacks.module_techniques import (
-    Checkpointing,
-    FusedAttention,
-    LossWithoutLogits,
-    ModuleTechnique,
+    ActivationCheckpointingSetting,
+    AttentionSetting,
+    ChunkedCrossEntropySetting,
+    ModuleSetting,
 )
-from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
-from lightning_memsave.callbacks.optimizers import OptimizerTechnique
-from lightning_memsave.callbacks.precision import TrainerPrecision
+from lightning_memsave.callbacks.optimizer_in_backward import OptimizerInBackwardSetting
+from lightning_memsave.callbacks.optimizers import OptimizerSetting
+from lightning_memsave.callbacks.precision import PrecisionSetting
 from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
-from lightning_memsave.callbacks.settings import Setting, Settings, Stack, TensorFloat32
+from lightning_memsave.callbacks.settings import Setting, Settings, Stack, TF32Setting
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -63,7 +63,7 @@ def _activation_checkpointing(arguments: Arguments) -> Setting:
         technique = ActivationCheckpointing(wanted, blocks=blocks)
     value = "None" if technique is None else repr(technique.which)
     own = is_asked(arguments, name) or blocks is not None
-    return Checkpointing(name, technique, value, own)
+    return ActivationCheckpointingSetting(name, technique, value, own)
 
 
 def _early_release(arguments: Arguments) -> Setting:
@@ -72,7 +72,7 @@ def _early_release(arguments: Arguments) -> Setting:
         raise ConfigurationError(
             f"`{name}={wanted!r}` is not a valid value. Use `{name}=True`, or `None`."
         )
-    return EarlyReleases(wanted is True, is_asked(arguments, name))
+    return EarlyReleaseSetting(wanted is True, is_asked(arguments, name))
 
 
 def _optimizer(arguments: Arguments) -> Setting:
@@ -95,8 +95,8 @@ def _optimizer(arguments: Arguments) -> Setting:
         technique = LowBitOptimizer(wanted, **details)
     value = "None" if technique is None else repr(technique.optimizer)
     if technique and (why := why_beyond(arguments, "optimizer", technique.exactness)):
-        return OptimizerTechnique(None, "None", is_asked=False, off_reason=why)
-    return OptimizerTechnique(technique, value, is_asked(arguments, "optimizer"))
+        return OptimizerSetting(None, "None", is_asked=False, off_reason=why)
+    return OptimizerSetting(technique, value, is_asked(arguments, "optimizer"))
 
 
 def _low_precision_weights(arguments: Arguments) -> Setting:
@@ -104,8 +104,10 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
     technique = LowPrecisionWeights.from_value(wanted)
     own = is_asked(arguments, name)
 
-    def off(why: str = "") -> WeightPrecision:
-        return WeightPrecision(None, "None", brings_precision=False, is_asked=own, off_reason=why)
+    def off(why: str = "") -> LowPrecisionWeightsSetting:
+        return LowPrecisionWeightsSetting(
+            None, "None", sets_precision=False, is_asked=own, off_reason=why
+        )
 
     if technique is None:
         return off()
@@ -121,8 +123,8 @@ def _low_precision_weights(arguments: Arguments) -> Setting:
             f"{what} computes in bfloat16 and does not go with "
             f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{name}=None`."
         )
-    return WeightPrecision(
-        technique, repr(technique.rounding), brings_precision=brings, written=what, is_asked=own
+    return LowPrecisionWeightsSetting(
+        technique, repr(technique.rounding), sets_precision=brings, written=what, is_asked=own
     )
 
 
@@ -132,7 +134,7 @@ def _optimizer_in_backward(arguments: Arguments) -> Setting:
     if technique is not None:
         why_beyond(arguments, name, technique.exactness)
     parts = arguments["micro_batch_size"]
-    return BackwardUpdates(
+    return OptimizerInBackwardSetting(
         technique,
         _short(wanted),
         is_asked=is_asked(arguments, name),
@@ -141,16 +143,16 @@ def _optimizer_in_backward(arguments: Arguments) -> Setting:
 
 
 # Techniques on the module that need to know more of a Trainer than their conflicts.
-_KINDS: Mapping[str, type[ModuleTechnique]] = {
-    "attention": FusedAttention,
-    "chunked_cross_entropy": LossWithoutLogits,
+_KINDS: Mapping[str, type[ModuleSetting]] = {
+    "attention": AttentionSetting,
+    "chunked_cross_entropy": ChunkedCrossEntropySetting,
 }
 
 
 def _module_technique(entry: Entry, arguments: Arguments) -> Setting:
     name, own = entry.argument, is_asked(arguments, entry.argument)
     assert entry.technique is not None, "settings of the Trainer have readers of their own"
-    kind, technique = _KINDS.get(name, ModuleTechnique), entry.technique.from_value(arguments[name])
+    kind, technique = _KINDS.get(name, ModuleSetting), entry.technique.from_value(arguments[name])
     if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
         return kind(name, None, "None", own, why)
     return kind(name, technique, _short(arguments[name]), own)
@@ -163,7 +165,7 @@ def _short(value: object) -> str:
 def _precision(arguments: Arguments) -> Setting:
     wanted, own = arguments["precision"], is_asked(arguments, "precision")
     if wanted is None:
-        return TrainerPrecision(None, is_asked=own)
+        return PrecisionSetting(None, is_asked=own)
     has_weights = arguments["low_precision_weights"] is not None
     if wanted == "auto" and has_weights:
         wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
@@ -172,11 +174,11 @@ def _precision(arguments: Arguments) -> Setting:
     # "32-true" is what Lightning does by itself; it cannot be told from no choice.
     exactness = Exactness.BITWISE if wanted == "32-true" else Exactness.APPROXIMATE
     if why := why_beyond(arguments, "precision", exactness):
-        return TrainerPrecision(None, is_asked=False, off_reason=why)
-    return TrainerPrecision(
+        return PrecisionSetting(None, is_asked=False, off_reason=why)
+    return PrecisionSetting(
         wanted,
         written=as_given({**arguments, "precision": wanted}, "precision"),
-        is_for_weights=has_weights,
+        required_by_bf16_weights=has_weights,
         is_asked=own or (has_weights and is_asked(arguments, "low_precision_weights")),
     )
 
@@ -185,7 +187,7 @@ def _tf32(arguments: Arguments) -> Setting:
     wanted = read_flag(arguments, "tf32", (True, False, None))
     if wanted:
         why_beyond(arguments, "tf32", Exactness.APPROXIMATE)
-    return TensorFloat32(wanted)
+    return TF32Setting(wanted)
 
 
 def _accumulation(arguments: Arguments) -> Setting:
@@ -198,13 +200,13 @@ def _accumulation(arguments: Arguments) -> Setting:
         )
     if wanted is not None and wanted > 1:
         why_beyond(arguments, "accumulate_grad_batches", Exactness.ROUNDING)
-    return Accumulation(wanted)
+    return AccumulationSetting(wanted)
 
 
 def _micro_batches(arguments: Arguments) -> Setting:
     technique, why = _micro_batching(arguments, "micro_batch_size")
     value = "None" if technique is None or why else repr(technique.micro_batch_size)
-    return MicroBatches(
+    return MicroBatchSetting(
         None if why else technique,
         value,
         not why and is_asked(arguments, "micro_batch_size"),
@@ -216,7 +218,7 @@ def _micro_batches(arguments: Arguments) -> Setting:
 def _evaluation_micro_batches(arguments: Arguments) -> Setting:
     technique, why = _micro_batching(arguments, "eval_micro_batch_size")
     is_own = is_asked(arguments, "eval_micro_batch_size")
-    return EvaluationMicroBatches(None if why else technique, is_own, off_reason=why)
+    return EvalMicroBatchSetting(None if why else technique, is_own, off_reason=why)
 
 
 def _micro_batching(arguments: Arguments, name: str) -> tuple[MicroBatching | None, str]:
@@ -309,7 +311,7 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
     found = [setting for setting in settings if setting is not None]
     stack = Stack(arguments)
     made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
-    made.find(MicroBatches).weights = made.find(WeightPrecision)
+    made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
     return made, monitor
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 from lightning_memsave.callbacks.settings import Setting, off_rows
 from lightning_memsave.core.technique import Row, Status
-from lightning_memsave.trainer.hooks import owner_of, who_zeroes
+from lightning_memsave.trainer.hooks import find_zero_grad_override, owner_of
 from lightning_memsave.trainer.training_loop import release_early
 
 
-class EarlyReleases(Setting):
+class EarlyReleaseSetting(Setting):
     """The last step's gradients are freed before forward, unused outputs before backward.
 
     Args:
@@ -37,7 +37,7 @@ class EarlyReleases(Setting):
     def _release(self, trainer: Any, pl_module: Any) -> None:
         # Callbacks of Lightning and of this package do not look at outputs.
         viewer = owner_of(trainer, pl_module, "on_train_batch_end")
-        zeroing = who_zeroes(trainer, pl_module)
+        zeroing = find_zero_grad_override(trainer, pl_module)
         outputs = (
             f"outputs are kept, as `{viewer}` may look at them"
             if viewer

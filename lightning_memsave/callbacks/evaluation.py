@@ -14,7 +14,7 @@ from lightning_memsave.callbacks.settings import Setting, off_rows
 from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
-from lightning_memsave.techniques.micro_batching.loss_proof import Proof, Question, prove
+from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
@@ -141,7 +141,7 @@ _ADVICE = (
 )
 
 
-class EvaluationMicroBatches(Setting):
+class EvalMicroBatchSetting(Setting):
     """Batches of validation, test and prediction pass in parts.
 
     Args:
@@ -241,7 +241,7 @@ class EvaluationMicroBatches(Setting):
         runner.run(
             batch,
             pass_part,
-            take_down=lambda: TrainingState(trainer.lightning_module, gradients="leave"),
+            save_state=lambda: TrainingState(trainer.lightning_module, gradients="leave"),
             forget=forget,
         )
         if runner.size != size:
@@ -255,7 +255,7 @@ class EvaluationMicroBatches(Setting):
     ) -> Proof:
         assert self._runner is not None, "batches run between `apply` and `undo`"
         assert self.technique is not None, "there is something to run"
-        question = Question(
+        check = LossCheck(
             step.numbers,
             batch,
             trainer.lightning_module,
@@ -269,7 +269,7 @@ class EvaluationMicroBatches(Setting):
             stack.enter_context(alone(trainer))
             if trainer.world_size == 1:
                 stack.enter_context(quiet())
-            proof = prove(question)
+            proof = prove(check)
             reason = proof.reason or step.difference(proof)
         if not reason:
             return proof if step.has_numbers else replace(proof, weightings=())

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.callbacks import optimizers
 from lightning_memsave.callbacks import settings as _settings
-from lightning_memsave.callbacks.module_techniques import ModuleTechnique
+from lightning_memsave.callbacks.module_techniques import ModuleSetting
 from lightning_memsave.callbacks.settings import saves
 from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import IncompatibleError, Problem
@@ -38,13 +38,13 @@ _ALWAYS_SUMMED = (
 )
 
 
-class WeightPrecision(ModuleTechnique):
+class LowPrecisionWeightsSetting(ModuleSetting):
     """Weights are kept in bfloat16, and the optimizer rounds its updates.
 
     Args:
         technique: The settings, or ``None`` to leave weights as they are.
         value: What the user wrote for it.
-        brings_precision: The Trainer is given bf16 autocast at the same time.
+        sets_precision: The Trainer is given bf16 autocast at the same time.
         written: How messages name it.
         is_asked: The user wrote it by name: it is set, or refused.
         off_reason: Why there is no technique, where it is not the user's ``None``.
@@ -57,14 +57,14 @@ class WeightPrecision(ModuleTechnique):
         technique: LowPrecisionWeights | None,
         value: str,
         *,
-        brings_precision: bool,
+        sets_precision: bool,
         written: str = "",
         is_asked: bool = True,
         off_reason: str = "",
     ) -> None:
         name = LowPrecisionWeights.name
         super().__init__(name, technique, value, is_asked, off_reason)
-        self.brings_precision = brings_precision
+        self.sets_precision = sets_precision
         self.written = written or f"`{name}={value}`"
         self._optimizers: Any = None
         self._sums_in_fp32 = False
@@ -177,7 +177,7 @@ class WeightPrecision(ModuleTechnique):
     def _conflicts(self, trainer: Any) -> list[Problem]:
         what, problems = self.written, []
         # Where it is asked for, its precision is as well, and is refused if it cannot be set.
-        is_set = self.brings_precision and self.is_asked
+        is_set = self.sets_precision and self.is_asked
         if not is_set and str(trainer.precision) != "bf16-mixed":
             problems.append(
                 Problem(

@@ -19,7 +19,7 @@ from lightning_memsave.callbacks.memory_summary import (
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.distributed import reduce_over_ranks
-from lightning_memsave.trainer.hooks import CallbackBase, inform
+from lightning_memsave.trainer.hooks import CallbackBase, log_info
 from lightning_memsave.trainer.trainer import first_of, logged_step
 
 
@@ -126,14 +126,14 @@ class GPUMemoryMonitor(CallbackBase):
         """Begin to measure, unless another monitor of this Trainer does."""
         first = first_of(trainer, GPUMemoryMonitor)
         if first is not None and first is not self:
-            inform(trainer, "Another `GPUMemoryMonitor` measures already: this one does nothing.")
+            log_info(trainer, "Another `GPUMemoryMonitor` measures already: this one does nothing.")
             return
         device = trainer.strategy.root_device
         is_cuda = device.type == "cuda"
         probe = CudaProbe(device) if is_cuda else LiveTensorsProbe(device, pl_module)
         self._run = _Run(probe, time.perf_counter())
         for note in probe.notes:
-            inform(trainer, f"GPUMemoryMonitor: {note}.")
+            log_info(trainer, f"GPUMemoryMonitor: {note}.")
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int

@@ -24,7 +24,7 @@ _NUM_EARLY_STEPS = 2
 
 
 @dataclass
-class Highest:
+class PeakReadings:
     """Largest values so far, in bytes; ``None`` until there is one."""
 
     peak_bytes: int | None = None
@@ -45,7 +45,7 @@ class Probe(ABC):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.highest = Highest()
+        self.highest = PeakReadings()
         self.notes: list[str] = []
         self._largest_batch_bytes: int | None = None
 

@@ -9,16 +9,16 @@ from typing import Any, Literal, TypedDict, Unpack
 from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.arguments import make_settings, time_limit
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.callbacks.micro_batching import MicroBatches
-from lightning_memsave.callbacks.module_techniques import LossWithoutLogits
+from lightning_memsave.callbacks.micro_batching import MicroBatchSetting
+from lightning_memsave.callbacks.module_techniques import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.oom_report import (
     add_advice,
     attempted,
     out_of_memory_in,
     say,
 )
-from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
-from lightning_memsave.callbacks.run_prediction import RunPrediction, in_force
+from lightning_memsave.callbacks.optimizer_in_backward import OptimizerInBackwardSetting
+from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings import warn
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
@@ -198,15 +198,15 @@ class MemSaveCallback(CallbackBase):
         """What the latest fit was predicted to take; ``None`` without a prediction."""
         return self._prediction.prediction
 
-    def arguments_in_force(self) -> dict[str, Any]:
+    def effective_arguments(self) -> dict[str, Any]:
         """Say with which arguments another callback would do what this fit does.
 
         Returns:
             All arguments by name; what a stack stands for is set, and what gave way is off.
         """
-        updates = self._settings.find(BackwardUpdates).in_force
+        updates = self._settings.find(OptimizerInBackwardSetting).effective
         arguments = {**with_stack(self.arguments), "optimizer_in_backward": updates}
-        return in_force(arguments, self.rows, self._micro_batches.size)
+        return effective_settings(arguments, self.rows, self._micro_batches.size)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Check everything, then change what can be changed before the model is set up.
@@ -271,12 +271,12 @@ class MemSaveCallback(CallbackBase):
     ) -> None:
         """Predict the memory of the fit when its first batch is there."""
         if not self._is_disabled and self._prediction.is_due:
-            arguments = self.arguments_in_force()
+            arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Keep what somebody wants to look at after the step."""
-        self._settings.find(LossWithoutLogits).before_backward(pl_module)
+        self._settings.find(ChunkedCrossEntropySetting).before_backward(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what is known and restore the module, as ``teardown`` is not called; never raises.
@@ -354,8 +354,8 @@ class MemSaveCallback(CallbackBase):
         )
 
     @property
-    def _micro_batches(self) -> MicroBatches:
-        return self._settings.find(MicroBatches)
+    def _micro_batches(self) -> MicroBatchSetting:
+        return self._settings.find(MicroBatchSetting)
 
     def _refuse_second_use(self, trainer: Any) -> None:
         if self._user is None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.callbacks.accumulation import find_conflicts, has_batch_norm
-from lightning_memsave.callbacks.module_techniques import ModuleTechnique
+from lightning_memsave.callbacks.module_techniques import ModuleSetting
 from lightning_memsave.callbacks.settings import Setting, off_rows, warn
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
@@ -22,7 +22,7 @@ from lightning_memsave.errors import (
     Problem,
 )
 from lightning_memsave.measure.storages import tensors_in_batch
-from lightning_memsave.techniques.micro_batching.loss_proof import Proof, Question, prove
+from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.techniques.micro_batching.runner import (
     MicroBatchRunner,
@@ -37,15 +37,15 @@ from lightning_memsave.techniques.micro_batching.training_state import TrainingS
 from lightning_memsave.techniques.optimizer_tools import allocate_state
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import (
+    all_reduce_min,
     alone,
     average_gradients,
+    broadcast_buffers,
+    communicates_in_forward,
     has_static_graph,
-    meets_in_forward,
-    share_buffers,
-    smallest,
     without_sync,
 )
-from lightning_memsave.trainer.hooks import GradientMarks, inform, who_zeroes
+from lightning_memsave.trainer.hooks import GradientVersions, find_zero_grad_override, log_info
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.trainer import is_strategy
 from lightning_memsave.trainer.training_loop import pass_batches, will_step
@@ -61,7 +61,7 @@ _NOT_KEPT = (
 )
 
 
-class MicroBatches(Setting):
+class MicroBatchSetting(Setting):
     """Training batches pass in parts.
 
     Args:
@@ -83,7 +83,7 @@ class MicroBatches(Setting):
         limit: Exactness = Exactness.APPROXIMATE,
     ) -> None:
         super().__init__()
-        self.weights: ModuleTechnique | None = None
+        self.weights: ModuleSetting | None = None
         """If it is on, gradients of half-precision parameters are summed in float32."""
         self.is_asked = is_asked
         self.off_reason = off_reason
@@ -120,7 +120,7 @@ class MicroBatches(Setting):
             pass_batches(
                 trainer,
                 functools.partial(self._pass_batch, trainer, pl_module),
-                frees_gradients=not who_zeroes(trainer, pl_module),
+                frees_gradients=not find_zero_grad_override(trainer, pl_module),
                 before_step=allocate_state,
                 on_out_of_memory=_exhausted_in_step,
             )
@@ -145,7 +145,7 @@ class MicroBatches(Setting):
             return
         self._probe = _Probe()
         self.runner = self._make_runner(trainer, pl_module)
-        problems = [] if self._takes_half else self.technique.check_module(pl_module)
+        problems = [] if self._allows_half_precision else self.technique.check_module(pl_module)
         problems += self._batch_norm_problems(pl_module)
         if problems and self.is_asked:
             raise IncompatibleError(self.name, problems)
@@ -153,7 +153,7 @@ class MicroBatches(Setting):
             self.yield_to(problems, trainer, pl_module)
 
     @property
-    def _takes_half(self) -> bool:
+    def _allows_half_precision(self) -> bool:
         weights = self.weights
         return weights is not None and weights.technique is not None and not weights.has_yielded
 
@@ -169,7 +169,9 @@ class MicroBatches(Setting):
 
     def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
-        conflicts = find_conflicts(trainer, pl_module, self.technique, takes_half=self._takes_half)
+        conflicts = find_conflicts(
+            trainer, pl_module, self.technique, allows_half_precision=self._allows_half_precision
+        )
         return conflicts + self._batch_norm_problems(pl_module)
 
     def _batch_norm_problems(self, pl_module: Any) -> list[Problem]:
@@ -205,13 +207,13 @@ class MicroBatches(Setting):
         assert runner is not None, "batches pass with a runner"
         is_apart = self._is_apart(trainer)
         if is_apart:
-            share_buffers(trainer)
-        if not self.is_auto and (meets := meets_in_forward(trainer, pl_module)):
+            broadcast_buffers(trainer)
+        if not self.is_auto and (meets := communicates_in_forward(trainer, pl_module)):
             self._check_counts(trainer, batch, meets)
         gradients: Literal["drop", "keep", "leave"] = "drop"
         if not is_fresh:
             gradients = "keep" if self._probe.is_open(batch, is_fresh) else "leave"
-        marks = GradientMarks(pl_module.parameters() if gradients == "leave" else ())
+        marks = GradientVersions(pl_module.parameters() if gradients == "leave" else ())
 
         def forget() -> None:
             check_repeatable(pl_module)
@@ -227,7 +229,7 @@ class MicroBatches(Setting):
             runner.run(
                 batch,
                 _part_passer(trainer, parts, is_apart=is_apart),
-                take_down=lambda: TrainingState(pl_module, gradients=gradients),
+                save_state=lambda: TrainingState(pl_module, gradients=gradients),
                 forget=forget,
             )
         finally:
@@ -250,7 +252,7 @@ class MicroBatches(Setting):
         return self._probe.num_steps < _PROBED_STEPS or has_static_graph(trainer)
 
     def _agree(self, trainer: Any, size: int) -> int:
-        return smallest(trainer, size) if self._is_apart(trainer) else size
+        return all_reduce_min(trainer, size) if self._is_apart(trainer) else size
 
     def _exhausted_after_probe(self, trainer: Any, batch: Any) -> MemoryExhaustedError:
         assert self.runner is not None, "batches pass with a runner"
@@ -271,7 +273,7 @@ class MicroBatches(Setting):
         num_samples = samples_of(batch, find_shared_leaves(batch)[0])
         size = self.runner.size
         is_large = self.is_auto or num_samples is None or (size or 0) < num_samples
-        return smallest(trainer, int(not is_large)) == 0
+        return all_reduce_min(trainer, int(not is_large)) == 0
 
     def _start_proof(self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts) -> None:
         """Find what the losses of micro-batches are weighted by, or yield."""
@@ -296,13 +298,13 @@ class MicroBatches(Setting):
         else:
             return
         row = self.rows[0]
-        inform(trainer, f"{row.name}={row.value}: {row.status}. {'; '.join(row.details)}.")
+        log_info(trainer, f"{row.name}={row.value}: {row.status}. {'; '.join(row.details)}.")
 
     def _tell_apart(
         self, trainer: Any, pl_module: Any, parts: BatchParts, batch: Any, differ: bool
     ) -> bool:
         """Prove again, with a batch whose micro-batches get other weights by what is known."""
-        if smallest(trainer, int(not differ)):
+        if all_reduce_min(trainer, int(not differ)):
             return True
         proof = self._prove(trainer, pl_module, parts, batch, self.proof)
         if proof.reason:
@@ -335,7 +337,7 @@ class MicroBatches(Setting):
                 stack.enter_context(alone(trainer))
             if trainer.world_size == 1:
                 stack.enter_context(quiet())
-            question = Question(
+            check = LossCheck(
                 parts.compute_loss,
                 batch,
                 pl_module,
@@ -344,7 +346,7 @@ class MicroBatches(Setting):
                 known=known,
                 needs_split=not self.is_auto,
             )
-            return prove(question, functools.partial(smallest, trainer))
+            return prove(check, functools.partial(all_reduce_min, trainer))
 
     def _weighted(self) -> str:
         return self.proof.weightings[0].text if self.proof.weightings else ""
@@ -352,7 +354,7 @@ class MicroBatches(Setting):
     def _check_counts(self, trainer: Any, batch: Any, meets: str) -> None:
         assert self.runner is not None, "batches pass with a runner"
         num_parts = len(self.runner.split(batch)[0])
-        if -smallest(trainer, -num_parts) != smallest(trainer, num_parts):
+        if -all_reduce_min(trainer, -num_parts) != all_reduce_min(trainer, num_parts):
             raise IncompatibleError(
                 self.name,
                 [

@@ -14,7 +14,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 )
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
-    compute_kept_logits,
+    materialize_referenced_logits,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
 from lightning_memsave.trainer.trainer import (
@@ -25,7 +25,7 @@ from lightning_memsave.trainer.trainer import (
 from lightning_memsave.units import format_bytes
 
 
-class ModuleTechnique(Setting):
+class ModuleSetting(Setting):
     """A technique that changes the module.
 
     Args:
@@ -104,7 +104,7 @@ class ModuleTechnique(Setting):
         return handle
 
 
-class Checkpointing(ModuleTechnique):
+class ActivationCheckpointingSetting(ModuleSetting):
     """Activation checkpointing, which a strategy may do already."""
 
     technique: ActivationCheckpointing | None
@@ -135,7 +135,7 @@ class Checkpointing(ModuleTechnique):
         return f"Use `blocks=` with the class of the blocks, or set `{self.name}=None`."
 
 
-class LossWithoutLogits(ModuleTechnique):
+class ChunkedCrossEntropySetting(ModuleSetting):
     """Chunked cross-entropy, which reads the head's weight after its forward pass."""
 
     is_for_evaluation = True
@@ -148,7 +148,7 @@ class LossWithoutLogits(ModuleTechnique):
         """
         # In its own optimization the step is not over, and may look at its logits as it likes.
         if self._handle is not None and pl_module.automatic_optimization:
-            compute_kept_logits(pl_module)
+            materialize_referenced_logits(pl_module)
 
     def savings(self, pl_module: Any) -> str:
         """Say how large the logits are."""
@@ -170,7 +170,7 @@ class LossWithoutLogits(ModuleTechnique):
         ]
 
 
-class FusedAttention(ModuleTechnique):
+class AttentionSetting(ModuleSetting):
     """Attention kernels, which a model may have already."""
 
     technique: AttentionKernel | None

@@ -14,7 +14,7 @@ from lightning_memsave.core.nested import count_samples
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.planning.candidates import (
     Candidate,
-    Situation,
+    CurrentSettings,
     joint_candidates,
     part_candidates,
     single_candidates,
@@ -52,7 +52,7 @@ def predict_remedies(
     callback = first_of(trainer, MemSaveCallback)
     given = MemSaveCallback(stack="off") if callback is None else callback
     has_begun = callback is not None and bool(callback.rows)
-    arguments = given.arguments_in_force() if has_begun else dict(given.arguments)
+    arguments = given.effective_arguments() if has_begun else dict(given.arguments)
     step = step_of(trainer, pl_module, batch, MemSaveCallback, arguments)
     typed = {"stack": "off"} if callback is None else dict(callback.arguments)
     if isinstance(arguments.get("micro_batch_size"), int):
@@ -71,8 +71,8 @@ def predict_remedies(
     if as_it_is is None:
         return {}
     found[AS_IT_IS] = as_it_is
-    now = Situation(
-        step.in_force,
+    now = CurrentSettings(
+        step.effective_settings,
         step.precision,
         step.gpu is None or step.gpu.has_bf16,
         _num_samples(batch),
@@ -137,7 +137,7 @@ def _predicted(
 
 
 # Who has run out of memory does not ask for less of a technique than there is.
-def _single(now: Situation) -> list[Candidate]:
+def _single(now: CurrentSettings) -> list[Candidate]:
     return [
         *part_candidates(now)[:1],
         *(

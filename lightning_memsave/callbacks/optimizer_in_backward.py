@@ -17,7 +17,7 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import (
     OptimizerInBackward,
     describe_updates,
 )
-from lightning_memsave.techniques.optimizer_in_backward.updates import IN_BACKWARD
+from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
 from lightning_memsave.trainer.precision import gradient_scaler
 from lightning_memsave.trainer.trainer import SHARDED, is_strategy
@@ -210,7 +210,7 @@ def _of_hooks(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
     ]
 
 
-class BackwardUpdates(Setting):
+class OptimizerInBackwardSetting(Setting):
     """Each parameter is updated as soon as its gradient is complete.
 
     Args:
@@ -237,7 +237,7 @@ class BackwardUpdates(Setting):
         self.halves_batches = halves_batches
         self.technique = technique
         self.value = value
-        self.in_force = technique
+        self.effective = technique
         """The settings with what the Trainer clips."""
         self._state: Any = None
         self._clipping = ""
@@ -271,14 +271,14 @@ class BackwardUpdates(Setting):
             self.yield_to(problems, trainer, pl_module)
             return
         clipping, self._clipping = clipping_of(trainer), ""
-        self.in_force = dataclasses.replace(self.technique, **clipping)
+        self.effective = dataclasses.replace(self.technique, **clipping)
         if clipping:
             # Done where the gradients are; afterwards torch would not find one that it could clip.
             clip_val, trainer.gradient_clip_val = trainer.gradient_clip_val, None
             self._undo.append(lambda: setattr(trainer, "gradient_clip_val", clip_val))
             kind = "all values" if "clip_value" in clipping else "the norm of all gradients"
             self._clipping = f"clips {kind} at {clip_val} before the updates, for the Trainer"
-        self._state, undo = optimizers.enable(pl_module, self.in_force, not self.is_asked)
+        self._state, undo = optimizers.enable(pl_module, self.effective, not self.is_asked)
         self._undo += [
             undo,
             around_backward(trainer, self._around_backward),
@@ -297,15 +297,15 @@ class BackwardUpdates(Setting):
             Row(self.name, self.value, "off", ("the module configures no optimizer",))
         ]
         for handle in self._state.handles:
-            if handle.target in IN_BACKWARD:
-                IN_BACKWARD[handle.target].advice = advice_for(pl_module)
+            if handle.target in ACTIVE_UPDATES:
+                ACTIVE_UPDATES[handle.target].advice = advice_for(pl_module)
 
     def undo(self) -> None:
         """Restore everything, and let go of the optimizers; a second call does nothing."""
         handles = [] if self._state is None else self._state.handles
         for handle in handles:  # the step that they wait for will not come
-            if handle.target in IN_BACKWARD:
-                IN_BACKWARD[handle.target].forget()
+            if handle.target in ACTIVE_UPDATES:
+                ACTIVE_UPDATES[handle.target].forget()
         self._state = None
         super().undo()
 

@@ -280,7 +280,7 @@ def _with_module(technique: Technique[Optimizer], module: Any) -> Technique[Opti
 _SLOW_ON_CPU = "its steps are slower on a CPU; `optimizer=None` leaves it out"
 
 
-class OptimizerTechnique(Setting):
+class OptimizerSetting(Setting):
     """A technique that replaces what ``configure_optimizers`` returns.
 
     Checkpoints whose optimizer state has another format are converted when they are loaded, with

@@ -20,7 +20,7 @@ _NOT_FLOAT16 = (
 )
 
 
-class TrainerPrecision(Setting):
+class PrecisionSetting(Setting):
     """The Trainer's precision, as if its constructor had been given it.
 
     Lightning's own connector builds the plugin, so the gradient scaler is the one that it picks.
@@ -30,7 +30,7 @@ class TrainerPrecision(Setting):
             ``"bf16-mixed"`` on CUDA GPUs with native bfloat16, unless the Trainer or a plugin says
             otherwise; elsewhere it changes nothing.
         written: How messages name it; the argument, if nothing is given.
-        is_for_weights: Weights in bfloat16 need it, and cannot stay without.
+        required_by_bf16_weights: Weights in bfloat16 need it, and cannot stay without.
         is_asked: The user wrote it, or weights in bfloat16, by name: it is set, or refused.
         off_reason: Why the Trainer's stays, where it is not the user's ``None``.
     """
@@ -42,7 +42,7 @@ class TrainerPrecision(Setting):
         self,
         precision: str | None,
         written: str = "",
-        is_for_weights: bool = False,
+        required_by_bf16_weights: bool = False,
         is_asked: bool = True,
         off_reason: str = "",
     ) -> None:
@@ -52,14 +52,16 @@ class TrainerPrecision(Setting):
         self.is_asked = is_asked
         self.off_reason = off_reason
         self.written = written
-        self.is_for_weights = is_for_weights
+        self.required_by_bf16_weights = required_by_bf16_weights
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
         wanted = self.precision
         if wanted is None or wanted == "auto":
             return []
-        problems = find_conflicts(trainer, pl_module, wanted, self.written, self.is_for_weights)
+        problems = find_conflicts(
+            trainer, pl_module, wanted, self.written, self.required_by_bf16_weights
+        )
         if not self.is_asked and wanted != str(trainer.precision) and _emulates(trainer, wanted):
             problems.append(Problem(self.written, _EMULATED, f"Set `precision={wanted!r}`."))
         return problems
@@ -97,7 +99,7 @@ def find_conflicts(
     pl_module: nn.Module,
     wanted: str,
     written: str = "",
-    is_for_weights: bool = False,
+    required_by_bf16_weights: bool = False,
 ) -> list[Problem]:
     """Find every reason why a Trainer cannot be given a precision.
 
@@ -106,7 +108,7 @@ def find_conflicts(
         pl_module: Its LightningModule.
         wanted: One of `PRECISIONS`.
         written: How messages name it; the argument, if nothing is given.
-        is_for_weights: Weights in bfloat16 need it: without it they must go as well.
+        required_by_bf16_weights: Weights in bfloat16 need it: without it they must go as well.
 
     Returns:
         All problems, empty if it can.
@@ -114,7 +116,7 @@ def find_conflicts(
     state = precision_state(trainer)
     what = written or f"`precision={wanted!r}`"
     # What the Trainer computes in is as good as ours, if it is the same.
-    must_go_too = is_for_weights and state.current != wanted
+    must_go_too = required_by_bf16_weights and state.current != wanted
     both = "`precision=None` and `low_precision_weights=None`"
     leave = f"or set {both if must_go_too else '`precision=None`'} here to leave it to the Trainer."
     problems = []
@@ -143,18 +145,18 @@ def find_conflicts(
     ):
         why = "XLA devices run in one precision"
         problems.append(Problem(what, why, 'Use `precision="bf16-true"` or "32-true".'))
-    return problems + _half_parameters(pl_module, wanted, what, is_for_weights)
+    return problems + _half_parameters(pl_module, wanted, what, required_by_bf16_weights)
 
 
 # Under these precisions Lightning leaves parameters as they are, so ones that are half already
 # stay half: rounding is lost for good, and fp16 gradients cannot be unscaled.
 def _half_parameters(
-    module: nn.Module, wanted: str, what: str, is_for_weights: bool
+    module: nn.Module, wanted: str, what: str, required_by_bf16_weights: bool
 ) -> list[Problem]:
     if wanted not in ("32-true", "16-mixed", "bf16-mixed"):
         return []
     half = {p.dtype for p in module.parameters() if p.requires_grad and p.dtype in _HALF}
-    use = "set `low_precision_weights=None` and" if is_for_weights else "use"
+    use = "set `low_precision_weights=None` and" if required_by_bf16_weights else "use"
     return [
         Problem(
             what,

@@ -20,7 +20,7 @@ from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries
-from lightning_memsave.trainer.hooks import inform
+from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.trainer.trainer import SHARDED, is_strategy
 from lightning_memsave.units import format_bytes
 
@@ -64,7 +64,7 @@ class RunPrediction(Predicted):
             pl_module: Its LightningModule.
             batch: The batch.
             make_callback: Makes a `MemSaveCallback`.
-            arguments: Its arguments, as `in_force` gives them.
+            arguments: Its arguments, as `effective_settings` gives them.
 
         Raises:
             KeyboardInterrupt: If somebody interrupts the run meanwhile.
@@ -96,12 +96,12 @@ class RunPrediction(Predicted):
         finally:
             self.seconds = time.perf_counter() - start_s
         if self.prediction is None:
-            inform(trainer, f"Memory is not predicted: {self.note}.")
+            log_info(trainer, f"Memory is not predicted: {self.note}.")
         else:
             guessed = "; ".join(shortened(self.prediction.guesses))
             size = format_bytes(self.prediction.measurable_bytes)
             guessed = guessed and f", guessing: {guessed}"
-            inform(trainer, f"Predicted peak memory: {size}{guessed}.")
+            log_info(trainer, f"Predicted peak memory: {size}{guessed}.")
 
     def to_dict(self, error: float | None) -> dict[str, Any] | None:
         """Give what the report says of it.
@@ -117,7 +117,7 @@ class RunPrediction(Predicted):
         return self.prediction.to_dict() | {"error": error, "seconds": self.seconds}
 
 
-def in_force(
+def effective_settings(
     arguments: Mapping[str, Any], rows: Sequence[Row], micro_batch_size: int | None
 ) -> dict[str, Any]:
     """Say with which arguments another callback would do what this run does.
@@ -211,7 +211,7 @@ def step_of(
         pl_module: Its LightningModule.
         batch: The batch.
         make_callback: Makes a `MemSaveCallback`.
-        settings: Its arguments by name, as `in_force` gives them.
+        settings: Its arguments by name, as `effective_settings` gives them.
 
     Returns:
         The step.

@@ -274,7 +274,7 @@ class Stack(Setting):
         self.rows = [self._row]
 
 
-class TensorFloat32(Setting):
+class TF32Setting(Setting):
     """TF32 for float32 matrix products and convolutions on CUDA.
 
     Args:

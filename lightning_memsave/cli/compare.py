@@ -194,7 +194,7 @@ def _print(
 ) -> None:
     from rich.text import Text
 
-    from lightning_memsave.report.text import case_table, show
+    from lightning_memsave.report.text import show, variants_table
 
     if arguments.json:
         found = comparison.to_dict()
@@ -206,7 +206,7 @@ def _print(
     show(comparison)
     if cases is not None and cases[0].fits:
         rows = [(case.name, case.prediction, case.fits) for case in cases]
-        show(Text(""), case_table(rows))
+        show(Text(""), variants_table(rows))
     notes = dict.fromkeys(note for case in cases or () for note in case.notes)
     show_notes([f"note: {note}" for note in notes], arguments.html)
 

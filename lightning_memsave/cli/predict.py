@@ -139,7 +139,7 @@ def _show(
 ) -> None:
     from rich.text import Text
 
-    from lightning_memsave.report.text import case_table, print_prediction, show
+    from lightning_memsave.report.text import print_prediction, show, variants_table
 
     print_prediction(
         first.prediction,
@@ -149,7 +149,7 @@ def _show(
     )
     if variants:
         cases = [(case.name, case.prediction, case.fits) for case in (first, *variants)]
-        show(Text(""), case_table(cases))
+        show(Text(""), variants_table(cases))
     show_notes([f"note: {note}" for note in request.notes], arguments.html)
 
 

@@ -18,7 +18,7 @@ _EMBEDDING_NAMES = re.compile(r"(embed|\bw[tp]e\b)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ParameterGroup:
     """What holds many parameters, and why."""
 
     entries: tuple[TensorEntry, ...]
@@ -31,7 +31,7 @@ class Part:
         return sum(entry.num_elements for entry in self.entries)
 
 
-def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list[Part]:
+def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list[ParameterGroup]:
     """Divide the parameters into embedding tables, families of equal blocks, and what is left.
 
     Args:
@@ -41,7 +41,7 @@ def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list
     Returns:
         The parts, the largest first; every parameter is in one of them, small tables apart.
     """
-    parts = [_embedding_part(table, tables)] if tables else []
+    parts = [_embedding_group(table, tables)] if tables else []
     taken = {entry.name for entry in tables}
     for names in _blocks(table):
         chosen = set(names)
@@ -51,9 +51,9 @@ def dominant_parts(table: ParameterTable, tables: Sequence[TensorEntry]) -> list
             if entry.name not in taken and chosen.intersection(ancestors(entry.module))
         ]
         taken |= {entry.name for entry in inside}
-        parts.append(_block_part(table, names, inside))
+        parts.append(_block_group(table, names, inside))
     rest = [entry for entry in table.parameters if entry.name not in taken]
-    parts += [_single_part(table, entry) for entry in rest]
+    parts += [_single_group(table, entry) for entry in rest]
     return sorted(parts, key=lambda part: -part.num_parameters)
 
 
@@ -88,20 +88,22 @@ def _is_embedding(table: ParameterTable, entry: TensorEntry) -> bool:
     return kind.lower().endswith(("embedding", "embeddingbag"))
 
 
-def _embedding_part(table: ParameterTable, tables: Sequence[TensorEntry]) -> Part:
+def _embedding_group(table: ParameterTable, tables: Sequence[TensorEntry]) -> ParameterGroup:
     share = f"{percent_of(table, tables)} of the {table.num_parameters:,} parameters"
     largest = tables[0]
     if len(tables) == 1:
         sentence = f"The embedding table {_described(largest)} holds {share}."
-        return Part(tuple(tables), sentence, is_several=False)
+        return ParameterGroup(tuple(tables), sentence, is_several=False)
     number = _NUMBERS[len(tables)] if len(tables) < len(_NUMBERS) else str(len(tables))
     if len(tables) > 3:
         named = f"; the largest, {_described(largest)}, alone {percent_of(table, [largest])}"
-        return Part(tuple(tables), f"The {number} embedding tables hold {share}{named}.")
+        return ParameterGroup(tuple(tables), f"The {number} embedding tables hold {share}{named}.")
     names = " and ".join(_described(entry) for entry in tables)
     rows = {entry.shape[0] for entry in tables if entry.shape}
     why = f": each has a row for every one of {rows.pop():,} entries" if len(rows) == 1 else ""
-    return Part(tuple(tables), f"The {number} embedding tables {names} hold {share}{why}.")
+    return ParameterGroup(
+        tuple(tables), f"The {number} embedding tables {names} hold {share}{why}."
+    )
 
 
 # Modules with numbers for names, the same class (in a checkpoint: the same tensors) and the same
@@ -130,16 +132,18 @@ def _blocks(table: ParameterTable) -> list[list[str]]:
     return chosen
 
 
-def _block_part(table: ParameterTable, names: Sequence[str], inside: Sequence[TensorEntry]) -> Part:
+def _block_group(
+    table: ParameterTable, names: Sequence[str], inside: Sequence[TensorEntry]
+) -> ParameterGroup:
     each = format_count(sum(entry.num_elements for entry in inside) // len(names))
     kind = table.class_names.get(names[0], "")
     where = f"`{names[0]}` to `{names[-1]}`" + (f", {kind}" if kind else "")
     share = f"{percent_of(table, inside)} of the {table.num_parameters:,} parameters"
     sentence = f"{len(names)} blocks of {each} parameters ({where}) hold {share}."
-    return Part(tuple(inside), sentence)
+    return ParameterGroup(tuple(inside), sentence)
 
 
-def _single_part(table: ParameterTable, entry: TensorEntry) -> Part:
+def _single_group(table: ParameterTable, entry: TensorEntry) -> ParameterGroup:
     kind = table.class_names.get(entry.module, "")
     why = ""
     if entry.shape and len(entry.shape) == 2:
@@ -155,7 +159,7 @@ def _single_part(table: ParameterTable, entry: TensorEntry) -> Part:
         f"{described} alone holds {percent_of(table, [entry])} of the {table.num_parameters:,} "
         f"parameters{why}."
     )
-    return Part((entry,), sentence, is_several=False)
+    return ParameterGroup((entry,), sentence, is_several=False)
 
 
 def format_count(number: int) -> str:
@@ -266,7 +270,7 @@ def explain_parameters(
     ]
 
 
-def _cost(part: Part, costs: ModelStates, *, is_first: bool) -> str:
+def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
     verb = "they cost" if part.is_several else "it costs"
     own = format_bytes(_cost_of(part.entries, costs))
     if not is_first:

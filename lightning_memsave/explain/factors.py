@@ -1,10 +1,13 @@
-"""What vocabulary, structure, attention and gradients of the previous step use."""
+"""The factors of peak memory: batch, sequence, vocabulary, model, attention, gradients, logits."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
+from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.dominant_parts import embedding_tables, explain_parameters
-from lightning_memsave.explain.finding import Figure, Suspect, Verdict, answered, unknown
+from lightning_memsave.explain.finding import Figure, Finding, Verdict, finding_of, unknown_finding
+from lightning_memsave.explain.growth import batch_size, sequence_length
 from lightning_memsave.explain.model_states import ModelStates, model_states
 from lightning_memsave.explain.parameters import ParameterTable, TensorEntry
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
@@ -80,7 +83,7 @@ def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
     ]
 
 
-def logits_copies(what_if: WhatIf) -> Suspect:
+def logits_copies(what_if: WhatIf) -> Finding:
     """Count what is as large as the logits.
 
     Args:
@@ -91,7 +94,7 @@ def logits_copies(what_if: WhatIf) -> Suspect:
     """
     name, base, outputs = "copies of the logits", what_if.base(), find_outputs(what_if.table)
     if outputs is None:
-        return answered(name, 0, "There is no layer that gives logits.", base)
+        return finding_of(name, 0, "There is no layer that gives logits.", base)
     logits = logits_of(base, outputs)
     num_bytes = sum(tensor.num_bytes for tensor in logits)
     count = f"{len(logits)} tensor{'' if len(logits) == 1 else 's'}"
@@ -102,10 +105,10 @@ def logits_copies(what_if: WhatIf) -> Suspect:
             f"{count} of {outputs.num_outputs:,} outputs for each position or sample, "
             f"{format_bytes(num_bytes)} together, are alive at the peak ({made})."
         )
-    return answered(name, num_bytes, sentence, base, num_copies=len(logits))
+    return finding_of(name, num_bytes, sentence, base, num_copies=len(logits))
 
 
-def costs_of(what_if: WhatIf) -> ModelStates:
+def model_states_of(what_if: WhatIf) -> ModelStates:
     """Find what parameters cost, from the prediction where there is a batch.
 
     Args:
@@ -120,7 +123,7 @@ def costs_of(what_if: WhatIf) -> ModelStates:
     return model_states(what_if.table, optimizer) if optimizer else model_states(what_if.table)
 
 
-def cardinality(what_if: WhatIf) -> Suspect:
+def cardinality(what_if: WhatIf) -> Finding:
     """Say what the number of labels and of entries of the vocabulary costs.
 
     Args:
@@ -132,13 +135,13 @@ def cardinality(what_if: WhatIf) -> Suspect:
     name, table = "vocabulary and labels", what_if.table
     outputs, tables = find_outputs(table), embedding_tables(table)
     if outputs is None and not tables:
-        return Suspect(name, "does not matter", 0, "There is neither a vocabulary nor labels.")
+        return Finding(name, "does not matter", 0, "There is neither a vocabulary nor labels.")
     # Positions and kinds of tokens have tables, too: small ones.
     large = [e for e in tables if e.num_elements >= _SMALL * tables[0].num_elements]
     chosen = {e.module: e for e in large}
     if outputs is not None:
         chosen |= {e.module: e for e in table.parameters if e.name == outputs.name}
-    costs = costs_of(what_if)
+    costs = model_states_of(what_if)
     of_tables = costs.of(chosen)
     logits = []
     if outputs is not None and what_if.can_predict:
@@ -151,7 +154,7 @@ def cardinality(what_if: WhatIf) -> Suspect:
     whole = what_if.base().peak_bytes if what_if.can_predict else costs.total_bytes
     verdict: Verdict = "matters" if num_bytes >= 0.05 * whole else "does not matter"
     figures = {"table_bytes": of_tables, "logits_bytes": of_logits}
-    return Suspect(name, verdict, num_bytes, f"{sentence}.", figures)
+    return Finding(name, verdict, num_bytes, f"{sentence}.", figures)
 
 
 def _with_name(costs: ModelStates) -> str:
@@ -166,7 +169,7 @@ def _named(entries: list[TensorEntry]) -> str:
     return f"{', '.join(shown[:3])}{more}"
 
 
-def structure(what_if: WhatIf) -> Suspect:
+def structure(what_if: WhatIf) -> Finding:
     """Say what the parameters cost before the first activation.
 
     Args:
@@ -175,7 +178,7 @@ def structure(what_if: WhatIf) -> Suspect:
     Returns:
         The answer, with the part of the model that holds most.
     """
-    costs = costs_of(what_if)
+    costs = model_states_of(what_if)
     total = costs.total_bytes
     largest = explain_parameters(what_if.table)[0]
     what = _with_name(costs)
@@ -184,13 +187,13 @@ def structure(what_if: WhatIf) -> Suspect:
     whole = what_if.base().peak_bytes if what_if.can_predict else total
     verdict: Verdict = "matters" if total >= 0.05 * whole and total else "does not matter"
     figures = {"num_parameters": what_if.table.num_parameters}
-    return Suspect("model structure", verdict, total, f"{sentence} {largest}", figures)
+    return Finding("model structure", verdict, total, f"{sentence} {largest}", figures)
 
 
 _NAME = "attention kernel"
 
 
-def attention_kernel(what_if: WhatIf) -> Suspect:
+def attention_kernel(what_if: WhatIf) -> Finding:
     """Compare the kinds of attention.
 
     Args:
@@ -206,7 +209,7 @@ def attention_kernel(what_if: WhatIf) -> Suspect:
     try:
         found = what_if.predict(attention=other)
     except ImpossibleVariantError as error:
-        return unknown(_NAME, f"The model cannot do with `{other}`: {error}.")
+        return unknown_finding(_NAME, f"The model cannot do with `{other}`: {error}.")
     saved = base.peak_bytes - found.peak_bytes
     figures: dict[str, Figure] = {
         "attention": now,
@@ -215,7 +218,7 @@ def attention_kernel(what_if: WhatIf) -> Suspect:
     }
     if now != "eager":
         what = f"would take {format_bytes(-saved)} more" if saved < 0 else "would take no more"
-        return answered(
+        return finding_of(
             _NAME, 0, f"It is `{now}` already; `eager` {what}.", base, **figures, saved_bytes=0
         )
     if saved <= 0:
@@ -227,20 +230,20 @@ def attention_kernel(what_if: WhatIf) -> Suspect:
             f"({saved / base.peak_bytes:.0%}). Type "
             f'`model.set_attn_implementation("{other}")`.'
         )
-    return answered(_NAME, max(saved, 0), sentence, base, **figures, saved_bytes=max(saved, 0))
+    return finding_of(_NAME, max(saved, 0), sentence, base, **figures, saved_bytes=max(saved, 0))
 
 
-def _of_scores(what_if: WhatIf) -> Suspect:
+def _of_scores(what_if: WhatIf) -> Finding:
     base = what_if.base()
     if not what_if.lengths:
-        return Suspect(_NAME, "does not matter", 0, "Nothing is attended to in this step.")
+        return Finding(_NAME, "does not matter", 0, "Nothing is attended to in this step.")
     scores = scores_of(base, what_if.lengths)
     num_bytes = sum(tensor.num_bytes for tensor in scores)
     if not scores:
         pairs = f"No matrix of all pairs of {what_if.lengths[0]:,} tokens is alive at the peak."
-        return answered(_NAME, 0, pairs, base)
+        return finding_of(_NAME, 0, pairs, base)
     at_least = "At least " if are_maybe_more(base, scores) else ""
-    return answered(
+    return finding_of(
         _NAME,
         num_bytes,
         f"{at_least}{len(scores)} matrices of all pairs of tokens take {format_bytes(num_bytes)} "
@@ -287,7 +290,7 @@ def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> b
     return (base.is_extrapolated and is_of_blocks) or tensors[-1].num_bytes <= listed[-1].num_bytes
 
 
-def old_gradients(what_if: WhatIf) -> Suspect:
+def previous_gradients(what_if: WhatIf) -> Finding:
     """Find gradients of the step before that are alive beside the activations.
 
     Args:
@@ -296,21 +299,25 @@ def old_gradients(what_if: WhatIf) -> Suspect:
     Returns:
         The answer, with what it would save to free them before the forward pass.
     """
-    name, base = "old gradients", what_if.base()
+    name, base = "previous gradients", what_if.base()
     in_forward = base.by_phase.get("forward")
     alive = 0
     if base.peak_phase == "forward" and in_forward is not None:
         alive = base.peak.gradient_bytes
-    in_force = what_if.step.in_force
-    if in_force["micro_batch_size"] is not None or in_force["early_release"]:
-        return answered(name, alive, "`MemSaveCallback` frees them before the forward pass.", base)
+    effective = what_if.step.effective_settings
+    if effective["micro_batch_size"] is not None or effective["early_release"]:
+        return finding_of(
+            name, alive, "`MemSaveCallback` frees them before the forward pass.", base
+        )
     try:
         found = what_if.predict({"early_release": True})
         why = "" if "early_release" in found.settings else "the module runs its own steps"
     except ImpossibleVariantError as error:
         why = str(error)
     if why:
-        return unknown(name, f"What it would save to free them earlier is not known: {why}.")
+        return unknown_finding(
+            name, f"What it would save to free them earlier is not known: {why}."
+        )
     saved = max(base.peak_bytes - found.peak_bytes, 0)
     if not alive:
         sentence = "None are alive at the peak."
@@ -320,4 +327,53 @@ def old_gradients(what_if: WhatIf) -> Suspect:
             "the step before are alive beside the activations. To free them before it saves "
             f"{format_bytes(saved)}: `MemSaveCallback(early_release=True)` does so."
         )
-    return answered(name, alive, sentence, base, alive_bytes=alive, saved_bytes=saved)
+    return finding_of(name, alive, sentence, base, alive_bytes=alive, saved_bytes=saved)
+
+
+FACTORS: Mapping[str, Callable[[WhatIf], Finding]] = MappingProxyType(
+    {
+        "batch size": batch_size,
+        "sequence length": sequence_length,
+        "vocabulary and labels": cardinality,
+        "model structure": structure,
+        "attention kernel": attention_kernel,
+        "previous gradients": previous_gradients,
+        "copies of the logits": logits_copies,
+    }
+)
+"""What computes the finding of each factor, by name."""
+_WITHOUT_BATCH = ("vocabulary and labels", "model structure")
+
+
+def explain_factors(what_if: WhatIf, names: Collection[str] | None = None) -> tuple[Finding, ...]:
+    """Compute how much each factor contributes to the peak.
+
+    Args:
+        what_if: Predicts variants of the step.
+        names: Of `FACTORS`; ``None`` for all. Batch size, sequence length, attention kernel and
+            previous gradients need predictions of their own.
+
+    Returns:
+        The findings in the order of `FACTORS`; without a batch most of them are ``"unknown"``.
+
+    Raises:
+        ConfigurationError: If there is no factor of that name.
+    """
+    if names is not None and (isinstance(names, str) or not isinstance(names, Collection)):
+        raise ConfigurationError(
+            f'`factors={names!r}` is not a list. Write for example `factors=["batch size"]`.'
+        )
+    for name in names or ():
+        if name not in FACTORS:
+            raise ConfigurationError(
+                f"`{name}` is not a factor. Use {', '.join(map(repr, FACTORS))}."
+            )
+    asked = FACTORS if names is None else {n: s for n, s in FACTORS.items() if n in names}
+    return tuple(
+        ask(what_if)
+        if what_if.can_predict or name in _WITHOUT_BATCH
+        else unknown_finding(
+            name, "This needs a prediction: pass a batch, and a model whose code can run."
+        )
+        for name, ask in asked.items()
+    )

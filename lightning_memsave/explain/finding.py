@@ -1,4 +1,4 @@
-"""One answer to the question where the memory went."""
+"""A finding: how much one factor contributes to the peak."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -8,23 +8,23 @@ from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 
 MATTERS = 0.05
-"""What is at least this part of the peak matters."""
+"""A factor matters from this share of the peak on."""
 
 Figure: TypeAlias = int | float | bool | str | None
 Verdict = Literal["matters", "does not matter", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """One usual suspect, answered.
+class Finding:
+    """How much one factor contributes to the peak.
 
     Args:
         name: Such as ``"batch size"``.
         verdict: ``"matters"`` if it is at least 5 % of the peak, ``"does not matter"``, or
             ``"unknown"``.
-        num_bytes: What it takes; ``None`` if unknown.
-        sentence: The answer.
-        figures: What was computed for it, under names with their units.
+        num_bytes: Its bytes at the peak; ``None`` if unknown.
+        sentence: The finding in words.
+        figures: The values behind it, under names with their units.
     """
 
     name: str
@@ -42,42 +42,42 @@ class Suspect:
         return asdict(self)
 
 
-def answered(
+def finding_of(
     name: str,
     num_bytes: int,
     sentence: str,
     base: MemoryPrediction,
     **figures: Figure,
-) -> Suspect:
-    """Make an answer whose verdict follows from the figure.
+) -> Finding:
+    """Build a finding; its verdict follows from its share of the peak.
 
     Args:
-        name: Of the suspect.
-        num_bytes: What it takes.
-        sentence: The answer.
-        base: Whose peak it is a part of.
-        **figures: What was computed.
+        name: Of the factor.
+        num_bytes: Its bytes at the peak.
+        sentence: The finding in words.
+        base: The prediction with that peak.
+        **figures: The values behind it.
 
     Returns:
-        The answer.
+        The finding.
     """
     verdict: Verdict = (
         "matters" if num_bytes >= MATTERS * base.peak_bytes and num_bytes else "does not matter"
     )
-    return Suspect(name, verdict, num_bytes, sentence, figures)
+    return Finding(name, verdict, num_bytes, sentence, figures)
 
 
-def unknown(name: str, why: str) -> Suspect:
-    """Say that there is no figure.
+def unknown_finding(name: str, why: str) -> Finding:
+    """Build the finding of a factor that could not be computed.
 
     Args:
-        name: Of the suspect.
+        name: Of the factor.
         why: In a sentence.
 
     Returns:
-        The answer.
+        The finding, with the verdict ``"unknown"``.
     """
-    return Suspect(name, "unknown", None, why)
+    return Finding(name, "unknown", None, why)
 
 
 def label_of(gpu: Gpu) -> str:

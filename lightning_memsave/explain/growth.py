@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
 
-from lightning_memsave.explain.finding import Figure, Suspect, answered, label_of, unknown
+from lightning_memsave.explain.finding import Figure, Finding, finding_of, label_of, unknown_finding
 from lightning_memsave.explain.parameters import ParameterTable
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.measure.storages import tensors_in_batch
@@ -26,7 +26,7 @@ class _Line:
         return self.fixed_bytes + self.bytes_per_sample * num_samples
 
 
-def batch_size(what_if: WhatIf) -> Suspect:
+def batch_size(what_if: WhatIf) -> Finding:
     """Tell what each sample takes from what is there without any, from two batch sizes.
 
     Args:
@@ -37,14 +37,14 @@ def batch_size(what_if: WhatIf) -> Suspect:
     """
     name, num_samples, base = "batch size", what_if.num_samples, what_if.base()
     if not num_samples:
-        return unknown(
+        return unknown_finding(
             name, "The tensors of the batch do not share a first size, so that it cannot be halved."
         )
     other = num_samples // 2 or 2
     try:
         found = what_if.predict(num_samples=other)
     except ImpossibleVariantError as error:
-        return unknown(name, f"The model does not take a batch of {other}: {error}.")
+        return unknown_finding(name, f"The model does not take a batch of {other}: {error}.")
     lines = _lines(base, num_samples, found, other)
     line = lines[base.peak_phase]
     of_batch = round(line.bytes_per_sample * num_samples)
@@ -63,7 +63,7 @@ def batch_size(what_if: WhatIf) -> Suspect:
         largest, is_exact = _largest(what_if, lines, num_samples, what_if.gpu.total_bytes)
         figures |= {"largest_batch": largest}
         sentence += f" {_fits(label_of(what_if.gpu), largest, is_exact)}"
-    return answered(name, of_batch, sentence, base, **figures)
+    return finding_of(name, of_batch, sentence, base, **figures)
 
 
 def _fits(gpu: str, largest: int, is_exact: bool) -> str:
@@ -140,7 +140,7 @@ class _Growth:
     quadratic: Fraction
 
 
-def sequence_length(what_if: WhatIf) -> Suspect:
+def sequence_length(what_if: WhatIf) -> Finding:
     """Find how memory grows with the length of the sequence.
 
     Args:
@@ -158,12 +158,12 @@ def sequence_length(what_if: WhatIf) -> Suspect:
     if 2 * longest < 3 * length or not _can_be(what_if, longest):  # the model ends here
         longest = length
         if length < 4:
-            return unknown(name, f"Sequences of {length} are too short to be shortened.")
+            return unknown_finding(name, f"Sequences of {length} are too short to be shortened.")
     other = longest if longest > length else length // 2
     try:
         at_other = what_if.predict(length=other)
     except ImpossibleVariantError as error:
-        return unknown(name, f"The model does not take a length of {other}: {error}.")
+        return unknown_finding(name, f"The model does not take a length of {other}: {error}.")
     growth = _growth(what_if, length, other)
     figures: dict[str, Figure] = {
         "length": length,
@@ -188,7 +188,7 @@ def sequence_length(what_if: WhatIf) -> Suspect:
             f"{format_bytes(with_length)} grow with the length and {format_bytes(with_square)} "
             "with its square"
         )
-    return answered(
+    return finding_of(
         name,
         both,
         f"At {length:,} tokens {grows}: {what}.",
@@ -222,18 +222,18 @@ def max_positions(table: ParameterTable) -> int | None:
     return min(rows, default=None)
 
 
-def _without_axis(what_if: WhatIf) -> Suspect:
+def _without_axis(what_if: WhatIf) -> Finding:
     name, fix = "sequence length", "Pass `sequence_axis=` if an axis of the batch is a sequence."
     tensors = list(tensors_in_batch(what_if.batch))
     if what_if.lengths:
-        return unknown(
+        return unknown_finding(
             name,
             f"The model attends to {what_if.lengths[0]:,} tokens, which is no size in the batch: "
             f"they follow from others, such as those of images. {fix}",
         )
     if not tensors or any(tensor.ndim == 3 for tensor in tensors):
-        return unknown(name, f"It is not known which axis is a sequence. {fix}")
-    return Suspect(
+        return unknown_finding(name, f"It is not known which axis is a sequence. {fix}")
+    return Finding(
         name, "does not matter", 0, f"There are no token ids, and nothing is attended to. {fix}"
     )
 
@@ -289,14 +289,14 @@ def _parabola(peaks: dict[int, int]) -> _Growth | None:
 # Each moment of the step grows at least in proportion, so that this much of the peak does.
 def _of_peaks(
     what_if: WhatIf, base: MemoryPrediction, what: str, figures: dict[str, Figure]
-) -> Suspect:
+) -> Finding:
     length = int(str(figures["length"]))
     if length < 2 or not _can_be(what_if, length // 2):
-        return unknown("sequence length", f"{what[0].upper()}{what[1:]}.")
+        return unknown_finding("sequence length", f"{what[0].upper()}{what[1:]}.")
     half = what_if.predict(length=length // 2)
     then = "" if figures["other_length"] == length // 2 else f"; {what}"
     grows = max(base.peak_bytes - half.peak_bytes, 0)
-    return answered(
+    return finding_of(
         "sequence length",
         grows,
         f"At {length:,} tokens the step takes {format_bytes(grows)} more than at "

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from lightning_memsave.explain.dominant_parts import explain_parameters
 from lightning_memsave.explain.factors import (
     are_maybe_more,
-    costs_of,
     find_outputs,
     logits_of,
+    model_states_of,
     scores_of,
 )
 from lightning_memsave.explain.finding import label_of
@@ -42,7 +42,7 @@ def sentences_of(
     Returns:
         Sentences.
     """
-    of_parameters = explain_parameters(what_if.table, costs_of(what_if), cardinalities)
+    of_parameters = explain_parameters(what_if.table, model_states_of(what_if), cardinalities)
     if not what_if.can_predict:
         return tuple(of_parameters)
     base = what_if.base()

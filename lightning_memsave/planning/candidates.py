@@ -32,7 +32,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class CurrentSettings:
     """What is trained now.
 
     Args:
@@ -77,7 +77,7 @@ class Situation:
         return self.arguments.get(name) not in (None, False)
 
 
-def single_candidates(now: Situation) -> list[Candidate]:
+def single_candidates(now: CurrentSettings) -> list[Candidate]:
     """List what can be switched on by itself, but for parts of batches.
 
     Args:
@@ -92,7 +92,7 @@ def single_candidates(now: Situation) -> list[Candidate]:
     return sorted(found, key=lambda one: (one.exactness == "approximate", one.slowdown))
 
 
-def part_candidates(now: Situation) -> list[Candidate]:
+def part_candidates(now: CurrentSettings) -> list[Candidate]:
     """List smaller parts of batches.
 
     Args:
@@ -112,7 +112,7 @@ def part_candidates(now: Situation) -> list[Candidate]:
     ]
 
 
-def joint_candidates(now: Situation, helpful: Sequence[Candidate]) -> list[Candidate]:
+def joint_candidates(now: CurrentSettings, helpful: Sequence[Candidate]) -> list[Candidate]:
     """List what can be switched on together.
 
     Args:
@@ -147,7 +147,7 @@ def joint_candidates(now: Situation, helpful: Sequence[Candidate]) -> list[Candi
     return found
 
 
-def _of_entry(now: Situation, entry: Entry) -> list[Candidate]:
+def _of_entry(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     if now.is_on(entry.argument):
         return []
     return [_candidate(entry, offer) for offer in entry.offers]
@@ -158,21 +158,21 @@ def _candidate(entry: Entry, offer: Offer, **changes: Any) -> Candidate:
     return Candidate(offer.name, changes, entry.exactness.value, offer.cost, offer.slowdown)
 
 
-def _precision(now: Situation, entry: Entry) -> list[Candidate]:
+def _precision(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     if now.mixed is None:
         return []
     cost = "faster on GPUs with tensor cores; 16 bits in most products"
     return [_candidate(entry, Offer(f"precision {now.mixed}", now.mixed, cost))]
 
 
-def _activation_checkpointing(now: Situation, entry: Entry) -> list[Candidate]:
+def _activation_checkpointing(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     which = now.arguments.get(entry.argument)
     if which in ("all", "auto", "nested"):
         return []
     return [_candidate(entry, offer) for offer in entry.offers if offer.value != which]
 
 
-def _optimizer(now: Situation, entry: Entry) -> list[Candidate]:
+def _optimizer(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     (offer,), found = entry.offers, _of_entry(now, entry)
     if now.embedding and not now.arguments.get("force_8bit"):
         name, cost = f"{offer.name}, also for the embedding", f"{offer.cost}; less exact rare rows"
@@ -181,14 +181,14 @@ def _optimizer(now: Situation, entry: Entry) -> list[Candidate]:
     return found
 
 
-def _low_precision_weights(now: Situation, entry: Entry) -> list[Candidate]:
+def _low_precision_weights(now: CurrentSettings, entry: Entry) -> list[Candidate]:
     if not now.may_have_bf16_weights:
         return []
     return [_candidate(entry, offer, precision="bf16-mixed") for offer in entry.offers]
 
 
 # What depends on more than whether it is on.
-_WITH_CONDITIONS: Mapping[str, Callable[[Situation, Entry], list[Candidate]]] = {
+_WITH_CONDITIONS: Mapping[str, Callable[[CurrentSettings, Entry], list[Candidate]]] = {
     "precision": _precision,
     "activation_checkpointing": _activation_checkpointing,
     "optimizer": _optimizer,

@@ -8,7 +8,7 @@ from lightning_memsave.explain.dominant_parts import dominant_embedding
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.candidates import (
     Candidate,
-    Situation,
+    CurrentSettings,
     joint_candidates,
     part_candidates,
     single_candidates,
@@ -81,8 +81,8 @@ def remedies_of(what_if: WhatIf) -> list[Remedy]:
     Returns:
         The remedies, the cheapest first; `cheapest_that_fits` finds the one to take.
     """
-    now = Situation(
-        what_if.step.in_force,
+    now = CurrentSettings(
+        what_if.step.effective_settings,
         what_if.step.precision,
         what_if.gpu is None or what_if.gpu.has_bf16,
         what_if.num_samples or 0,

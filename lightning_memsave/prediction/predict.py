@@ -37,7 +37,7 @@ from lightning_memsave.prediction.repeated_blocks import (
     period_of,
 )
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
-from lightning_memsave.prediction.simulate import TrialSettings, run_trial
+from lightning_memsave.prediction.simulate import SimulationSettings, simulate_steps
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import unwrap
 from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
@@ -237,7 +237,7 @@ class _Predictor:
         arguments, assumptions = _trial_arguments(step.arguments)
         trainer_arguments = dict(step.trainer_settings)
         accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
-        precision = step.in_force["precision"] or trainer_arguments.get("precision")
+        precision = step.effective_settings["precision"] or trainer_arguments.get("precision")
         if on_cuda and precision in ("16-mixed", 16, "16"):
             # On a CPU Lightning would take bfloat16 instead, for which some GPUs have no kernels.
             arguments["precision"] = None
@@ -247,7 +247,7 @@ class _Predictor:
         batch, rest_bytes = _first_micro_batches(self.batch, arguments)
         emulation = functools.partial(cuda_kernels, step.attention, capability=step.capability)
         fit = step.fit or RunningFit()
-        settings = TrialSettings(
+        settings = SimulationSettings(
             package,
             accumulate_grad_batches=arguments["accumulate_grad_batches"] or accumulated,
             num_batches=fit.num_batches,
@@ -256,7 +256,7 @@ class _Predictor:
             emulation=emulation if on_cuda else contextlib.nullcontext,
             deadline_s=self.deadline_s,
         )
-        recording = run_trial(twin, batch, [callback], settings)
+        recording = simulate_steps(twin, batch, [callback], settings)
         prediction = summarise(
             recording,
             device=step.device,

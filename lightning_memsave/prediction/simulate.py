@@ -35,7 +35,7 @@ _END_HOOKS = ("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown", "o
 
 
 @dataclass(frozen=True)
-class TrialSettings:
+class SimulationSettings:
     """How a trial trains.
 
     Args:
@@ -58,8 +58,8 @@ class TrialSettings:
     deadline_s: float | None = None
 
 
-def run_trial(
-    pl_module: Any, batch: Any, callbacks: Sequence[Any], settings: TrialSettings
+def simulate_steps(
+    pl_module: Any, batch: Any, callbacks: Sequence[Any], settings: SimulationSettings
 ) -> Recording:
     """Train two optimizer steps on tensors without data and record what is alive.
 

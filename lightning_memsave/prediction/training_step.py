@@ -106,7 +106,7 @@ class TrainingStep:
         return arguments
 
     @property
-    def in_force(self) -> dict[str, Any]:
+    def effective_settings(self) -> dict[str, Any]:
         """The same with the values of the stack in place of ``"auto"``."""
         return with_stack(self.arguments)
 
@@ -122,7 +122,7 @@ class TrainingStep:
     def precision(self) -> str:
         """What is trained in."""
         chosen = self.trainer_settings.get("precision")
-        return str(self.in_force["precision"] or chosen or "32-true")
+        return str(self.effective_settings["precision"] or chosen or "32-true")
 
     @property
     def capability(self) -> tuple[int, int]:

@@ -69,7 +69,7 @@ def rich_prediction(
     if prediction.reserved_bytes is not None:
         parts.append([needed_memory(prediction)])
     if fits:
-        parts.append([fit_table(fits), *_fit_notes(fits)])
+        parts.append([gpu_table(fits), *_fit_notes(fits)])
     parts.append([categories(prediction)])
     if prediction.modules:
         parts.append([module_tree(prediction.modules, max_depth=max_depth)])
@@ -99,7 +99,7 @@ def show(*parts: RenderableType) -> None:
         console.file.write(as_plain_text(*parts) + "\n")
 
 
-def fit_table(fits: Sequence[GpuFit]) -> Table:
+def gpu_table(fits: Sequence[GpuFit]) -> Table:
     """Draw which GPUs are large enough.
 
     Args:
@@ -119,7 +119,7 @@ def fit_table(fits: Sequence[GpuFit]) -> Table:
     return table
 
 
-def case_table(cases: Sequence[tuple[str, MemoryPrediction, Sequence[GpuFit]]]) -> Table:
+def variants_table(cases: Sequence[tuple[str, MemoryPrediction, Sequence[GpuFit]]]) -> Table:
     """Draw several settings side by side.
 
     Args:

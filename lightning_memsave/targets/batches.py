@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL, mark_random
+from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL, mark_placeholder
 from lightning_memsave.targets.hugging_face import TASK_NAMES, TASKS
 
 MAX_NUMEL = 2**40
@@ -67,7 +67,7 @@ class TensorSpec:
         dtype = torch.int64 if self.dtype is torch.bool else self.dtype
         tensor = torch.randint(*bounds, self.shape, dtype=dtype, generator=generator)
         tensor = tensor.to(self.dtype)
-        mark_random(tensor)
+        mark_placeholder(tensor)
         return tensor
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from torch import nn
 
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import ConfigurationError, MemsaveError
-from lightning_memsave.prediction.fake.tensors import buildable, remedy_for
+from lightning_memsave.prediction.fake.tensors import allow_construction, remedy_for
 
 _MAX_LENGTH = 300
 
@@ -156,7 +156,7 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
     def make() -> nn.Module:
         fix = "Does it run in a training script?"
-        with explained(f"`{text}`", fix), importable(folder), buildable():
+        with explained(f"`{text}`", fix), importable(folder), allow_construction():
             return checked_module(text, factory(**arguments))
 
     return make

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.fake.tensors import buildable
+from lightning_memsave.prediction.fake.tensors import allow_construction
 from lightning_memsave.targets.code import explained
 
 # What follows "AutoModelFor", and what stands in the name of transformers' mapping.
@@ -85,7 +85,7 @@ def maker_of_config(source: str, config: Any, task: str | None) -> Callable[[], 
 
     def make() -> nn.Module:
         with explained(f"Making `{cls.__name__}` of `{source}`", "Check the values in it."):
-            with buildable():
+            with allow_construction():
                 model = cls._from_config(copy.deepcopy(config), dtype=torch.float32)
             made: nn.Module = model.train()
             return made

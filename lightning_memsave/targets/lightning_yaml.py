@@ -12,7 +12,7 @@ import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.fake.tensors import buildable
+from lightning_memsave.prediction.fake.tensors import allow_construction
 from lightning_memsave.targets.code import checked_module, explained, find_factory, importable
 
 # Live objects that a step's memory does not depend on.
@@ -130,7 +130,7 @@ def _parsed(
     instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
 
     def make() -> nn.Module:
-        with importable(), explained(f"`model` of `{path}`", fix), buildable():
+        with importable(), explained(f"`model` of `{path}`", fix), allow_construction():
             made = checked_module(f"model of {path}", instantiate(config.clone()).model)
         if optimizer is not None:
             # As LightningCLI does for an optimizer in the file.

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import map_tensors, merge_outputs
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.trainer.hooks import GradientMarks
+from lightning_memsave.trainer.hooks import GradientVersions
 from lightning_memsave.trainer.logged_values import LoggedValues
 from lightning_memsave.trainer.trainer import is_strategy
 
@@ -100,7 +100,7 @@ class BatchParts:
                 # Hooks have been called, should the batch be repeated.
                 self._zero_grad = self._optimizer.zero_grad
             return result
-        marks = GradientMarks(self._parameters())
+        marks = GradientVersions(self._parameters())
         result = self._loop.run_step(kwargs)
         if marks.have_changed():
             raise IncompatibleError("micro_batch_size", [_INNER_BACKWARD])

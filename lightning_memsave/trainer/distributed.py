@@ -18,7 +18,7 @@ _DENSE, _SPARSE = 1, 2
 _OWN_WAYS = ("ddp_comm_hook", "mixed_precision")
 
 
-def meets_in_forward(trainer: Any, module: nn.Module) -> str:
+def communicates_in_forward(trainer: Any, module: nn.Module) -> str:
     """Say whether processes wait for each other in every forward pass, so that all need as many.
 
     Args:
@@ -39,7 +39,7 @@ def meets_in_forward(trainer: Any, module: nn.Module) -> str:
     return ""
 
 
-def shares_gradients_its_own_way(trainer: Any) -> str:
+def has_custom_gradient_sync(trainer: Any) -> str:
     """Say whether gradients are shared in another way than as their mean over all processes.
 
     Args:
@@ -75,7 +75,7 @@ def has_static_graph(trainer: Any) -> bool:
 def alone(trainer: Any) -> Iterator[None]:
     """Let forward and backward passes of this process go without any other.
 
-    They do not go through DDP then; `share_buffers` and `average_gradients` do its part.
+    They do not go through DDP then; `broadcast_buffers` and `average_gradients` do its part.
 
     Args:
         trainer: A Trainer in fit, with one process or under DDP.
@@ -104,7 +104,7 @@ def without_sync(trainer: Any) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if block is None else block()
 
 
-def smallest(trainer: Any, size: int) -> int:
+def all_reduce_min(trainer: Any, size: int) -> int:
     """Find the smallest number that any process has.
 
     Args:
@@ -121,7 +121,7 @@ def smallest(trainer: Any, size: int) -> int:
     return int(found.item())
 
 
-def share_buffers(trainer: Any) -> None:
+def broadcast_buffers(trainer: Any) -> None:
     """Give all processes the buffers of the first, where DDP would in the next forward pass.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
-from lightning_memsave.trainer.distributed import share_buffers
+from lightning_memsave.trainer.distributed import broadcast_buffers
 from lightning_memsave.trainer.logged_values import LoggedValues
 
 RunStep = Callable[[Any], Any]
@@ -57,7 +57,7 @@ def _run(strategy: Any, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any
     if _RUNS not in vars(strategy) or isinstance(batch, Iterator):
         return step(batch)
     trainer, run_batch = vars(strategy)[_RUNS]
-    share_buffers(trainer)  # DDP would in the first part, and again where that is repeated
+    broadcast_buffers(trainer)  # DDP would in the first part, and again where that is repeated
     with LoggedValues(trainer) as logged:
         output = run_batch(trainer, batch, step, logged, (name, *args[1:]))
         logged.flush()

@@ -32,7 +32,7 @@ else:
     )
 
 
-def inform(trainer: Any, message: str) -> None:
+def log_info(trainer: Any, message: str) -> None:
     """Say something on rank zero, as Lightning says what it found.
 
     Args:
@@ -43,7 +43,7 @@ def inform(trainer: Any, message: str) -> None:
         logging.getLogger(f"{package_of(trainer).__name__}.memsave").info(message)
 
 
-__all__ = ["CallbackBase", "inform"]
+__all__ = ["CallbackBase", "log_info"]
 
 
 _OURS = ("lightning_memsave.", *(f"{package}." for package in PACKAGES))
@@ -93,7 +93,7 @@ def owner_of(trainer: Any, pl_module: Any, hook: str) -> str:
     return next(iter(owners_of(trainer, pl_module, hook)), "")
 
 
-def who_zeroes(trainer: Any, pl_module: Any) -> str:
+def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
     """Find who looks at old gradients where Lightning zeroes them, or zeroes in a way of its own.
 
     Args:
@@ -107,7 +107,7 @@ def who_zeroes(trainer: Any, pl_module: Any) -> str:
     return next(filter(None, (owner_of(trainer, pl_module, hook) for hook in hooks)), "")
 
 
-class GradientMarks:
+class GradientVersions:
     """What the gradients are at one moment, to see later whether anybody has added to them.
 
     Nothing is computed and nothing copied: a sum in place counts a tensor's version up, and any

@@ -18,7 +18,7 @@ from lightning_memsave import (
     MemSaveCallback,
 )
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.callbacks.micro_batching import MicroBatches
+from lightning_memsave.callbacks.micro_batching import MicroBatchSetting
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.measure.live_tensors import LiveTensors
@@ -96,7 +96,7 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
     with quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
         # A prediction is of the training steps, without the proof before the first one.
         patch = until_end.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(MicroBatches, "_prove", lambda *_: proven)
+        patch.setattr(MicroBatchSetting, "_prove", lambda *_: proven)
         counter = _Counter(until_end)
         trainer = pl.Trainer(
             accelerator="cpu",

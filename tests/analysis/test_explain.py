@@ -12,7 +12,7 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.model_states import ModelStates
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.units import format_bytes
-from tests.explain.test_suspects import IMAGES, bert, conv_net, ids
+from tests.explain.test_factors import IMAGES, bert, conv_net, ids
 from tests.tabular_bert import LARGE_CARDINALITIES, LARGE_VOCABULARY, Rows, TabularBert, Vocabulary
 
 
@@ -51,11 +51,11 @@ def test_batches_that_are_no_tensors_are_predicted():
     def model():
         return TabularBert(3019, 2, num_layers=1, vocabulary=Vocabulary(columns))
 
-    found = explain(model, rows, suspects=["batch size", "vocabulary and labels"])
+    found = explain(model, rows, factors=["batch size", "vocabulary and labels"])
     assert found.prediction.peak_bytes == predict_memory(model, rows, device="cpu").peak_bytes
-    batch = found.suspect("batch size")
+    batch = found.factor("batch size")
     assert batch.figures["num_samples"] == 2
-    assert found.suspect("vocabulary and labels").verdict == "matters"
+    assert found.factor("vocabulary and labels").verdict == "matters"
 
 
 def test_a_vocabulary_that_dominates_is_named():
@@ -63,21 +63,21 @@ def test_a_vocabulary_that_dominates_is_named():
         return bert(vocab_size=50_000)
 
     names = ["model structure", "vocabulary and labels", "copies of the logits"]
-    found = explain(model, ids(1, 16), suspects=names)
+    found = explain(model, ids(1, 16), factors=names)
     prediction = predict_memory(model, ids(1, 16), device="cpu")
     costs = ModelStates.from_prediction(prediction).by_module
     table = costs["bert.embeddings.word_embeddings"]
-    assert found.suspect("vocabulary and labels").figures["table_bytes"] == table
+    assert found.factor("vocabulary and labels").figures["table_bytes"] == table
     assert f"it costs {format_bytes(table)} of the" in text_of(found)
     assert "`bert.embeddings.word_embeddings` (50,000 x 32) holds 9" in text_of(found)
-    matters = max(found.suspects, key=lambda s: s.num_bytes or 0)
+    matters = max(found.factors, key=lambda s: s.num_bytes or 0)
     assert matters.name in {"vocabulary and labels", "model structure"}
 
 
 def test_logits_that_dominate_are_named():
     names = ["copies of the logits"]
-    found = explain(lambda: bert(vocab_size=5000), ids(16, 64), suspects=names)
-    copies = found.suspect("copies of the logits")
+    found = explain(lambda: bert(vocab_size=5000), ids(16, 64), factors=names)
+    copies = found.factor("copies of the logits")
     assert f"{copies.figures['num_copies']} tensors hold numbers of 5,000 outputs" in text_of(found)
     assert format_bytes(copies.num_bytes) in text_of(found)
 
@@ -92,25 +92,25 @@ def test_activations_that_dominate_are_named_with_their_blocks():
     assert f"({share:.0%})" in found.sentences[1]
     assert found.sentences[1].startswith("Of the peak are activations")
     assert "the 6 blocks of `*`" in text_of(found)
-    assert found.suspect("batch size").verdict == "matters"
-    assert found.suspect("model structure").verdict == "does not matter"
+    assert found.factor("batch size").verdict == "matters"
+    assert found.factor("model structure").verdict == "does not matter"
 
 
 @pytest.mark.slow
 def test_scores_of_eager_attention_are_named():
     names = ["attention kernel", "sequence length"]
-    found = explain(bert, ids(1, 512), device="cuda", suspects=names)
+    found = explain(bert, ids(1, 512), device="cuda", factors=names)
     assert "for all pairs of the 512 tokens (scores of attention)" in text_of(found)
-    assert found.suspect("attention kernel").verdict == "matters"
-    assert found.suspect("sequence length").figures["order"] == "quadratic"
+    assert found.factor("attention kernel").verdict == "matters"
+    assert found.factor("sequence length").figures["order"] == "quadratic"
 
 
 def test_a_conv_net_is_explained_without_a_sequence():
     found = explain(conv_net, IMAGES)
     assert "tokens" not in text_of(found)
     assert "`0`" in text_of(found) or "`2`" in text_of(found) or "`*`" in text_of(found)
-    assert found.suspect("sequence length").num_bytes == 0
-    assert found.suspect("batch size").verdict == "matters"
+    assert found.factor("sequence length").num_bytes == 0
+    assert found.factor("batch size").verdict == "matters"
 
 
 class Lit(LightningModule):
@@ -129,34 +129,34 @@ class Lit(LightningModule):
 def test_lightning_modules_train_in_their_own_way():
     found = explain(Lit(), torch.ones(4, 100))
     assert found.prediction.peak.optimizer_state_bytes == 0
-    assert found.suspect("model structure").num_bytes == 2 * 4 * 10_100
+    assert found.factor("model structure").num_bytes == 2 * 4 * 10_100
 
 
 def test_the_optimizer_of_a_lightning_module_is_named():
     found = explain(Lit(), torch.ones(4, 100))
     assert "With SGD it costs" in text_of(found)
-    assert found.suspect("model structure").sentence.startswith("Parameters and gradients:")
+    assert found.factor("model structure").sentence.startswith("Parameters and gradients:")
 
 
 def test_gradients_that_are_not_alive_are_not_said_to_be_counted():
     names = ["model structure", "vocabulary and labels"]
-    found = explain(lambda: bert("sdpa"), ids(8, 64), suspects=names)
+    found = explain(lambda: bert("sdpa"), ids(8, 64), factors=names)
     peak, number = found.prediction.peak, found.table.num_parameters
     assert peak.gradient_bytes == 0
     fixed = peak.parameter_bytes + peak.optimizer_state_bytes
     assert f"of the {format_bytes(fixed)} that parameters and optimizer state" in text_of(found)
     assert f"the gradients, {format_bytes(4 * number)}, are not alive then" in text_of(found)
-    structure = found.suspect("model structure")
+    structure = found.factor("model structure")
     assert structure.num_bytes == fixed
     assert structure.sentence.startswith("Parameters and state of AdamW:")
-    assert "gradients and" not in found.suspect("vocabulary and labels").sentence
+    assert "gradients and" not in found.factor("vocabulary and labels").sentence
 
 
 def test_targets_and_sizes_are_taken(tmp_path):
     bert().config.save_pretrained(tmp_path)
     # Written by hand in real configs: which class it is for.
     target = load_target(tmp_path, task="masked_lm", arguments={"num_hidden_layers": 1})
-    found = explain(target, "2x16", suspects=[])
+    found = explain(target, "2x16", factors=[])
     assert found.prediction is not None
     assert found.prediction.peak.input_bytes == 3 * 2 * 16 * 8
     assert not explain(target).prediction
@@ -166,15 +166,15 @@ def test_checkpoints_are_explained_without_code(tmp_path):
     torch.save(bert(vocab_size=5000).state_dict(), tmp_path / "weights.pt")
     found = explain(str(tmp_path / "weights.pt"), ids())
     assert found.prediction is None
-    assert found.suspect("batch size").verdict == "unknown"
+    assert found.factor("batch size").verdict == "unknown"
     assert "5,000 x 32" in found.sentences[0]
 
 
 @pytest.mark.slow
 def test_all_of_it_is_shown_and_given_as_json():
-    found = explain_memory(bert, ids(), gpu="GTX-1660-Ti", suspects=["attention kernel"])
+    found = explain_memory(bert, ids(), gpu="GTX-1660-Ti", factors=["attention kernel"])
     text = str(found)
-    for part in ("The usual suspects", "What to type", "Largest tensors", "(whole)"):
+    for part in ("What the peak depends on", "What to type", "Largest tensors", "(whole)"):
         assert part in text
     assert "GTX-1660-Ti has 5.80 GiB: it fits" in text_of(found)
     assert "It fits GTX-1660-Ti as it is." in text
@@ -184,14 +184,14 @@ def test_all_of_it_is_shown_and_given_as_json():
     marks = re.compile(r"( *\d+\. MemSave| *\d+\. model|    \S|It fits|$)")
     assert all(marks.match(line) for line in typed)
     plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["suspects"][0]["figures"] == dict(found.suspects[0].figures)
+    assert plain["factors"][0]["figures"] == dict(found.factors[0].figures)
     assert plain["remedies"][0]["how"] == found.remedies[0].how
     assert plain["prediction"]["peak_bytes"] == found.prediction.peak_bytes
     assert found.num_predictions <= 20
 
 
 def test_says_what_is_missing_on_a_small_card():
-    found = explain(bert, ids(), gpu="256MiB", device="cuda", suspects=[])
+    found = explain(bert, ids(), gpu="256MiB", device="cuda", factors=[])
     missing = found.prediction.device_bytes - 256 * 2**20
     assert f"it does not fit, {format_bytes(missing)} are missing" in text_of(found)
 
@@ -203,6 +203,6 @@ def test_refuses_what_is_no_model():
         explain_memory(lambda: 3)  # type: ignore[arg-type, return-value]
 
 
-def test_unknown_names_of_suspects_have_no_answer():
+def test_unknown_names_of_factors_are_refused():
     with pytest.raises(KeyError):
-        explain(nn.Linear(2, 2)).suspect("weather")
+        explain(nn.Linear(2, 2)).factor("weather")

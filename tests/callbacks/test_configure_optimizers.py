@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks.optimizers import (
-    OptimizerTechnique,
+    OptimizerSetting,
     enable,
     load_optimizer_state_dict,
 )
@@ -571,7 +571,7 @@ def test_a_cuda_library_that_does_not_load_lets_auto_yield(monkeypatch):
         callback = MemSaveCallback(optimizer=optimizer, monitor=False)
         trainer, lit = make_trainer(lightning.pytorch, callback), make_lit()
         trainer.strategy._root_device = torch.device("cuda", 0)  # asked for, not used
-        setting = callback._settings.find(OptimizerTechnique)
+        setting = callback._settings.find(OptimizerSetting)
         (problem,) = setting.check(trainer, lit)
         assert "CUDA library cannot be loaded (libcudart.so.13" in problem.why
         assert setting.is_asked == (optimizer == "8bit")  # those are refused, the others yield

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import precision as precision_module
-from lightning_memsave.callbacks.low_precision_weights import WeightPrecision
-from lightning_memsave.callbacks.precision import TrainerPrecision
+from lightning_memsave.callbacks.low_precision_weights import LowPrecisionWeightsSetting
+from lightning_memsave.callbacks.precision import PrecisionSetting
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import check_host, package_of
@@ -112,9 +112,9 @@ class TestConflicts:
         plugin = object.__new__(package.plugins.BitsandbytesPrecision)
         trainer._accelerator_connector._precision_plugin_flag = plugin
         lit = make_lit(package)
-        problems = TrainerPrecision("bf16-mixed").check(trainer, lit)
+        problems = PrecisionSetting("bf16-mixed").check(trainer, lit)
         assert ["BitsandbytesPrecision" in p.why for p in problems] == [True]
-        auto = TrainerPrecision("auto")
+        auto = PrecisionSetting("auto")
         assert auto.check(trainer, lit) == []
         auto.apply(trainer, lit)
         assert auto.rows[0].status == "unchanged"
@@ -127,7 +127,7 @@ class TestConflicts:
     def test_fsdp_with_its_own_mixed_precision(self, package):
         trainer = make_trainer(package)
         trainer.strategy.mixed_precision = object()
-        problems = TrainerPrecision("bf16-mixed").check(trainer, make_lit(package))
+        problems = PrecisionSetting("bf16-mixed").check(trainer, make_lit(package))
         assert [p.fix.startswith("Remove `mixed_precision`") for p in problems] == [True]
 
     @pytest.mark.parametrize(("precision", "fix"), [("16-mixed", "bf16"), ("64-true", "32-true")])
@@ -135,19 +135,19 @@ class TestConflicts:
         trainer = make_trainer(package)
         strategy = type("ModelParallelStrategy", (type(trainer.strategy),), {})
         trainer.strategy.__class__ = strategy
-        problems = TrainerPrecision(precision).check(trainer, make_lit(package))
+        problems = PrecisionSetting(precision).check(trainer, make_lit(package))
         assert [fix in p.fix for p in problems] == [True]
 
     def test_deepspeed_that_has_started(self, package):
         trainer = make_trainer(package)
         trainer.strategy._config_initialized = True
-        problems = TrainerPrecision("bf16-mixed").check(trainer, make_lit(package))
+        problems = PrecisionSetting("bf16-mixed").check(trainer, make_lit(package))
         assert [p.fix for p in problems] == ["Make a new Trainer with a new strategy."]
 
     def test_xla(self, package):
         trainer = make_trainer(package)
         trainer.strategy.__class__ = type("SingleDeviceXLAStrategy", (type(trainer.strategy),), {})
-        problems = TrainerPrecision("bf16-mixed").check(trainer, make_lit(package))
+        problems = PrecisionSetting("bf16-mixed").check(trainer, make_lit(package))
         assert ['precision="bf16-true"' in p.fix for p in problems] == [True]
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -186,7 +186,10 @@ class TestAutoOnCuda:
     def test_a_stack_yields_without_it(self, capability):
         trainer, lit = make_trainer(), make_lit()
         settings = MemSaveCallback(stack="single_gpu", monitor=False)._settings
-        precision, weights = settings.find(TrainerPrecision), settings.find(WeightPrecision)
+        precision, weights = (
+            settings.find(PrecisionSetting),
+            settings.find(LowPrecisionWeightsSetting),
+        )
         assert ["emulates it, which is slow" in p.why for p in precision.check(trainer, lit)]
         assert ["computes in 32-true" in p.why for p in weights.check(trainer, lit)] == [True]
         assert not precision.is_asked
@@ -194,7 +197,7 @@ class TestAutoOnCuda:
 
     @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
     def test_a_value_is_set_and_said_to_be_slow(self, capability):
-        trainer, setting = make_trainer(), TrainerPrecision("bf16-mixed")
+        trainer, setting = make_trainer(), PrecisionSetting("bf16-mixed")
         assert setting.check(trainer, make_lit()) == []
         setting.apply(trainer, make_lit())
         assert trainer.precision == "bf16-mixed"

@@ -23,7 +23,7 @@ from torchmetrics import MeanMetric
 
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.callbacks.run_prediction import in_force
+from lightning_memsave.callbacks.run_prediction import effective_settings
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError
@@ -486,13 +486,13 @@ def note_of(callback: MemSaveCallback) -> str:
 
 def test_is_asked_for_with_the_first_batch_only(monkeypatch):
     """What is in force takes time to find out, which no step should take."""
-    asked, in_force = [], MemSaveCallback.arguments_in_force
+    asked, original = [], MemSaveCallback.effective_arguments
 
     def counted(self):
         asked.append(self)
-        return in_force(self)
+        return original(self)
 
-    monkeypatch.setattr(MemSaveCallback, "arguments_in_force", counted)
+    monkeypatch.setattr(MemSaveCallback, "effective_arguments", counted)
     callback = MemSaveCallback(monitor=False, report=False)
     fit(make_lit(), callback)
     assert asked == [callback]
@@ -729,13 +729,13 @@ def test_what_gave_way_in_this_run_is_off_in_the_prediction():
         Row("optimizer", "'auto'", "off"),
         Row("micro_batch_size", "'auto'", "on"),
     ]
-    found = in_force(arguments, rows, 4)
+    found = effective_settings(arguments, rows, 4)
     assert found["activation_checkpointing"] is None
     assert (found["optimizer"], found["micro_batch_size"]) == ("auto", 4)
     assert found["precision"] is None
-    assert in_force(arguments, rows, None)["micro_batch_size"] == "auto"
-    assert in_force(arguments, [], 4)["micro_batch_size"] is None
+    assert effective_settings(arguments, rows, None)["micro_batch_size"] == "auto"
+    assert effective_settings(arguments, [], 4)["micro_batch_size"] is None
     belonging = arguments | {"blocks": "Block", "force_8bit": ["*"]}
-    assert in_force(belonging, rows, None)["blocks"] is None
-    assert in_force(belonging, rows, None)["force_8bit"] == ["*"]
-    assert in_force(belonging, [], None)["force_8bit"] == ()
+    assert effective_settings(belonging, rows, None)["blocks"] is None
+    assert effective_settings(belonging, rows, None)["force_8bit"] == ["*"]
+    assert effective_settings(belonging, [], None)["force_8bit"] == ()

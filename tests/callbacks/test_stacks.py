@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks.low_precision_weights import WeightPrecision
-from lightning_memsave.callbacks.module_techniques import LossWithoutLogits
-from lightning_memsave.callbacks.optimizer_in_backward import BackwardUpdates
+from lightning_memsave.callbacks.low_precision_weights import LowPrecisionWeightsSetting
+from lightning_memsave.callbacks.module_techniques import ChunkedCrossEntropySetting
+from lightning_memsave.callbacks.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -274,7 +274,7 @@ class TestOptimizerInBackward:
         """Lightning has none on a CPU: the plugin gets its scaler while settings are applied."""
         callback = only(optimizer_in_backward=True)
         trainer = make_trainer(LIGHTNING, callback)
-        setting = callback._settings.find(BackwardUpdates)
+        setting = callback._settings.find(OptimizerInBackwardSetting)
         assert setting.check(trainer, make_lit()) == []
         trainer.strategy.precision_plugin = half_precision_on_cpu(LIGHTNING)
         with pytest.raises(IncompatibleError, match="parameters are updated already"):
@@ -288,7 +288,7 @@ class TestOptimizerInBackward:
         for module in [lit.model] if part == "model" else lit.model.blocks:
             module.compile(backend="eager")
         if part == "blocks":
-            assert callback._settings.find(BackwardUpdates).check(trainer, lit) == []
+            assert callback._settings.find(OptimizerInBackwardSetting).check(trainer, lit) == []
             return
         with pytest.raises(IncompatibleError, match=r"`model` is compiled.* blocks one by one"):
             trainer.fit(lit)
@@ -585,9 +585,9 @@ class TestSeveralProcesses:
             trainer = make_trainer(package, strategy="ddp", devices=2)
         callback = only(**settings)
         kinds: dict[str, Any] = {
-            "optimizer_in_backward": BackwardUpdates,
-            "chunked_cross_entropy": LossWithoutLogits,
-            "low_precision_weights": WeightPrecision,
+            "optimizer_in_backward": OptimizerInBackwardSetting,
+            "chunked_cross_entropy": ChunkedCrossEntropySetting,
+            "low_precision_weights": LowPrecisionWeightsSetting,
         }
         kind = kinds[next(iter(settings))]
         problems = callback._settings.find(kind).check(trainer, make_lit())

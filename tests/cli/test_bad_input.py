@@ -404,8 +404,8 @@ def test_predict_memory(arguments, said):
         *(({"model": wrong}, FORMS) for wrong in ("nowhere", "", ".", "notes.txt")),
         ({"model": Path("confg.yaml")}, "Did you mean `config.yaml`?"),
         ({"batch": "8x4"}, '"x=float32[8,10],y=int64[8]"'),
-        ({"suspects": ["batch"]}, "Use 'batch size'"),
-        *(({"suspects": w}, "Write for example `suspects=[") for w in ("batch size", 3, True)),
+        ({"factors": ["batch"]}, "Use 'batch size'"),
+        *(({"factors": w}, "Write for example `factors=[") for w in ("batch size", 3, True)),
         *(
             ({"cardinalities": wrong}, "`cardinalities={'country': 195}`")
             for wrong in ("x=3", [3], 7)

@@ -55,7 +55,7 @@ class TestStep:
         assert found["remedies"] is None
         assert found["gpus"][0]["fits"] is True
         assert found["prediction"]["peak_bytes"] > 0
-        assert {"batch size", "sequence length"} <= {s["name"] for s in found["suspects"]}
+        assert {"batch size", "sequence length"} <= {s["name"] for s in found["factors"]}
 
     def test_status_and_page(self, capsys, project):
         arguments = ["explain", "net.py:Lit", "--batch", BATCH, "--no-remedies"]
@@ -72,21 +72,21 @@ class TestStep:
         page = (project / "page.html").read_text()
         data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
         drawn = json.loads(data[1])
-        sentences, suspects, remedies = drawn["tables"]
+        sentences, factors, remedies = drawn["tables"]
         assert [row[0] for row in sentences["rows"]] == found["sentences"]
-        assert {s["name"]: s["num_bytes"] for s in found["suspects"]} == dict(
-            zip([row[1] for row in suspects["rows"]], suspects["sizes"], strict=True)
+        assert {s["name"]: s["num_bytes"] for s in found["factors"]} == dict(
+            zip([row[1] for row in factors["rows"]], factors["sizes"], strict=True)
         )
-        assert suspects["title"] == "The usual suspects"
-        assert {row[1] for row in suspects["rows"]} == {s["name"] for s in found["suspects"]}
-        assert {row[3] for row in suspects["rows"]} == {s["sentence"] for s in found["suspects"]}
+        assert factors["title"] == "The usual factors"
+        assert {row[1] for row in factors["rows"]} == {s["name"] for s in found["factors"]}
+        assert {row[3] for row in factors["rows"]} == {s["sentence"] for s in found["factors"]}
         assert [row[-1] for row in remedies["rows"]] == [f"`{r['how']}`" for r in found["remedies"]]
         assert [row[4] for row in remedies["rows"]] == [r["name"] for r in found["remedies"]]
         settings = {p["name"]: p["device_bytes"] for p in drawn["predictions"]}
         assert settings.pop("as given") == found["prediction"]["device_bytes"]
         assert settings == {r["name"]: r["device_bytes"] for r in found["remedies"]}
         said = " ".join(drawn["notes"])
-        assert not any(s["sentence"] in said for s in found["suspects"])
+        assert not any(s["sentence"] in said for s in found["factors"])
         assert not any(r["how"] in said for r in found["remedies"])
 
     @pytest.mark.slow
@@ -135,7 +135,7 @@ class TestMessages:
         assert main([*arguments, "--no-remedies", "--gpu", "T4", "--html", "page.html"]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"{diagnose(read_out_of_memory(FRAGMENTED))}\n\n")
-        assert "The usual suspects" in out
+        assert "The usual factors" in out
         page = (project / "page.html").read_text()
         assert '"device_name":"T4"' in page
         assert diagnose(read_out_of_memory(FRAGMENTED)).summary in page

@@ -305,7 +305,7 @@ class TestText:
             )
             found = json_of(capsys, "predict", "listed.yaml", "--batch", BATCH)
             assert found["settings"]["precision"] == precision
-            explained = explain_memory("listed.yaml", BATCH, suspects=[], remedies=False).prediction
+            explained = explain_memory("listed.yaml", BATCH, factors=[], remedies=False).prediction
             assert explained.settings["precision"] == precision
 
     def test_memsave_switches_everything_on(self, capsys):

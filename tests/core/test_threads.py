@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_memsave.measure.storages import on_storage_resize
-from lightning_memsave.prediction.fake.tensors import buildable
+from lightning_memsave.prediction.fake.tensors import allow_construction
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
-    compute_kept_logits,
+    materialize_referenced_logits,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.micro_batching.technique import check_repeatable
@@ -26,7 +26,7 @@ from lightning_memsave.trainer.nested_fit import quiet
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
-    with FakeTensorMode(), buildable():
+    with FakeTensorMode(), allow_construction():
         yield
 
 
@@ -95,7 +95,7 @@ def make_updates() -> Any:
 
 @pytest.mark.parametrize(
     ("make", "look"),
-    [(make_logits, compute_kept_logits), (make_updates, check_repeatable)],
+    [(make_logits, materialize_referenced_logits), (make_updates, check_repeatable)],
     ids=["logits", "updates"],
 )
 def test_looking_for_ones_own_while_another_thread_makes_its_own(

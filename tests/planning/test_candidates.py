@@ -5,7 +5,7 @@ import pytest
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.planning.candidates import (
     Candidate,
-    Situation,
+    CurrentSettings,
     joint_candidates,
     part_candidates,
     single_candidates,
@@ -15,7 +15,7 @@ from lightning_memsave.techniques.registry import values_of, with_stack
 
 def situation(precision="32-true", has_bf16=True, num_samples=8, **settings):
     arguments = with_stack(MemSaveCallback(**({"stack": "off"} | settings)).arguments)
-    return Situation(arguments, precision, has_bf16, num_samples)
+    return CurrentSettings(arguments, precision, has_bf16, num_samples)
 
 
 def names(candidates):

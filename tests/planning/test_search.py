@@ -6,7 +6,7 @@ from lightning_memsave.analysis.explain import explain_memory
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.planning.search import cheapest_that_fits
-from tests.explain.test_suspects import bert, ids
+from tests.explain.test_factors import bert, ids
 
 BLOCKS = {"num_hidden_layers": 1}
 
@@ -28,7 +28,7 @@ BATCH = torch.ones(6400, 32, 64)
 
 
 def find_remedies(*args, **options):
-    return list(explain_memory(*args, suspects=[], **options).remedies or ())
+    return list(explain_memory(*args, factors=[], **options).remedies or ())
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 
 from lightning_memsave.prediction.fake import values as known_values
 from lightning_memsave.prediction.fake.tensors import FakeTensors, again, fake_tensors
-from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL, mark_random
+from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL, mark_placeholder
 
 IDS = torch.tensor([[5, 3, 0], [7, 0, 0]])
 FLAT = IDS.flatten()
 MADE_UP = FLAT.clone()
-mark_random(MADE_UP)
+mark_placeholder(MADE_UP)
 FLOATS = torch.tensor([1.0, 2.0])
 FEW = torch.zeros(MAX_KNOWN_NUMEL, dtype=torch.uint8)
 MANY = torch.zeros(MAX_KNOWN_NUMEL + 1, dtype=torch.uint8)

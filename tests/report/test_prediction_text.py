@@ -11,7 +11,7 @@ from lightning_memsave.core.plain_text import as_plain_text
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.cuda.gpus import parse_gpu
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, TensorMemory
-from lightning_memsave.report.text import case_table, print_prediction, rich_prediction
+from lightning_memsave.report.text import print_prediction, rich_prediction, variants_table
 from lightning_memsave.report.tree import module_tree
 from lightning_memsave.units import GIB, MIB
 
@@ -207,6 +207,6 @@ class TestFit:
             (name, prediction, [prediction.fits(parse_gpu("T4"))])
             for name, prediction in (("plain", make_prediction()), ("small", small))
         ]
-        rows = rows_of(as_plain_text(case_table(cases)))
+        rows = rows_of(as_plain_text(variants_table(cases)))
         assert rows["plain"] == ["21.00 MiB", "14.00 MiB", "yes"]
         assert rows["small"] == ["11.00 MiB", "-10.00 MiB", "14.00 MiB", "yes"]

@@ -97,7 +97,7 @@ class TestRecovery:
 
         state: Any = SimpleNamespace(restore=restore)
         runner.run(
-            torch.zeros(8, 1), pass_part, take_down=save or (lambda: state), forget=passed.clear
+            torch.zeros(8, 1), pass_part, save_state=save or (lambda: state), forget=passed.clear
         )
         return passed
 
@@ -148,7 +148,7 @@ class TestRecovery:
         MicroBatching(module=model).make_runner().run(
             torch.zeros(8, 6),
             pass_part,
-            take_down=lambda: Watched(model, gradients="drop"),
+            save_state=lambda: Watched(model, gradients="drop"),
             forget=lambda: None,
         )
         assert alive == [False]

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.optimizer_in_backward.updates import IN_BACKWARD
+from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
 from tests.cases import MODELS, make_batch, make_model
 from tests.techniques.in_backward import (
     WIDTH,
@@ -98,11 +98,11 @@ def test_gradients_add_up_until_the_last_backward():
         with handle.accumulating():
             ours(make_batch(number), both=True).backward()
             assert ours.b.weight.grad is not None
-        before = IN_BACKWARD[optimizers[0]].has_taken
+        before = ACTIVE_UPDATES[optimizers[0]].has_taken
         ours(make_batch(number + 10)).backward()
         assert ours.a.weight.grad is None
         assert ours.b.weight.grad is not None
-        assert (before, IN_BACKWARD[optimizers[0]].has_taken) == (False, True)
+        assert (before, ACTIVE_UPDATES[optimizers[0]].has_taken) == (False, True)
         optimizers[0].step()
         assert ours.b.weight.grad is None
         theirs(make_batch(number), both=True).backward()

@@ -128,7 +128,7 @@ class TestToy:
         assert peaks["--no-memsave"][0] is None
 
     def test_is_a_remedy_that_says_what_to_type(self, toy):
-        remedies = explain_memory(Net(), torch.ones(512, WIDTH), device="cpu", suspects=[]).remedies
+        remedies = explain_memory(Net(), torch.ones(512, WIDTH), device="cpu", factors=[]).remedies
         assert remedies is not None
         remedy = next(r for r in remedies if r.name == "leaky ReLU in place")
         assert remedy.how == 'MemSaveCallback(stack="off", in_place=True)'

@@ -22,13 +22,13 @@ from lightning_memsave.prediction.fake.copies import Copier, keep_originals
 from lightning_memsave.prediction.fake.values import (
     KnownInFunctions,
     KnownValues,
+    copy_value,
     is_kept,
-    know_as,
 )
 
 
 @contextlib.contextmanager
-def buildable() -> Iterator[None]:
+def allow_construction() -> Iterator[None]:
     """Let modules be made under a ``FakeTensorMode``, if there is one.
 
     Yields:
@@ -230,7 +230,7 @@ def _elsewhere(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
         storages[key] = torch.empty(numel, dtype=tensor.dtype)
     place = tensor.shape, tensor.stride(), tensor.storage_offset()
     with torch.no_grad():
-        return know_as(storages[key].as_strided(*place), tensor)
+        return copy_value(storages[key].as_strided(*place), tensor)
 
 
 @contextlib.contextmanager
@@ -249,7 +249,7 @@ def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with _random_numbers_kept(), _modules_convertible(), _no_tracing(), mode:
         values = KnownValues(mode)
-        with values, buildable(), KnownInFunctions():
+        with values, allow_construction(), KnownInFunctions():
             fakes = FakeTensors(values, deadline_s)
             try:
                 yield fakes

@@ -93,7 +93,8 @@ class KnownValues(TorchDispatchMode):
     A mask of padding, the number of labels that count, positions: what a model computes from token
     ids and asks for in Python, or what decides about the shape of a tensor, is what it would be in
     the real step. What depends on weights or random numbers is guessed - a condition holds, all
-    elements are chosen - and noted in ``guesses``; so is what depends on `mark_random` numbers.
+    elements are chosen - and noted in ``guesses``; so is what depends on values that
+    `mark_placeholder` marked.
 
     Args:
         mode: The mode under which the tensors without data are made; entered already.
@@ -166,7 +167,7 @@ class KnownValues(TorchDispatchMode):
         if is_known and _is_computable(func, result):
             self._compute(func, args, kwargs, result)
         elif func._schema.is_mutable:
-            _forget(func, args, kwargs)
+            _invalidate(func, args, kwargs)
         return result
 
     # Of one that the copy of a module shares with it: steps must not change it, and what it is
@@ -268,7 +269,7 @@ class KnownValues(TorchDispatchMode):
             reals = [value.zero_() for value in reals]  # code that is right writes before it reads
         if _is_random(args, kwargs):
             for value in reals:
-                mark_random(value)
+                mark_placeholder(value)
         for fake, value in zip(fakes, reals, strict=True):
             # What was changed in place has its numbers, which were changed in place too.
             if isinstance(fake, FakeTensor) and not hasattr(fake, _VALUE):
@@ -352,7 +353,7 @@ def _value_of(tensor: Tensor) -> Tensor | None:
     return value
 
 
-def _forget(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _invalidate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             changed = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -362,7 +363,7 @@ def _forget(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                     setattr(value.untyped_storage(), _STALE, True)
 
 
-def mark_random(value: Any) -> None:
+def mark_placeholder(value: Any) -> None:
     """Let it be known that nobody has these numbers: they stand for those of a real batch.
 
     Args:
@@ -379,11 +380,11 @@ def _is_random(*arguments: Any) -> bool:
 def _copy(value: Tensor) -> Tensor:
     copy = value.detach().clone()
     if hasattr(value, _RANDOM):
-        mark_random(copy)
+        mark_placeholder(copy)
     return copy
 
 
-def know_as(tensor: Tensor, other: Tensor) -> Tensor:
+def copy_value(tensor: Tensor, other: Tensor) -> Tensor:
     """Let a tensor without data have the numbers of another one.
 
     Args:

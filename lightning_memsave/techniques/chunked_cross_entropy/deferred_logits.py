@@ -24,7 +24,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.products import (
 from lightning_memsave.units import format_bytes
 
 
-def warn_of_numbers(part: Part, who: str) -> None:
+def warn_of_materialized_logits(part: Part, who: str) -> None:
     """Warn, once for each head, that training needs its logits themselves.
 
     Args:
@@ -46,7 +46,7 @@ def warn_of_numbers(part: Part, who: str) -> None:
     )
 
 
-def compute_kept_logits(model: nn.Module) -> None:
+def materialize_referenced_logits(model: nn.Module) -> None:
     """Compute logits that somebody holds, before the weights that they are made of change.
 
     Args:
@@ -58,7 +58,7 @@ def compute_kept_logits(model: nn.Module) -> None:
             continue
         for part in list(product.parts):
             if part.shown() is not None and not part.is_computed:
-                warn_of_numbers(part, "what was kept of a training step")
+                warn_of_materialized_logits(part, "what was kept of a training step")
                 part.compute()
 
 
@@ -144,7 +144,7 @@ class DeferredLogits(Tensor):
         elif logits is not None and name == "grad":
             computed = logits.part.computed
             result = _ask(func, args, kwargs) if computed is None else computed.grad
-        return _run_on_numbers(name, func, args, kwargs) if result is NotImplemented else result
+        return _call_materialized(name, func, args, kwargs) if result is NotImplemented else result
 
     # Reached only by code that passes torch's functions by.
     @classmethod
@@ -272,7 +272,7 @@ def _ordinary(logits: DeferredLogits) -> Tensor:
     return linked
 
 
-def _run_on_numbers(name: str, func: Any, args: Any, kwargs: Any) -> Any:
+def _call_materialized(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     changed = tree_leaves((args[:1], kwargs.get("out")))
     if _changes_its_input(name, kwargs):
         for logits in changed:
@@ -280,7 +280,7 @@ def _run_on_numbers(name: str, func: Any, args: Any, kwargs: Any) -> Any:
                 _pin(logits.part.product)
     deferred = [value for value in tree_leaves((args, kwargs)) if isinstance(value, DeferredLogits)]
     for logits in deferred:
-        warn_of_numbers(logits.part, f"`{name.strip('_')}`")
+        warn_of_materialized_logits(logits.part, f"`{name.strip('_')}`")
     args, kwargs = tree_map_only(DeferredLogits, _ordinary, (args, kwargs))
     found = func(*args, **kwargs)
     for logits in deferred:

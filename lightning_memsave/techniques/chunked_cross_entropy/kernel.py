@@ -17,7 +17,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     plain_numbers,
     run,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.tied_embedding import hand_over
+from lightning_memsave.techniques.chunked_cross_entropy.tied_embedding import share_gradient
 from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     add_product,
     compute_logits,
@@ -244,7 +244,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found = ready.finish(gradient * ctx.scale)
         for i, ref in enumerate(ctx.weights, start=len(ctx.weights)):
             weight = ref()
-            found[i] = found[i] if weight is None else hand_over(weight, found[i])
+            found[i] = found[i] if weight is None else share_gradient(weight, found[i])
         return *nothing, *found
 
 

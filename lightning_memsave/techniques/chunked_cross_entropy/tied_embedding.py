@@ -71,7 +71,7 @@ def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
     return vectors
 
 
-def hand_over(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
+def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
     """Give the gradient of a head's weight to the embeddings that come later in this backward pass.
 
     Args:
@@ -92,13 +92,13 @@ def hand_over(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
     if held is not None and held.task == task:  # of another loss
         held.gradient += gradient
         return None
-    held = _Held(task, gradient, len(nodes))
+    held = _SharedGradient(task, gradient, len(nodes))
     for node in nodes:
         node.held = held
     return None
 
 
-class _Held:
+class _SharedGradient:
     """A gradient on its way; the graph holds it, so that it is gone when the graph is."""
 
     def __init__(self, task: int, gradient: Tensor, num_waiting: int) -> None:

@@ -39,7 +39,7 @@ from lightning_memsave.techniques.micro_batching.training_state import (
     batch_norm_on_running_statistics,
     full_precision,
 )
-from lightning_memsave.techniques.optimizer_in_backward.updates import IN_BACKWARD
+from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
 
 ComputeLoss = Callable[[Any], Tensor | None]
 Whole = frozenset[Path]
@@ -79,7 +79,7 @@ class Proof:
 
 
 @dataclass(frozen=True)
-class Question:
+class LossCheck:
     """What is to be proven.
 
     Args:
@@ -111,11 +111,11 @@ class Question:
         return weightings_of(self.loss_weight, part, whole, *extra)
 
 
-def prove(question: Question, agree: Callable[[int], int] = lambda value: value) -> Proof:
+def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -> Proof:
     """Find what the losses of micro-batches must be weighted by.
 
     Args:
-        question: What is to be proven.
+        check: What is to be proven.
         agree: Of a number of this process: the smallest that any process has.
 
     Returns:
@@ -123,23 +123,23 @@ def prove(question: Question, agree: Callable[[int], int] = lambda value: value)
     """
     start_s = time.perf_counter()
     shared: list[Whole] = [frozenset()]
-    if question.known is not None:
-        shared = [question.known.whole]
-    elif question.split_batch is None:
-        shared = find_shared_leaves(question.batch)
-    num_samples = samples_of(question.batch, shared[0])
+    if check.known is not None:
+        shared = [check.known.whole]
+    elif check.split_batch is None:
+        shared = find_shared_leaves(check.batch)
+    num_samples = samples_of(check.batch, shared[0])
     proof = Proof()
     if agree(2 if num_samples is None else num_samples) < 2:
         return proof
     for whole in shared:
-        found = _prove_with(question, whole)
+        found = _prove_with(check, whole)
         proof = found if found.weightings or not proof.reason else proof
         # Every process makes as many forward passes.
         if agree(int(bool(found.weightings) or not found.reason)):
             break
-    halves = _halves(question, proof) if proof.weightings else None
+    halves = _halves(check, proof) if proof.weightings else None
     if agree(int(halves is not None)) and halves is not None:
-        proof = _with_state_kept(question, lambda state: _confirm(question, proof, halves, state))
+        proof = _with_state_kept(check, lambda state: _confirm(check, proof, halves, state))
     verdict = agree(_REFUSED if proof.reason else _PROVEN if proof.weightings else _OPEN)
     if verdict == _OPEN:
         proof = Proof()
@@ -149,17 +149,17 @@ def prove(question: Question, agree: Callable[[int], int] = lambda value: value)
     return replace(proof, is_settled=is_settled, seconds=time.perf_counter() - start_s)
 
 
-def _prove_with(question: Question, whole: Whole) -> Proof:
+def _prove_with(check: LossCheck, whole: Whole) -> Proof:
     def find(state: ModuleState) -> Proof:
-        samples = _two_samples(question, whole)
-        return Proof() if samples is None else _find(question, samples, state, whole)
+        samples = _two_samples(check, whole)
+        return Proof() if samples is None else _find(check, samples, state, whole)
 
-    return _with_state_kept(question, find)
+    return _with_state_kept(check, find)
 
 
-def _with_state_kept(question: Question, find: Callable[[ModuleState], Proof]) -> Proof:
-    with full_precision(), batch_norm_on_running_statistics(question.module):
-        state = ModuleState(question.module, question.batch)
+def _with_state_kept(check: LossCheck, find: Callable[[ModuleState], Proof]) -> Proof:
+    with full_precision(), batch_norm_on_running_statistics(check.module):
+        state = ModuleState(check.module, check.batch)
         try:
             return find(state)
         except ConfigurationError:  # of what a function of the user's gives
@@ -168,9 +168,9 @@ def _with_state_kept(question: Question, find: Callable[[ModuleState], Proof]) -
             problem = error.problems[0]
             return Proof(reason=f"{problem.what}: {problem.why}", fix=problem.fix)
         except Exception as error:
-            if question.needs_split and find_out_of_memory(error) is not None:
+            if check.needs_split and find_out_of_memory(error) is not None:
                 raise  # two samples are too many: that says more than that nothing is proven
-            what = f"that {question.subject} can be split cannot be proven"
+            what = f"that {check.subject} can be split cannot be proven"
             return Proof(reason=f"{what}: {_words(error)}")
         finally:
             state.restore()
@@ -186,17 +186,17 @@ class _Samples:
         yield from (self.both, self.one, self.other)
 
 
-def _two_samples(question: Question, whole: Whole) -> _Samples | None:
+def _two_samples(check: LossCheck, whole: Whole) -> _Samples | None:
     """Choose two samples that possible weights tell apart best; ``None`` if there are not two."""
-    batch, split_batch = question.batch, question.split_batch
+    batch, split_batch = check.batch, check.split_batch
     if split_batch is not None:
         both = split_batch_with(split_batch, batch, 2)[0]
         singles = split_batch_with(split_batch, both, 1)
         return _Samples(both, *singles) if len(singles) == 2 else None
-    limit = _NUM_LOOKED_AT if question.known is None else _NUM_LOOKED_AT_AGAIN
+    limit = _NUM_LOOKED_AT if check.known is None else _NUM_LOOKED_AT_AGAIN
     first = pick_samples(batch, range(min(count_samples(batch, whole), limit)), whole)
     singles = split_samples(first, 1, whole)
-    rows = read_weights(question.weightings(first, whole, None), singles)
+    rows = read_weights(check.weightings(first, whole, None), singles)
     pairs = itertools.combinations(range(len(singles)), 2)
     i, j = max(pairs, key=lambda pair: _difference(rows, *pair))
     return _Samples(*(pick_samples(batch, chosen, whole) for chosen in ([i, j], [i], [j])))
@@ -210,9 +210,9 @@ def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, f
     return len(distinct), spread, len(shares)
 
 
-def _halves(question: Question, proof: Proof) -> _Samples | None:
+def _halves(check: LossCheck, proof: Proof) -> _Samples | None:
     """Take the first samples and their halves; ``None`` of a batch of two."""
-    batch, split_batch = question.batch, question.split_batch
+    batch, split_batch = check.batch, check.split_batch
     if split_batch is not None:
         both = split_batch_with(split_batch, batch, _NUM_CONFIRMED)[0]
         parts = split_batch_with(split_batch, both, _NUM_CONFIRMED // 2)
@@ -224,17 +224,17 @@ def _halves(question: Question, proof: Proof) -> _Samples | None:
     return _Samples(both, *split_samples(both, (size + 1) // 2, proof.whole))
 
 
-def _confirm(question: Question, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
+def _confirm(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
     """Keep the weightings that hold for more samples, and after what earlier ones have changed."""
 
     def observe(*, is_carried: bool) -> _Observed | None:
-        return _observe_with_graph_if_needed(question, samples, state, is_carried=is_carried)
+        return _observe_with_graph_if_needed(check, samples, state, is_carried=is_carried)
 
     rows = read_weights(proof.weightings, [*samples])
     pairs = [*zip(proof.weightings, rows, strict=True)]
     try:
         seen = observe(is_carried=True)
-        if seen is None or not (any(seen.losses) or question.needs_split):
+        if seen is None or not (any(seen.losses) or check.needs_split):
             return Proof()  # a later batch may have a loss
         if not any(seen.losses):
             return Proof(reason="the loss of its first samples is 0, which proves nothing")
@@ -247,8 +247,8 @@ def _confirm(question: Question, proof: Proof, samples: _Samples, state: ModuleS
             raise
         return proof  # micro-batches may be smaller
     if alone is not None and any(_holds(*pair, alone) for pair in pairs):
-        return Proof(reason=f"{question.subject} {_CARRIED}")
-    return Proof(reason=_reason(seen.losses, question, "several"))
+        return Proof(reason=f"{check.subject} {_CARRIED}")
+    return Proof(reason=_reason(seen.losses, check, "several"))
 
 
 _CARRIED = (
@@ -267,25 +267,25 @@ class _Observed:
     has_logits: bool
 
 
-def _find(question: Question, samples: _Samples, state: ModuleState, whole: Whole) -> Proof:
-    seen = _observe_with_graph_if_needed(question, samples, state)
+def _find(check: LossCheck, samples: _Samples, state: ModuleState, whole: Whole) -> Proof:
+    seen = _observe_with_graph_if_needed(check, samples, state)
     if seen is None:
         return Proof()
-    weightings = question.weightings(samples.both, whole, seen)
+    weightings = check.weightings(samples.both, whole, seen)
     rows = read_weights(weightings, [*samples])
     found = [pair for pair in zip(weightings, rows, strict=True) if _holds(*pair, seen)]
     if found and seen.has_logits:
         # Untrained models give all samples nearly the same loss. Larger logits make them differ.
-        sharp = _observe_with_graph_if_needed(question, samples, state, is_sharp=True)
+        sharp = _observe_with_graph_if_needed(check, samples, state, is_sharp=True)
         if sharp is not None and math.isfinite(sharp.losses[0]):
             found = [pair for pair in found if _holds(*pair, sharp)]
     if not found:
-        return Proof(reason=_reason(seen.losses, question))
+        return Proof(reason=_reason(seen.losses, check))
     return Proof(tuple(_preferred(found, seen.denominators)), whole)
 
 
 def _observe_with_graph_if_needed(
-    question: Question,
+    check: LossCheck,
     samples: _Samples,
     state: ModuleState,
     *,
@@ -293,16 +293,16 @@ def _observe_with_graph_if_needed(
     is_carried: bool = False,
 ) -> _Observed | None:
     observe = functools.partial(
-        _observe, question.compute_loss, samples, state, is_sharp=is_sharp, is_carried=is_carried
+        _observe, check.compute_loss, samples, state, is_sharp=is_sharp, is_carried=is_carried
     )
     try:
         with torch.no_grad():
             return observe()
     except RuntimeError as error:
         # A training step may ask for gradients itself, as for a gradient penalty.
-        if is_out_of_memory(error) or "grad" not in str(error) or IN_BACKWARD:
+        if is_out_of_memory(error) or "grad" not in str(error) or ACTIVE_UPDATES:
             raise
-    with torch.enable_grad(), _own_gradients(question.module):
+    with torch.enable_grad(), _own_gradients(check.module):
         return observe()
 
 
@@ -383,17 +383,17 @@ def _preferred(
 
 
 def _reason(
-    losses: Sequence[float], question: Question, of: Literal["two", "several"] = "two"
+    losses: Sequence[float], check: LossCheck, of: Literal["two", "several"] = "two"
 ) -> str:
     both, one, other = (f"{loss:.6g}" for loss in losses)
     each = "each" if of == "two" else "each half"
     if not math.isfinite(losses[0]):
         return f"the loss of {of} samples is not finite ({both}, of {each} {one} and {other})"
     what = "a weighted mean or the sum"
-    if question.loss_weight != "auto":
-        what = f"the mean with the weights of `loss_weight={_shown(question.loss_weight)}`"
+    if check.loss_weight != "auto":
+        what = f"the mean with the weights of `loss_weight={_shown(check.loss_weight)}`"
     return (
-        f"{question.subject} cannot be split: that of {of} samples together is {both}, which is "
+        f"{check.subject} cannot be split: that of {of} samples together is {both}, which is "
         f"not {what} of that of {each}, {one} and {other}"
     )
 

@@ -193,7 +193,7 @@ class MicroBatchRunner:
         batch: Any,
         pass_part: PassPart,
         *,
-        take_down: Callable[[], TrainingState | None],
+        save_state: Callable[[], TrainingState | None],
         forget: Callable[[], None],
     ) -> None:
         """Pass a batch, in smaller parts if memory runs out.
@@ -201,14 +201,14 @@ class MicroBatchRunner:
         Args:
             batch: A batch.
             pass_part: Passes one part.
-            take_down: Gives the state before the batch, to be put back before it is repeated;
+            save_state: Gives the state before the batch, to be put back before it is repeated;
                 called for ``"auto"`` only, and again if memory was not enough for it.
             forget: Takes back what ``pass_part`` noted elsewhere.
 
         Raises:
             MemoryExhaustedError: If memory runs out with one sample.
         """
-        before = _Before(take_down if self.is_auto else lambda: None)
+        before = _Before(save_state if self.is_auto else lambda: None)
         while True:
             failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
@@ -263,16 +263,16 @@ class MicroBatchRunner:
 
 # Saving and restoring need memory, too: they are part of a try, which fails where there is none.
 class _Before:
-    def __init__(self, take_down: Callable[[], TrainingState | None]) -> None:
+    def __init__(self, save_state: Callable[[], TrainingState | None]) -> None:
         self.has_failed = False  # a try has failed
-        self._take_down = take_down
+        self._save_state = save_state
         self._state: TrainingState | None = None
 
     def prepare(self) -> None:
         if self.has_failed:
             free_unused()
         if self._state is None:
-            self._state = self._take_down()
+            self._state = self._save_state()
         else:
             self._state.restore()
 

@@ -165,7 +165,7 @@ class MicroBatching(Technique[Step]):
             # A cast copy of each weight: around the step, `torch.autocast` would keep them alive.
             torch.clear_autocast_cache()
 
-        def take_down() -> TrainingState | None:
+        def save_state() -> TrainingState | None:
             return None if module is None else TrainingState(module, gradients="keep")
 
         def forget() -> None:
@@ -174,7 +174,7 @@ class MicroBatching(Technique[Step]):
 
         def step(batch: Any) -> Tensor:
             losses.clear()
-            runner.run(batch, pass_part, take_down=take_down, forget=forget)
+            runner.run(batch, pass_part, save_state=save_state, forget=forget)
             return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
         size = self.micro_batch_size

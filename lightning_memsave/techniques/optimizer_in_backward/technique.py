@@ -20,7 +20,7 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import ELEMENTWISE
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
-    IN_BACKWARD,
+    ACTIVE_UPDATES,
     GradientUpdates,
     all_in_backward,
 )
@@ -251,7 +251,7 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
     else:
         gradients = f"gradients {format_bytes(sum(sizes))} -> {format_bytes(max(sizes, default=0))}"
         how = f"backward, {gradients} at a time"
-    where = " (they wait in host memory)" if IN_BACKWARD[optimizer].held is not None else ""
+    where = " (they wait in host memory)" if ACTIVE_UPDATES[optimizer].held is not None else ""
     return f"{type(optimizer).__name__}: {len(sizes)} parameters updated in {how}{where}"
 
 
@@ -288,7 +288,7 @@ def _problems_of_processes() -> list[Problem]:
 
 def _problems_of_others(target: Optimizer) -> list[Problem]:
     name = type(target).__name__
-    if target in IN_BACKWARD:
+    if target in ACTIVE_UPDATES:
         return [
             Problem(
                 f"`{name}`",

@@ -154,14 +154,16 @@ def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
     return None if position is None else optimizer.param_groups[position[0]]
 
 
-IN_BACKWARD: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = weakref.WeakKeyDictionary()
+ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = (
+    weakref.WeakKeyDictionary()
+)
 """Every optimizer whose parameters are updated in backward: hooks on parameters hold none."""
 
 
 def all_in_backward() -> list[tuple[Optimizer, "GradientUpdates"]]:
-    """List what is in `IN_BACKWARD`, whatever other threads put there meanwhile."""
-    optimizers = [ref() for ref in IN_BACKWARD.keyrefs()]
-    pairs = [(o, IN_BACKWARD.get(o)) for o in optimizers if o is not None]
+    """List what is in `ACTIVE_UPDATES`, whatever other threads put there meanwhile."""
+    optimizers = [ref() for ref in ACTIVE_UPDATES.keyrefs()]
+    pairs = [(o, ACTIVE_UPDATES.get(o)) for o in optimizers if o is not None]
     return [(optimizer, updates) for optimizer, updates in pairs if updates is not None]
 
 
@@ -215,7 +217,7 @@ class GradientUpdates:
         """
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
-        IN_BACKWARD[optimizer] = self
+        ACTIVE_UPDATES[optimizer] = self
         self._watch_parameters(optimizer)
         hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -235,7 +237,7 @@ class GradientUpdates:
         self._hooks.clear()
         optimizer = self._optimizer()
         if optimizer is not None:
-            IN_BACKWARD.pop(optimizer, None)
+            ACTIVE_UPDATES.pop(optimizer, None)
             for param in _parameters(optimizer):
                 if self.held is not None and param in self.held:
                     self.held.give_back(param)

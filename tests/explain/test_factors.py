@@ -8,9 +8,9 @@ from lightning_memsave.analysis.explain import make_what_if
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.explain.factors import FACTORS, explain_factors
 from lightning_memsave.explain.growth import max_positions
 from lightning_memsave.explain.parameters import parameter_table
-from lightning_memsave.explain.suspects import SUSPECTS, find_suspects
 from lightning_memsave.prediction.batch_sizes import (
     find_sequence,
     with_length,
@@ -48,7 +48,7 @@ def ids(samples=SAMPLES, tokens=TOKENS):
 
 
 def ask(name, model, batch, **options):
-    return find_suspects(make_what_if(model, batch, **options), [name])[0]
+    return explain_factors(make_what_if(model, batch, **options), [name])[0]
 
 
 def conv_net():
@@ -204,7 +204,7 @@ class Attending(nn.Module):
 )
 def test_the_sequence_is_what_is_attended_to(batch, longer):
     what_if = make_what_if(Attending(), batch, device="cpu")
-    samples, length, kernel = find_suspects(
+    samples, length, kernel = explain_factors(
         what_if, ["batch size", "sequence length", "attention kernel"]
     )
     if longer is None:
@@ -229,7 +229,7 @@ def test_attention_by_hand_is_found_in_batches_without_ids():
             return (x @ x.transpose(1, 2)).softmax(-1) @ x
 
     what_if = make_what_if(ByHand(), torch.ones(4, 96, 8), device="cpu")
-    length, kernel = find_suspects(what_if, ["sequence length", "attention kernel"])
+    length, kernel = explain_factors(what_if, ["sequence length", "attention kernel"])
     assert (length.figures["length"], length.figures["order"]) == (96, "quadratic")
     assert kernel.num_bytes == kernel.figures["num_matrices"] * 4 * 96 * 96 * 4 > 0
 
@@ -253,7 +253,7 @@ def test_a_batch_without_tensors_is_unknown():
         __slots__ = ()
 
     what_if = make_what_if(OfText(), lambda: Texts("words"), device="cpu")
-    for found in find_suspects(what_if, ["sequence length", "batch size"]):
+    for found in explain_factors(what_if, ["sequence length", "batch size"]):
         assert (found.verdict, found.num_bytes) == ("unknown", None)
 
 
@@ -312,7 +312,7 @@ def test_scores_of_other_models_are_counted():
 
 def test_old_gradients_are_those_at_the_peak_in_forward():
     batch = ids(2, 16)
-    found = ask("old gradients", large_vocabulary, batch, device="cpu")
+    found = ask("previous gradients", large_vocabulary, batch, device="cpu")
     base = predict_memory(large_vocabulary, batch, device="cpu")
     first = predict_memory(large_vocabulary, batch, settings={"early_release": True}, device="cpu")
     assert base.peak_phase == "forward"
@@ -322,13 +322,17 @@ def test_old_gradients_are_those_at_the_peak_in_forward():
 
 
 def test_old_gradients_are_gone_where_they_are_freed_first():
-    found = ask("old gradients", bert, ids(), settings={"micro_batch_size": "auto"}, device="cpu")
+    found = ask(
+        "previous gradients", bert, ids(), settings={"micro_batch_size": "auto"}, device="cpu"
+    )
     assert (found.verdict, found.num_bytes) == ("does not matter", 0)
 
 
 def test_logits_are_counted_and_belong_to_the_vocabulary():
     what_if = make_what_if(bert, ids(), device="cpu")
-    cardinality, copies = find_suspects(what_if, ["vocabulary and labels", "copies of the logits"])
+    cardinality, copies = explain_factors(
+        what_if, ["vocabulary and labels", "copies of the logits"]
+    )
     logits = SAMPLES * TOKENS * VOCABULARY * 4
     assert copies.num_bytes == copies.figures["num_copies"] * logits > 0
     assert cardinality.figures["logits_bytes"] == copies.num_bytes
@@ -355,13 +359,13 @@ def test_the_allocator_needs_more_than_tensors():
 
 
 def test_without_a_batch_parameters_are_answered_and_the_rest_is_unknown():
-    found = {s.name: s for s in find_suspects(make_what_if(bert))}
-    assert found.keys() == SUSPECTS.keys()
+    found = {s.name: s for s in explain_factors(make_what_if(bert))}
+    assert found.keys() == FACTORS.keys()
     assert found["batch size"].verdict == "unknown"
     assert found["model structure"].num_bytes >= 16 * parameter_table(bert()).num_parameters
 
 
-def test_a_change_that_the_model_refuses_makes_a_suspect_unknown():
+def test_a_change_that_the_model_refuses_makes_a_factor_unknown():
     class Eight(nn.Module):
         def __init__(self):
             super().__init__()
@@ -375,9 +379,9 @@ def test_a_change_that_the_model_refuses_makes_a_suspect_unknown():
     assert "does not take a batch of 2" in found.sentence
 
 
-def test_refuses_an_unknown_suspect():
+def test_refuses_an_unknown_factor():
     with pytest.raises(ConfigurationError, match="'batch size'"):
-        find_suspects(make_what_if(nn.Linear(2, 2)), ["batch"])
+        explain_factors(make_what_if(nn.Linear(2, 2)), ["batch"])
 
 
 def test_changed_batches_keep_their_form():
@@ -402,7 +406,7 @@ def test_an_axis_can_be_named():
 
 
 def test_a_peak_of_nothing_is_no_reason_to_matter():
-    from lightning_memsave.explain.finding import answered
+    from lightning_memsave.explain.finding import finding_of
 
     empty = MemoryPrediction("cpu", "M", MemoryBreakdown(), {})
-    assert answered("x", 0, "none", empty).verdict == "does not matter"
+    assert finding_of("x", 0, "none", empty).verdict == "does not matter"
