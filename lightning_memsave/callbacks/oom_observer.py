@@ -118,9 +118,9 @@ class OOMObserver(CallbackBase):
         """
         limit_s, batch = self.predict_limit_s, self._batch_at_hand
         if limit_s is not None and pl_module is not None and trainer.training and batch is not None:
-            predictions = predict_remedies(trainer, pl_module, batch, limit_s)
-            if predictions:
-                add_predictions(report, predictions)
+            predicted = predict_remedies(trainer, pl_module, batch, limit_s)
+            if predicted is not None:
+                add_predictions(report, *predicted)
         if self.extra is not None:
             self.extra(report)
 

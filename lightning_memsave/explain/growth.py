@@ -9,6 +9,7 @@ from lightning_memsave.explain.finding import Figure, Finding, finding_of, label
 from lightning_memsave.explain.parameters import ParameterTable
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
@@ -60,7 +61,7 @@ def batch_size(what_if: WhatIf) -> Finding:
         "fixed_bytes": round(line.fixed_bytes),
     }
     if what_if.gpu is not None:
-        largest, is_exact = _largest(what_if, lines, num_samples, what_if.gpu.total_bytes)
+        largest, is_exact = _largest(what_if, lines, num_samples, what_if.gpu)
         figures |= {"largest_batch": largest}
         sentence += f" {_fits(label_of(what_if.gpu), largest, is_exact)}"
     return finding_of(name, of_batch, sentence, base, **figures)
@@ -86,34 +87,34 @@ def _lines(
 # The peak is the highest of several lines, and the allocator's slack is on none, so that one line
 # alone promises too much: the size that it names is predicted, and changed until it fits.
 def _largest(
-    what_if: WhatIf, lines: dict[str, _Line], num_samples: int, capacity_bytes: int
+    what_if: WhatIf, lines: dict[str, _Line], num_samples: int, gpu: Gpu
 ) -> tuple[int, bool]:
     tried = {num_samples: what_if.base()}
     for _ in range(_MAX_STEPS):
-        fits, fails = _bounds(tried, capacity_bytes)
+        fits, fails = _bounds(tried, gpu)
         if fails == fits + 1:
             break
         if fits and fails:
             low, high = tried[fits].device_bytes, tried[fails].device_bytes
-            guess = fits + (fails - fits) * (capacity_bytes - low) // (high - low)
+            guess = fits + (fails - fits) * (gpu.total_bytes - low) // (high - low)
         else:
             nearest = tried[fits or fails]
             scale = nearest.peak_bytes / (nearest.device_bytes - nearest.context_bytes)
-            guess = _guess(lines, round((capacity_bytes - nearest.context_bytes) * scale))
+            guess = _guess(lines, round((gpu.total_bytes - nearest.context_bytes) * scale))
         guess = max(guess, fits + 1)
         guess = min(guess, fails - 1) if fails else guess
         try:
             tried[guess] = what_if.predict(num_samples=guess)
         except ImpossibleVariantError:
             break
-    fits, fails = _bounds(tried, capacity_bytes)
+    fits, fails = _bounds(tried, gpu)
     return fits, fails == fits + 1
 
 
 # The largest size that fits, and the smallest that does not; 0 where none was tried.
-def _bounds(tried: dict[int, MemoryPrediction], capacity_bytes: int) -> tuple[int, int]:
-    fits = [n for n, found in tried.items() if found.device_bytes <= capacity_bytes]
-    fails = [n for n, found in tried.items() if found.device_bytes > capacity_bytes]
+def _bounds(tried: dict[int, MemoryPrediction], gpu: Gpu) -> tuple[int, int]:
+    fits = [n for n, prediction in tried.items() if prediction.fits(gpu)]
+    fails = [n for n, prediction in tried.items() if not prediction.fits(gpu)]
     return max(fits, default=0), min(fails, default=0)
 
 

@@ -75,7 +75,7 @@ def _peak(base: MemoryPrediction) -> str:
 def _on_gpu(what_if: WhatIf, base: MemoryPrediction) -> list[str]:
     if what_if.gpu is None:
         return []
-    spare = what_if.gpu.total_bytes - base.device_bytes
+    spare = base.fits(what_if.gpu).spare_bytes
     name = label_of(what_if.gpu)
     has = f"{name[0].upper()}{name[1:]} has {format_bytes(what_if.gpu.total_bytes)}"
     if spare >= 0:

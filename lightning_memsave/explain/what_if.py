@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -239,20 +240,22 @@ class WhatIf:
         num_samples: int | None = None,
         length: int | None = None,
         attention: str | None = None,
+        limit_s: float = math.inf,
     ) -> MemoryPrediction:
-        """Predict the step with something changed.
+        """Predict a variant of the step: settings, batch size, sequence length or attention.
 
         Args:
-            changes: Of the arguments of `MemSaveCallback`.
-            num_samples: In place of those of the batch.
-            length: In place of that of the sequence.
-            attention: In place of the kind that the model has.
+            changes: Arguments of `MemSaveCallback` that are different.
+            num_samples: Another batch size.
+            length: Another length of the sequence.
+            attention: Another kind of attention.
+            limit_s: Give up after this time, beside the limit of the step itself.
 
         Returns:
             The prediction.
 
         Raises:
-            ImpossibleVariantError: If the model cannot do it, with the reason in one line.
+            ImpossibleVariantError: If the model cannot do it, or not in time; the reason in a line.
         """
         changes = changes or {}
         num_samples = None if num_samples == self.num_samples else num_samples
@@ -264,8 +267,8 @@ class WhatIf:
                     batch = with_samples(batch, num_samples)
                 if length is not None and self.sequence is not None:
                     batch = with_length(batch, self.sequence, length)
-                self._known[key] = self._predict(changes, batch, attention)
-            # Whatever a model says of inputs that nobody has asked it to take.
+                self._known[key] = self._predict(changes, batch, attention, limit_s)
+            # A model may raise anything on inputs that it was not made for.
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [""])[0]
                 reason = f"{type(error).__name__}: {first_line}"
@@ -280,9 +283,17 @@ class WhatIf:
         return repr((sorted(changes.items()), *others))
 
     def _predict(
-        self, changes: Mapping[str, Any], batch: Any, attention: str | None
+        self,
+        changes: Mapping[str, Any],
+        batch: Any,
+        attention: str | None,
+        limit_s: float = math.inf,
     ) -> MemoryPrediction:
         step = replace(self.step.with_settings(changes), batch=batch)
+        if limit_s <= 0:
+            raise TimeoutError("no time is left for another prediction")
+        if limit_s < (step.time_limit_s or math.inf):
+            step = replace(step, time_limit_s=limit_s)
         with contextlib.ExitStack() as stack:
             if attention is not None and isinstance(step.model, nn.Module):
                 stack.enter_context(attention_set(step.model, attention))

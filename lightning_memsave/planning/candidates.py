@@ -92,7 +92,7 @@ def single_candidates(now: CurrentSettings) -> list[Candidate]:
     return sorted(found, key=lambda one: (one.exactness == "approximate", one.slowdown))
 
 
-def part_candidates(now: CurrentSettings) -> list[Candidate]:
+def micro_batch_candidates(now: CurrentSettings) -> list[Candidate]:
     """List smaller parts of batches.
 
     Args:
@@ -117,7 +117,7 @@ def joint_candidates(now: CurrentSettings, helpful: Sequence[Candidate]) -> list
 
     Args:
         now: What is trained now.
-        helpful: Those from `single_candidates` and `part_candidates` that are to be joined.
+        helpful: Those from `single_candidates` and `micro_batch_candidates` that are to be joined.
 
     Returns:
         First all of them, then with parts of one sample, then the stack with the least memory.

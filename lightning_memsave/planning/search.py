@@ -1,6 +1,8 @@
-"""Which settings would lower the peak, and by how much."""
+"""Find the settings that lower the peak, and by how much."""
 
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,28 +12,30 @@ from lightning_memsave.planning.candidates import (
     Candidate,
     CurrentSettings,
     joint_candidates,
-    part_candidates,
+    micro_batch_candidates,
     single_candidates,
 )
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.units import format_bytes
 
+_SHARE_OF_SINGLE = 2 / 3
+
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Something that lowers the peak.
+    """Settings that lower the peak.
 
     Args:
         name: Such as ``"recompute all blocks"``.
         how: What to type.
-        peak_bytes: Predicted with it.
-        device_bytes: What the device must have then.
-        saved_bytes: Off the peak without it.
-        exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-        cost: Roughly what it costs: counted in passes, not measured.
-        fits: Whether that fits the GPU; ``None`` if none was named.
-        prediction: Of the step with it.
+        peak_bytes: Predicted peak with them.
+        device_bytes: Device memory needed with them.
+        saved_bytes: By how much the peak is lower.
+        exactness: How far values may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
+        cost: Roughly what they cost: counted in passes, not measured.
+        fits: Whether the step fits the GPU with them; ``None`` if no GPU was named.
+        prediction: Of the step with them.
     """
 
     name: str
@@ -72,72 +76,86 @@ def cheapest_that_fits(remedies: list[Remedy]) -> Remedy | None:
     return next((remedy for remedy in remedies if remedy.fits), None)
 
 
-def remedies_of(what_if: WhatIf) -> list[Remedy]:
-    """Predict what would lower the peak.
+def remedies_of(
+    what_if: WhatIf, written: Mapping[str, Any] | None = None, limit_s: float = math.inf
+) -> list[Remedy]:
+    """Predict which settings lower the peak.
 
     Args:
-        what_if: What predicts.
+        what_if: Predicts variants of the step.
+        written: Settings that a remedy is added to in what to type; ``None`` for the step's.
+        limit_s: Seconds after which no prediction is started; a third is kept for several settings
+            together, which save the most.
 
     Returns:
         The remedies, the cheapest first; `cheapest_that_fits` finds the one to take.
     """
-    now = CurrentSettings(
-        what_if.step.effective_settings,
-        what_if.step.precision,
-        what_if.gpu is None or what_if.gpu.has_bf16,
-        what_if.num_samples or 0,
-        dominant_embedding(what_if.table),
-    )
-    found: list[tuple[Candidate, Remedy]] = []
-    for candidate in single_candidates(now):
-        _try(what_if, candidate, found)
-    _try_parts(what_if, part_candidates(now), found)
-    for candidate in joint_candidates(now, [helped for helped, _ in found]):
-        _try(what_if, candidate, found)
-        # Of a large embedding most can be saved by the stack, which comes last.
-        if any(r.fits for _, r in found) or (what_if.gpu is None and not now.embedding):
-            break
-    return [remedy for _, remedy in found]
+    return _Search(what_if, what_if.step.settings if written is None else written, limit_s).run()
 
 
-def _try(what_if: WhatIf, candidate: Candidate, found: list[tuple[Candidate, Remedy]]) -> bool:
-    base = what_if.base()
-    try:
-        prediction = what_if.predict(candidate.changes)
-    except ImpossibleVariantError:
-        return False
-    if prediction.peak_bytes >= base.peak_bytes:
-        return False
-    found.append((candidate, _remedy(what_if, candidate, base, prediction)))
-    return True
+class _Search:
+    def __init__(self, what_if: WhatIf, written: Mapping[str, Any], limit_s: float) -> None:
+        self._what_if = what_if
+        self._written = written
+        self._limit_s = limit_s
+        self._start_s = time.monotonic()
+        self._found: list[tuple[Candidate, Remedy]] = []
 
+    def run(self) -> list[Remedy]:
+        what_if = self._what_if
+        now = CurrentSettings(
+            what_if.step.effective_settings,
+            what_if.step.precision,
+            what_if.gpu is None or what_if.gpu.has_bf16,
+            what_if.num_samples or 0,
+            dominant_embedding(what_if.table),
+        )
+        for candidate in single_candidates(now):
+            self._try(candidate, _SHARE_OF_SINGLE)
+        self._try_micro_batches(micro_batch_candidates(now))
+        for candidate in joint_candidates(now, [helped for helped, _ in self._found]):
+            self._try(candidate)
+            # Of a large embedding most can be saved by the stack, which comes last.
+            if any(r.fits for _, r in self._found) or (what_if.gpu is None and not now.embedding):
+                break
+        return [remedy for _, remedy in self._found]
 
-# Where one sample at once does not help, larger parts do not either; and where half of the batch
-# does as much, smaller ones are of no use.
-def _try_parts(
-    what_if: WhatIf, parts: Sequence[Candidate], found: list[tuple[Candidate, Remedy]]
-) -> None:
-    if not parts or not _try(what_if, parts[-1], found):
-        return
-    last = found.pop()
-    for candidate in parts[:-1]:
-        helped = _try(what_if, candidate, found)
-        if helped and found[-1][1].peak_bytes <= last[1].peak_bytes:
+    def _try(self, candidate: Candidate, share: float = 1) -> bool:
+        left_s = self._start_s + share * self._limit_s - time.monotonic()
+        base = self._what_if.base()
+        try:
+            prediction = self._what_if.predict(candidate.changes, limit_s=left_s)
+        except ImpossibleVariantError:
+            return False
+        if prediction.peak_bytes >= base.peak_bytes:
+            return False
+        self._found.append((candidate, self._remedy(candidate, base, prediction)))
+        return True
+
+    # Where one sample at once does not help, larger micro-batches do not either; and where half of
+    # the batch saves as much, smaller ones are of no use.
+    def _try_micro_batches(self, candidates: Sequence[Candidate]) -> None:
+        if not candidates or not self._try(candidates[-1], _SHARE_OF_SINGLE):
             return
-    found.append(last)
+        smallest = self._found.pop()
+        for candidate in candidates[:-1]:
+            helped = self._try(candidate, _SHARE_OF_SINGLE)
+            if helped and self._found[-1][1].peak_bytes <= smallest[1].peak_bytes:
+                return
+        self._found.append(smallest)
 
-
-def _remedy(
-    what_if: WhatIf, candidate: Candidate, base: MemoryPrediction, prediction: MemoryPrediction
-) -> Remedy:
-    return Remedy(
-        candidate.name,
-        as_code(what_if.step.make_callback, {**what_if.step.settings, **candidate.changes}),
-        prediction.peak_bytes,
-        prediction.device_bytes,
-        base.peak_bytes - prediction.peak_bytes,
-        candidate.exactness,
-        candidate.cost,
-        None if what_if.gpu is None else prediction.fits(what_if.gpu).fits,
-        prediction,
-    )
+    def _remedy(
+        self, candidate: Candidate, base: MemoryPrediction, prediction: MemoryPrediction
+    ) -> Remedy:
+        gpu = self._what_if.gpu
+        return Remedy(
+            candidate.name,
+            as_code(self._what_if.step.make_callback, {**self._written, **candidate.changes}),
+            prediction.peak_bytes,
+            prediction.device_bytes,
+            base.peak_bytes - prediction.peak_bytes,
+            candidate.exactness,
+            candidate.cost,
+            None if gpu is None else prediction.fits(gpu).fits,
+            prediction,
+        )

@@ -401,16 +401,16 @@ class TestRemedies:
 
         assert found["notes"] == []
         remedies = found["sections"]["What would have helped"]
-        as_it_is, *others = remedies.values()
-        assert next(iter(remedies)) == "as it is"
+        unchanged, *others = remedies.values()
+        assert next(iter(remedies)) == "unchanged"
         assert 'MemSaveCallback(stack="off", optimizer="8bit")' in remedies
-        assert all(other["peak_bytes"] < as_it_is["peak_bytes"] for other in others)
+        assert all(other["peak_bytes"] < unchanged["peak_bytes"] for other in others)
         measured = MemSaveCallback(
             None, optimizer=None, precision=None, micro_batch_size=None, predict=False
         )
         make_trainer(package, measured).fit(make_lit(package, make_model("dropout")))
         # But for the loss of the step before, which the monitor does not see.
-        assert as_it_is["peak_bytes"] == measured.monitor.summary.peak_bytes + 4
+        assert unchanged["peak_bytes"] == measured.monitor.summary.peak_bytes + 4
         assert "What would have helped:" in TEXT.read_text()
         assert "The step that ran out of memory" in Path("memsave_oom.html").read_text()
 
@@ -420,7 +420,7 @@ class TestRemedies:
         offered = " ".join(remedies)
         assert "activation_checkpointing" not in offered
         # What is typed does what is printed: all that was given is there.
-        lines = [text for text in remedies if text != "as it is"]
+        lines = [text for text in remedies if text != "unchanged"]
         assert all("predict=False" in text and "report=False" in text for text in lines)
         # Unless it is what helps: then it is what a callback does anyhow, and is not written.
         assert any("micro_batch_size=None" in text for text in lines)

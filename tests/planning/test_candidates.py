@@ -7,7 +7,7 @@ from lightning_memsave.planning.candidates import (
     Candidate,
     CurrentSettings,
     joint_candidates,
-    part_candidates,
+    micro_batch_candidates,
     single_candidates,
 )
 from lightning_memsave.techniques.registry import values_of, with_stack
@@ -23,7 +23,7 @@ def names(candidates):
 
 
 def all_candidates(now):
-    found = [*single_candidates(now), *part_candidates(now)]
+    found = [*single_candidates(now), *micro_batch_candidates(now)]
     return [*found, *joint_candidates(now, found)]
 
 
@@ -64,9 +64,9 @@ def test_devices_without_bf16_are_offered_none_of_it():
 
 
 def test_parts_are_smaller_than_those_in_force():
-    assert names(part_candidates(situation())) == [f"micro-batches of {n}" for n in (4, 2, 1)]
-    assert names(part_candidates(situation(micro_batch_size=2))) == ["micro-batches of 1"]
-    assert part_candidates(situation(num_samples=0)) == []
+    assert names(micro_batch_candidates(situation())) == [f"micro-batches of {n}" for n in (4, 2, 1)]
+    assert names(micro_batch_candidates(situation(micro_batch_size=2))) == ["micro-batches of 1"]
+    assert micro_batch_candidates(situation(num_samples=0)) == []
 
 
 def test_together_is_what_helped_and_then_the_stack():
@@ -94,5 +94,5 @@ def test_one_alone_is_joined_with_nothing():
 
 def test_a_size_that_is_set_stays():
     now = situation(micro_batch_size=2)
-    found = joint_candidates(now, [*single_candidates(now), *part_candidates(now)])
+    found = joint_candidates(now, [*single_candidates(now), *micro_batch_candidates(now)])
     assert [one.changes.get("micro_batch_size") for one in found] == [None, 2]
