@@ -59,7 +59,7 @@ def take_turns(items: Sequence[pytest.Item]) -> None:
 def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the prediction of each fit, which takes a second, where a test is not about it."""
     if request.node.get_closest_marker("predicts") is None:
-        monkeypatch.setattr("lightning_memsave.callbacks.arguments.TIME_LIMIT_S", None)
+        monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", None)
         monkeypatch.setattr("lightning_memsave.callbacks.oom_observer.PREDICT_LIMIT_S", None)
 
 
@@ -67,7 +67,7 @@ def no_prediction(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
 def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a stack save little, as it can in models of tests, where a test is not about that."""
     if request.node.get_closest_marker("smallest_saving") is None:
-        name = "lightning_memsave.callbacks.settings.SMALLEST_SAVING_BYTES"
+        name = "lightning_memsave.callbacks.settings.setting.SMALLEST_SAVING_BYTES"
         monkeypatch.setattr(name, 0)
 
 

@@ -114,8 +114,8 @@ def imports_lightning(sources: Sources) -> set[str]:
     }
 
 
-# Readers by argument: settings of the Trainer and of optimizers, and remedies with conditions.
-HAS_A_READER_EACH = {"callbacks.arguments", "planning.candidates"}
+# Remedies whose offer depends on more than whether they are on.
+MAY_LIST_ARGUMENTS = {"planning.candidates"}
 ARGUMENTS = {entry.argument for entry in entries()}
 
 
@@ -288,7 +288,7 @@ FOREIGN_PRIVATE_NAMES = {
         "_will_engine_execute_node",
     },
     "a base class or table of a module without another name": {
-        "callbacks.accumulation": "_BatchNorm",
+        "callbacks.settings.accumulate_grad_batches": "_BatchNorm",
         "prediction.fake.tensors": "_buffers _parameters",
         "techniques.activation_checkpointing.recompute": "_NormBase",
         "techniques.low_bit_optimizer.state_precision": "_ConvNd",
@@ -301,7 +301,7 @@ FOREIGN_PRIVATE_NAMES = {
     },
     "whether a module is compiled, or flattened by FSDP1": {
         "callbacks.memory_probes": "_compiler_ctx _compiled_call_impl",
-        "callbacks.optimizer_in_backward": "_compiler_ctx _compiled_call_impl _orig_mod",
+        "callbacks.settings.optimizer_in_backward": "_compiler_ctx _compiled_call_impl _orig_mod",
         "modules.steps": "_fsdp_flattened",
         "techniques.chunked_cross_entropy.heads": "_compiled_call_impl",
     },
@@ -410,6 +410,6 @@ def test_each_technique_has_a_case_a_page_and_a_changelog_line(technique):
 
 
 def test_arguments_are_listed_in_the_registry_alone():
-    assert set(lists_of_arguments(SOURCES)) == HAS_A_READER_EACH
+    assert set(lists_of_arguments(SOURCES)) == MAY_LIST_ARGUMENTS
     broken = {"callbacks.new": "NAMES = ('optimizer', 'precision', 'attention')"}
     assert lists_of_arguments(broken) == {"callbacks.new": ["optimizer", "precision", "attention"]}

@@ -155,7 +155,7 @@ def as_a_user(monkeypatch, caplog):
     for variable in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):  # `seed_everything` leaves them
         monkeypatch.setenv(variable, "0")
     # A loaded machine is no reason for a prediction not to be there.
-    monkeypatch.setattr("lightning_memsave.callbacks.arguments.TIME_LIMIT_S", 600.0)
+    monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", 600.0)
     modules = {*sys.modules}
     yield
     for name in {*sys.modules} - modules:

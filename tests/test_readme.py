@@ -47,7 +47,7 @@ LONG = ROOT / "docs" / "where_did_my_memory_go.md"
 @pytest.mark.predicts
 def test_code_on_the_page_runs(page, end, capsys, caplog, monkeypatch):
     # A loaded machine is no reason for a prediction not to be there.
-    monkeypatch.setattr("lightning_memsave.callbacks.arguments.TIME_LIMIT_S", 600.0)
+    monkeypatch.setattr("lightning_memsave.callbacks.settings.arguments.TIME_LIMIT_S", 600.0)
     text = page.read_text()
     text = text.partition(end)[0] if end else text
     names: dict[str, object] = {}

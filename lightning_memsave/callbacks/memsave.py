@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from lightning_memsave.callbacks import report as _report
-from lightning_memsave.callbacks.arguments import make_settings, time_limit
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.callbacks.micro_batching import MicroBatchSetting
-from lightning_memsave.callbacks.module_techniques import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.oom_report import (
     add_advice,
     attempted,
     out_of_memory_in,
     say,
 )
-from lightning_memsave.callbacks.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
-from lightning_memsave.callbacks.settings import warn
+from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
+from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
+from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row

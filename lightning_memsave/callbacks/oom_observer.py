@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_memsave.callbacks.arguments import time_limit
 from lightning_memsave.callbacks.oom_remedies import add_predictions, predict_remedies
 from lightning_memsave.callbacks.oom_report import (
     SNAPSHOT_NAME,
@@ -23,7 +22,8 @@ from lightning_memsave.callbacks.oom_report import (
     say,
     write_files,
 )
-from lightning_memsave.callbacks.settings import describe
+from lightning_memsave.callbacks.settings.arguments import time_limit
+from lightning_memsave.callbacks.settings.setting import describe
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.hooks import CallbackBase

@@ -15,7 +15,7 @@ from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch import Tensor
 
 from lightning_memsave.callbacks.report import versions
-from lightning_memsave.callbacks.settings import describe
+from lightning_memsave.callbacks.settings.setting import describe
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError

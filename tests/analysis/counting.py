@@ -18,7 +18,7 @@ from lightning_memsave import (
     MemSaveCallback,
 )
 from lightning_memsave.analysis.predict import predict_memory
-from lightning_memsave.callbacks.micro_batching import MicroBatchSetting
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.technique import Technique
 from lightning_memsave.measure.live_tensors import LiveTensors

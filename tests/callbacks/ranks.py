@@ -23,8 +23,8 @@ import pytest
 from filelock import FileLock
 from torch import distributed
 
-from lightning_memsave.callbacks import arguments as _arguments
-from lightning_memsave.callbacks import settings as _settings
+from lightning_memsave.callbacks.settings import arguments as _arguments
+from lightning_memsave.callbacks.settings import setting as _setting
 
 Notes = dict[str, Any]
 Report = Callable[[str], list[Notes]]
@@ -124,7 +124,7 @@ def launch(root: Path, scripts: list[str]) -> None:
 def main(root: str, *scripts: str) -> None:
     # As in `conftest`: predictions take time, and call the hooks that tests listen to.
     vars(_arguments)["TIME_LIMIT_S"] = None
-    vars(_settings)["SMALLEST_SAVING_BYTES"] = 0  # of small models, too
+    vars(_setting)["SMALLEST_SAVING_BYTES"] = 0  # of small models, too
     for script in scripts:
         parts = Path(script).relative_to(Path(__file__).parents[2]).with_suffix("").parts
         module = importlib.import_module(".".join(parts))

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks.optimizers import (
+from lightning_memsave.callbacks.settings.optimizer import (
     OptimizerSetting,
     enable,
     load_optimizer_state_dict,

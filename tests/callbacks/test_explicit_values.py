@@ -11,7 +11,7 @@ import torch
 from torch import nn, optim
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks import settings as _settings
+from lightning_memsave.callbacks.settings import setting as _setting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
 
@@ -147,7 +147,7 @@ class TestSmallestSaving:
         assert "need not change" not in str(rows_of(callback)["optimizer"].details)
 
     def test_is_one_segment_of_the_allocator(self, pytestconfig):
-        assert "SMALLEST_SAVING_BYTES = 20 * 2**20" in Path(_settings.__file__).read_text()
+        assert "SMALLEST_SAVING_BYTES = 20 * 2**20" in Path(_setting.__file__).read_text()
 
 
 @pytest.fixture(params=PACKAGES)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_memsave import MemSaveCallback, PeakMemory
-from lightning_memsave.callbacks import micro_batching as _micro_batching
+from lightning_memsave.callbacks.settings import micro_batch_size as _micro_batching
 from lightning_memsave.errors import (
     ConfigurationError,
     ExactnessWarning,

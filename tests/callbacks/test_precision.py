@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks import precision as precision_module
-from lightning_memsave.callbacks.low_precision_weights import LowPrecisionWeightsSetting
-from lightning_memsave.callbacks.precision import PrecisionSetting
+from lightning_memsave.callbacks.settings import precision as precision_module
+from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
+from lightning_memsave.callbacks.settings.precision import PrecisionSetting
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import check_host, package_of

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks.low_precision_weights import LowPrecisionWeightsSetting
-from lightning_memsave.callbacks.module_techniques import ChunkedCrossEntropySetting
-from lightning_memsave.callbacks.optimizer_in_backward import OptimizerInBackwardSetting
+from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
+from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
+from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,

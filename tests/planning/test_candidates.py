@@ -64,7 +64,9 @@ def test_devices_without_bf16_are_offered_none_of_it():
 
 
 def test_parts_are_smaller_than_those_in_force():
-    assert names(micro_batch_candidates(situation())) == [f"micro-batches of {n}" for n in (4, 2, 1)]
+    assert names(micro_batch_candidates(situation())) == [
+        f"micro-batches of {n}" for n in (4, 2, 1)
+    ]
     assert names(micro_batch_candidates(situation(micro_batch_size=2))) == ["micro-batches of 1"]
     assert micro_batch_candidates(situation(num_samples=0)) == []
 

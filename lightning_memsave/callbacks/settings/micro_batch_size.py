@@ -5,20 +5,24 @@ import functools
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from lightning_memsave.callbacks.accumulation import find_conflicts, has_batch_norm
-from lightning_memsave.callbacks.module_techniques import ModuleSetting
-from lightning_memsave.callbacks.settings import Setting, off_rows, warn
+from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
+from lightning_memsave.callbacks.settings.micro_batches import (
+    find_conflicts,
+    read_micro_batching,
+    warn_of_batch_norm,
+    warn_of_retry,
+)
+from lightning_memsave.callbacks.settings.modules import ModuleSetting
+from lightning_memsave.callbacks.settings.setting import Setting, off_rows
+from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, is_asked
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
 from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness, Row
 from lightning_memsave.errors import (
-    ExactnessWarning,
     IncompatibleError,
     MemoryExhaustedError,
-    MemsaveWarning,
     Problem,
 )
 from lightning_memsave.measure.storages import tensors_in_batch
@@ -98,6 +102,19 @@ class MicroBatchSetting(Setting):
         """What is known of the loss since the first batch."""
         self._tie = ""
 
+    @classmethod
+    def read(cls, arguments: Arguments) -> "MicroBatchSetting":
+        """Make the setting that the arguments describe."""
+        technique, why = read_micro_batching(arguments, "micro_batch_size")
+        value = "None" if technique is None or why else repr(technique.micro_batch_size)
+        return cls(
+            None if why else technique,
+            value,
+            not why and is_asked(arguments, "micro_batch_size"),
+            off_reason=why,
+            limit=exactness_limit(arguments),
+        )
+
     @property
     def is_auto(self) -> bool:
         """Whether it gives way to what stands against it."""
@@ -129,7 +146,7 @@ class MicroBatchSetting(Setting):
         self.proof, self._tie = Proof(), ""
         self._show(trainer, pl_module)
         if not self.is_auto:
-            _warn_of_batch_norm(trainer, pl_module, self.value)
+            warn_of_batch_norm(trainer, pl_module, self.value)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Find half-precision parameters of modules that are built after ``setup``.
@@ -240,7 +257,7 @@ class MicroBatchSetting(Setting):
         if self.is_auto and runner.size != self.size:
             self.size = runner.size
             warn_of_retry(trainer, runner, self.name, self._weighted())
-            _warn_of_batch_norm(trainer, pl_module, str(self.size))
+            warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer, pl_module)
 
     # Other processes repeat a batch together with this one, which DDP cannot do: they go without
@@ -433,42 +450,12 @@ def _extent(batch: Any) -> tuple[int, int]:
     )
 
 
-def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: str) -> None:
-    """Say that memory ran out and that the batch was repeated.
-
-    Args:
-        trainer: The Trainer.
-        runner: What repeated it.
-        name: The argument that begins with this size.
-        weighted: What the losses of micro-batches were proven to be weighted by; may be empty.
-    """
-    proven = f" The losses of micro-batches are {weighted}, as proven." if weighted else ""
-    warn(
-        trainer,
-        f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven} Begin with "
-        f"`{name}={runner.size}` next time.",
-        MemsaveWarning,
-    )
-
-
 def _refusal(what: str, proof: Proof) -> Problem:
     fix = (
         "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; "
         "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
     )
     return Problem(f"`{what}`", proof.reason, proof.fix or fix)
-
-
-def _warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
-    if not has_batch_norm(pl_module):
-        return
-    warn(
-        trainer,
-        f"`micro_batch_size={value}` and batch normalisation: its statistics come from each "
-        "micro-batch alone. Use a normalisation without batch statistics, such as "
-        "`nn.GroupNorm`, if that matters.",
-        ExactnessWarning,
-    )
 
 
 def _exhausted_in_step(optimizer: torch.optim.Optimizer, error: BaseException) -> BaseException:

@@ -1,19 +1,14 @@
 """Gradient accumulation set from the callback, with the last partial window scaled right."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
-from lightning_memsave.callbacks.settings import Setting, warn
-from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import ExactnessWarning, Problem
-from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.trainer.distributed import (
-    communicates_in_forward,
-    has_custom_gradient_sync,
-    has_static_graph,
-)
+from lightning_memsave.callbacks.settings.setting import Setting, warn
+from lightning_memsave.callbacks.settings.values import Arguments, why_beyond
+from lightning_memsave.core.technique import Exactness, Row
+from lightning_memsave.errors import ConfigurationError, ExactnessWarning, Problem
 from lightning_memsave.trainer.training_loop import adjust_losses
 
 
@@ -35,6 +30,20 @@ class AccumulationSetting(Setting):
         self.num_batches = num_batches
         # Factor of the batches of this window that have passed backward already.
         self._factor = 1.0
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "AccumulationSetting":
+        """Make the setting that the arguments describe."""
+        wanted = arguments["accumulate_grad_batches"]
+        if wanted is not None and (type(wanted) is not int or wanted < 1):
+            raise ConfigurationError(
+                f"`accumulate_grad_batches={wanted!r}` is not a number of batches: it must be a "
+                "whole number of at least 1. Use `accumulate_grad_batches=4` for a step every four "
+                "batches, or `None` to leave it to the Trainer."
+            )
+        if wanted is not None and wanted > 1:
+            why_beyond(arguments, "accumulate_grad_batches", Exactness.ROUNDING)
+        return cls(wanted)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer's own value, the scheduler and manual optimization."""
@@ -138,18 +147,6 @@ def has_scheduler(trainer: Any) -> bool:
     )
 
 
-def has_batch_norm(module: nn.Module) -> bool:
-    """Say whether a module takes statistics over the samples of a batch.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True if it has a layer of batch normalisation.
-    """
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
-
-
 def _rows_of_trainer(trainer: Any) -> list[Row]:
     own = trainer.accumulate_grad_batches
     if has_scheduler(trainer):
@@ -165,77 +162,13 @@ _LIGHTNING_SCALES = (
 )
 
 
-def find_conflicts(
-    trainer: Any, pl_module: Any, technique: MicroBatching, *, allows_half_precision: bool
-) -> list[Problem]:
-    """Find every reason why the batches of a Trainer cannot pass in parts.
+def has_batch_norm(module: nn.Module) -> bool:
+    """Say whether a module takes statistics over the samples of a batch.
 
     Args:
-        trainer: A Trainer in ``setup``.
-        pl_module: Its LightningModule.
-        technique: What was asked for.
-        allows_half_precision: Gradients of half-precision parameters are summed in float32.
+        module: Any module.
 
     Returns:
-        All problems, empty if they can.
+        True if it has a layer of batch normalisation.
     """
-    what = f"`micro_batch_size={technique.micro_batch_size!r}`"
-    is_auto = technique.micro_batch_size == "auto"
-    problems = [] if allows_half_precision else technique.check_module(pl_module)
-    if not pl_module.automatic_optimization:
-        problems.append(
-            Problem(
-                what,
-                f"`{type(pl_module).__name__}.automatic_optimization=False`: the module runs "
-                "its own backward passes",
-                "Set `micro_batch_size=None` and split the batch in `training_step`.",
-            )
-        )
-    if trainer.strategy.handles_gradient_accumulation:
-        problems.append(
-            Problem(
-                what,
-                f"`{type(trainer.strategy).__name__}` counts backward passes itself",
-                "Set `micro_batch_size=None`, and use a smaller batch and "
-                "`accumulate_grad_batches`.",
-            )
-        )
-    else:
-        problems.extend((_of_repetition if is_auto else _of_parts)(trainer, pl_module, what))
-    return problems
-
-
-# What stands against a process that repeats a batch while the others do not.
-def _of_repetition(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
-    meets = communicates_in_forward(trainer, pl_module)
-    own_way = has_custom_gradient_sync(trainer)
-    fix = "Use a fixed size such as `micro_batch_size=4`."
-    if meets:
-        yield Problem(what, f"{meets}, so none of them can repeat a batch alone", fix)
-    elif own_way:
-        why = f"{own_way}, which cannot wait until all processes had enough memory"
-        yield Problem(what, why, fix)
-    if _has_batch_size_finder(trainer):
-        yield Problem(
-            what,
-            "`BatchSizeFinder` looks for the size at which memory runs out",
-            "Remove that callback: batches shrink by themselves.",
-        )
-
-
-def _of_parts(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
-    if trainer.world_size > 1 and has_static_graph(trainer):
-        yield Problem(
-            what,
-            f"`{type(trainer.strategy).__name__}(static_graph=True)` must share gradients in every "
-            "backward pass, also in those of the first parts of a batch",
-            'Remove `static_graph`, or use `micro_batch_size="auto"`.',
-        )
-
-
-def _has_batch_size_finder(trainer: Any) -> bool:
-    return any(
-        base.__name__ == "BatchSizeFinder"
-        for callback in trainer.callbacks
-        for base in type(callback).__mro__
-    )
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())

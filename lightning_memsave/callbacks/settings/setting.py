@@ -1,17 +1,13 @@
 """What ``MemSaveCallback`` can set, each behind the same few methods."""
 
 import contextlib
-import functools
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
-import torch
-
-from lightning_memsave.core.technique import Handle, Row, Status, undo_all
+from lightning_memsave.core.technique import Handle, Row, undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.registry import BARE, values_of
 from lightning_memsave.units import format_bytes
 
 AS_IT_IS = "left as it is: `None` was asked for"
@@ -240,86 +236,3 @@ class Settings:
             for failure in self.undo():
                 error.add_note(failure)
             raise
-
-
-class Stack(Setting):
-    """Shows the settings of a stack; the settings themselves do the work.
-
-    Args:
-        arguments: As `with_stack` gives them.
-    """
-
-    name = "stack"
-
-    def __init__(self, arguments: Mapping[str, Any]) -> None:
-        super().__init__()
-        given = arguments["stack"]
-        own = [n for n in values_of(given or BARE) if n not in arguments["from_stack"]]
-        settings = {name: arguments[name] for name in arguments["from_stack"]}
-        on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
-        off = ", ".join(name for name, value in settings.items() if value is None)
-        beside = ", ".join(name for name in own if name != "force_8bit")
-        texts = {"": on, "off in it: ": off, "set beside it: ": beside}
-        details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
-        self._row = Row(self.name, repr(given), "on" if on else "off", details)
-        if given is None:
-            meaning = f'"auto" is what `stack={BARE!r}` has'
-            details = (f"{meaning}, without {off}" if off else meaning,)
-            self._row = Row(self.name, "None", "unchanged", details)
-        if given == "off":
-            self._row = Row(self.name, "'off'", "unchanged", ("off: all that is not given",))
-
-    def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Show the settings of the stack."""
-        self.rows = [self._row]
-
-
-class TF32Setting(Setting):
-    """TF32 for float32 matrix products and convolutions on CUDA.
-
-    Args:
-        is_allowed: Whether to use it; ``None`` leaves torch's process-wide setting alone.
-    """
-
-    name = "tf32"
-    is_for_evaluation = True
-
-    def __init__(self, is_allowed: bool | None) -> None:
-        super().__init__()
-        self.is_allowed = is_allowed
-
-    def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set it, if asked to."""
-        if self.is_allowed is None:
-            return
-        self._undo.append(_set_tf32(self.is_allowed))
-        on_cuda = trainer.strategy.root_device.type == "cuda"
-        status: Status = "on" if self.is_allowed and on_cuda else "off"
-        details = () if on_cuda or not self.is_allowed else ("it has an effect on CUDA only",)
-        exactness = "approximate" if status == "on" else ""
-        self.rows = [Row(self.name, str(self.is_allowed), status, details, exactness)]
-
-
-def _set_tf32(is_allowed: bool) -> Callable[[], None]:
-    """Set it, and return what restores it."""
-    try:
-        matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # a project that uses `fp32_precision` must not read or set the old names
-        cudnn: Any = torch.backends.cudnn
-        backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
-        before = [backend.fp32_precision for backend in backends]
-        _set_all(backends, ["tf32" if is_allowed else "ieee"] * len(backends))
-        return functools.partial(_set_all, backends, before)
-    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
-    torch.backends.cudnn.allow_tf32 = is_allowed
-
-    def restore() -> None:
-        torch.set_float32_matmul_precision(matmul)
-        torch.backends.cudnn.allow_tf32 = convolution
-
-    return restore
-
-
-def _set_all(backends: Sequence[Any], precisions: Sequence[str]) -> None:
-    for backend, precision in zip(backends, precisions, strict=True):
-        backend.fp32_precision = precision

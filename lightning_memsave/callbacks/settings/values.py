@@ -115,3 +115,8 @@ def read_flag(arguments: Arguments, name: str, allowed: tuple[bool | None, ...])
         raise ConfigurationError(f"`{name}={value!r}` is not a choice. Use one of {options}.")
     result: bool | None = value
     return result
+
+
+def short(value: object) -> str:
+    """Write a value for the table; what switches nothing on is ``None``."""
+    return "None" if value is None or value is False else repr(value)

@@ -2,8 +2,10 @@
 
 from typing import Any
 
-from lightning_memsave.callbacks.settings import Setting, off_rows
+from lightning_memsave.callbacks.settings.setting import Setting, off_rows
+from lightning_memsave.callbacks.settings.values import Arguments, is_asked
 from lightning_memsave.core.technique import Row, Status
+from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.trainer.hooks import find_zero_grad_override, owner_of
 from lightning_memsave.trainer.training_loop import release_early
 
@@ -21,6 +23,16 @@ class EarlyReleaseSetting(Setting):
     def __init__(self, is_on: bool, is_asked: bool) -> None:
         super().__init__()
         self.is_on, self.is_asked = is_on, is_asked
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "EarlyReleaseSetting":
+        """Make the setting that the arguments describe."""
+        name, wanted = "early_release", arguments["early_release"]
+        if wanted is not None and not isinstance(wanted, bool):
+            raise ConfigurationError(
+                f"`{name}={wanted!r}` is not a valid value. Use `{name}=True`, or `None`."
+            )
+        return cls(wanted is True, is_asked(arguments, name))
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the training loop."""

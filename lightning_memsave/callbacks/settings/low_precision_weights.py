@@ -11,17 +11,19 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memsave.callbacks import optimizers
-from lightning_memsave.callbacks import settings as _settings
-from lightning_memsave.callbacks.module_techniques import ModuleSetting
-from lightning_memsave.callbacks.settings import saves
+from lightning_memsave.callbacks.settings import optimizer as optimizers
+from lightning_memsave.callbacks.settings import setting as _setting
+from lightning_memsave.callbacks.settings.modules import ModuleSetting
+from lightning_memsave.callbacks.settings.setting import saves
+from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
 from lightning_memsave.core.technique import Handle, Row, Technique
-from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.low_precision_weights.technique import (
     LowPrecisionWeights,
     describe_updates,
     rounds_any,
 )
+from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import (
     SHARDED,
     averages_weights,
@@ -32,6 +34,7 @@ from lightning_memsave.trainer.trainer import (
 from lightning_memsave.trainer.training_loop import around_backward
 from lightning_memsave.units import format_bytes
 
+_BF16 = "bf16-mixed"
 _ALWAYS_SUMMED = (
     "gradients summed in float32, for 4 bytes each: with `automatic_optimization=False` only the "
     "module knows which of its backward passes are parts of a step"
@@ -50,6 +53,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         off_reason: Why there is no technique, where it is not the user's ``None``.
     """
 
+    name = LowPrecisionWeights.argument
     technique: LowPrecisionWeights | None
 
     def __init__(
@@ -69,6 +73,36 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         self._optimizers: Any = None
         self._sums_in_fp32 = False
 
+    @classmethod
+    def read(cls, arguments: Arguments) -> "LowPrecisionWeightsSetting":
+        """Make the setting that the arguments describe."""
+        name, wanted = "low_precision_weights", arguments["low_precision_weights"]
+        technique = LowPrecisionWeights.from_value(wanted)
+        own = is_asked(arguments, name)
+
+        def off(why: str = "") -> LowPrecisionWeightsSetting:
+            return cls(None, "None", sets_precision=False, is_asked=own, off_reason=why)
+
+        if technique is None:
+            return off()
+        if why := why_beyond(arguments, name, technique.exactness):
+            return off(why)
+        precision = arguments["precision"]
+        brings = precision == "auto" or (
+            precision is not None and full_name(precision) == "bf16-mixed"
+        )
+        what = as_given(arguments, name)
+        if not brings and precision is not None and not own:
+            return off(f"it computes in bf16-mixed, and `precision={precision!r}` was given")
+        if not brings and precision is not None:
+            raise ConfigurationError(
+                f"{what} computes in bfloat16 and does not go with "
+                f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{name}=None`."
+            )
+        return cls(
+            technique, repr(technique.rounding), sets_precision=brings, written=what, is_asked=own
+        )
+
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Convert the weights, unless they are made later, and wrap ``configure_optimizers``."""
         super().apply(trainer, pl_module)
@@ -86,7 +120,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
             return []
         problems = super().check(trainer, pl_module)
         late = builds_model_late(pl_module)
-        limit = _settings.SMALLEST_SAVING_BYTES
+        limit = _setting.SMALLEST_SAVING_BYTES
         if not self.is_asked and not late and _saved_bytes(pl_module) < limit:
             why = f"less than {format_bytes(limit)} need not change whether a run fits"
             problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))

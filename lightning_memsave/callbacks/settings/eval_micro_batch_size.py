@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memsave.callbacks.micro_batching import warn_of_retry
-from lightning_memsave.callbacks.settings import Setting, off_rows
+from lightning_memsave.callbacks.settings.micro_batches import read_micro_batching, warn_of_retry
+from lightning_memsave.callbacks.settings.setting import Setting, off_rows
+from lightning_memsave.callbacks.settings.values import Arguments, is_asked
 from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
@@ -162,6 +163,13 @@ class EvalMicroBatchSetting(Setting):
         self._runner: MicroBatchRunner | None = None
         # Of each step and DataLoader whose batches have been split.
         self._proofs: dict[tuple[Any, ...], Proof] = {}
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "EvalMicroBatchSetting":
+        """Make the setting that the arguments describe."""
+        technique, why = read_micro_batching(arguments, "eval_micro_batch_size")
+        is_own = is_asked(arguments, "eval_micro_batch_size")
+        return cls(None if why else technique, is_own, off_reason=why)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what stands against it."""

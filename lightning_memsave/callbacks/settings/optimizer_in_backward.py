@@ -8,9 +8,10 @@ from typing import Any
 
 from torch.nn.parameter import is_lazy
 
-from lightning_memsave.callbacks import optimizers
-from lightning_memsave.callbacks.accumulation import has_scheduler
-from lightning_memsave.callbacks.settings import Setting, off_rows, saves
+from lightning_memsave.callbacks.settings import optimizer as optimizers
+from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_scheduler
+from lightning_memsave.callbacks.settings.setting import Setting, off_rows, saves
+from lightning_memsave.callbacks.settings.values import Arguments, is_asked, short, why_beyond
 from lightning_memsave.core.technique import Handle, Row
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.optimizer_in_backward.technique import (
@@ -241,6 +242,21 @@ class OptimizerInBackwardSetting(Setting):
         """The settings with what the Trainer clips."""
         self._state: Any = None
         self._clipping = ""
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "OptimizerInBackwardSetting":
+        """Make the setting that the arguments describe."""
+        name, wanted = "optimizer_in_backward", arguments["optimizer_in_backward"]
+        technique = OptimizerInBackward.from_value(wanted)
+        if technique is not None:
+            why_beyond(arguments, name, technique.exactness)
+        parts = arguments["micro_batch_size"]
+        return cls(
+            technique,
+            short(wanted),
+            is_asked=is_asked(arguments, name),
+            halves_batches=getattr(parts, "micro_batch_size", parts) == "auto",
+        )
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what stands against it in the Trainer; the optimizer does not exist yet."""

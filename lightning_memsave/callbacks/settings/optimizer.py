@@ -8,11 +8,18 @@ from typing import Any
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_memsave.callbacks import settings as _settings
-from lightning_memsave.callbacks.settings import Setting, off_rows, row_of, saves
+from lightning_memsave.callbacks.settings import setting as _setting
+from lightning_memsave.callbacks.settings.setting import Setting, off_rows, row_of, saves
+from lightning_memsave.callbacks.settings.values import (
+    Arguments,
+    as_given,
+    is_asked,
+    refuse_technique,
+    why_beyond,
+)
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Row, Technique, undo_all
-from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
     find_obstacle,
 )
@@ -309,6 +316,31 @@ class OptimizerSetting(Setting):
         self.off_reason = off_reason
         self._state: Any = None
 
+    @classmethod
+    def read(cls, arguments: Arguments) -> "OptimizerSetting":
+        """Make the setting that the arguments describe."""
+        wanted = arguments["optimizer"]
+        details = {
+            name: arguments[name]
+            for name in ("optimizer_kwargs", "keep_32bit", "force_8bit")
+            if arguments[name]
+        }
+        if wanted is None or isinstance(wanted, LowBitOptimizer):
+            if details:
+                raise ConfigurationError(
+                    f"{', '.join(f'`{name}`' for name in details)} is not used with "
+                    f"{as_given(arguments, 'optimizer')}. Pass `optimizer=LowBitOptimizer(...)` "
+                    'with them, or use `optimizer="8bit"`.'
+                )
+            technique = wanted
+        else:
+            refuse_technique("optimizer", wanted, LowBitOptimizer)
+            technique = LowBitOptimizer(wanted, **details)
+        value = "None" if technique is None else repr(technique.optimizer)
+        if technique and (why := why_beyond(arguments, "optimizer", technique.exactness)):
+            return cls(None, "None", is_asked=False, off_reason=why)
+        return cls(technique, value, is_asked(arguments, "optimizer"))
+
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the strategy; the optimizer itself does not exist yet."""
         return [] if self.technique is None else self._problems(trainer)
@@ -325,7 +357,7 @@ class OptimizerSetting(Setting):
         # Those that are unfrozen later count, too.
         if yields and isinstance(technique, LowBitOptimizer) and not unfreezes_later(trainer):
             technique = dataclasses.replace(
-                technique, min_saved_bytes=_settings.SMALLEST_SAVING_BYTES
+                technique, min_saved_bytes=_setting.SMALLEST_SAVING_BYTES
             )
         self._state, undo = enable(pl_module, technique, yields)
         self._undo.append(undo)

@@ -1,15 +1,24 @@
-"""Precision set from the callback."""
+"""`precision` and `tf32` of `MemSaveCallback`."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_memsave.callbacks.settings import Setting, off_rows
-from lightning_memsave.core.technique import Row
+from lightning_memsave.callbacks.settings.setting import Setting, off_rows
+from lightning_memsave.callbacks.settings.values import (
+    Arguments,
+    as_given,
+    is_asked,
+    read_flag,
+    why_beyond,
+)
+from lightning_memsave.core.technique import Exactness, Row, Status
 from lightning_memsave.errors import Problem
 from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY
-from lightning_memsave.trainer.precision import precision_state, set_precision
+from lightning_memsave.trainer.precision import full_name, precision_state, set_precision
 from lightning_memsave.trainer.trainer import is_strategy
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -53,6 +62,28 @@ class PrecisionSetting(Setting):
         self.off_reason = off_reason
         self.written = written
         self.required_by_bf16_weights = required_by_bf16_weights
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "PrecisionSetting":
+        """Make the setting that the arguments describe."""
+        wanted, own = arguments["precision"], is_asked(arguments, "precision")
+        if wanted is None:
+            return cls(None, is_asked=own)
+        has_weights = arguments["low_precision_weights"] is not None
+        if wanted == "auto" and has_weights:
+            wanted = "bf16-mixed"  # or layers would get weights and inputs of different types
+        if wanted != "auto":
+            wanted = full_name(wanted)
+        # "32-true" is what Lightning does by itself; it cannot be told from no choice.
+        exactness = Exactness.BITWISE if wanted == "32-true" else Exactness.APPROXIMATE
+        if why := why_beyond(arguments, "precision", exactness):
+            return cls(None, is_asked=False, off_reason=why)
+        return cls(
+            wanted,
+            written=as_given({**arguments, "precision": wanted}, "precision"),
+            required_by_bf16_weights=has_weights,
+            is_asked=own or (has_weights and is_asked(arguments, "low_precision_weights")),
+        )
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what conflicts with the precision; ``"auto"`` chooses one that goes."""
@@ -191,3 +222,62 @@ def _emulates(trainer: Any, precision: str) -> bool:
     if device.type != "cuda" or not precision.startswith("bf16"):
         return False
     return torch.cuda.get_device_capability(device) < BF16_CAPABILITY
+
+
+class TF32Setting(Setting):
+    """TF32 for float32 matrix products and convolutions on CUDA.
+
+    Args:
+        is_allowed: Whether to use it; ``None`` leaves torch's process-wide setting alone.
+    """
+
+    name = "tf32"
+    is_for_evaluation = True
+
+    def __init__(self, is_allowed: bool | None) -> None:
+        super().__init__()
+        self.is_allowed = is_allowed
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "TF32Setting":
+        """Make the setting that the arguments describe."""
+        wanted = read_flag(arguments, "tf32", (True, False, None))
+        if wanted:
+            why_beyond(arguments, "tf32", Exactness.APPROXIMATE)
+        return cls(wanted)
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Set it, if asked to."""
+        if self.is_allowed is None:
+            return
+        self._undo.append(_set_tf32(self.is_allowed))
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        status: Status = "on" if self.is_allowed and on_cuda else "off"
+        details = () if on_cuda or not self.is_allowed else ("it has an effect on CUDA only",)
+        exactness = "approximate" if status == "on" else ""
+        self.rows = [Row(self.name, str(self.is_allowed), status, details, exactness)]
+
+
+def _set_tf32(is_allowed: bool) -> Callable[[], None]:
+    """Set it, and return what restores it."""
+    try:
+        matmul, convolution = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # a project that uses `fp32_precision` must not read or set the old names
+        cudnn: Any = torch.backends.cudnn
+        backends = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
+        before = [backend.fp32_precision for backend in backends]
+        _set_all(backends, ["tf32" if is_allowed else "ieee"] * len(backends))
+        return functools.partial(_set_all, backends, before)
+    torch.set_float32_matmul_precision("high" if is_allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = is_allowed
+
+    def restore() -> None:
+        torch.set_float32_matmul_precision(matmul)
+        torch.backends.cudnn.allow_tf32 = convolution
+
+    return restore
+
+
+def _set_all(backends: Sequence[Any], precisions: Sequence[str]) -> None:
+    for backend, precision in zip(backends, precisions, strict=True):
+        backend.fp32_precision = precision

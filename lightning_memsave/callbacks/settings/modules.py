@@ -1,14 +1,23 @@
 """Techniques that change the module, behind the methods of a `Setting`."""
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
-from lightning_memsave.callbacks.settings import Setting, off_rows, row_of
+from lightning_memsave.callbacks.settings.setting import Setting, off_rows, row_of
+from lightning_memsave.callbacks.settings.values import (
+    Arguments,
+    as_given,
+    is_asked,
+    refuse_technique,
+    short,
+    why_beyond,
+)
 from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.core.technique import Handle, Technique
-from lightning_memsave.errors import IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
@@ -17,6 +26,8 @@ from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
     materialize_referenced_logits,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.registry import Entry
 from lightning_memsave.trainer.trainer import (
     builds_model_late,
     checkpoints_activations_itself,
@@ -107,7 +118,27 @@ class ModuleSetting(Setting):
 class ActivationCheckpointingSetting(ModuleSetting):
     """Activation checkpointing, which a strategy may do already."""
 
+    name = "activation_checkpointing"
     technique: ActivationCheckpointing | None
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "ActivationCheckpointingSetting":
+        """Make the setting that the arguments describe."""
+        name = "activation_checkpointing"
+        wanted, blocks = arguments[name], arguments["blocks"]
+        if wanted is None or isinstance(wanted, ActivationCheckpointing):
+            if blocks is not None:
+                raise ConfigurationError(
+                    f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
+                    f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."
+                )
+            technique = wanted
+        else:
+            refuse_technique(name, wanted, ActivationCheckpointing)
+            technique = ActivationCheckpointing(wanted, blocks=blocks)
+        value = "None" if technique is None else repr(technique.which)
+        own = is_asked(arguments, name) or blocks is not None
+        return cls(name, technique, value, own)
 
     def savings(self, pl_module: Any) -> str:
         """Say which blocks would have been recomputed."""
@@ -178,3 +209,31 @@ class AttentionSetting(ModuleSetting):
     def _is_served(self, pl_module: nn.Module) -> bool:
         assert self.technique is not None, "it was applied"
         return self.technique.is_served(pl_module)
+
+
+# Techniques that need to know more of a Trainer than their conflicts.
+_KINDS: Mapping[type[Technique[Any]], type[ModuleSetting]] = {
+    AttentionKernel: AttentionSetting,
+    ChunkedCrossEntropy: ChunkedCrossEntropySetting,
+}
+
+
+def read_module_setting(entry: Entry, arguments: Arguments) -> ModuleSetting:
+    """Make the setting of a registered technique.
+
+    Args:
+        entry: Its entry.
+        arguments: All arguments of ``MemSaveCallback`` by name.
+
+    Returns:
+        The setting.
+    """
+    assert entry.technique is not None, "settings of the Trainer read their own arguments"
+    name, own = entry.argument, is_asked(arguments, entry.argument)
+    technique, kind = (
+        entry.technique.from_value(arguments[name]),
+        _KINDS.get(entry.technique, ModuleSetting),
+    )
+    if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
+        return kind(name, None, "None", own, why)
+    return kind(name, technique, short(arguments[name]), own)

@@ -1,0 +1,172 @@
+"""Arguments of ``MemSaveCallback``: checked all at once, and turned into settings."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
+from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
+from lightning_memsave.callbacks.settings.accumulate_grad_batches import AccumulationSetting
+from lightning_memsave.callbacks.settings.early_release import EarlyReleaseSetting
+from lightning_memsave.callbacks.settings.eval_micro_batch_size import EvalMicroBatchSetting
+from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.modules import (
+    ActivationCheckpointingSetting,
+    read_module_setting,
+)
+from lightning_memsave.callbacks.settings.optimizer import OptimizerSetting
+from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
+from lightning_memsave.callbacks.settings.precision import PrecisionSetting, TF32Setting
+from lightning_memsave.callbacks.settings.setting import Setting, Settings
+from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, read_flag
+from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques.registry import BARE, entries, values_of, with_stack
+
+_SETTINGS = (
+    PrecisionSetting,
+    MicroBatchSetting,
+    EvalMicroBatchSetting,
+    ActivationCheckpointingSetting,
+    EarlyReleaseSetting,
+    OptimizerSetting,
+    LowPrecisionWeightsSetting,
+    OptimizerInBackwardSetting,
+)
+"""Those that read their own arguments; all others are techniques that change the module."""
+
+
+def _readers() -> list[Callable[[Arguments], Setting]]:
+    """Give what reads each argument, in the order in which settings are applied."""
+    own: Mapping[str, type[Any]] = {setting.name: setting for setting in _SETTINGS}
+    return [
+        TF32Setting.read,
+        AccumulationSetting.read,
+        *(
+            own[entry.argument].read
+            if entry.argument in own
+            else functools.partial(read_module_setting, entry)
+            for entry in entries()
+        ),
+    ]
+
+
+T = TypeVar("T")
+
+
+def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemoryMonitor | None]:
+    """Check every argument and make what the callback works with.
+
+    Args:
+        owner: Name of the class whose arguments they are, for the message.
+        arguments: All arguments of ``MemSaveCallback`` by name.
+
+    Returns:
+        The settings and the monitor.
+
+    Raises:
+        ConfigurationError: If any argument is wrong; the message lists every problem.
+    """
+    problems: list[Problem | str] = []
+    try:
+        arguments = with_stack(arguments)
+    except ConfigurationError as error:
+        problems.append(str(error))
+        arguments = with_stack({**arguments, "stack": None})
+
+    def attempt(make: Callable[[Arguments], T]) -> T | None:
+        try:
+            return make(arguments)
+        except ConfigurationError as error:
+            problems.extend(error.problems or [str(error)])
+            return None
+
+    attempt(exactness_limit)
+    settings = [attempt(read) for read in _readers()]
+    monitor = attempt(_monitor)
+    attempt(_report)
+    attempt(_prediction)
+    if problems:
+        failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
+        raise failure
+    found = [setting for setting in settings if setting is not None]
+    stack = StackSetting(arguments)
+    made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
+    made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
+    return made, monitor
+
+
+def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:
+    wanted = arguments["monitor"]
+    if isinstance(wanted, GPUMemoryMonitor):
+        return wanted
+    if isinstance(wanted, bool):
+        return GPUMemoryMonitor() if wanted else None
+    raise ConfigurationError(
+        f"`monitor={wanted!r}` is neither True, False nor a monitor. Use "
+        "`monitor=GPUMemoryMonitor(every_n_steps=10)` for settings of its own."
+    )
+
+
+def _report(arguments: Arguments) -> bool:
+    return bool(read_flag(arguments, "report", (True, False)))
+
+
+def _prediction(arguments: Arguments) -> float | None:
+    return time_limit(arguments["predict"])
+
+
+def time_limit(predict: object) -> float | None:
+    """Read how long a prediction may take.
+
+    Args:
+        predict: True, False or a number of seconds.
+
+    Returns:
+        Seconds; ``None`` if there shall be no prediction.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if isinstance(predict, bool):
+        return TIME_LIMIT_S if predict else None
+    if not isinstance(predict, int | float) or not 0 < predict < math.inf:
+        raise ConfigurationError(
+            f"`predict={predict!r}` is neither True, False nor a number of seconds. Use "
+            "`predict=60` to let the prediction take a minute."
+        )
+    return float(predict)
+
+
+class StackSetting(Setting):
+    """Shows the settings of a stack; the settings themselves do the work.
+
+    Args:
+        arguments: As `with_stack` gives them.
+    """
+
+    name = "stack"
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        given = arguments["stack"]
+        own = [n for n in values_of(given or BARE) if n not in arguments["from_stack"]]
+        settings = {name: arguments[name] for name in arguments["from_stack"]}
+        on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
+        off = ", ".join(name for name, value in settings.items() if value is None)
+        beside = ", ".join(name for name in own if name != "force_8bit")
+        texts = {"": on, "off in it: ": off, "set beside it: ": beside}
+        details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
+        self._row = Row(self.name, repr(given), "on" if on else "off", details)
+        if given is None:
+            meaning = f'"auto" is what `stack={BARE!r}` has'
+            details = (f"{meaning}, without {off}" if off else meaning,)
+            self._row = Row(self.name, "None", "unchanged", details)
+        if given == "off":
+            self._row = Row(self.name, "'off'", "unchanged", ("off: all that is not given",))
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Show the settings of the stack."""
+        self.rows = [self._row]

@@ -1,0 +1,152 @@
+"""What `micro_batch_size` and `eval_micro_batch_size` share: reading a size, and conflicts."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
+from lightning_memsave.callbacks.settings.setting import warn
+from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
+from lightning_memsave.errors import ConfigurationError, ExactnessWarning, MemsaveWarning, Problem
+from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.trainer.distributed import (
+    communicates_in_forward,
+    has_custom_gradient_sync,
+    has_static_graph,
+)
+
+
+def read_micro_batching(arguments: Arguments, name: str) -> tuple[MicroBatching | None, str]:
+    """Read one of the two sizes, and why the limit switches it off."""
+    wanted, details = arguments[name], _details_of(arguments)
+    if isinstance(wanted, MicroBatching) and details:
+        raise ConfigurationError(
+            f"{', '.join(f'`{name}`' for name in details)} is not used with "
+            f"`{name}={wanted!r}`. Pass `MicroBatching(...)` with it."
+        )
+    if wanted is None:
+        MicroBatching(**details)  # refuses what is wrong with them
+        return None, ""
+    technique = wanted
+    if not isinstance(wanted, MicroBatching):
+        refuse_technique(name, wanted, MicroBatching)
+        try:
+            technique = MicroBatching(wanted, **details)
+        except ConfigurationError as error:
+            message = str(error).replace("`micro_batch_size=", f"`{name}=")
+            raise ConfigurationError(message) from None
+    return technique, why_beyond(arguments, name, technique.exactness)
+
+
+def _details_of(arguments: Arguments) -> dict[str, Any]:
+    defaults = {"loss_weight": "auto", "split_batch": None}
+    return {n: arguments[n] for n, default in defaults.items() if arguments[n] != default}
+
+
+def find_conflicts(
+    trainer: Any, pl_module: Any, technique: MicroBatching, *, allows_half_precision: bool
+) -> list[Problem]:
+    """Find every reason why the batches of a Trainer cannot pass in parts.
+
+    Args:
+        trainer: A Trainer in ``setup``.
+        pl_module: Its LightningModule.
+        technique: What was asked for.
+        allows_half_precision: Gradients of half-precision parameters are summed in float32.
+
+    Returns:
+        All problems, empty if they can.
+    """
+    what = f"`micro_batch_size={technique.micro_batch_size!r}`"
+    is_auto = technique.micro_batch_size == "auto"
+    problems = [] if allows_half_precision else technique.check_module(pl_module)
+    if not pl_module.automatic_optimization:
+        problems.append(
+            Problem(
+                what,
+                f"`{type(pl_module).__name__}.automatic_optimization=False`: the module runs "
+                "its own backward passes",
+                "Set `micro_batch_size=None` and split the batch in `training_step`.",
+            )
+        )
+    if trainer.strategy.handles_gradient_accumulation:
+        problems.append(
+            Problem(
+                what,
+                f"`{type(trainer.strategy).__name__}` counts backward passes itself",
+                "Set `micro_batch_size=None`, and use a smaller batch and "
+                "`accumulate_grad_batches`.",
+            )
+        )
+    else:
+        problems.extend((_of_repetition if is_auto else _of_parts)(trainer, pl_module, what))
+    return problems
+
+
+# What stands against a process that repeats a batch while the others do not.
+def _of_repetition(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
+    meets = communicates_in_forward(trainer, pl_module)
+    own_way = has_custom_gradient_sync(trainer)
+    fix = "Use a fixed size such as `micro_batch_size=4`."
+    if meets:
+        yield Problem(what, f"{meets}, so none of them can repeat a batch alone", fix)
+    elif own_way:
+        why = f"{own_way}, which cannot wait until all processes had enough memory"
+        yield Problem(what, why, fix)
+    if _has_batch_size_finder(trainer):
+        yield Problem(
+            what,
+            "`BatchSizeFinder` looks for the size at which memory runs out",
+            "Remove that callback: batches shrink by themselves.",
+        )
+
+
+def _of_parts(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
+    if trainer.world_size > 1 and has_static_graph(trainer):
+        yield Problem(
+            what,
+            f"`{type(trainer.strategy).__name__}(static_graph=True)` must share gradients in every "
+            "backward pass, also in those of the first parts of a batch",
+            'Remove `static_graph`, or use `micro_batch_size="auto"`.',
+        )
+
+
+def _has_batch_size_finder(trainer: Any) -> bool:
+    return any(
+        base.__name__ == "BatchSizeFinder"
+        for callback in trainer.callbacks
+        for base in type(callback).__mro__
+    )
+
+
+def warn_of_batch_norm(trainer: Any, pl_module: nn.Module, value: str) -> None:
+    """Warn that batch normalization sees the statistics of micro-batches."""
+    if not has_batch_norm(pl_module):
+        return
+    warn(
+        trainer,
+        f"`micro_batch_size={value}` and batch normalisation: its statistics come from each "
+        "micro-batch alone. Use a normalisation without batch statistics, such as "
+        "`nn.GroupNorm`, if that matters.",
+        ExactnessWarning,
+    )
+
+
+def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: str) -> None:
+    """Say that memory ran out and that the batch was repeated.
+
+    Args:
+        trainer: The Trainer.
+        runner: What repeated it.
+        name: The argument that begins with this size.
+        weighted: What the losses of micro-batches were proven to be weighted by; may be empty.
+    """
+    proven = f" The losses of micro-batches are {weighted}, as proven." if weighted else ""
+    warn(
+        trainer,
+        f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven} Begin with "
+        f"`{name}={runner.size}` next time.",
+        MemsaveWarning,
+    )
