@@ -1,4 +1,4 @@
-"""The suite as one callback."""
+"""`MemSaveCallback`: all techniques behind one callback."""
 
 import inspect
 import sys
@@ -57,14 +57,14 @@ class MemSaveCallback(CallbackBase):
     recomputed in backward, the optimizer that the module configures keeps its state in 8 bits
     (embeddings, norms and biases stay 32-bit), mixed precision is switched on where the device is a
     CUDA GPU with native bfloat16 and the Trainer names no other, a batch that does not fit is
-    repeated in parts, and memory is measured. At the start of fit one table says what was switched
-    on and what was not, and why; ``memsave_report.json`` in the run's log directory says it again,
-    with the memory that was measured.
+    repeated in micro-batches, and memory is measured. At the start of fit one table shows what was
+    switched on, what was not, and why; ``memsave_report.json`` in the run's log directory repeats
+    it with the memory that was measured.
 
-    Each argument from ``activation_checkpointing`` to ``early_release`` takes ``"auto"``, which is
-    the value of the stack, ``None``, which leaves the project as it is, or a value, which is set or
-    refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack stays
-    off where it conflicts with the project, finds nothing to change, or would save less than
+    Each argument from ``activation_checkpointing`` to ``early_release`` can be ``"auto"``, which
+    means the value of the stack, ``None``, which leaves the project unchanged, or a value, which is
+    set or refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack
+    stays off where it conflicts with the project, finds nothing to change, or would save less than
     20 MiB; the table shows the reason.
 
     Args:
@@ -76,8 +76,8 @@ class MemSaveCallback(CallbackBase):
         precision: Any precision of Lightning's Trainer. It is set for validation, test and
             prediction as well.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; the
-            gradients add up to those of the batch. With ``"auto"`` the whole batch passes, and when
-            memory runs out it is repeated with half the size, which is kept and saved in
+            gradients add up to those of the batch. ``"auto"`` starts with the whole batch; when
+            memory runs out, the batch is repeated with half the size, which is kept and saved in
             checkpoints. See `MicroBatching`, which can be passed too.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
@@ -89,11 +89,12 @@ class MemSaveCallback(CallbackBase):
             ``"kahan"`` compensation; or `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
         attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
             `AttentionKernel`.
-        early_release: Free what is kept longer than it is needed; bit for bit the same training.
+        early_release: Free gradients before the forward pass and unused outputs before the
+            backward pass; training stays the same bit for bit.
         stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
-            optimizer, micro-batches), ``"bitwise"`` (all that leaves training bit for bit as it
-            was), ``"single_gpu"`` (the least memory without that of the host) or ``"off"`` (nothing
-            but what is given beside it). What is given beside a stack wins. ``None`` is
+            optimizer, micro-batches), ``"bitwise"`` (all that keeps training the same bit for bit),
+            ``"single_gpu"`` (the least GPU memory without host memory) or ``"off"`` (only the
+            arguments given beside it). Arguments given beside a stack win. ``None`` is
             ``"classic"``.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
@@ -107,14 +108,13 @@ class MemSaveCallback(CallbackBase):
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
         eval_micro_batch_size: The same for validation, test and prediction. A batch is split only
-            where samples of it prove that this changes nothing but rounding.
+            where some of its samples prove that this changes nothing but rounding.
         tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
-        exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-            What moves them further is switched off in a stack, and refused if it is given.
-        monitor: Measure memory; ``False`` for not; or a `GPUMemoryMonitor` with its own settings.
-        predict: Predict the peak of memory before the first step, by training two steps on tensors
-            without data, unless that takes more than 20 seconds; ``False`` for not, or a number of
-            seconds.
+        exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
+            Settings that move them further are off in a stack, and refused if they are given.
+        monitor: Measure memory; ``False`` disables it; or a `GPUMemoryMonitor` with settings.
+        predict: Predict peak memory before the first step, by training two steps on fake tensors,
+            for 20 seconds at most; ``False`` disables it, a number is another limit in seconds.
         report: Print the table and write ``memsave_report.json``.
 
     Raises:
@@ -163,7 +163,7 @@ class MemSaveCallback(CallbackBase):
         given = {**locals(), **others}
         super().__init__()
         refuse_unknown(others)
-        # Each parameter by its name, and techniques that somebody else has registered.
+        # Each parameter by its name, and techniques that other packages have registered.
         names = dict.fromkeys([*_DEFAULTS, *(entry.argument for entry in entries())])
         self.arguments = {name: given.get(name, "auto") for name in names}
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
@@ -195,14 +195,14 @@ class MemSaveCallback(CallbackBase):
 
     @property
     def prediction(self) -> MemoryPrediction | None:
-        """What the latest fit was predicted to take; ``None`` without a prediction."""
+        """The prediction of the latest fit; ``None`` without one."""
         return self._prediction.prediction
 
     def effective_arguments(self) -> dict[str, Any]:
-        """Say with which arguments another callback would do what this fit does.
+        """Give the arguments of a callback that would do what this fit does.
 
         Returns:
-            All arguments by name; what a stack stands for is set, and what gave way is off.
+            All arguments by name, with the values of the stack; what yielded is off.
         """
         updates = self._settings.find(OptimizerInBackwardSetting).effective
         arguments = {**with_stack(self.arguments), "optimizer_in_backward": updates}
@@ -275,7 +275,7 @@ class MemSaveCallback(CallbackBase):
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Keep what somebody wants to look at after the step."""
+        """Materialize logits that are still referenced."""
         self._settings.find(ChunkedCrossEntropySetting).before_backward(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -285,7 +285,7 @@ class MemSaveCallback(CallbackBase):
         the module moves to the host, as Lightning moves it afterwards.
         """
         if self._user not in (None, id(trainer)):
-            return  # the run of another Trainer goes on
+            return  # another Trainer is in a run with it
         self._user = None
         error = out_of_memory_in(exception, self._outside)
         if error is not None:
@@ -305,7 +305,7 @@ class MemSaveCallback(CallbackBase):
             self._write_report(trainer, exception, is_always=error is not None)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Restore the module and write the report, as every monitor has closed its books now."""
+        """Restore the module and write the report, after all monitors have finished."""
         self._user = None
         self._undo(trainer)
         self._write_report(trainer)
@@ -378,7 +378,7 @@ class MemSaveCallback(CallbackBase):
             or not trainer.is_global_zero
         ):
             return
-        # What there is in an evaluation is of an earlier fit.
+        # In an evaluation the figures are those of an earlier fit.
         summary = self._reported.summary if has_started and self._reported is not None else None
         error_of_prediction = None if summary is None else summary.prediction_error
         _report.write_report(
@@ -400,13 +400,13 @@ _DEFAULTS = {
 
 
 def refuse_unknown(others: Iterable[str]) -> None:
-    """Refuse names that are no arguments, neither of the signature nor of registered techniques."""
+    """Refuse names that are neither in the signature nor those of registered techniques."""
     known = [entry.argument for entry in entries()]
     for name in others:
         if name not in known:
             names = ", ".join(f"`{known}`" for known in _DEFAULTS)
             fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {names}."
-            raise ConfigurationError(f"`{name}` is no argument of `MemSaveCallback`. {fix}")
+            raise ConfigurationError(f"`{name}` is not an argument of `MemSaveCallback`. {fix}")
 
 
 def is_default(name: str, value: object) -> bool:

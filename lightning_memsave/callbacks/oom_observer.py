@@ -47,11 +47,11 @@ class OOMObserver(CallbackBase):
             ``Trainer(default_root_dir=...)`` without a logger.
         record_history: Let CUDA's allocator note which line of Python made each tensor, from the
             start of fit on; the snapshot then shows the way to the peak. Makes each allocation
-            slower and takes host memory.
+            slower and uses host memory.
         max_history_entries: Allocations to remember; older ones are forgotten.
         num_largest: How many of the largest tensors to name.
-        predict: Predict what would have helped, on tensors without data, for about a minute at
-            most, and show it in ``memsave_oom.html``; ``False`` for not, or a number of seconds.
+        predict: Predict on fake tensors which settings would have helped, for about a minute, and
+            show them in ``memsave_oom.html``; ``False`` disables it, a number limits the seconds.
         extra: Called with the `OutOfMemoryReport` when it is complete and has been written, to add
             to it with ``add_section`` and ``add_file``, or to send it somewhere.
 
@@ -59,7 +59,7 @@ class OOMObserver(CallbackBase):
         ConfigurationError: If an argument is wrong.
 
     Note:
-        The exception goes on as it was: whatever fails in here is logged and not raised. Nothing
+        The exception propagates unchanged: what fails in here is logged, not raised. Nothing
         is written for other exceptions, nor when `MemSaveCallback` repeats a batch with success.
         When it gives up with `MemoryExhaustedError`, it has freed the activations before.
 
@@ -253,7 +253,7 @@ def _check_arguments(
     problems = []
     if dirpath is not None and not isinstance(dirpath, (str, os.PathLike)):
         fix = 'Use `dirpath="reports"`, or `None` for the log directory of the run.'
-        problems.append(Problem(f"`dirpath={dirpath!r}`", "it is no path", fix))
+        problems.append(Problem(f"`dirpath={dirpath!r}`", "it is not a path", fix))
     if not isinstance(record_history, bool):
         fix = "Use `record_history=True` to see which line made each tensor."
         what = f"`record_history={record_history!r}`"

@@ -320,8 +320,8 @@ def make_report(
     reserved_bytes = None if allocator is None else allocator.reserved_bytes
     if isinstance(error, MemoryExhaustedError):
         notes.append(
-            "The batch was repeated in smaller parts before, and the activations of the last "
-            "attempt were freed: they are not among the tensors that were alive."
+            "The batch was repeated in smaller micro-batches before, and the activations of the "
+            "last attempt were freed: they are not among the tensors that were alive."
         )
     return OutOfMemoryReport(
         diagnosis=diagnosis,
@@ -354,7 +354,7 @@ def add_advice(trainer: Any, exception: BaseException, error: BaseException) -> 
         advice.insert(0, _SMALLER_EVALUATION)
     lines = [f"  {number}. {line}" for number, line in enumerate(advice, 1)]
     note = "\n".join([diagnosis.summary, "What to do:", *lines])
-    if note not in getattr(exception, "__notes__", ()):  # of another callback of ours
+    if note not in getattr(exception, "__notes__", ()):  # of another callback of this package
         exception.add_note(note)
 
 

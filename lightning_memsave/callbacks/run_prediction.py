@@ -27,7 +27,7 @@ from lightning_memsave.units import format_bytes
 TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
-# The precision is in force, whoever has set it; the others have no part in training steps.
+# The Trainer has its precision by now; the others do not change training steps.
 _LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
 
 
@@ -67,7 +67,7 @@ class RunPrediction(Predicted):
             arguments: Its arguments, as `effective_settings` gives them.
 
         Raises:
-            KeyboardInterrupt: If somebody interrupts the run meanwhile.
+            KeyboardInterrupt: If the run is interrupted meanwhile.
         """
         if not self.is_due:
             return
@@ -82,7 +82,7 @@ class RunPrediction(Predicted):
                 with _disable_current_modes():
                     step = step_of(trainer, pl_module, batch, make_callback, arguments)
                     self.prediction = predict(replace(step, time_limit_s=self.limit_s))
-        # Whatever the user's code does on tensors without data must not end a run that would train.
+        # The user's code may fail on fake tensors; that must not end a run that would train.
         except (Exception, SystemExit) as error:
             # A Trainer makes the one of the other.
             if isinstance(error.__context__, KeyboardInterrupt):
@@ -120,7 +120,7 @@ class RunPrediction(Predicted):
 def effective_settings(
     arguments: Mapping[str, Any], rows: Sequence[Row], micro_batch_size: int | None
 ) -> dict[str, Any]:
-    """Say with which arguments another callback would do what this run does.
+    """Give the arguments of a callback that would do what this run does.
 
     Args:
         arguments: Arguments of `MemSaveCallback`.
@@ -128,12 +128,12 @@ def effective_settings(
         micro_batch_size: The size to which batches had to shrink, if they had to.
 
     Returns:
-        The arguments; what gave way to something in this run is off.
+        The arguments; what yielded in this run is off.
     """
     on = {row.name for row in rows if row.status == "on"}
     result = {**arguments, **dict.fromkeys(_LEFT_OUT)}
     result.pop("from_stack", None)
-    # What the run has decided already, by what only it knows, such as the strategy.
+    # The run has decided already, by facts that a prediction lacks, such as the strategy.
     for entry in entries():
         if entry.argument not in on:
             result[entry.argument] = None
@@ -145,7 +145,7 @@ def effective_settings(
 
 
 def obstacle(trainer: Any, pl_module: Any) -> str:
-    """Find out why a fit cannot be predicted.
+    """Return why a fit cannot be predicted.
 
     Args:
         trainer: The Trainer.
@@ -183,7 +183,7 @@ def _reason(error: BaseException) -> str:
     if type(error).__name__ in _OF_VALUES or any(text in str(error) for text in _WITHOUT_VALUES):
         code = linecache.getline(str(path), number).strip()
         return f"{where} needs the values of a tensor, which only a real step has: `{code}`"
-    return f"{where} raises {what} where the step is followed without the values of its tensors"
+    return f"{where} raises {what} where the step runs on fake tensors, which have no values"
 
 
 _NOT_OF_A_PROJECT = {
@@ -204,7 +204,7 @@ def step_of(
     make_callback: Callable[..., Any],
     settings: Mapping[str, Any],
 ) -> TrainingStep:
-    """Say what the steps of a fit are, for a prediction.
+    """Describe the steps of a fit as a `TrainingStep`.
 
     Args:
         trainer: The Trainer, in a training batch.

@@ -63,14 +63,14 @@ def _is_layer(table: ParameterTable, name: str) -> bool:
 
 
 def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
-    """Find what is as large as the logits and alive at the peak.
+    """List logits-shaped tensors alive at the peak.
 
     Args:
         base: The prediction.
         outputs: The output layer.
 
     Returns:
-        Tensors with a number for each output, largest first.
+        Tensors with an element for each output, largest first.
     """
     return [
         tensor
@@ -84,7 +84,7 @@ def logits_of(base: MemoryPrediction, outputs: Outputs) -> list[TensorMemory]:
 
 
 def logits_copies(what_if: WhatIf) -> Finding:
-    """Count what is as large as the logits.
+    """Count logits-shaped tensors alive at the peak.
 
     Args:
         what_if: What predicts.
@@ -94,7 +94,7 @@ def logits_copies(what_if: WhatIf) -> Finding:
     """
     name, base, outputs = "copies of the logits", what_if.base(), find_outputs(what_if.table)
     if outputs is None:
-        return finding_of(name, 0, "There is no layer that gives logits.", base)
+        return finding_of(name, 0, "The model has no layer that computes logits.", base)
     logits = logits_of(base, outputs)
     num_bytes = sum(tensor.num_bytes for tensor in logits)
     count = f"{len(logits)} tensor{'' if len(logits) == 1 else 's'}"
@@ -102,20 +102,20 @@ def logits_copies(what_if: WhatIf) -> Finding:
     if logits:
         made = ", ".join(dict.fromkeys(tensor.op.removeprefix("aten.") for tensor in logits))
         sentence = (
-            f"{count} of {outputs.num_outputs:,} outputs for each position or sample, "
+            f"{count} of {outputs.num_outputs:,} outputs per position or sample, "
             f"{format_bytes(num_bytes)} together, are alive at the peak ({made})."
         )
     return finding_of(name, num_bytes, sentence, base, num_copies=len(logits))
 
 
 def model_states_of(what_if: WhatIf) -> ModelStates:
-    """Find what parameters cost, from the prediction where there is a batch.
+    """Give the model states, from the prediction where there is a batch.
 
     Args:
         what_if: What predicts.
 
     Returns:
-        The costs at the peak; without a batch, with the optimizer that was given or AdamW.
+        The model states at the peak; without a batch, with the given optimizer or AdamW.
     """
     if what_if.can_predict:
         return ModelStates.from_prediction(what_if.base(), what_if.optimizer_name)
@@ -124,7 +124,7 @@ def model_states_of(what_if: WhatIf) -> ModelStates:
 
 
 def cardinality(what_if: WhatIf) -> Finding:
-    """Say what the number of labels and of entries of the vocabulary costs.
+    """Give the bytes that depend on the size of the vocabulary or the number of labels.
 
     Args:
         what_if: What predicts.
@@ -135,7 +135,7 @@ def cardinality(what_if: WhatIf) -> Finding:
     name, table = "vocabulary and labels", what_if.table
     outputs, tables = find_outputs(table), embedding_tables(table)
     if outputs is None and not tables:
-        return Finding(name, "does not matter", 0, "There is neither a vocabulary nor labels.")
+        return Finding(name, "does not matter", 0, "The model has neither a vocabulary nor labels.")
     # Positions and kinds of tokens have tables, too: small ones.
     large = [e for e in tables if e.num_elements >= _SMALL * tables[0].num_elements]
     chosen = {e.module: e for e in large}
@@ -170,7 +170,7 @@ def _named(entries: list[TensorEntry]) -> str:
 
 
 def structure(what_if: WhatIf) -> Finding:
-    """Say what the parameters cost before the first activation.
+    """Give the bytes of the model states.
 
     Args:
         what_if: What predicts.
@@ -209,7 +209,7 @@ def attention_kernel(what_if: WhatIf) -> Finding:
     try:
         found = what_if.predict(attention=other)
     except ImpossibleVariantError as error:
-        return unknown_finding(_NAME, f"The model cannot do with `{other}`: {error}.")
+        return unknown_finding(_NAME, f"The model fails with `{other}`: {error}.")
     saved = base.peak_bytes - found.peak_bytes
     figures: dict[str, Figure] = {
         "attention": now,
@@ -217,7 +217,7 @@ def attention_kernel(what_if: WhatIf) -> Finding:
         "other_peak_bytes": found.peak_bytes,
     }
     if now != "eager":
-        what = f"would take {format_bytes(-saved)} more" if saved < 0 else "would take no more"
+        what = f"would need {format_bytes(-saved)} more" if saved < 0 else "would need no more"
         return finding_of(
             _NAME, 0, f"It is `{now}` already; `eager` {what}.", base, **figures, saved_bytes=0
         )
@@ -236,7 +236,7 @@ def attention_kernel(what_if: WhatIf) -> Finding:
 def _of_scores(what_if: WhatIf) -> Finding:
     base = what_if.base()
     if not what_if.lengths:
-        return Finding(_NAME, "does not matter", 0, "Nothing is attended to in this step.")
+        return Finding(_NAME, "does not matter", 0, "This step has no attention.")
     scores = scores_of(base, what_if.lengths)
     num_bytes = sum(tensor.num_bytes for tensor in scores)
     if not scores:
@@ -246,7 +246,7 @@ def _of_scores(what_if: WhatIf) -> Finding:
     return finding_of(
         _NAME,
         num_bytes,
-        f"{at_least}{len(scores)} matrices of all pairs of tokens take {format_bytes(num_bytes)} "
+        f"{at_least}{len(scores)} matrices of all pairs of tokens use {format_bytes(num_bytes)} "
         "at the peak: `torch.nn.functional.scaled_dot_product_attention` keeps none.",
         base,
         num_matrices=len(scores),
@@ -274,7 +274,7 @@ def scores_of(base: MemoryPrediction, lengths: Collection[int]) -> list[TensorMe
 
 
 def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> bool:
-    """Say whether smaller ones may be missing in what a prediction lists.
+    """Return whether a prediction may lack smaller tensors of the same kind.
 
     Args:
         base: The prediction; it lists its largest tensors, and of deep models those of a copy.
@@ -291,7 +291,7 @@ def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> b
 
 
 def previous_gradients(what_if: WhatIf) -> Finding:
-    """Find gradients of the step before that are alive beside the activations.
+    """Find gradients of the previous step that are alive beside the activations.
 
     Args:
         what_if: What predicts.
@@ -315,17 +315,15 @@ def previous_gradients(what_if: WhatIf) -> Finding:
     except ImpossibleVariantError as error:
         why = str(error)
     if why:
-        return unknown_finding(
-            name, f"What it would save to free them earlier is not known: {why}."
-        )
+        return unknown_finding(name, f"What freeing them earlier would save is unknown: {why}.")
     saved = max(base.peak_bytes - found.peak_bytes, 0)
     if not alive:
         sentence = "None are alive at the peak."
     else:
         sentence = (
             f"Lightning frees gradients after the forward pass, so that {format_bytes(alive)} of "
-            "the step before are alive beside the activations. To free them before it saves "
-            f"{format_bytes(saved)}: `MemSaveCallback(early_release=True)` does so."
+            "the previous step are alive beside the activations. Freeing them earlier saves "
+            f"{format_bytes(saved)}: `MemSaveCallback(early_release=True)` does it."
         )
     return finding_of(name, alive, sentence, base, alive_bytes=alive, saved_bytes=saved)
 

@@ -1,4 +1,4 @@
-"""How memory grows with the batch."""
+"""How memory grows with batch size and sequence length."""
 
 import re
 from dataclasses import dataclass
@@ -28,13 +28,13 @@ class _Line:
 
 
 def batch_size(what_if: WhatIf) -> Finding:
-    """Tell what each sample takes from what is there without any, from two batch sizes.
+    """Separate the memory of each sample from what any batch needs, from two batch sizes.
 
     Args:
         what_if: What predicts.
 
     Returns:
-        The answer; with a GPU also the largest batch that is predicted to fit.
+        The finding; with a GPU also the largest batch that is predicted to fit.
     """
     name, num_samples, base = "batch size", what_if.num_samples, what_if.base()
     if not num_samples:
@@ -45,14 +45,14 @@ def batch_size(what_if: WhatIf) -> Finding:
     try:
         found = what_if.predict(num_samples=other)
     except ImpossibleVariantError as error:
-        return unknown_finding(name, f"The model does not take a batch of {other}: {error}.")
+        return unknown_finding(name, f"The model fails with a batch of {other}: {error}.")
     lines = _lines(base, num_samples, found, other)
     line = lines[base.peak_phase]
     of_batch = round(line.bytes_per_sample * num_samples)
     samples = f"{num_samples} sample{'s' if num_samples > 1 else ''}"
     sentence = (
-        f"Each sample takes {format_bytes(round(line.bytes_per_sample))} and {samples} "
-        f"{format_bytes(of_batch)}; {format_bytes(round(line.fixed_bytes))} are there with any "
+        f"Each sample needs {format_bytes(round(line.bytes_per_sample))}, {samples} "
+        f"{format_bytes(of_batch)}; {format_bytes(round(line.fixed_bytes))} are needed for any "
         "batch."
     )
     figures: dict[str, Figure] = {
@@ -164,17 +164,17 @@ def sequence_length(what_if: WhatIf) -> Finding:
     try:
         at_other = what_if.predict(length=other)
     except ImpossibleVariantError as error:
-        return unknown_finding(name, f"The model does not take a length of {other}: {error}.")
+        return unknown_finding(name, f"The model fails with a length of {other}: {error}.")
     growth = _growth(what_if, length, other)
     figures: dict[str, Figure] = {
         "length": length,
         "other_length": other,
         "other_peak_bytes": at_other.peak_bytes,
     }
-    what = f"with {other:,} the step would take {format_bytes(at_other.peak_bytes)}"
+    what = f"with {other:,} the step would need {format_bytes(at_other.peak_bytes)}"
     if other < length or other == limit:
         most = limit if limit is not None and limit >= length else length
-        what += f" ({most:,} are the most that the model takes)"
+        what += f" ({most:,} is the longest that the model supports)"
     if growth is None:
         return _of_peaks(what_if, base, what, figures)
     with_length, with_square = (
@@ -229,14 +229,12 @@ def _without_axis(what_if: WhatIf) -> Finding:
     if what_if.lengths:
         return unknown_finding(
             name,
-            f"The model attends to {what_if.lengths[0]:,} tokens, which is no size in the batch: "
-            f"they follow from others, such as those of images. {fix}",
+            f"The model attends to {what_if.lengths[0]:,} tokens, which is not a size of the "
+            f"batch: it follows from other sizes, such as those of images. {fix}",
         )
     if not tensors or any(tensor.ndim == 3 for tensor in tensors):
         return unknown_finding(name, f"It is not known which axis is a sequence. {fix}")
-    return Finding(
-        name, "does not matter", 0, f"There are no token ids, and nothing is attended to. {fix}"
-    )
+    return Finding(name, "does not matter", 0, f"There are no token ids, and no attention. {fix}")
 
 
 # A parabola through three lengths, as far apart as the peak stays at the same moment of the step:
@@ -300,7 +298,7 @@ def _of_peaks(
     return finding_of(
         "sequence length",
         grows,
-        f"At {length:,} tokens the step takes {format_bytes(grows)} more than at "
+        f"At {length:,} tokens the step needs {format_bytes(grows)} more than at "
         f"{length // 2:,}{then}. The peak is at another moment of the step then.",
         base,
         **figures,

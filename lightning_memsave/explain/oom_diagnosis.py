@@ -11,7 +11,7 @@ from lightning_memsave.units import GIB, MIB, format_bytes
 # of what it has reserved. When it raises its error it has given back every segment that is wholly
 # free, so what is left lies between tensors; a few per cent of that are there in any healthy run.
 FRAGMENTED_SHARE = 0.05
-# Others on the device count from this share of it: a desktop alone takes less.
+# Others on the device count from this share of it: a desktop alone uses less.
 OTHERS_SHARE = 0.1
 # CUDA's context and the buffers of its libraries are smaller than this as a rule.
 USUAL_OUTSIDE_BYTES = 2 * GIB
@@ -22,7 +22,7 @@ CAUSES = {
     "limit": "the limit set for this process is reached",
     "fragmentation": "free memory is scattered between tensors",
     "other_process": "other processes take memory on the device",
-    "outside": "memory outside of torch's allocator takes the place",
+    "outside": "memory outside of torch's allocator fills the device",
     "refused": "the request was refused although memory was free",
     "library": "a library found no memory beside torch's allocator",
     "host": "the memory of the host ran out",
@@ -65,7 +65,7 @@ def own_and_others(oom: OutOfMemory) -> tuple[int | None, tuple[ProcessOnDevice,
         oom: The figures of the message.
 
     Returns:
-        What this process takes in bytes, ``None`` if not known, and the other processes. In a
+        Bytes of this process, ``None`` if not known, and the other processes. In a
         container this process has another number outside and stands among the others: it is the
         smallest one that is large enough.
     """
@@ -197,9 +197,9 @@ def advise(
             *less,
         ],
         "outside": [
-            "Look with `nvidia-smi` who takes it: another process that the message does not name, "
-            "NCCL's buffers (one set for each communicator), or a second framework in this "
-            "process.",
+            "Look with `nvidia-smi` which process uses it: another process that the message does "
+            "not name, NCCL's buffers (one set for each communicator), or a second framework in "
+            "this process.",
             "With TensorFlow or JAX in the same process, stop them from taking the whole device: "
             "`XLA_PYTHON_CLIENT_PREALLOCATE=false`, `TF_FORCE_GPU_ALLOW_GROWTH=true`.",
             *less,
@@ -281,7 +281,7 @@ def _less_memory(oom: OutOfMemory, has_memsave: bool) -> list[str]:
         ]
     suite = (
         "Add `MemSaveCallback()` to the Trainer: it recomputes activations, keeps the optimizer's "
-        "state in 8 bits, and repeats a batch in parts when memory runs out, with the same "
+        "state in 8 bits, and repeats a batch in micro-batches when memory runs out, with the same "
         "gradients."
     )
     if has_memsave:

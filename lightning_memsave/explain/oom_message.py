@@ -99,7 +99,7 @@ def bytes_of(number: str, unit: str) -> int | None:
         unit: Such as ``"GiB"`` or ``"bytes"``.
 
     Returns:
-        Bytes; ``None`` for what is no size but -1 as an unsigned number.
+        Bytes; ``None`` for -1 written as an unsigned number.
     """
     # torch divides by 1024 whatever it calls the unit.
     power = "BKMGTPE".index(unit[0].upper())
@@ -156,7 +156,7 @@ class ProcessOnDevice:
 
     Args:
         pid: Its number as the driver knows it, which is another one inside a container.
-        used_bytes: What it takes on the device; ``None`` where the driver does not tell.
+        used_bytes: Its memory on the device; ``None`` where the driver does not tell.
     """
 
     pid: int
@@ -183,7 +183,7 @@ class OutOfMemory:
         allocated_bytes: In tensors of this process, private pools included.
         private_pool_bytes: Of that, what the private pools of CUDA graphs keep.
         unallocated_bytes: Kept by torch's allocator with no tensor in it.
-        process_bytes: All that this process takes, CUDA context included.
+        process_bytes: Memory of this process, CUDA context included.
         processes: Processes that are named by their number.
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``, where a traceback shows it.
         allocator_variable: The environment variable with settings of the allocator.

@@ -263,7 +263,7 @@ class ParameterTable:
 
 
 def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> ParameterTable:
-    """Count the parameters of every module; nothing is run, and no numbers are read.
+    """Count the parameters of every module; nothing is run, and no values are read.
 
     Args:
         source: A module, also one on the meta device or of fake tensors. Or what a ``state_dict``
@@ -280,7 +280,7 @@ def parameter_table(source: nn.Module | Mapping[str, Any], model: str = "") -> P
     Note:
         Tied parameters of a mapping are recognised if its values are tensors that share memory. A
         DTensor counts as the whole of it, not as the part that this process has. A parameter that
-        is packed, such as a 4-bit one, counts as the numbers that are stored.
+        is packed, such as a 4-bit one, counts as the elements that are stored.
 
     Example:
         >>> parameter_table({"head.weight": (10, 4), "head.bias": ((10,), "bfloat16")}).num_bytes

@@ -63,11 +63,11 @@ def _peak(base: MemoryPrediction) -> str:
     on_device = ""
     if base.device_bytes != base.peak_bytes:
         on_device = (
-            f" The device must have {format_bytes(base.device_bytes)}, with gaps between blocks of "
-            "the allocator and CUDA's context."
+            f" Device memory needed: {format_bytes(base.device_bytes)}, with CUDA's context and "
+            "gaps between the allocator's blocks."
         )
     return (
-        f"A step takes {format_bytes(base.peak_bytes)} in tensors at its peak, which is in "
+        f"The tensors of a step need {format_bytes(base.peak_bytes)} at the peak, which is in "
         f"{base.peak_phase}{where} (`{base.peak_op}`).{on_device}"
     )
 
@@ -90,7 +90,7 @@ def _categories(base: MemoryPrediction) -> str:
         f"{_NAMES.get(name, name)} {format_bytes(n)} ({n / base.peak_bytes:.0%})"
         for name, n in large
     ]
-    return f"Of the peak are {', '.join(parts)}."
+    return f"The peak holds {', '.join(parts)}."
 
 
 # Equal modules of all blocks count together: `encoder.layer.0.mlp` is `encoder.layer.*`.
@@ -108,7 +108,7 @@ def _modules(base: MemoryPrediction) -> list[str]:
     each = f", {format_bytes(num_bytes // num_blocks)} in each" if num_blocks > 1 else ""
     what = f"the {num_blocks} blocks of `{name}`" if num_blocks > 1 else f"`{name}`"
     return [
-        f"Of what forward and backward made {num_bytes / total:.0%} "
+        f"Of the tensors made in forward and backward, {num_bytes / total:.0%} "
         f"({format_bytes(num_bytes)}) belongs to {what}{each}."
     ]
 
@@ -146,6 +146,6 @@ def _several(base: MemoryPrediction, tensors: list[TensorMemory], what: str) -> 
     if num_bytes < _MIN_SHARE * base.peak_bytes:
         return []
     at_least = "At least " if are_maybe_more(base, tensors) else ""
-    count = f"{at_least}{len(tensors)} tensor{'s hold' if len(tensors) > 1 else ' holds'} numbers"
+    count = f"{at_least}{len(tensors)} tensor{'s hold' if len(tensors) > 1 else ' holds'} values"
     share = f"{num_bytes / base.peak_bytes:.0%} of the peak"
     return [f"{count} {what}: {format_bytes(num_bytes)}, {share}."]

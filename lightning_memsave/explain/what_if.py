@@ -1,4 +1,4 @@
-"""Predictions of one model on changed inputs, each made once."""
+"""Predict variants of one training step, each once."""
 
 import contextlib
 import functools
@@ -149,16 +149,16 @@ class ImpossibleVariantError(MemsaveError):
 
 @dataclass
 class WhatIf:
-    """A training step, and predictions of it with something changed, each made once.
+    """A training step, and predictions of its variants, each made once.
 
     Args:
-        step: The step as it is; without a batch, or without code for the model, nothing of it is
+        step: The unchanged step; without a batch, or without code for the model, nothing is
             predicted.
         table: The parameters.
         configured: Name of the optimizer that was given; empty where the module makes its own.
         attention: Kind of attention of the Hugging Face model in it, such as ``"eager"``.
         known_sequence: Where the sequence runs in the batch, if that is known.
-        observed: What was seen of the step as it is, once it has been predicted.
+        observed: What was seen of the unchanged step, once it has been predicted.
     """
 
     step: TrainingStep
@@ -181,7 +181,7 @@ class WhatIf:
 
     @property
     def gpu(self) -> Gpu | None:
-        """The GPU that is meant."""
+        """The GPU that the step should fit."""
         return self.step.gpu
 
     @property
@@ -203,7 +203,7 @@ class WhatIf:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many tokens the step as it is attends to, the largest number first."""
+        """How many tokens the unchanged step attends to, the largest number first."""
         softmaxes = (t.shape for t in self.base().largest_tensors if "softmax" in t.op)
         by_hand = {s[-1] for s in softmaxes if len(s) > 2 and s[-1] == s[-2] > 1}
         known = () if self.known_sequence is None else (self.known_sequence.length,)
@@ -220,7 +220,7 @@ class WhatIf:
         return len(self._known)
 
     def base(self) -> MemoryPrediction:
-        """Predict the step as it is.
+        """Predict the unchanged step.
 
         Returns:
             The prediction; what the module raises comes through.

@@ -19,7 +19,7 @@ class Candidate:
     Args:
         name: Such as ``"recompute all blocks"``.
         changes: Arguments of `MemSaveCallback` that differ from those in force.
-        exactness: How far numbers may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
+        exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
         cost: Roughly what it costs: counted in passes, not measured.
         slowdown: The same as a share of a step.
     """
@@ -78,13 +78,13 @@ class CurrentSettings:
 
 
 def single_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List what can be switched on by itself, but for parts of batches.
+    """List the techniques that can be switched on alone, without micro-batches.
 
     Args:
         now: What is trained now.
 
     Returns:
-        The candidates: first what leaves numbers alone or nearly so.
+        The candidates, the most exact and fastest first.
     """
     found = []
     for entry in entries():
@@ -93,7 +93,7 @@ def single_candidates(now: CurrentSettings) -> list[Candidate]:
 
 
 def micro_batch_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List smaller parts of batches.
+    """List smaller micro-batches.
 
     Args:
         now: What is trained now.
@@ -120,7 +120,8 @@ def joint_candidates(now: CurrentSettings, helpful: Sequence[Candidate]) -> list
         helpful: Those from `single_candidates` and `micro_batch_candidates` that are to be joined.
 
     Returns:
-        First all of them, then with parts of one sample, then the stack with the least memory.
+        First all of them, then also micro-batches of one sample, then the stack with the least
+        memory.
     """
     if len(helpful) < 2:
         return []

@@ -78,7 +78,7 @@ def test_logits_that_dominate_are_named():
     names = ["copies of the logits"]
     found = explain(lambda: bert(vocab_size=5000), ids(16, 64), factors=names)
     copies = found.factor("copies of the logits")
-    assert f"{copies.figures['num_copies']} tensors hold numbers of 5,000 outputs" in text_of(found)
+    assert f"{copies.figures['num_copies']} tensors hold values of 5,000 outputs" in text_of(found)
     assert format_bytes(copies.num_bytes) in text_of(found)
 
 
@@ -90,7 +90,7 @@ def test_activations_that_dominate_are_named_with_their_blocks():
     prediction = predict_memory(model, torch.ones(10_000, 32), device="cpu")
     share = prediction.peak.activation_bytes / prediction.peak_bytes
     assert f"({share:.0%})" in found.sentences[1]
-    assert found.sentences[1].startswith("Of the peak are activations")
+    assert found.sentences[1].startswith("The peak holds activations")
     assert "the 6 blocks of `*`" in text_of(found)
     assert found.factor("batch size").verdict == "matters"
     assert found.factor("model structure").verdict == "does not matter"

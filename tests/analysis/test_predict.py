@@ -309,7 +309,7 @@ def test_names_the_model_and_not_what_trains_it() -> None:
 def test_refuses_settings_that_are_not_there() -> None:
     with pytest.raises(
         ConfigurationError,
-        match=r"`checkpointing` is no argument .* Did you mean `activation_checkpointing`",
+        match=r"`checkpointing` is not an argument .* Did you mean `activation_checkpointing`",
     ):
         predict_memory(nn.Linear(2, 2), torch.ones(1, 2), settings={"checkpointing": "all"})
     with pytest.raises(ConfigurationError, match="Use `micro_batch_size=1`"):

@@ -317,7 +317,7 @@ def test_weights_are_proven(name, callback):
         with pytest.warns(MemsaveWarning, match="8 samples at once, repeated with 4"):
             found, mine = validate(token_lit(name, largest=4), bare)
         shown = {row.name: row for row in bare.rows}["eval_micro_batch_size"]
-        assert shown.details == ("in parts of 4 samples, as memory ran out with more",)
+        assert shown.details == ("in micro-batches of 4 samples, as memory ran out with more",)
         assert shown.exactness == "rounding"
     else:
         found, mine = validate(token_lit(name, largest=4), only(callback))

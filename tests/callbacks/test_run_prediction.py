@@ -552,7 +552,7 @@ class TestWhatCannotBePredicted:
         reason = reasons.get(str(error), "AssertionError")
         note = note_of(callback)
         assert note.startswith("test_run_prediction.py, line ")
-        assert f" raises {reason} where the step is followed without the values" in note
+        assert f" raises {reason} where the step runs on fake tensors" in note
 
     def test_an_interruption_ends_the_run(self, package):
         seen: list[BaseException] = []

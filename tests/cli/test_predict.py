@@ -360,7 +360,7 @@ class TestBadInput:
             (("net.py:Lit", "--gpu=-3GiB"), "must be between"),
             (("net.py:Lit", "--gpu", "-3GiB"), "must be between"),
             (("net.py:Lit", "--gpu", "T4", "--device", "cpu"), "Remove one of the two"),
-            (("net.py:Lit", "--set", "batch=3"), "`batch` is no argument of `MemSaveCallback`"),
+            (("net.py:Lit", "--set", "batch=3"), "`batch` is not an argument of `MemSaveCallback`"),
             (("net.py:Lit", "--set", "optimizer"), "Write `name=value`"),
             (("net.py:Lit", "--set", "micro_batch_size=0"), "micro_batch_size=0"),
             (("net.py:Lit", "--set", "micro_batch_size=-1"), "micro_batch_size=-1"),

@@ -135,7 +135,7 @@ def test_growth_with_length_is_that_of_predictions(attention, vocabulary, tokens
     twice = predict_memory(model, ids(tokens=2 * tokens), device="cpu").peak_bytes
     assert figures["other_length"] == 2 * tokens
     assert figures["other_peak_bytes"] == pytest.approx(twice, rel=0.01)
-    assert f"with {2 * tokens} the step would take {format_bytes(twice)}" in found.sentence
+    assert f"with {2 * tokens} the step would need {format_bytes(twice)}" in found.sentence
     now = predict_memory(model, ids(tokens=tokens), device="cpu").peak_bytes
     assert min(figures["linear_bytes"], figures["quadratic_bytes"], figures["fixed_bytes"]) >= 0
     parts = figures["fixed_bytes"] + figures["linear_bytes"] + figures["quadratic_bytes"]
@@ -376,7 +376,7 @@ def test_a_change_that_the_model_refuses_makes_a_factor_unknown():
 
     found = ask("batch size", Eight(), torch.ones(4, 8), device="cpu")
     assert found.verdict == "unknown"
-    assert "does not take a batch of 2" in found.sentence
+    assert "fails with a batch of 2" in found.sentence
 
 
 def test_refuses_an_unknown_factor():

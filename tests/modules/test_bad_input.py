@@ -32,7 +32,7 @@ CONFIG = CONFIGS["bert"][0]
         ({"num_labels": 1}, "at least 2.* regression in transformers: subclass"),
         ({"task": "translation"}, "'masked_lm' or 'causal_lm'"),
         ({"memsave": "all"}, r'memsave=\{"optimizer": None\}'),
-        ({"memsave": {"optimiser": None}}, r"`optimiser` is no argument.*`optimizer`"),
+        ({"memsave": {"optimiser": None}}, r"`optimiser` is not an argument.*`optimizer`"),
         ({"memsave": {"optimizer": "7bit"}}, "8bit"),
         ({"memsave": {"activation_checkpointing": -1}}, '"every:2"'),
     ],

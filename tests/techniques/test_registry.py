@@ -154,7 +154,7 @@ class TestToy:
 
 def test_nothing_is_left_of_it():
     assert "in_place" not in [entry.argument for entry in entries()]
-    with pytest.raises(ConfigurationError, match="`in_place` is no argument"):
+    with pytest.raises(ConfigurationError, match="`in_place` is not an argument"):
         MemSaveCallback(**IN_PLACE)
 
 

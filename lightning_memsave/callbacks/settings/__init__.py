@@ -1,1 +1,1 @@
-"""The settings of `MemSaveCallback`: a file for each argument, named as it is."""
+"""The settings of `MemSaveCallback`: a file for each argument, with its name."""

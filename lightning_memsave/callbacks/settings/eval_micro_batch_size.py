@@ -1,4 +1,4 @@
-"""Batches of validation, test and prediction in parts, in a Trainer."""
+"""`eval_micro_batch_size`: micro-batches in validation, test and prediction."""
 
 import contextlib
 import math
@@ -95,7 +95,7 @@ class EvaluationStep:
             if len(values) < len(parts) or not _agree(
                 value, combined(meta, values, [weight for _, weight in parts])
             ):
-                return f"`{name}`, which it logs, is no mean over samples or tokens"
+                return f"`{name}`, which it logs, is not a mean over samples or tokens"
         try:
             sizes = [samples_of(seen.part, proof.whole) or -1 for seen, _ in parts]
             merged = merge_outputs([s.output for s, _ in parts], sizes, [w for _, w in parts])
@@ -143,7 +143,7 @@ _ADVICE = (
 
 
 class EvalMicroBatchSetting(Setting):
-    """Batches of validation, test and prediction pass in parts.
+    """Batches of validation, test and prediction pass in micro-batches.
 
     Args:
         technique: The settings, or ``None`` to leave batches as they are.
@@ -172,7 +172,7 @@ class EvalMicroBatchSetting(Setting):
         return cls(None if why else technique, is_own, off_reason=why)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what stands against it."""
+        """Find conflicts with the Trainer and the module."""
         if self.technique is None:
             return []
         what = f"`{self.name}={self.value}`"
@@ -189,7 +189,7 @@ class EvalMicroBatchSetting(Setting):
         return []
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Let batches pass in parts."""
+        """Run batches in micro-batches."""
         self.rows = off_rows(self)
         if self.technique is None:
             return
@@ -206,7 +206,7 @@ class EvalMicroBatchSetting(Setting):
             )
             exactness = "bitwise"
         elif runner.is_auto:
-            how = f"in parts of {runner.size} samples, as memory ran out with more"
+            how = f"in micro-batches of {runner.size} samples, as memory ran out with more"
         self.rows = [Row(self.name, self.value, "on", (how,), exactness)]
 
     def undo(self) -> None:
@@ -300,7 +300,7 @@ def _merged(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[floa
         return merge_outputs(outputs, sizes, weights)
     except ValueError as error:
         problem = Problem(
-            "what the step returned for the parts of a batch",
+            "what the step returned for the micro-batches of a batch",
             f"it cannot be put together: {error}",
             "Return tensors or lists with one entry per sample, or nothing; or set "
             "`eval_micro_batch_size=None`.",

@@ -66,7 +66,7 @@ _NOT_KEPT = (
 
 
 class MicroBatchSetting(Setting):
-    """Training batches pass in parts.
+    """Training batches pass in micro-batches.
 
     Args:
         technique: The settings, or ``None`` to leave batches as they are.
@@ -117,7 +117,7 @@ class MicroBatchSetting(Setting):
 
     @property
     def is_auto(self) -> bool:
-        """Whether it gives way to what stands against it."""
+        """Whether it yields to conflicts."""
         return self.technique is not None and self.technique.micro_batch_size == "auto"
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
@@ -126,10 +126,10 @@ class MicroBatchSetting(Setting):
 
     def savings(self, pl_module: Any) -> str:
         """Say what happens without it."""
-        return "a batch for which memory runs out is not repeated in parts"
+        return "a batch that runs out of memory is not repeated in micro-batches"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Let batches pass in parts, or say why not."""
+        """Run batches in micro-batches, or show why not."""
         if self.technique is None:
             self.rows = off_rows(self)
             return
@@ -385,12 +385,12 @@ class MicroBatchSetting(Setting):
             )
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
-        details = ["batches pass in parts of this size"]
+        details = ["batches pass in micro-batches of this size"]
         if self.is_auto:
             details = [
                 "whole batches; halved when memory runs out"
                 if self.size is None
-                else f"in parts of {self.size} samples, as memory ran out with more"
+                else f"in micro-batches of {self.size} samples, as memory ran out with more"
             ]
         details.append(
             f"losses of micro-batches are {self._weighted()}, proven with samples of a batch in "
@@ -442,7 +442,7 @@ class _Probe:
         self.num_steps += has_stepped
 
 
-# Attention grows with the square of the longest side: numbers alone do not say what is larger.
+# Attention grows with the square of the longest side: the sizes alone do not tell which is larger.
 def _extent(batch: Any) -> tuple[int, int]:
     tensors = list(tensors_in_batch(batch))
     return sum(t.numel() for t in tensors), max(

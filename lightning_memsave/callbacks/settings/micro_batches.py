@@ -48,7 +48,7 @@ def _details_of(arguments: Arguments) -> dict[str, Any]:
 def find_conflicts(
     trainer: Any, pl_module: Any, technique: MicroBatching, *, allows_half_precision: bool
 ) -> list[Problem]:
-    """Find every reason why the batches of a Trainer cannot pass in parts.
+    """Find every reason why the batches of a Trainer cannot be split into micro-batches.
 
     Args:
         trainer: A Trainer in ``setup``.
@@ -85,7 +85,7 @@ def find_conflicts(
     return problems
 
 
-# What stands against a process that repeats a batch while the others do not.
+# Conflicts where one process repeats a batch while the others do not.
 def _of_repetition(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
     meets = communicates_in_forward(trainer, pl_module)
     own_way = has_custom_gradient_sync(trainer)
@@ -108,7 +108,7 @@ def _of_parts(trainer: Any, pl_module: Any, what: str) -> Iterator[Problem]:
         yield Problem(
             what,
             f"`{type(trainer.strategy).__name__}(static_graph=True)` must share gradients in every "
-            "backward pass, also in those of the first parts of a batch",
+            "backward pass, also in those of the first micro-batches",
             'Remove `static_graph`, or use `micro_batch_size="auto"`.',
         )
 

@@ -41,7 +41,7 @@ class ModuleSetting(Setting):
 
     Args:
         name: Name of the argument that sets it.
-        technique: The technique, or ``None`` to leave the module as it is.
+        technique: The technique, or ``None`` to leave the module unchanged.
         value: What the user or the stack wrote for it.
         is_asked: The user wrote it by name: it is set, or refused.
         off_reason: Why there is no technique, where it is not the user's ``None``.
@@ -64,7 +64,7 @@ class ModuleSetting(Setting):
         self._handle: Handle[nn.Module] | None = None
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the strategy and the module as far as it is built."""
+        """Find conflicts with the strategy and with the module, as far as it is built."""
         if self.technique is None:
             return []
         return self.technique.check(pl_module) + self._conflicts(trainer)
@@ -172,12 +172,12 @@ class ChunkedCrossEntropySetting(ModuleSetting):
     is_for_evaluation = True
 
     def before_backward(self, pl_module: Any) -> None:
-        """Compute the logits that somebody kept: they are those of the weights before the step.
+        """Materialize logits that are still referenced, with the weights from before the step.
 
         Args:
             pl_module: The LightningModule.
         """
-        # In its own optimization the step is not over, and may look at its logits as it likes.
+        # With manual optimization the step is not over, and may still use its logits.
         if self._handle is not None and pl_module.automatic_optimization:
             materialize_referenced_logits(pl_module)
 

@@ -68,7 +68,7 @@ def enable(
     """Let a LightningModule configure its optimizers with a technique.
 
     Several techniques are applied one after the other, each to what the one before has given. A
-    module without ``configure_optimizers`` of its own is not patched, so that Lightning goes on
+    module without ``configure_optimizers`` of its own is not patched, so that Lightning continues
     seeing that it has none.
 
     Args:

@@ -78,7 +78,7 @@ def find_conflicts(
 
 
 def find_risks(pl_module: Any, what: str) -> list[Problem]:
-    """Find what may end the run in a later step, for updates that nobody has asked for by name."""
+    """Find what may end the run in a later step, where the setting comes from a stack."""
     owner = type(pl_module).__name__
     whys = {
         "optimizer_step": "may leave out a step, whose backward pass has updated parameters",
@@ -259,7 +259,7 @@ class OptimizerInBackwardSetting(Setting):
         )
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find what stands against it in the Trainer; the optimizer does not exist yet."""
+        """Find conflicts with the Trainer; the optimizer does not exist yet."""
         if self.technique is None:
             return []
         what = f"`{self.name}={self.value}`"
@@ -335,11 +335,13 @@ class OptimizerInBackwardSetting(Setting):
         elif trainer.accumulate_grad_batches > 1:
             adding_up = f"{trainer.accumulate_grad_batches} batches"
         elif splits and not self.halves_batches:
-            adding_up = "the parts of a batch"
+            adding_up = "the micro-batches of a batch"
         # Not what the handle says: weights may have got another type since it was made.
         details = [describe_updates(handle.target, adding_up)]
         if splits and self.halves_batches and not adding_up:
-            details.append("all gradients are alive while the parts of a halved batch add up")
+            details.append(
+                "all gradients are alive while the micro-batches of a halved batch add up"
+            )
         if self._clipping:
             details.append(self._clipping)
         exactness = OptimizerInBackward.exactness.value

@@ -102,7 +102,7 @@ class PrecisionSetting(Setting):
         return "it would halve the activations of matrix products"
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
-        """Set the precision, or say why it stays as it is."""
+        """Set the precision, or show why it stays."""
         current = precision_state(trainer).current
         wanted, reason = self.precision, ""
         if self.precision is None:

@@ -1,4 +1,4 @@
-"""What ``MemSaveCallback`` can set, each behind the same few methods."""
+"""The protocol of a setting: read, check, apply, start, yield, undo."""
 
 import contextlib
 import warnings
@@ -10,10 +10,10 @@ from lightning_memsave.core.technique import Handle, Row, undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.units import format_bytes
 
-AS_IT_IS = "left as it is: `None` was asked for"
+UNCHANGED = "unchanged: `None` was given"
 SMALLEST_SAVING_BYTES = 20 * 2**20
-"""What is left to a stack stays off below this: CUDA's allocator takes memory from the GPU in
-segments of 20 MiB, so that less need not change whether a run fits."""
+"""A setting of a stack stays off if it saves less: CUDA's allocator reserves memory in segments of
+20 MiB, so that less need not change whether a run fits."""
 
 
 def saves(num_bytes: int, what: str) -> str:
@@ -98,7 +98,7 @@ class Setting(ABC):
         return ""
 
     def start(self, trainer: Any, pl_module: Any) -> None:  # noqa: B027 - most have nothing to do
-        """Make what could not be done in ``setup``, in ``on_fit_start``.
+        """Apply what needs the set-up model, in ``on_fit_start``.
 
         Args:
             trainer: The Trainer.
@@ -114,11 +114,11 @@ def off_rows(setting: Setting) -> list[Row]:
     """Write why a setting does nothing: a limit, or the user's ``None``; none for a stack's."""
     if setting.off_reason:
         return [Row(setting.name, "auto", "off", (setting.off_reason,))]
-    return [Row(setting.name, "None", "unchanged", (AS_IT_IS,))] if setting.is_asked else []
+    return [Row(setting.name, "None", "unchanged", (UNCHANGED,))] if setting.is_asked else []
 
 
 def row_of(name: str, value: str, handle: Handle[Any], exactness: str) -> Row:
-    """Write what became of a technique.
+    """Make the table row of a technique.
 
     Args:
         name: Name of the argument that sets it.
@@ -196,7 +196,7 @@ class Settings:
         return problems
 
     def start(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Make what could not be done before, in ``on_fit_start``."""
+        """Apply what needs the set-up model, in ``on_fit_start``."""
         problems: list[Problem] = []
         with self.undone_on_error():
             for setting in self._settings:

@@ -1,4 +1,4 @@
-"""What reading the arguments of ``MemSaveCallback`` has in common."""
+"""Helpers to read the arguments of ``MemSaveCallback``."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ Arguments = Mapping[str, Any]
 
 
 def exactness_limit(arguments: Arguments) -> Exactness:
-    """Read how far numbers may move.
+    """Read how far results may move.
 
     Args:
         arguments: All arguments of ``MemSaveCallback`` by name.
@@ -20,13 +20,13 @@ def exactness_limit(arguments: Arguments) -> Exactness:
         The limit.
 
     Raises:
-        ConfigurationError: If it is no exactness.
+        ConfigurationError: If it is not a valid exactness.
     """
     try:
         return Exactness(arguments["exactness"])
     except ValueError as error:
         raise ConfigurationError(
-            f"`exactness={arguments['exactness']!r}` is no exactness. Use "
+            f"`exactness={arguments['exactness']!r}` is not a valid exactness. Use "
             f"{' or '.join(repr(e.value) for e in Exactness)}."
         ) from error
 
@@ -96,7 +96,7 @@ def refuse_technique(name: str, value: object, expected: type[Technique[Any]]) -
 
 
 def read_flag(arguments: Arguments, name: str, allowed: tuple[bool | None, ...]) -> bool | None:
-    """Read an argument that takes a few values only.
+    """Read an argument that has a few values only.
 
     Args:
         arguments: All arguments of ``MemSaveCallback`` by name.
@@ -112,7 +112,7 @@ def read_flag(arguments: Arguments, name: str, allowed: tuple[bool | None, ...])
     value = arguments[name]
     if not any(value is option for option in allowed):
         options = ", ".join(f"`{name}={option}`" for option in allowed)
-        raise ConfigurationError(f"`{name}={value!r}` is not a choice. Use one of {options}.")
+        raise ConfigurationError(f"`{name}={value!r}` is not a valid value. Use one of {options}.")
     result: bool | None = value
     return result
 
