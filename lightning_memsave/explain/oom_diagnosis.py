@@ -200,8 +200,6 @@ def advise(
             "Look with `nvidia-smi` which process uses it: another process that the message does "
             "not name, NCCL's buffers (one set for each communicator), or a second framework in "
             "this process.",
-            "With TensorFlow or JAX in the same process, stop them from taking the whole device: "
-            "`XLA_PYTHON_CLIENT_PREALLOCATE=false`, `TF_FORCE_GPU_ALLOW_GROWTH=true`.",
             *less,
         ],
         "refused": [
@@ -410,11 +408,6 @@ def _remarks(oom: OutOfMemory, shares: Mapping[str, int], cause: str) -> list[st
         )
     if "others" in shares and cause != "other_process":
         remarks.append(f"Other processes hold {format_bytes(shares['others'])} on this device.")
-    if oom.private_pool_bytes:
-        remarks.append(
-            f"Private pools, such as those of CUDA graphs, keep "
-            f"{format_bytes(oom.private_pool_bytes)}."
-        )
     if oom.phase == "optimizer":
         remarks.append(
             "It happened in the optimizer's step: most optimizers make their state in the first "

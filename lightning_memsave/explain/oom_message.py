@@ -16,11 +16,9 @@ _COLOR = re.compile(r"\x1b\[[\d;]*m")
 
 MESSAGE = re.compile(
     r"allocationondevice(?P<index>\d*)wouldexceedallowedmemory\.?(?:\(outofmemory\))?"
-    r"|(?P<host>DefaultCPUAllocator:(?:can.tallocatememory|notenoughmemory)"
-    r"|unabletoallocate(?=[\d.]+[KMGT]?i?B)|(?<!OutOf)MemoryError(?=:|$)"
-    r"|outofmemory:killedprocess|oom[-_]kill)"
+    r"|(?P<host>DefaultCPUAllocator:(?:can.tallocatememory|notenoughmemory))"
     r"|(?P<library>(?:CU|HIP|ROC)(?:BLAS(?:LT)?|DNN|SPARSE|SOLVER|FFT))_STATUS_ALLOC_FAILED"
-    r"|(?P<backend>CUDA|HIP|XPU|NPU|MPSbackend)outofmemory(?!error)"
+    r"|(?:CUDA|HIP)outofmemory(?!error)"
     r"|[:\]]outofmemory(?!error)|outofmemory(?:error:|withonesample|inthestep)",
     re.IGNORECASE,
 )
@@ -28,14 +26,12 @@ INDEX = re.compile(r"GPU(\d+)(?:;|hasatotal)")
 _SIZE = r"(\d+(?:\.\d+)?)(bytes|[KMGT]i?B|EB|B)"
 PROCESS = re.compile(rf"Process(\d+)has{_SIZE}memoryinuse")
 _PATTERNS = {
-    "requested_bytes": rf"triedtoallocate(?:morethan)?{_SIZE}|Requested:{_SIZE}"
-    rf"|unabletoallocate{_SIZE}",
+    "requested_bytes": rf"triedtoallocate(?:morethan)?{_SIZE}|Requested:{_SIZE}",
     "capacity_bytes": rf"totalcapaci?tyof{_SIZE}|;{_SIZE}totalcapacity|Devicelimit:{_SIZE}",
     "free_bytes": rf"ofwhich{_SIZE}isfree|;{_SIZE}free|Free\(accordingtoCUDA\):{_SIZE}",
-    "allowed_bytes": rf"{_SIZE}allowed;|memoryfraction\):{_SIZE}|maxallowed:{_SIZE}",
+    "allowed_bytes": rf"{_SIZE}allowed;|memoryfraction\):{_SIZE}",
     "allocated_bytes": rf"{_SIZE}isallocatedbyPyTorch|{_SIZE}alreadyallocated"
-    rf"|Currentlyallocated:{_SIZE}|MPSallocated:{_SIZE}",
-    "private_pool_bytes": rf"with{_SIZE}allocatedinprivatepools",
+    rf"|Currentlyallocated:{_SIZE}",
     "unallocated_bytes": rf"{_SIZE}isreservedbyPyTorchbutunallocated|{_SIZE}cached\)",
     "reserved_bytes": rf"{_SIZE}reservedintotalbyPyTorch",
     "process_bytes": rf"thisprocesshas{_SIZE}memoryinuse",
@@ -120,11 +116,6 @@ def device_in(start: re.Match[str], dense: str) -> str:
     """
     if start["host"]:
         return "cpu"
-    backend = (start["backend"] or "").lower()
-    if backend in {"xpu", "npu"}:
-        return backend
-    if backend == "mpsbackend":
-        return "mps"
     around = dense[max(start.start() - 40, 0) : start.end() + 200].lower()
     is_cuda = start["library"] or any(word in around for word in ("cuda", "hip", "gpu"))
     return "cuda" if is_cuda else ""
@@ -172,7 +163,7 @@ class OutOfMemory:
 
     Args:
         message: The message itself, on one line.
-        device: ``"cuda"`` (ROCm too), ``"mps"``, ``"xpu"``, ``"cpu"``; empty if it does not say.
+        device: ``"cuda"`` (ROCm too) or ``"cpu"``; empty if it does not say.
         device_index: Number of the device.
         library: The CUDA library that found no memory, such as ``"CUBLAS"``; empty if it was
             torch's own allocator.
@@ -180,8 +171,7 @@ class OutOfMemory:
         capacity_bytes: What the device has.
         free_bytes: What the driver had left.
         allowed_bytes: The limit set with ``torch.cuda.set_per_process_memory_fraction``.
-        allocated_bytes: In tensors of this process, private pools included.
-        private_pool_bytes: Of that, what the private pools of CUDA graphs keep.
+        allocated_bytes: In tensors of this process, private pools of CUDA graphs included.
         unallocated_bytes: Kept by torch's allocator with no tensor in it.
         process_bytes: Memory of this process, CUDA context included.
         processes: Processes that are named by their number.
@@ -199,7 +189,6 @@ class OutOfMemory:
     free_bytes: int | None = None
     allowed_bytes: int | None = None
     allocated_bytes: int | None = None
-    private_pool_bytes: int | None = None
     unallocated_bytes: int | None = None
     process_bytes: int | None = None
     processes: tuple[ProcessOnDevice, ...] = ()
@@ -227,8 +216,8 @@ class OutOfMemory:
 def read_out_of_memory(text: str) -> OutOfMemory:
     """Find the message of an out-of-memory error in a text and read its figures.
 
-    Reads what torch has said since 1.0, on CUDA with either allocator backend, on ROCm, XPU, MPS
-    and the CPU, and what CUDA's libraries, numpy and the kernel say in its place.
+    Reads the messages of torch since 1.0, on CUDA with either allocator backend, on ROCm and the
+    CPU, and those of CUDA's libraries.
 
     Args:
         text: The message, or anything around it: a traceback, a log, with or without line breaks
@@ -270,8 +259,6 @@ def read_out_of_memory(text: str) -> OutOfMemory:
     part = dense[start.start() : end]
     first, last = (bisect.bisect_right(ends, at) for at in (start.start(), end - 1))
     index = start["index"] or _first(INDEX, part)
-    if start["backend"] and start["backend"].lower() == "mpsbackend" and "allowed_bytes" in sizes:
-        sizes["capacity_bytes"] = sizes.pop("allowed_bytes")  # all that Metal gives
     variable = re.search(r"PYTORCH_\w*?ALLOC_CONF", dense[start.start() : stops[-1]])
     return OutOfMemory(
         message=" ".join(words[first : last + 1]),

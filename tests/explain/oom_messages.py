@@ -94,11 +94,6 @@ ROCM = (
     "allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."
     + _ADVICE.format("PYTORCH_HIP_ALLOC_CONF")
 )
-MPS = (
-    "RuntimeError: MPS backend out of memory (MPS allocated: 17.36 GB, other allocations: 613.56 "
-    "MB, max allowed: 18.13 GB). Tried to allocate 192.00 MB on private pool. Use "
-    "PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable upper limit for memory allocations."
-)
 CPU = (
     "RuntimeError: [enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't "
     "allocate memory: you tried to allocate 2359296 bytes. Error code 12 (Cannot allocate memory)"
@@ -107,10 +102,5 @@ CPU_WINDOWS = (
     "RuntimeError: [enforce fail at alloc_cpu.cpp:117] data. DefaultCPUAllocator: not enough "
     "memory: you tried to allocate 911360 bytes."
 )
-NUMPY = (
-    "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with "
-    "shape (1000000000,) and data type float64"
-)
 CUBLAS = "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
 DRIVER = "RuntimeError: CUDA error: out of memory"
-KERNEL = "Out of memory: Killed process 4711 (python) total-vm:93421216kB"

@@ -36,11 +36,8 @@ EXPECTED = {
     "TOO_LARGE": ("too_large", "one allocation"),
     "MALLOC_ASYNC": ("outside", "nvidia-smi"),
     "ROCM": ("outside", "nvidia-smi"),
-    "MPS": ("full", "MemSaveCallback()"),
     "CPU": ("host", "num_workers"),
     "CPU_WINDOWS": ("host", "num_workers"),
-    "NUMPY": ("host", "num_workers"),
-    "KERNEL": ("host", "num_workers"),
     "CUBLAS": ("library", "CUDA_LAUNCH_BLOCKING=1"),
     "DRIVER": ("unknown", "the whole message"),
 }
