@@ -109,7 +109,7 @@ class TestStacks:
         assert row.details[1].startswith("off in it: attention, chunked_cross_entropy, ")
         assert row.details[2] == "set beside it: optimizer"
         assert rows_of(callback)["optimizer"].status == "unchanged"
-        assert "None` was asked for" in rows_of(callback)["optimizer"].details[0]
+        assert "`None` was given" in rows_of(callback)["optimizer"].details[0]
         report = json.loads(Path("memsave_report.json").read_text())
         assert report["settings"]["stack"] == "classic"
 
@@ -404,8 +404,8 @@ class TestOptimizerInBackward:
             ({}, {}, "updated in backward, gradients "),
             ({}, {"accumulate_grad_batches": 3}, "are alive while 3 batches add up"),
             ({"accumulate_grad_batches": 2}, {}, "are alive while 2 batches add up"),
-            ({"micro_batch_size": 2}, {}, "are alive while the parts of a batch add up"),
-            ({"micro_batch_size": "auto"}, {}, "while the parts of a halved batch add up"),
+            ({"micro_batch_size": 2}, {}, "are alive while the micro-batches of a batch add up"),
+            ({"micro_batch_size": "auto"}, {}, "while the micro-batches of a halved batch add up"),
         ],
     )
     def test_table_shows_when_all_gradients_are_alive(self, settings, of_trainer, text):

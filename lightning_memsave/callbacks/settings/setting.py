@@ -10,7 +10,7 @@ from lightning_memsave.core.technique import Handle, Row, undo_all
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.units import format_bytes
 
-UNCHANGED = "unchanged: `None` was given"
+UNCHANGED = "`None` was given"
 SMALLEST_SAVING_BYTES = 20 * 2**20
 """A setting of a stack stays off if it saves less: CUDA's allocator reserves memory in segments of
 20 MiB, so that less need not change whether a run fits."""
