@@ -28,8 +28,6 @@ from lightning_memsave.trainer.training_loop import (
     may_split_batches,
 )
 
-"""Strategies that cut parameters into shares."""
-
 _OFF = "set `optimizer_in_backward=None`"
 
 
@@ -203,7 +201,7 @@ def _of_hooks(trainer: Any, pl_module: Any, what: str) -> list[Problem]:
         Problem(
             what,
             f"`{owner}` runs when parameters are updated already and gradients are gone: "
-            "what it does to gradients, learning rates or weight decay would be without effect",
+            "what it does to gradients, learning rates or weight decay would have no effect",
             f"Remove that method, or {_OFF}.",
         )
         for hook in ("on_after_backward", "on_before_optimizer_step")
