@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave.callbacks.memory_probes import is_compiled
 from lightning_memsave.callbacks.memory_summary import Predicted, shortened
 from lightning_memsave.core.technique import Row
+from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries
 from lightning_memsave.trainer.hooks import log_info
-from lightning_memsave.trainer.trainer import SHARDED, is_strategy
+from lightning_memsave.trainer.trainer import is_strategy
 from lightning_memsave.units import format_bytes
 
 TIME_LIMIT_S = 20.0

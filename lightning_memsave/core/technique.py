@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 
 TargetT = TypeVar("TargetT")
@@ -178,6 +179,18 @@ class Technique(ABC, Generic[TargetT]):
         Returns:
             All problems, empty if there are none.
         """
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Find every conflict with a Trainer, before the model or the optimizer is changed.
+
+        Args:
+            facts: About the Trainer.
+            written: The argument as the user wrote it, for messages.
+
+        Returns:
+            All problems; none of a technique that works with every Trainer.
+        """
+        return []
 
     def apply(self, target: TargetT) -> Handle[TargetT]:
         """Switch the technique on.

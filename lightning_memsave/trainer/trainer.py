@@ -7,13 +7,12 @@ from types import ModuleType
 from typing import Any, TypeVar, cast
 
 from lightning_memsave.core.patching import patch_method
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import Problem
 
 CallbackT = TypeVar("CallbackT")
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-"""Strategies that give each process a share of the model."""
 _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 
 _NEEDED = (
@@ -211,15 +210,18 @@ def is_strategy(trainer: Any, *names: str) -> bool:
     return any(cls.__name__ in names for cls in type(trainer.strategy).__mro__)
 
 
-def checkpoints_activations_itself(trainer: Any) -> bool:
-    """Say whether the strategy was told to checkpoint activations.
+def facts_of(trainer: Any) -> TrainerFacts:
+    """Collect what techniques may ask about a Trainer."""
+    return TrainerFacts(
+        tuple(cls.__name__ for cls in type(trainer.strategy).__mro__),
+        trainer.world_size,
+        trainer.strategy.root_device,
+        _checkpoints_activations(trainer),
+    )
 
-    Args:
-        trainer: A Trainer.
 
-    Returns:
-        True for ``FSDPStrategy(activation_checkpointing_policy=...)`` and DeepSpeed's own setting.
-    """
+# `FSDPStrategy(activation_checkpointing_policy=...)` and DeepSpeed's own setting.
+def _checkpoints_activations(trainer: Any) -> bool:
     strategy = trainer.strategy
     config = getattr(strategy, "config", None)
     in_config = isinstance(config, dict) and "activation_checkpointing" in config

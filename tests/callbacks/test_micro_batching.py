@@ -531,7 +531,9 @@ class TestOutOfMemory:
         match = "Out of memory with 4 samples at once, repeated with 2"
         with mode, pytest.warns(MemsaveWarning, match=match):
             fit(lit, callback)
-        assert row(callback).details[0] == "in micro-batches of 2 samples, as memory ran out with more"
+        assert (
+            row(callback).details[0] == "in micro-batches of 2 samples, as memory ran out with more"
+        )
         assert row(callback).exactness == "rounding"
 
     def test_batch_norm_is_warned_of_when_it_happens(self):

@@ -9,13 +9,15 @@ from typing import Any, ClassVar
 import lightning.pytorch
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from lightning_memsave.analysis.explain import explain_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.main import main
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.core.trainer_facts import TrainerFacts
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.registry import (
     STACKS,
     Entry,
@@ -37,6 +39,11 @@ class InPlace(Technique[nn.Module]):
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = "torch.nn.LeakyReLU(inplace=True)"
     offers: ClassVar[tuple[Offer, ...]] = (Offer("leaky ReLU in place", True),)
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        if not facts.is_strategy("SlowStrategy"):
+            return []
+        return [Problem(written, f"not with {facts.strategy}", "Train in one process.")]
 
     def check(self, target: nn.Module) -> list[Problem]:
         return []
@@ -66,6 +73,10 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
+
+
+class SlowStrategy(SingleDeviceStrategy):
+    pass
 
 
 @pytest.fixture
@@ -102,6 +113,16 @@ class TestToy:
             trainer.fit(lit, loader())
         with pytest.raises(ConfigurationError, match="`in_place=3` is not a choice"):
             MemSaveCallback(**(IN_PLACE | {"in_place": 3}))
+
+    def test_says_itself_which_trainers_it_conflicts_with(self, toy):
+        def trainer_with(callback: MemSaveCallback) -> Any:
+            return make_trainer(lightning.pytorch, callback, strategy=SlowStrategy(), max_steps=1)
+
+        with pytest.raises(IncompatibleError, match="`in_place=True`: not with SlowStrategy"):
+            trainer_with(MemSaveCallback(**IN_PLACE)).fit(make_lit(lightning.pytorch, Net()))
+        callback = MemSaveCallback(report=False)
+        trainer_with(callback).fit(make_lit(lightning.pytorch, Net()), loader())
+        assert settings_of(callback)["in_place"] == "off"
 
     @pytest.mark.parametrize("stack", STACKS)
     def test_is_in_stacks(self, toy, stack):

@@ -14,6 +14,7 @@ from lightning_memsave.callbacks.settings.setting import Setting, off_rows
 from lightning_memsave.callbacks.settings.values import Arguments, is_asked
 from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
 from lightning_memsave.core.technique import Row
+from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import IncompatibleError, MemoryExhaustedError, Problem
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
@@ -24,7 +25,7 @@ from lightning_memsave.trainer.distributed import alone
 from lightning_memsave.trainer.evaluation import split_evaluation_batches
 from lightning_memsave.trainer.logged_values import LoggedValues, combined
 from lightning_memsave.trainer.nested_fit import quiet
-from lightning_memsave.trainer.trainer import SHARDED, is_strategy
+from lightning_memsave.trainer.trainer import is_strategy
 
 # Kernels for one sample and for two round differently, and deep models add that up.
 _TOLERANCE = 1e-3

@@ -25,10 +25,8 @@ from lightning_memsave.techniques.low_precision_weights.technique import (
 )
 from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import (
-    SHARDED,
     averages_weights,
     builds_model_late,
-    is_strategy,
     prunes_weights,
 )
 from lightning_memsave.trainer.training_loop import around_backward
@@ -69,7 +67,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         name = LowPrecisionWeights.name
         super().__init__(name, technique, value, is_asked, off_reason)
         self.sets_precision = sets_precision
-        self.written = written or f"`{name}={value}`"
+        self.written = written or self.written
         self._optimizers: Any = None
         self._sums_in_fp32 = False
 
@@ -118,7 +116,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         """Find conflicts with the Trainer, its callbacks, and the module as far as it is built."""
         if self.technique is None:
             return []
-        problems = super().check(trainer, pl_module)
+        problems = super().check(trainer, pl_module) + self._precision_problems(trainer)
         late = builds_model_late(pl_module)
         limit = _setting.SMALLEST_SAVING_BYTES
         if not self.is_asked and not late and _saved_bytes(pl_module) < limit:
@@ -208,7 +206,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
             self._sums_in_fp32 = True
             self._undo.append(self.technique.sum_gradients_in_fp32(pl_module).undo)
 
-    def _conflicts(self, trainer: Any) -> list[Problem]:
+    def _precision_problems(self, trainer: Any) -> list[Problem]:
         what, problems = self.written, []
         # Where it is asked for, its precision is as well, and is refused if it cannot be set.
         is_set = self.sets_precision and self.is_asked
@@ -219,24 +217,6 @@ class LowPrecisionWeightsSetting(ModuleSetting):
                     f"the Trainer computes in {trainer.precision}, which does not take weights of "
                     "several types",
                     f'Use `precision="bf16-mixed"`, or set `{self.name}=None`.',
-                )
-            )
-        if is_strategy(trainer, "DDPStrategy"):
-            problems.append(
-                Problem(
-                    f"{what} with `{type(trainer.strategy).__name__}`",
-                    "it fixes the type of gradients, so that those of micro-batches would be "
-                    "summed in bfloat16",
-                    f"Train on one GPU, or set `{self.name}=None`.",
-                )
-            )
-        if is_strategy(trainer, *SHARDED):
-            problems.append(
-                Problem(
-                    what,
-                    f"`{type(trainer.strategy).__name__}` decides itself in which type it keeps "
-                    "and gathers weights",
-                    f"Set `{self.name}=None`, and use the strategy's own mixed precision.",
                 )
             )
         return problems

@@ -28,11 +28,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.registry import Entry
-from lightning_memsave.trainer.trainer import (
-    builds_model_late,
-    checkpoints_activations_itself,
-    is_strategy,
-)
+from lightning_memsave.trainer.trainer import builds_model_late, facts_of
 from lightning_memsave.units import format_bytes
 
 
@@ -59,6 +55,7 @@ class ModuleSetting(Setting):
         self.name = name
         self.technique = technique
         self.value = value
+        self.written = f"`{name}={value}`"
         self.is_asked = is_asked
         self.off_reason = off_reason
         self._handle: Handle[nn.Module] | None = None
@@ -67,7 +64,8 @@ class ModuleSetting(Setting):
         """Find conflicts with the strategy and with the module, as far as it is built."""
         if self.technique is None:
             return []
-        return self.technique.check(pl_module) + self._conflicts(trainer)
+        facts = facts_of(trainer)
+        return self.technique.check(pl_module) + self.technique.conflicts(facts, self.written)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Change the module, unless it makes its layers later."""
@@ -91,9 +89,6 @@ class ModuleSetting(Setting):
         """Restore the module; a second call does nothing."""
         self._handle = None
         super().undo()
-
-    def _conflicts(self, trainer: Any) -> list[Problem]:
-        return []
 
     def _is_served(self, pl_module: nn.Module) -> bool:
         """Return whether the module has what is asked for without any change."""
@@ -146,18 +141,6 @@ class ActivationCheckpointingSetting(ModuleSetting):
         blocks = find_blocks(pl_module, self.technique.blocks)
         return f"it would free the activations of {len(blocks)} blocks" if blocks else ""
 
-    def _conflicts(self, trainer: Any) -> list[Problem]:
-        if not checkpoints_activations_itself(trainer):
-            return []
-        strategy = type(trainer.strategy).__name__
-        return [
-            Problem(
-                f"`{self.name}={self.value}`",
-                f"`{strategy}` was told to checkpoint activations, and twice is too much",
-                f"Remove that setting from `{strategy}`, or set `{self.name}=None` here.",
-            )
-        ]
-
     def _is_served(self, pl_module: nn.Module) -> bool:
         assert self.technique is not None, "it was applied"
         return bool(find_blocks(pl_module, self.technique.blocks))
@@ -187,18 +170,6 @@ class ChunkedCrossEntropySetting(ModuleSetting):
         widths = [len(head.module.weight) for head in heads]  # type: ignore[arg-type]
         size = format_bytes(16 * max(widths, default=0))
         return f"it would save up to {size} for each token of a batch" if widths else ""
-
-    def _conflicts(self, trainer: Any) -> list[Problem]:
-        if not is_strategy(trainer, "FSDPStrategy", "DeepSpeedStrategy"):
-            return []
-        return [
-            Problem(
-                f"`{self.name}={self.value}`",
-                f"`{type(trainer.strategy).__name__}` may have freed the head's weight when the "
-                "loss is computed",
-                f"Set `{self.name}=None`.",
-            )
-        ]
 
 
 class AttentionSetting(ModuleSetting):

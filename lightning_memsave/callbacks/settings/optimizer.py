@@ -20,17 +20,14 @@ from lightning_memsave.callbacks.settings.values import (
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Handle, Row, Technique, undo_all
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
-from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
-    find_obstacle,
-)
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import check_type
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.trainer.trainer import (
     convert_loaded_optimizer_states,
+    facts_of,
     has_configure_optimizers,
-    is_strategy,
     unfreezes_later,
 )
 
@@ -342,8 +339,10 @@ class OptimizerSetting(Setting):
         return cls(technique, value, is_asked(arguments, "optimizer"))
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
-        """Find conflicts with the strategy; the optimizer itself does not exist yet."""
-        return [] if self.technique is None else self._problems(trainer)
+        """Find conflicts with the Trainer; the optimizer itself does not exist yet."""
+        if self.technique is None:
+            return []
+        return self.technique.conflicts(facts_of(trainer), f"`{self.name}={self.value}`")
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Wrap ``configure_optimizers`` and the loading of optimizer states."""
@@ -403,20 +402,6 @@ class OptimizerSetting(Setting):
         """Restore module and strategy, and let go of the optimizers; a second call does nothing."""
         self._state = None
         super().undo()
-
-    def _problems(self, trainer: Any) -> list[Problem]:
-        assert self.technique is not None, "called with a technique only"
-        what, problems = f"`optimizer={self.value}`", []
-        obstacle = find_obstacle(trainer.strategy.root_device)
-        if obstacle is not None:
-            why, fix = obstacle
-            problems.append(Problem(what, why, fix))
-        if is_strategy(trainer, "ModelParallelStrategy", "FSDPStrategy"):
-            strategy = type(trainer.strategy).__name__
-            why = f"`{strategy}` shards parameters, which bitsandbytes' kernels do not take"
-            fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
-            problems.append(Problem(what, why, fix))
-        return problems
 
 
 def _is_8bit(optimizer: Optimizer) -> bool:

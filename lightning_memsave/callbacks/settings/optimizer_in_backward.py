@@ -13,6 +13,7 @@ from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_sch
 from lightning_memsave.callbacks.settings.setting import Setting, off_rows, saves
 from lightning_memsave.callbacks.settings.values import Arguments, is_asked, short, why_beyond
 from lightning_memsave.core.technique import Handle, Row
+from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.optimizer_in_backward.technique import (
     OptimizerInBackward,
@@ -21,7 +22,7 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import (
 from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
 from lightning_memsave.trainer.precision import gradient_scaler
-from lightning_memsave.trainer.trainer import SHARDED, is_strategy
+from lightning_memsave.trainer.trainer import facts_of, is_strategy
 from lightning_memsave.trainer.training_loop import (
     around_backward,
     around_step,
@@ -62,17 +63,7 @@ def find_conflicts(
     problems += _of_compilation(pl_module, what)
     problems += _of_module(pl_module, what)
     problems += _of_hooks(trainer, pl_module, what)
-    # DDP of one process hands its gradients around, too.
-    if trainer.world_size > 1 or is_strategy(trainer, *SHARDED, "DDPStrategy"):
-        problems.append(
-            Problem(
-                what,
-                f"`{type(trainer.strategy).__name__}` shares gradients between processes after "
-                "they are complete",
-                "Set `optimizer_in_backward=None`, or train in one process without a strategy.",
-            )
-        )
-    return problems
+    return problems + technique.conflicts(facts_of(trainer), what)
 
 
 def find_risks(pl_module: Any, what: str) -> list[Problem]:

@@ -28,6 +28,7 @@ from lightning_memsave.core.patching import (
     previous_method,
 )
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, NoEffectWarning, Problem
 from lightning_memsave.techniques.activation_checkpointing.recompute import recompute
 
@@ -181,6 +182,18 @@ class ActivationCheckpointing(Technique[nn.Module]):
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Refuse a strategy that checkpoints activations already."""
+        if not facts.checkpoints_activations:
+            return []
+        return [
+            Problem(
+                written,
+                f"`{facts.strategy}` was told to checkpoint activations, and twice is too much",
+                f"Remove that setting from `{facts.strategy}`, or set `{self.argument}=None` here.",
+            )
+        ]
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.

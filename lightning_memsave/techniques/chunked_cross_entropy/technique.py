@@ -14,6 +14,7 @@ from lightning_memsave.core.patching import (
     previous_method,
 )
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy import tied_embedding
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import defer
@@ -98,6 +99,18 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         """Read True, or how many rows are computed at once."""
         is_size = type(value) is int and value > 0
         return cls(chunk_size=value) if is_size else super().from_value(value)
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Refuse strategies that free weights between forward and loss."""
+        if not facts.is_strategy("FSDPStrategy", "DeepSpeedStrategy"):
+            return []
+        return [
+            Problem(
+                written,
+                f"`{facts.strategy}` may have freed the head's weight when the loss is computed",
+                f"Set `{self.argument}=None`.",
+            )
+        ]
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.

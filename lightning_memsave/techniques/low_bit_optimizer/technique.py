@@ -11,8 +11,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import build
+from lightning_memsave.techniques.low_bit_optimizer.bitsandbytes_optimizers import (
+    build,
+    find_obstacle,
+)
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     KIND_BY_WORD,
     Kind,
@@ -267,6 +271,19 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             )
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Refuse devices without kernels, and strategies that shard parameters."""
+        problems = []
+        obstacle = find_obstacle(facts.device)
+        if obstacle is not None:
+            why, fix = obstacle
+            problems.append(Problem(written, why, fix))
+        if facts.is_strategy("ModelParallelStrategy", "FSDPStrategy"):
+            why = f"`{facts.strategy}` shards parameters, and bitsandbytes has no kernels for that"
+            fix = "Set `optimizer=None`; each rank holds only its share of the state anyway."
+            problems.append(Problem(written, why, fix))
+        return problems
 
     def check(self, target: torch.optim.Optimizer) -> list[Problem]:
         """Find every reason why the optimizer cannot be replaced; changes nothing.

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
@@ -225,6 +226,28 @@ class LowPrecisionWeights(Technique[nn.Module]):
         """Read how updates are rounded."""
         is_rounding = isinstance(value, str) and value in ROUNDINGS
         return cls(value) if is_rounding else super().from_value(value)
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Refuse strategies that decide the dtype of gradients or weights themselves."""
+        problems = []
+        if facts.is_strategy("DDPStrategy"):
+            problems.append(
+                Problem(
+                    f"{written} with `{facts.strategy}`",
+                    "it fixes the type of gradients, so that those of micro-batches would be "
+                    "summed in bfloat16",
+                    f"Train on one GPU, or set `{self.argument}=None`.",
+                )
+            )
+        if facts.is_strategy(*SHARDED):
+            problems.append(
+                Problem(
+                    written,
+                    f"`{facts.strategy}` decides itself in which type it keeps and gathers weights",
+                    f"Set `{self.argument}=None`, and use the strategy's own mixed precision.",
+                )
+            )
+        return problems
 
     def check(self, target: nn.Module) -> list[Problem]:
         """Find every reason why ``apply`` would be refused; changes nothing.

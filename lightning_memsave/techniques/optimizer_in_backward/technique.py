@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     is_low_bit,
@@ -163,6 +164,19 @@ class OptimizerInBackward(Technique[Optimizer]):
             problems.append(Problem(what, "it must be a truth value", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
+
+    def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
+        """Refuse strategies that share gradients after they are complete."""
+        # DDP of one process hands its gradients around, too.
+        if facts.world_size == 1 and not facts.is_strategy(*SHARDED, "DDPStrategy"):
+            return []
+        return [
+            Problem(
+                written,
+                f"`{facts.strategy}` shares gradients between processes after they are complete",
+                f"Set `{self.argument}=None`, or train in one process without a strategy.",
+            )
+        ]
 
     def check(self, target: Optimizer) -> list[Problem]:
         """Find every reason why parameters cannot be updated one by one; changes nothing.
