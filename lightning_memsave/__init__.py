@@ -1,7 +1,7 @@
-"""Train models that do not fit: memory-saving callbacks for PyTorch Lightning.
+"""Memory-saving callbacks and techniques for PyTorch Lightning.
 
-Names are imported on first use, so that ``import lightning_memsave`` costs nothing, and
-bitsandbytes, transformers and NVML are loaded only where they are needed.
+Names are imported on first use: ``import lightning_memsave`` is fast, and bitsandbytes,
+transformers and NVML are loaded only if they are needed.
 """
 
 import importlib

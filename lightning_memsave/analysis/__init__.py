@@ -1,1 +1,1 @@
-"""The questions that people ask: what will it take, what takes it, what has changed, what helps."""
+"""Predict, explain and compare memory, from Python."""

@@ -1,4 +1,4 @@
-"""What has changed since it last fitted."""
+"""Compare the memory of two models, predictions or runs."""
 
 import json
 import os
@@ -28,7 +28,7 @@ Comparable: TypeAlias = (
     | str
     | os.PathLike[str]
 )
-"""What can be compared: models in any form, predictions, and reports of runs."""
+"""Models in any form, predictions, and reports of runs."""
 
 _WORDS = {
     "parameters": "the parameters of a model",
@@ -36,14 +36,14 @@ _WORDS = {
     "report": "the report of a run",
 }
 _FORMS = (
-    "Pass a module, a function that makes one, a prediction, a mapping of names to shapes, or the "
-    "path of a config, checkpoint, prediction or `memsave_report.json`."
+    "Pass a module, a function that returns one, a prediction, a mapping of names to shapes, or "
+    "the path of a config, checkpoint, prediction or `memsave_report.json`."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One side, read."""
+    """One side of a comparison."""
 
     kind: Literal["parameters", "prediction", "report"]
     label: str
@@ -53,30 +53,30 @@ class _Side:
 def compare_memory(
     a: Comparable, b: Comparable, *, labels: tuple[str, str] | None = None
 ) -> MemoryComparison:
-    """Find what makes the second model, prediction or run take more memory than the first.
+    """Show why the second model, prediction or run needs more memory than the first.
 
-    Models are compared by their parameters, module by module, without running them and without
-    allocating what a function makes. Predictions are compared in bytes by category, phase and
-    module; reports of runs in bytes by category, and in what was switched on.
+    Models are compared by their parameters, module by module, without running or allocating them.
+    Predictions are compared in bytes by category, phase and module; reports of runs in bytes by
+    category, and by the settings that were on.
 
     Args:
-        a: The first side: a module; a function or class that makes one without arguments; a
+        a: The first side: a module; a function or class that returns one without arguments; a
             `MemoryPrediction`; a mapping of names to tensors or shapes, such as a ``state_dict``;
             or the path of a Hugging Face config, a YAML file for LightningCLI, a checkpoint, a
             prediction in JSON or a ``memsave_report.json``. Also ``"package.module:Class"``.
         b: The second side.
-        labels: What to call them; by default the class or the path.
+        labels: Names of the two sides; by default the class or the path.
 
     Returns:
         The differences, largest first; ``print`` shows them.
 
     Raises:
-        ConfigurationError: If a side cannot be read, or if the two have no figure in common.
+        ConfigurationError: If a side cannot be read, or if the two cannot be compared.
 
     Note:
-        Modules are told by their names, but for a prefix that one side has more; what got another
-        name counts as gone and new.
-        Nothing in a checkpoint is run (``weights_only=True``).
+        Modules are matched by name; an additional prefix on one side does not matter, but a renamed
+        module counts as removed and added. Code in a checkpoint is never run
+        (``weights_only=True``).
 
     Example:
         >>> print(compare_memory(nn.Linear(10, 1000), nn.Linear(10, 3000), labels=("old", "new")))
@@ -103,8 +103,8 @@ def compare_memory(
         return compare_reports(first.value, second.value, names)
     raise ConfigurationError(
         f"`{names[0]}` is {_WORDS[first.kind]} and `{names[1]}` is {_WORDS[second.kind]}: they "
-        "have no figure in common. Compare two of a kind: make a prediction for the model with "
-        "`predict_memory(model, batch)`, or give the model of the other side."
+        "cannot be compared. Compare two of the same kind: predict the model with "
+        "`predict_memory(model, batch)`, or pass the model of the other side."
     )
 
 
@@ -146,7 +146,7 @@ def _of_path(text: str) -> _Side:
             found = json.loads(path.read_text())
         except ValueError as error:  # also what is no text at all
             raise ConfigurationError(
-                f"`{text}` is not JSON ({error}). Give a report, a prediction or a config."
+                f"`{text}` is not JSON ({error}). Pass a report, a prediction or a config."
             ) from error
         if isinstance(found, dict) and {"changes", "by_phase"} & found.keys():
             return _of_mapping(found, text)
@@ -156,14 +156,14 @@ def _of_path(text: str) -> _Side:
 
 def _of_factory(factory: Callable[[], nn.Module]) -> _Side:
     label = getattr(factory, "__name__", type(factory).__name__)
-    fix = "Pass a function without arguments that makes the module, or the module itself."
+    fix = "Pass a function without arguments that returns the module, or the module itself."
     with fake_tensors(), explained(f"`{label}()`", fix), allow_construction():
         module = factory()
         if not isinstance(module, nn.Module):
             raise ConfigurationError(
-                f"`{label}()` gave a {type(module).__name__}, which is no module. {fix}"
+                f"`{label}()` returned a {type(module).__name__}, not a module. {fix}"
             )
-        # The layers of a LightningModule may be made here; it does nothing where it was done.
+        # A LightningModule may create its layers here; a second call must do nothing.
         if callable(configure := getattr(module, "configure_model", None)):
             configure()
         return _Side("parameters", label, parameter_table(module))

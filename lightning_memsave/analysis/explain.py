@@ -1,4 +1,4 @@
-"""Say where the memory goes, why, and what would lower it."""
+"""Explain what uses the memory, why, and what would lower it."""
 
 import inspect
 import os
@@ -50,21 +50,20 @@ def make_what_if(
     sequence_axis: int | None = None,
     **options: Any,
 ) -> WhatIf:
-    """Find out what a model and its batch are.
+    """Read the arguments of `explain_memory`; predicts nothing yet.
 
     Args:
-        model: A module, a function that makes one, a `Target`, or what `load_target` takes.
-        batch: A batch, a function that gives one, or a text that `make_batch_spec` takes; for a
-            target whatever that takes.
+        model: As for `explain_memory`.
+        batch: As for `explain_memory`.
         optimizer: As for `predict_memory`.
-        settings: As for `predict_memory`; without them those of the target.
+        settings: As for `predict_memory`; by default those of the target.
         device: As for `predict_memory`.
         gpu: As for `predict_memory`.
-        sequence_axis: As for `find_sequence`.
+        sequence_axis: As for `explain_memory`.
         **options: More arguments of `predict_memory`.
 
     Returns:
-        What predicts; nothing has been predicted yet.
+        Predicts variants of the step.
 
     Raises:
         ConfigurationError: If an argument is wrong.
@@ -103,16 +102,7 @@ def make_what_if(
 
 
 def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None) -> WhatIf:
-    """Make what predicts a step with something changed.
-
-    Args:
-        step: The step as it is.
-        source: What `parameter_table` takes: its model, or what is known of it without code.
-        sequence_axis: As for `find_sequence`.
-
-    Returns:
-        What predicts; nothing has been predicted yet.
-    """
+    """Prepare predictions of variants of a step; ``source`` is for `parameter_table`."""
     return WhatIf(
         step,
         parameter_table(source),
@@ -128,13 +118,15 @@ def _has_tensors(batch: Any) -> bool:
 
 def _made_without_data(make: Any) -> nn.Module:
     name = getattr(make, "__name__", type(make).__name__)
-    fix = "Pass a function without arguments that makes the module, or the module itself."
+    fix = "Pass a function without arguments that returns the module, or the module itself."
     if not callable(make):
-        raise ConfigurationError(f"A {type(make).__name__} has no memory to explain. {fix}")
+        raise ConfigurationError(f"A {type(make).__name__} is not a model. {fix}")
     with fake_tensors(), explained(f"`{name}()`", fix):
         module = make()
         if not isinstance(module, nn.Module):
-            raise ConfigurationError(f"`{name}()` gave a {type(module).__name__}. {fix}")
+            raise ConfigurationError(
+                f"`{name}()` returned a {type(module).__name__}, not a module. {fix}"
+            )
         if callable(configure := getattr(module, "configure_model", None)):
             configure()
         return module
@@ -149,23 +141,23 @@ def _name_of(optimizer: Any, source: Any) -> str:
 _SHOWN_TENSORS = 8
 _SHOWN_DEPTH = 3
 _FACTORS, _FACTOR_COLUMNS = "What the peak depends on", ("", "factor", "memory", "finding")
-_REMEDIES = "What would lower the peak, the cheapest first"
+_REMEDIES = "What would lower the peak, cheapest first"
 _REMEDY_COLUMNS = ("", "saves", "device needs", "fits", "remedy", "exactness", "cost")
 _ORDER = {"matters": 0, "unknown": 1, "does not matter": 2}
 
 
 @dataclass(frozen=True)
 class MemoryExplanation:
-    """Where the memory of a model goes; ``print`` shows it.
+    """What uses the memory of a model; ``print`` shows it.
 
     Args:
         table: The parameters by module.
-        sentences: What dominates and why, the most important first.
-        factors: What the peak depends on, each factor with its bytes.
-        prediction: Of the step as it is; ``None`` without a batch.
-        remedies: What would lower the peak, the cheapest first; ``None`` if not asked for.
+        sentences: What needs most memory and why, most important first.
+        factors: What the peak depends on, with the bytes of each factor.
+        prediction: Of the unchanged step; ``None`` without a batch.
+        remedies: Settings that lower the peak, cheapest first; ``None`` if not requested.
         gpu: The GPU that the step should fit.
-        num_predictions: How many were made for all this.
+        num_predictions: Number of predictions that this needed.
     """
 
     table: ParameterTable
@@ -178,7 +170,7 @@ class MemoryExplanation:
 
     @property
     def largest_tensors(self) -> tuple[TensorMemory, ...]:
-        """What is alive at the peak, largest first; nothing without a prediction."""
+        """Tensors alive at the peak, largest first; empty without a prediction."""
         return () if self.prediction is None else self.prediction.largest_tensors
 
     @property
@@ -204,10 +196,10 @@ class MemoryExplanation:
         raise KeyError(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
+        """Return all fields as plain values, for JSON.
 
         Returns:
-            The fields under their names.
+            The fields by name.
         """
         return {
             "model": self.table.model,
@@ -244,14 +236,14 @@ class MemoryExplanation:
         return table
 
     def tables(self) -> tuple[PageTable, ...]:
-        """Give sentences, factors and remedies as tables of texts, for `write_page`.
+        """Return sentences, factors and remedies as tables, for `write_page`.
 
         Returns:
-            What the terminal shows; what to type stands beside each remedy.
+            The same tables as ``print`` shows, with the line to type beside each remedy.
         """
         sizes = tuple(factor.num_bytes for factor in self._sorted_factors())
         found = [
-            PageTable("What dominates", ("",), tuple((text,) for text in self.sentences)),
+            PageTable("What needs most memory", ("",), tuple((text,) for text in self.sentences)),
             PageTable(_FACTORS, _FACTOR_COLUMNS, tuple(self._answers()), sizes),
         ]
         if self.remedies:
@@ -277,7 +269,7 @@ class MemoryExplanation:
 
     def _remedies(self, remedies: tuple[Remedy, ...]) -> list[RenderableType]:
         if not remedies:
-            return [Text("Nothing that is known lowers it.")]
+            return [Text("No setting of `MemSaveCallback` lowers it.")]
         table = figure_table(*_REMEDY_COLUMNS, numbers=_REMEDY_COLUMNS[:3])
         for number, remedy in enumerate(remedies, 1):
             table.add_row(*_cells(number, remedy))
@@ -289,7 +281,7 @@ class MemoryExplanation:
         if gpu is None:
             return []
         if self.prediction is not None and self.prediction.fits(gpu):
-            return [Text(f"It fits {label_of(gpu)} as it is.")]
+            return [Text(f"It fits {label_of(gpu)} without changes.")]
         best = self.cheapest_that_fits
         if best is None:
             return [Text(f"None of these fits {label_of(gpu)}.")]
@@ -320,29 +312,29 @@ def explain_memory(
     time_limit_s: float | None = TIME_LIMIT_S,
     may_extrapolate: bool = True,
 ) -> MemoryExplanation:
-    """Say where the memory of a model goes.
+    """Explain what uses the memory of a model.
 
-    Nothing is trained and no memory is taken: the parameters are counted, and with a batch the step
-    is predicted, as it is and with something changed. So each figure is the difference of two
-    predictions or a count of what is alive at the peak.
+    Nothing is trained or allocated: the parameters are counted, and with a batch the training step
+    is predicted, unchanged and with one thing changed at a time. So each figure is the difference
+    of two predictions, or a count of tensors alive at the peak.
 
     Args:
-        model: A module, a function that makes one, a `Target`, or what `load_target` takes: also a
-            checkpoint, of which parameters alone are explained.
-        batch: As for `predict_memory`; for a target also sizes such as ``"8x512"``. Without it the
-            parameters alone are explained, also of models that cannot be run.
+        model: A module, a function that returns one, or a text as MODEL of ``memsave predict``,
+            such as ``"package.module:Class"`` or the path of a config or checkpoint.
+        batch: As for `predict_memory`; with a text as model also sizes such as ``"8x512"``. Without
+            a batch only the parameters are explained, also of models that cannot run.
         optimizer: As for `predict_memory`.
-        settings: As for `predict_memory`: what is on already.
+        settings: As for `predict_memory`: settings that are already on.
         device: As for `predict_memory`.
         gpu: The GPU that the step should fit, such as ``"T4"`` or ``"12GiB"``.
-        cardinalities: For models of tables: how many categories each column has.
-        sequence_axis: The axis of the batch along which a sequence runs; ``None`` finds token ids.
+        cardinalities: For tabular models: number of categories of each column.
+        sequence_axis: Axis of the batch's tensors that is the sequence; ``None`` finds token ids.
         factors: Names of the factors to compute; ``None`` for all.
-        remedies: Whether to look for settings that lower the peak, which takes some 15 predictions.
+        remedies: Whether to look for settings that lower the peak, with about 15 predictions.
         loss: As for `predict_memory`.
         attention: As for `predict_memory`.
         trainer_arguments: As for `predict_memory`.
-        time_limit_s: Of each prediction, as for `predict_memory`.
+        time_limit_s: For each prediction, as for `predict_memory`.
         may_extrapolate: As for `predict_memory`.
 
     Returns:
@@ -352,8 +344,8 @@ def explain_memory(
         ConfigurationError: If an argument is wrong.
 
     Note:
-        What the module raises on the batch comes through. What it raises on a changed batch makes
-        that factor unknown. Takes some 20 predictions, 6 without remedies.
+        Exceptions of the module on this batch are raised. If it fails only on a changed batch, that
+        factor is unknown. Needs about 20 predictions, 6 without remedies.
 
     Example:
         >>> import torch
@@ -389,7 +381,7 @@ def explain_what_if(
     factors: Collection[str] | None = None,
     remedies: bool = True,
 ) -> MemoryExplanation:
-    """Say where the memory of a model goes; as `explain_memory`, of what was read already."""
+    """Do what `explain_memory` does, after its arguments are read."""
     sentences = sentences_of(what_if, cardinalities)
     answers = explain_factors(what_if, factors)
     found = tuple(remedies_of(what_if)) if remedies and what_if.can_predict else None
@@ -404,7 +396,7 @@ def explain_what_if(
     )
 
 
-# Lines that are too long go on below the text, not below the mark.
+# Long lines continue below the text, not below the mark.
 def _cells(number: int, remedy: Remedy) -> tuple[str, ...]:
     return (
         *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),

@@ -1,4 +1,4 @@
-"""Predict the peak memory of training, without a GPU and without the memory of the model."""
+"""Predict the peak memory of training, without a GPU and without allocating the model."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -33,47 +33,47 @@ def predict_memory(
 ) -> MemoryPrediction:
     """Predict the peak memory of a training step, by category, by phase and by module.
 
-    Two steps of the module's own training code run in a Trainer of Lightning, on tensors that have
-    shapes and no data: forward, backward, optimizer, and all that `MemSaveCallback` would do. So it
-    needs neither a GPU nor the memory of the model. On a CPU the result is what is counted in the
-    real step, to the byte where the code does not depend on data.
+    Two steps of your own training code run in a Lightning Trainer on fake tensors, which have
+    shapes but no values: forward, backward, optimizer, and everything that `MemSaveCallback` does.
+    You need neither a GPU nor enough memory for the model. For a CPU the result equals the measured
+    peak of the real step, to the byte if your code does not depend on values.
 
     Args:
-        module: A LightningModule, any other module, or a function without arguments that makes one;
-            the function never allocates the model.
-        batch: A batch, in any nesting, whose tensors may be real or on the meta device; or a
-            function that gives one. What follows from its integers (masks of padding, numbers of
-            labels) is computed from them.
-        optimizer: For modules that are no LightningModule: makes the optimizer from the parameters,
-            such as a class. Without it: AdamW.
-        settings: Arguments of `MemSaveCallback` by name, or one. In a mapping, techniques that are
-            not named are off: the step as it is.
-        loss: For modules that are no LightningModule: gives the loss from output and batch. Without
-            it: the ``loss`` of the output, or the mean of a tensor.
-        device: Whose kernels to assume.
-        gpu: The GPU that is meant, such as ``"T4"``: it decides which precision ``"auto"`` is.
-        attention: CUDA's attention kernel, ``"flash"``, ``"efficient"`` or ``"math"``; without it
+        module: A LightningModule, any other module, or a function without arguments that returns
+            one. With a function the model is never allocated.
+        batch: A batch, in any nesting, with real or meta tensors; or a function that returns one.
+            Values that follow from its integers (padding masks, numbers of labels) are computed.
+        optimizer: For modules that are not LightningModules: a class or function that gets the
+            parameters. Default: AdamW.
+        settings: Arguments of `MemSaveCallback` by name, or a `MemSaveCallback`. In a mapping,
+            techniques that are not named are off.
+        loss: For modules that are not LightningModules: a function of output and batch. Default:
+            the ``loss`` of the output, or the mean of its first tensor.
+        device: Device to predict for.
+        gpu: GPU to predict for, such as ``"T4"``; it decides, for example, what precision
+            ``"auto"`` is.
+        attention: CUDA's attention kernel, ``"flash"``, ``"efficient"`` or ``"math"``; ``None`` is
             the one that torch would choose.
-        trainer_arguments: Arguments of the Trainer; ``precision``, accumulation, gradient
-            clipping and ``deterministic`` matter for memory, others are not used.
-        may_extrapolate: Whether models of 30 blocks and more may be predicted from copies with
-            fewer, which takes seconds instead of minutes.
-        time_limit_s: Give up after this time; ``None`` for never. A step that repeats itself until
-            some number is small enough would never end on tensors without data.
+        trainer_arguments: Arguments of the Trainer. Only ``precision``, accumulation, gradient
+            clipping and ``deterministic`` affect memory; others are ignored.
+        may_extrapolate: Whether to predict models of 30 blocks and more from copies with fewer
+            blocks, in seconds instead of minutes.
+        time_limit_s: Stop after this time; ``None`` for never. A step that loops until a value is
+            small enough would never end on fake tensors.
 
     Returns:
         The prediction.
 
     Raises:
-        ConfigurationError: If arguments are wrong, or the module cannot be made or copied.
-        MemsaveError: If settings do not go with the module.
+        ConfigurationError: If arguments are wrong, or the module cannot be created or copied.
+        MemsaveError: If settings conflict with the module.
         TimeoutError: If the step does not end, or takes longer than ``time_limit_s``.
 
     Note:
-        Whatever the module's step raises on this batch comes through, with a note. For CUDA the
-        prediction rests on ``assumptions``, which the result lists. Hooks of the module run too, up
-        to ``on_train_start`` and in each step: what they write to files or send away is written and
-        sent. Those of the end of a fit do not run.
+        Exceptions of the training step on this batch are raised, with a note. For CUDA the result
+        lists its ``assumptions``. Hooks of the module run too, up to ``on_train_start`` and in each
+        step, so anything that they write to files or send over the network really happens. Hooks of
+        the end of a fit do not run.
 
     Example:
         >>> import torch
@@ -101,15 +101,7 @@ def predict_memory(
 
 
 def read_settings(settings: Mapping[str, Any] | MemSaveCallback | None) -> Mapping[str, Any]:
-    """Read what a verb was given as settings.
-
-    Args:
-        settings: Arguments of `MemSaveCallback` by name, of which those that are not named are off;
-            or a callback, whose arguments are all meant; ``None`` for nothing.
-
-    Returns:
-        Arguments of `MemSaveCallback` by name.
-    """
+    """Return arguments of `MemSaveCallback`; those that a mapping does not name are off."""
     if isinstance(settings, MemSaveCallback):
         return settings.arguments
     if settings is not None and not isinstance(settings, Mapping):
@@ -118,17 +110,7 @@ def read_settings(settings: Mapping[str, Any] | MemSaveCallback | None) -> Mappi
 
 
 def with_instances(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the techniques that arguments of `MemSaveCallback` name by their ``class_path``.
-
-    Args:
-        settings: Arguments of `MemSaveCallback`, as YAML has them.
-
-    Returns:
-        The arguments with instances in place of their descriptions.
-
-    Raises:
-        ConfigurationError: If a class or one of its arguments is wrong.
-    """
+    """Create the techniques that settings from YAML describe by their ``class_path``."""
     nested = {n for n, v in settings.items() if isinstance(v, dict) and "class_path" in v}
     if not nested:
         return dict(settings)

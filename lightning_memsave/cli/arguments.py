@@ -1,4 +1,4 @@
-"""What `predict`, `explain` and `compare` are about: model, batch, settings and cards."""
+"""Arguments that `predict`, `explain` and `compare` share: model, batch, settings and GPUs."""
 
 import argparse
 import contextlib
@@ -11,132 +11,105 @@ from typing import TYPE_CHECKING, Any
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 
 DOES_NOT_FIT = 1
-"""Exit status of a step that does not fit a card."""
+"""Exit status if the step does not fit a GPU."""
 
 _TIME_LIMIT_S = 300.0
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what belongs to the naming of a model.
-
-    Args:
-        parser: Of a subcommand.
-    """
+    """Add the arguments that describe the model."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--arg",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="argument of the class or function, or what to change in a config; repeat it",
+        help="argument of the class or function, or a change to a config; can be repeated",
     )
     group.add_argument(
         "--model",
         metavar="MODULE:CLASS",
-        help="the code, where a checkpoint or a YAML file does not name it",
+        help="class or function of the model, if a checkpoint or YAML file does not name it",
     )
     group.add_argument(
-        "--task", help="of a Hugging Face config that names no architecture, such as masked_lm"
+        "--task", help="task of a Hugging Face config without architectures, such as masked_lm"
     )
 
 
 def add_step_arguments(parser: argparse.ArgumentParser, *, needs_batch: bool) -> None:
-    """Declare what belongs to a training step.
-
-    Args:
-        parser: Of a subcommand.
-        needs_batch: Whether there is nothing to do without a batch.
-    """
+    """Add the arguments that describe the training step."""
     group = parser.add_argument_group("training step")
     group.add_argument(
         "--batch",
         required=needs_batch,
         metavar="SIZES",
-        help="samples x tokens of a Hugging Face model, such as 8x512, or each tensor: "
-        "'x=float32[8,3,224,224],y=int64[8]<10', or 'float32[8,10],int64[8]' for a tuple",
+        help="samples x tokens for a Hugging Face model, such as 8x512, or dtype and sizes of each "
+        "tensor: 'x=float32[8,3,224,224],y=int64[8]<10', or 'float32[8,10],int64[8]' for a tuple",
     )
     group.add_argument(
         "--gpu",
         action="append",
         default=[],
         metavar="NAME",
-        help="does it fit? T4, A100-40GB, 'RTX 3060', or a size such as 12GiB; repeat it, or "
-        "separate with commas",
+        help="check whether the step fits this GPU: T4, A100-40GB, 'RTX 3060', or a size such as "
+        "12GiB; can be repeated, or separated with commas",
     )
     group.add_argument(
         "--memsave",
         action=argparse.BooleanOptionalAction,
-        help="train with `MemSaveCallback()`; without it too where the YAML file has it: "
-        "--no-memsave",
+        help="train with `MemSaveCallback()`; --no-memsave ignores the callback in a YAML file",
     )
     group.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an argument of MemSaveCallback, such as activation_checkpointing=all, as text or as "
-        "JSON: 'force_8bit=emb*' or 'force_8bit=[\"emb*\", \"head*\"]'; repeat it",
+        help="argument of MemSaveCallback, such as activation_checkpointing=all, as text or "
+        "JSON: 'force_8bit=emb*', 'force_8bit=[\"emb*\", \"head*\"]'; can be repeated",
     )
-    group.add_argument("--precision", help="such as bf16-mixed; the same as --set precision=...")
+    group.add_argument("--precision", help="such as bf16-mixed; same as --set precision=...")
     group.add_argument(
         "--optimizer",
         metavar="NAME",
-        help="for a model that is no LightningModule: torch.optim.SGD, or module:function; "
-        "without it AdamW",
+        help="for a model that is not a LightningModule: torch.optim.SGD, or module:function; "
+        "default: AdamW",
     )
     group.add_argument(
         "--optimizer-arg",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of that optimizer; repeat it",
+        help="argument of that optimizer; can be repeated",
     )
     group.add_argument(
         "--attention",
         choices=("flash", "efficient", "math"),
-        help="CUDA's kernel; without it the one that torch would choose",
+        help="CUDA's attention kernel; default: the one that torch would choose",
     )
     group.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="whose kernels; default: cuda"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="device to predict for; default: cuda",
     )
     group.add_argument(
         "--time-limit",
         type=_seconds,
         default=_TIME_LIMIT_S,
         metavar="SECONDS",
-        help=f"of a prediction, after which it is given up; default: {_TIME_LIMIT_S:g}",
+        help=f"stop each prediction after so many seconds; default: {_TIME_LIMIT_S:g}",
     )
 
 
 def refuse_step_arguments(arguments: argparse.Namespace, fix: str) -> None:
-    """Refuse what is about a step where there is none.
-
-    Args:
-        arguments: As parsed.
-        fix: What to do instead, as a clause.
-
-    Raises:
-        ConfigurationError: If there is such an argument.
-    """
+    """Refuse arguments of a training step if there is none; ``fix`` is a clause."""
     for name in ("gpu", "memsave", "set", "precision", "attention"):
         if getattr(arguments, name) not in (None, []):
-            raise ConfigurationError(
-                f"--{name.replace('_', '-')} is about a training step, and there is none: {fix}."
-            )
+            raise ConfigurationError(f"--{name.replace('_', '-')} needs a training step: {fix}.")
 
 
 def whole_number(text: str) -> int:
-    """Read a number that is not negative.
-
-    Args:
-        text: What was typed.
-
-    Returns:
-        The number.
-
-    Raises:
-        argparse.ArgumentTypeError: If it is none.
-    """
+    """Read a number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
@@ -153,12 +126,7 @@ def _seconds(text: str) -> float:
 
 
 def show_notes(notes: Sequence[str], page: str | None) -> None:
-    """Print what is left to say.
-
-    Args:
-        notes: One line each.
-        page: The path of the page that was written, if one was.
-    """
+    """Print notes, and the path of the page if one was written."""
     from rich.text import Text
 
     from lightning_memsave.report.text import show
@@ -169,23 +137,12 @@ def show_notes(notes: Sequence[str], page: str | None) -> None:
 
 
 class StepError(MemsaveError):
-    """The training step of the user's model failed on tensors without data."""
+    """The training step of the user's model failed on fake tensors."""
 
 
 @contextlib.contextmanager
 def running_code_of(name: str) -> Iterator[None]:
-    """Run the user's model: its output goes to standard error, its exceptions become one line.
-
-    Args:
-        name: Of the model, as it was given.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        MemsaveError: If the code raises one, or if we do.
-        StepError: If the code raises anything else, or ends the process.
-    """
+    """Run the user's model: its output goes to standard error, its errors become `StepError`."""
     # What the code prints must not end up in the JSON.
     with contextlib.redirect_stdout(sys.stderr):
         try:
@@ -201,7 +158,9 @@ def running_code_of(name: str) -> Iterator[None]:
 def _in_one_line(name: str, failure: BaseException) -> str:
     from lightning_memsave.targets.code import explained
 
-    fix = "Does this batch go with the model? Name its tensors with --batch as the step takes them."
+    fix = (
+        "Check that --batch lists the tensors that the model expects, with their dtypes and sizes."
+    )
     try:
         with explained(f"The training step of `{name}`", fix):
             raise failure
@@ -222,14 +181,14 @@ _ONE_DEVICE = (None, "auto", "ddp", "single_device")
 
 @dataclass(frozen=True)
 class Request:
-    """What was asked for: a model and its training step, and on which GPUs.
+    """A parsed command line: the model, its training step, and the GPUs to check.
 
     Args:
         target: The model.
-        batch: The batch, if one was given.
+        batch: The batch; ``None`` without ``--batch``.
         step: The training step.
-        gpus: The GPUs that were named.
-        notes: What was found and is not used, one line each.
+        gpus: The GPUs of ``--gpu``.
+        notes: Parts of the target that are ignored, one line each.
     """
 
     target: "Target"
@@ -241,13 +200,13 @@ class Request:
     def predict(
         self, settings: Mapping[str, Any] | None = None
     ) -> tuple["MemoryPrediction", tuple["GpuFit", ...]]:
-        """Predict the step for each GPU that was named.
+        """Predict the step for each GPU.
 
         Args:
-            settings: What to set in addition.
+            settings: Additional settings.
 
         Returns:
-            The prediction for the first GPU, or for none in particular; and what each GPU has.
+            The prediction for the first GPU, or without a GPU; and how it fits each GPU.
         """
         from lightning_memsave.prediction.predict import predict
 
@@ -266,7 +225,7 @@ class Request:
         return next(iter(found.values())), tuple(fits)
 
 
-# A precision that is set takes the place of the one that the target has for the Trainer.
+# A precision in the settings replaces that of the target's Trainer.
 def _with_settings(step: "TrainingStep", settings: Mapping[str, Any]) -> "TrainingStep":
     step, given = step.with_settings(settings), dict(step.trainer_arguments)
     if step.settings.get("precision") not in (None, "auto"):
@@ -275,18 +234,7 @@ def _with_settings(step: "TrainingStep", settings: Mapping[str, Any]) -> "Traini
 
 
 def read_request(name: str, arguments: argparse.Namespace) -> Request:
-    """Find the model that is named, and what is to be known about its step.
-
-    Args:
-        name: Of the model.
-        arguments: As parsed.
-
-    Returns:
-        All of it.
-
-    Raises:
-        ConfigurationError: If something of it cannot be.
-    """
+    """Load the model called ``name`` and describe its training step."""
     from lightning_memsave.callbacks.memsave import MemSaveCallback
     from lightning_memsave.prediction.cuda.gpus import parse_gpu
     from lightning_memsave.prediction.training_step import TrainingStep
@@ -331,7 +279,7 @@ def _check_device(arguments: argparse.Namespace) -> None:
     for option in ("gpu", "attention"):
         if arguments.device == "cpu" and getattr(arguments, option):
             raise ConfigurationError(
-                f"--{option} is about CUDA, and --device=cpu is not. Remove one of the two."
+                f"--{option} is for CUDA and conflicts with --device=cpu. Remove one of the two."
             )
 
 
@@ -339,14 +287,14 @@ def _check_optimizer(target: "Target") -> None:
     module = target.module_without_data
     if any(cls.__name__ == "LightningModule" for cls in type(module).__mro__):
         raise ConfigurationError(
-            f"--optimizer is for models without one, and `{type(module).__name__}` configures its "
-            "own in `configure_optimizers`. Remove it; for the 8-bit form of that optimizer write "
+            f"--optimizer is for models without one, but `{type(module).__name__}` has its own in "
+            "`configure_optimizers`. Remove it; for the 8-bit form of that optimizer write "
             "--set optimizer=8bit."
         )
 
 
 def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read ``NAME=VALUE`` of arguments of `MemSaveCallback`; one pattern need not be a list."""
+    """Read ``NAME=VALUE`` arguments of `MemSaveCallback`; one pattern need not be a list."""
     from lightning_memsave.targets.code import parse_arguments
 
     given = parse_arguments(pairs)
@@ -374,5 +322,5 @@ def _strategy_notes(found: Mapping[str, Any]) -> list[str]:
     strategy, notes = found.get("strategy"), []
     if strategy not in _ONE_DEVICE:
         name = strategy.get("class_path") if isinstance(strategy, dict) else strategy
-        notes.append(f"`strategy: {name}` is not used: one device is assumed to hold everything")
+        notes.append(f"`strategy: {name}` is ignored: everything is assumed to be on one device")
     return notes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lightning_memsave.explain.memory_changes import MemoryComparison
     from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
 
-SUMMARY = "Say what makes the second model, prediction or run take more memory than the first."
+SUMMARY = "Show why the second model, prediction or run needs more memory than the first."
 EXAMPLES = """\
 memsave compare good.ckpt bad.ckpt
 memsave compare old/config.json new/config.json --batch 8x512
@@ -29,33 +29,21 @@ memsave compare runs/1/memsave_report.json runs/2/memsave_report.json --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: Of this subcommand.
-    """
-    what = "a model as for `memsave predict`, what `predict --json` gave, or a memsave_report.json"
+    """Add the arguments of this subcommand."""
+    what = "model as for `memsave predict`, output of `predict --json`, or a memsave_report.json"
     parser.add_argument("a", metavar="A", help=what)
-    parser.add_argument("b", metavar="B", help="the same, later")
+    parser.add_argument("b", metavar="B", help="the same, to compare with A")
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=False)
     group = parser.add_argument_group("output")
-    group.add_argument("--html", metavar="FILE", help="write a page; for predictions only")
-    group.add_argument("--json", action="store_true", help="for programs")
+    group.add_argument(
+        "--html", metavar="FILE", help="write the result as a web page; needs predictions"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare and print.
-
-    Args:
-        arguments: As parsed.
-
-    Returns:
-        The exit status: 0, or 1 if B does not fit one of the cards.
-
-    Raises:
-        ConfigurationError: If a page or a card is asked for and there are no predictions.
-    """
+    """Compare and print; returns 1 if B does not fit one of the GPUs."""
     from lightning_memsave.analysis.compare import compare_memory
     from lightning_memsave.cli.arguments import running_code_of
 
@@ -65,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_step_arguments(arguments, "compare two models with --batch, or two predictions")
         if arguments.html is not None:
             raise ConfigurationError(
-                "--html draws predictions, and these are none. Add --batch, or give two files "
-                "that `memsave predict --json` wrote."
+                "--html needs predictions. Add --batch, or pass two files written by "
+                "`memsave predict --json`."
             )
         with running_code_of(f"{arguments.a}` or `{arguments.b}"):
             a, b = (_side(name, arguments) for name in names)
@@ -97,18 +85,18 @@ def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case]
     for model in models:
         if Path(model).suffix == ".json" and not Path(model).exists():
             raise ConfigurationError(
-                f"`{model}` does not exist. Give a config.json, or what `memsave predict --json` "
-                "or a run has written."
+                f"`{model}` does not exist. Pass a config.json, a file written by `memsave predict "
+                "--json`, or the memsave_report.json of a run."
             )
     if models and arguments.batch is None and len(models) == 1:
         other = next(name for name in names if name != models[0])
         raise ConfigurationError(
-            f"`{other}` has the bytes of a training step, and of the model `{models[0]}` only "
-            f"parameters are known: {_how_to_predict(models[0], is_report=any(reports))}"
+            f"`{other}` is about a training step, but of `{models[0]}` only the parameters are "
+            f"known: {_how_to_predict(models[0], is_report=any(reports))}"
         )
     if any(reports) and models:
         raise ConfigurationError(
-            f"--batch predicts models, and `{names[reports.index(True)]}` reports a run: "
+            f"--batch is for models, but `{names[reports.index(True)]}` is the report of a run: "
             f"{_how_to_predict(models[0], is_report=True)}"
         )
     if None in saved and (arguments.batch is None or any(reports)):
@@ -121,7 +109,7 @@ def _cases(names: tuple[str, str], arguments: argparse.Namespace) -> list[_Case]
 
 def _how_to_predict(model: str, *, is_report: bool) -> str:
     if not is_report:
-        return "add --batch with its sizes, such as --batch 8x512, so that its step is predicted."
+        return "add --batch with its sizes, such as --batch 8x512, to predict its step."
     return (
         f"write `memsave predict {model} --batch 8x512 --json > predicted.json` with the sizes of "
         "the batch, and compare with that file."
@@ -156,8 +144,8 @@ def _of_saved(name: str, prediction: "MemoryPrediction", arguments: argparse.Nam
     gpus = [parse_gpu(part) for text in arguments.gpu for part in text.split(",")]
     if gpus and prediction.device != "cuda":
         raise ConfigurationError(
-            f"`{name}` is a prediction for {prediction.device}, and --gpu asks about CUDA. "
-            "Remove --gpu, or predict for CUDA."
+            f"`{name}` is a prediction for {prediction.device}, but --gpu needs one for CUDA. "
+            "Remove --gpu, or predict with --device cuda."
         )
     return _Case(name, prediction, tuple(prediction.fits(gpu) for gpu in gpus))
 
@@ -177,7 +165,7 @@ def _saved_prediction(name: str) -> "MemoryPrediction | None":
         ) from error
 
 
-# As a text `compare_memory` knows more kinds of files; it does not know what changes a model.
+# `compare_memory` reads more kinds of files from a path, but knows no --arg, --model and --task.
 def _side(name: str, arguments: argparse.Namespace) -> Any:
     if not (arguments.arg or arguments.model or arguments.task):
         return name

@@ -1,4 +1,4 @@
-"""``memsave convert``: the optimizer states of a checkpoint between 8 and 32 bits."""
+"""``memsave convert``: convert optimizer state in a checkpoint between 8 and 32 bits."""
 
 import argparse
 import os
@@ -10,7 +10,7 @@ from typing import Any
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import format_bytes
 
-SUMMARY = "Rewrite the optimizer states of a Lightning checkpoint between 8 and 32 bits."
+SUMMARY = "Convert the optimizer state in a Lightning checkpoint between 8 and 32 bits."
 EXAMPLES = """\
 memsave convert last.ckpt --to 32bit      # writes last-32bit.ckpt; resume without the callback
 memsave convert last.ckpt --to 8bit --output small.ckpt
@@ -18,43 +18,32 @@ memsave convert last.ckpt --to 8bit --keep-32bit '*embed*' '*head*'"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: Of this subcommand.
-    """
-    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="a file written by Lightning")
+    """Add the arguments of this subcommand."""
+    parser.add_argument("checkpoint", type=Path, metavar="CKPT", help="checkpoint file")
     parser.add_argument(
         "--to",
         required=True,
         choices=("8bit", "32bit"),
-        help="8bit: as MemSaveCallback writes it; 32bit: as torch.optim does",
+        help="8bit: as saved with MemSaveCallback; 32bit: as saved with torch.optim",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="PATH",
-        help="where to; CKPT with -8bit or -32bit before its suffix if not given",
+        help="file to write; default: CKPT with -8bit or -32bit before its suffix",
     )
     parser.add_argument("--force", action="store_true", help="overwrite the output if it exists")
     parser.add_argument(
         "--keep-32bit",
         nargs="*",
         metavar="PATTERN",
-        help="with --to 8bit: names of parameters whose state stays 32-bit, as shell patterns; "
-        "default: what looks like an embedding or a bias",
+        help="with --to 8bit: shell patterns of parameter names whose state stays 32-bit; default: "
+        "parameters that look like embeddings or biases",
     )
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Convert, write and say what was done.
-
-    Args:
-        arguments: As parsed.
-
-    Raises:
-        ConfigurationError: If ``--keep-32bit`` is given where all states get 32 bits.
-    """
+    """Convert, write, and print what was done."""
     source: Path = arguments.checkpoint
     output: Path = arguments.output or source.parent / (
         f"{source.stem}-{arguments.to}{source.suffix}"  # `with_stem` refuses "."
@@ -62,7 +51,7 @@ def run(arguments: argparse.Namespace) -> None:
     _check_output(output, arguments.force)
     if arguments.keep_32bit is not None and arguments.to == "32bit":
         raise ConfigurationError(
-            "--keep-32bit is for --to 8bit. Remove it: all states get 32 bits."
+            "--keep-32bit works only with --to 8bit. Remove it: --to 32bit converts everything."
         )
     # After what can be refused at once: this import takes seconds.
     from lightning_memsave.techniques.low_bit_optimizer.checkpoint import (
@@ -81,26 +70,15 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _check_output(output: Path, may_overwrite: bool) -> None:
     if not output.parent.is_dir():
-        raise ConfigurationError(f"The folder `{output.parent}` does not exist. Make it first.")
+        raise ConfigurationError(f"The folder `{output.parent}` does not exist. Create it first.")
     if output.is_dir():
-        raise ConfigurationError(f"`{output}` is a folder. Give the name of a file in it.")
+        raise ConfigurationError(f"`{output}` is a folder. Pass the name of a file in it.")
     if output.exists() and not may_overwrite:
         raise ConfigurationError(f"`{output}` exists. Pass --force, or another --output.")
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a Lightning checkpoint without running code that may be in it.
-
-    Args:
-        path: A file.
-
-    Returns:
-        The checkpoint on the CPU.
-
-    Raises:
-        ConfigurationError: If there is no such file, if it is not a Lightning checkpoint with
-            optimizer states, or if it holds objects whose loading could run code.
-    """
+    """Load a Lightning checkpoint on the CPU, without running code that may be in it."""
     from lightning_memsave.targets.checkpoints import load_without_code
 
     if path.is_dir():
@@ -115,7 +93,7 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
         )
     checkpoint = load_without_code(
         path,
-        if_code="If you trust its origin, save it without: `c = torch.load(path, "
+        if_code="If you trust its origin, save it without these objects: `c = torch.load(path, "
         "weights_only=False)`, delete what is not a tensor or a plain value (most often in "
         "`c['hyper_parameters']`), and `torch.save(c, path)`.",
         if_unreadable="Give an earlier file that `ModelCheckpoint` or `trainer.save_checkpoint` "
@@ -130,19 +108,13 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
     if not checkpoint.get("optimizer_states"):
         raise ConfigurationError(
             f"`{path}` has no optimizer states: it was saved with weights only, and there is "
-            "nothing to convert. It loads as it is."
+            "nothing to convert. Load it without conversion."
         )
     return checkpoint
 
 
 def write_checkpoint(checkpoint: dict[str, Any], path: Path, mode_of: Path) -> None:
-    """Write a checkpoint so that there is never half a file under its name.
-
-    Args:
-        checkpoint: What to write.
-        path: Where to; a file that is there is replaced at the end.
-        mode_of: The file whose permissions it gets.
-    """
+    """Write a checkpoint atomically, with the permissions of the file ``mode_of``."""
     import torch
 
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_memsave.units import format_bytes
 
-SUMMARY = "Show versions, GPUs, and what each technique needs and whether it is there."
+SUMMARY = "Show versions, GPUs, and whether each technique can be used."
 EXAMPLES = """\
 memsave env
 memsave env --json > env.json"""
@@ -31,30 +31,22 @@ _PACKAGES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: Of this subcommand.
-    """
-    parser.add_argument("--json", action="store_true", help="for programs")
+    """Add the arguments of this subcommand."""
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Print what there is.
-
-    Args:
-        arguments: As parsed.
-    """
+    """Print the environment."""
     environment = read_environment()
     print(json.dumps(environment, indent=2) if arguments.json else _as_text(environment))
 
 
 def read_environment() -> dict[str, Any]:
-    """Look at this machine and this Python.
+    """Collect versions, GPUs and techniques.
 
     Returns:
         ``python``, ``platform``, ``packages`` (version or ``None`` by name), ``cuda`` (torch's, or
-        ``None``), ``driver``, ``nvml`` (why it tells nothing, or empty), ``gpus`` and
+        ``None``), ``driver``, ``nvml`` (why it is not available, or empty), ``gpus`` and
         ``techniques``.
     """
     import torch
@@ -85,7 +77,7 @@ def _driver() -> tuple[str | None, str]:
         nvml: Any = importlib.import_module("pynvml")
     except ImportError as error:
         return None, f"{error}. Run `pip install nvidia-ml-py`."
-    # Whatever NVML raises: this command is for machines where something is wrong.
+    # Catch everything: this command must work on machines where something is broken.
     try:
         nvml.nvmlInit()
         try:
@@ -149,13 +141,13 @@ def _as_text(environment: dict[str, Any]) -> str:
         lines.append((name, version or "not installed"))
     packages = environment["packages"]
     if packages["nvidia-ml-py"] and packages["nvidia-ml-py3"]:
-        lines.append(("", "both bring `pynvml.py`: run `pip uninstall nvidia-ml-py3`"))
-    lines.append(("CUDA in torch", environment["cuda"] or "none: this torch is for CPUs"))
-    lines.append(("NVIDIA driver", environment["driver"] or f"not known: {environment['nvml']}"))
+        lines.append(("", "both install `pynvml.py`: run `pip uninstall nvidia-ml-py3`"))
+    lines.append(("CUDA in torch", environment["cuda"] or "none: this is a CPU build of torch"))
+    lines.append(("NVIDIA driver", environment["driver"] or f"unknown: {environment['nvml']}"))
     for index, gpu in enumerate(environment["gpus"]):
         lines.append((f"GPU {index}", _gpu_text(gpu)))
     if not environment["gpus"]:
-        lines.append(("GPU", "torch sees none"))
+        lines.append(("GPU", "torch finds none"))
     sections = [_aligned(lines), "", "Techniques"]
     rows = [(t["name"], _technique_text(t)) for t in environment["techniques"]]
     return "\n".join([*sections, _aligned([(f"  {name}", text) for name, text in rows])])

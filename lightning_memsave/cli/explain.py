@@ -1,4 +1,4 @@
-"""``memsave explain``: what takes the memory and what would help, or why it ran out."""
+"""``memsave explain``: what uses the memory and what would help, or why it ran out."""
 
 import argparse
 import json
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_memsave.explain.oom_diagnosis import Diagnosis
     from lightning_memsave.prediction.result import GpuFit
 
-SUMMARY = "Say what takes the memory of a model and its training, and what would lower it."
+SUMMARY = "Show what uses the memory of a model and its training, and what would lower it."
 EXAMPLES = """\
 memsave explain config.json
 memsave explain package.module:LitModel --batch 'x=float32[8,10],y=int64[8]' --gpu T4
@@ -34,22 +34,18 @@ memsave explain --oom -"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: Of this subcommand.
-    """
+    """Add the arguments of this subcommand."""
     parser.add_argument(
         "target",
         nargs="?",
         metavar="MODEL",
-        help="as for `memsave predict`; a checkpoint is enough where there is no --batch",
+        help="as for `memsave predict`; without --batch a checkpoint is enough",
     )
     parser.add_argument(
         "--oom",
         metavar="FILE",
-        help="a text with an out-of-memory error, such as a log; - reads what is pasted; with a "
-        "model and --batch what would help is predicted, too",
+        help="file with an out-of-memory error, such as a log, or - for standard input; with MODEL "
+        "and --batch, also predict what would help",
     )
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=False)
@@ -58,29 +54,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="COLUMN=N",
-        help="for models of tables: how many categories a column has; repeat it",
+        help="for tabular models: number of categories of a column; can be repeated",
     )
     group = parser.add_argument_group("output")
-    group.add_argument("--no-remedies", action="store_true", help="leave out what would help")
-    group.add_argument("--html", metavar="FILE", help="write a page to look at; needs --batch")
-    group.add_argument("--json", action="store_true", help="for programs")
+    group.add_argument(
+        "--no-remedies",
+        action="store_true",
+        help="do not look for settings that would lower the peak",
+    )
+    group.add_argument(
+        "--html", metavar="FILE", help="write the result as a web page; needs --batch"
+    )
+    group.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain and print.
-
-    Args:
-        arguments: As parsed.
-
-    Returns:
-        The exit status: 0, or 1 if the step does not fit one of the cards.
-
-    Raises:
-        ConfigurationError: If there is neither a model nor a message.
-    """
+    """Explain and print; returns 1 if the step does not fit the GPU."""
     if arguments.target is None and arguments.oom is None:
         raise ConfigurationError(
-            "explain takes a model, or --oom with a message. Write for example "
+            "explain needs a model, or --oom with a file. Write for example "
             "`memsave explain config.json` or `memsave explain --oom FILE`."
         )
     diagnosis = None if arguments.oom is None else _diagnosis(arguments)
@@ -97,14 +89,13 @@ def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
 
     if arguments.target is not None and arguments.batch is None:
         raise ConfigurationError(
-            f"What would help `{arguments.target}` is predicted for one step: add --batch with the "
-            "sizes that ran out of memory, or leave the model out."
+            f"To predict what would help `{arguments.target}`, add --batch with the sizes that ran "
+            "out of memory. To explain the message only, remove the model."
         )
     if arguments.target is None and (arguments.html is not None or arguments.batch is not None):
         option = "--batch" if arguments.html is None else "--html"
         raise ConfigurationError(
-            f"{option} is about a model, and --oom about a message. Remove one of the two, or add "
-            "the model."
+            f"{option} needs a model, and --oom alone has none. Add the model, or remove {option}."
         )
     oom = read_out_of_memory(_read(arguments.oom))
     if oom.capacity_bytes and not arguments.gpu and arguments.device == "cuda":
@@ -120,7 +111,7 @@ def _read(name: str) -> str:
     if not path.is_file():
         why = "is a folder" if path.is_dir() else "does not exist"
         raise ConfigurationError(
-            f"`{name}` {why}. Give a text file with the message, or `--oom -` and paste it."
+            f"`{name}` {why}. Pass a text file with the message, or `--oom -` and paste it."
         )
     return path.read_text(encoding="utf-8", errors="replace")
 
@@ -133,14 +124,12 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
     if arguments.batch is None:
         refuse_step_arguments(arguments, "add --batch")
         if arguments.html is not None:
-            raise ConfigurationError(
-                "--html draws a training step, and there is none: add --batch."
-            )
+            raise ConfigurationError("--html needs a training step: add --batch.")
     cardinalities = _cardinalities(arguments.cardinality)
     request = read_request(arguments.target, arguments)
     if len(request.gpus) > 1:
         raise ConfigurationError(
-            "explain is about one GPU. Give --gpu once; `memsave predict` compares several."
+            "explain works for one GPU. Pass --gpu once; `memsave predict` compares several."
         )
     gpu = request.gpus[0] if request.gpus else None
     with running_code_of(request.target.name):
@@ -179,8 +168,8 @@ def _cardinalities(pairs: list[str]) -> dict[str, int]:
         name, _, number = pair.rpartition("=")
         if not name or not number.isdecimal() or not int(number):
             raise ConfigurationError(
-                f"--cardinality {pair} is no column with its number of categories, which is at "
-                "least 1. Write for example --cardinality merchant=867599."
+                f"--cardinality {pair} is not COLUMN=N with a number of categories of at least 1. "
+                "Write for example --cardinality merchant=867599."
             )
         found[name] = int(number)
     return found
@@ -202,7 +191,7 @@ def _write_page(
             ("as given", explanation.prediction),
             *((r.name, r.prediction) for r in explanation.remedies or () if r.prediction),
         ],
-        title=f"{explanation.prediction.model}: what takes the memory",
+        title=f"{explanation.prediction.model}: what uses the memory",
         device_capacity_bytes=fits[0].gpu.total_bytes if fits else None,
         device_name=fits[0].gpu.known_name if fits else "",
         notes=(

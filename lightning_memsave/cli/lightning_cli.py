@@ -13,13 +13,12 @@ else:
 
 
 class MemSaveCLIMixin(_Base):
-    """Every argument of `MemSaveCallback` as a flag, for an own subclass of LightningCLI.
+    """Every argument of `MemSaveCallback` as a flag, for your own subclass of LightningCLI.
 
-    Put it before the ``LightningCLI`` of either package. ``--memsave.enabled=false`` trains without
-    the callback. A precision given as ``--memsave.precision`` goes to the Trainer's constructor;
-    one that was given to the Trainer is kept, ``32-true`` too, which the callback alone could not
-    tell from no choice. ``--memsave.accumulate_grad_batches`` stays with the callback, which scales
-    the last window of an epoch by its real length.
+    Write it before the ``LightningCLI`` of either package. ``--memsave.enabled=false`` trains
+    without the callback. ``--memsave.precision`` is passed to the Trainer; without it
+    ``--trainer.precision`` is kept, also ``32-true``. ``--memsave.accumulate_grad_batches`` is
+    handled by the callback, which divides the last, shorter window of an epoch by its real length.
 
     Example:
         >>> from lightning.pytorch.cli import LightningCLI
@@ -29,10 +28,10 @@ class MemSaveCLIMixin(_Base):
     """
 
     def add_core_arguments_to_parser(self, parser: Any) -> None:
-        """Add the flags beside those of Trainer, model and data.
+        """Add the flags ``--memsave.*`` to those of Trainer, model and data.
 
         Args:
-            parser: Of one subcommand, or of the whole command line.
+            parser: The parser of a subcommand, or of the whole command line.
         """
         super().add_core_arguments_to_parser(parser)
         # Not instantiated by the parser, which would pass `enabled` on.
@@ -44,7 +43,7 @@ class MemSaveCLIMixin(_Base):
         )
 
     def instantiate_classes(self) -> None:
-        """Settle the precision and make model, data and Trainer; wrong settings exit with 2."""
+        """Set the precision, and create model, data and Trainer; wrong settings exit with 2."""
         parser = self._parser(self.subcommand)
         try:
             self._share_precision()
@@ -53,10 +52,10 @@ class MemSaveCLIMixin(_Base):
             parser.error(str(error), error)
 
     def instantiate_trainer(self, **kwargs: Any) -> Any:
-        """Make the Trainer, with the callback among the user's own.
+        """Create the Trainer, with `MemSaveCallback` after the user's own callbacks.
 
         Args:
-            kwargs: Arguments of the Trainer that win over the configuration.
+            kwargs: Arguments of the Trainer that override the configuration.
 
         Returns:
             The Trainer.

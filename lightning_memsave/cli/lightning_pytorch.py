@@ -8,9 +8,9 @@ from lightning_memsave.cli.lightning_cli import MemSaveCLIMixin
 class MemSaveCLI(MemSaveCLIMixin, LightningCLI):
     """LightningCLI with a flag ``--memsave.*`` for each argument of `MemSaveCallback`.
 
-    It takes what ``LightningCLI`` takes. The one of ``pytorch_lightning`` is
-    ``lightning_memsave.cli.pytorch_lightning.MemSaveCLI``; for an own subclass of LightningCLI
-    there is `MemSaveCLIMixin`, where the flags are described.
+    It has the arguments of ``LightningCLI``. For ``pytorch_lightning`` import it from
+    ``lightning_memsave.cli.pytorch_lightning``; for your own subclass of LightningCLI use
+    `MemSaveCLIMixin`, which describes the flags.
 
     Args:
         args: Arguments of LightningCLI by position.

@@ -1,4 +1,4 @@
-"""The command `memsave`: picks the subcommand and turns errors into one message."""
+"""The command `memsave`: run a subcommand, and print errors as one message."""
 
 import argparse
 import re
@@ -14,7 +14,7 @@ from lightning_memsave.errors import MemsaveError
 
 
 class Command(Protocol):
-    """What the module of a subcommand has; it imports torch only when it runs."""
+    """Interface of a subcommand's module; it imports torch only in ``run``."""
 
     SUMMARY: str
     """One line."""
@@ -22,21 +22,10 @@ class Command(Protocol):
     """Shown under ``--help``, one command a line."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare the arguments.
-
-        Args:
-            parser: Of this subcommand.
-        """
+        """Add the arguments of this subcommand."""
 
     def run(self, arguments: argparse.Namespace) -> int | None:
-        """Do it, and print the result.
-
-        Args:
-            arguments: As parsed.
-
-        Returns:
-            The exit status; ``None`` is 0.
-        """
+        """Run, print the result, and return the exit status; ``None`` is 0."""
 
 
 COMMANDS: Mapping[str, Command] = MappingProxyType(
@@ -48,11 +37,11 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "env": env,
     }
 )
-# Of these 1 is an answer, such as "does not fit", and must not be taken for a failure.
+# Their status 1 means "does not fit"; errors have other statuses.
 _ANSWERING = ("predict", "explain", "compare")
 _ANSWERS = (
-    "0; 1 if the step does not fit a card that was named; 2 if what was given cannot be used; "
-    "3 if the\n  training step fails or does not end"
+    "0 done; 1 the step does not fit a --gpu; 2 wrong or unusable arguments;\n"
+    "  3 the training step fails or does not end"
 )
 _INTERRUPTED = 130
 _TAKE_SIZES = ("--batch", "--gpu", "--time-limit")
@@ -62,14 +51,12 @@ def main(args: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        args: What was typed after ``memsave``; ``None`` takes it from the process.
+        args: The arguments after ``memsave``; ``None`` uses ``sys.argv``.
 
     Returns:
-        The exit status. Of ``predict``, ``explain`` and ``compare``: 0; 1 if a step does not fit
-        a card that was named; 2 if what was given cannot be used; 3 if the training step fails or
-        does not end.
-        Of ``convert`` and ``env``: 0, or 1 if it could not be done. Wrong arguments exit with 2 at
-        once, Ctrl-C with 130.
+        The exit status: 0 if done. ``predict``, ``explain`` and ``compare`` return 1 if a step does
+        not fit a ``--gpu``, 2 for unusable arguments, 3 if the training step fails or does not end;
+        ``convert`` and ``env`` return 1 if they fail. Wrong arguments exit with 2, Ctrl-C with 130.
     """
     arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
     try:
@@ -83,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return _failed(arguments.command, error, status)
 
 
-# argparse takes `-1x8` for an option, and says nothing of sizes.
+# argparse would read `-1x8` as an option; joined to its option, it is a wrong size.
 def _joined(args: Sequence[str]) -> list[str]:
     joined: list[str] = []
     for arg in args:
@@ -102,7 +89,7 @@ def _failed(command: str, error: Exception, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memsave",
-        description="Train models that do not fit: tools around lightning-memsave.",
+        description="Predict, explain and compare the memory of training, without a GPU.",
         allow_abbrev=False,
     )
     version = f"lightning-memsave {lightning_memsave.__version__}"
@@ -110,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         examples = "".join(f"\n  {line}" for line in command.EXAMPLES.splitlines())
-        statuses = _ANSWERS if name in _ANSWERING else "0; 1 if it could not be done"
+        statuses = _ANSWERS if name in _ANSWERING else "0 done; 1 failed; 2 wrong arguments"
         subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,

@@ -1,4 +1,4 @@
-"""``memsave predict``: what a training step takes, and on which GPU it fits."""
+"""``memsave predict``: memory of a training step, and which GPUs it fits."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lightning_memsave.prediction.cuda.gpus import Gpu
     from lightning_memsave.prediction.result import GpuFit, MemoryPrediction
 
-SUMMARY = "Predict the peak memory of training, without a GPU and without the model's memory."
+SUMMARY = "Predict the peak memory of training, without a GPU and without allocating the model."
 EXAMPLES = """\
 memsave predict config.json --batch 8x512 --gpu T4 --gpu 12GiB
 memsave predict package.module:LitModel --arg depth=24 --batch 'x=float32[8,3,224,224],y=int64[8]'
@@ -34,16 +34,12 @@ memsave predict gpt2/ --batch 8x512 --variant optimizer=8bit --variant precision
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments.
-
-    Args:
-        parser: Of this subcommand.
-    """
+    """Add the arguments of this subcommand."""
     parser.add_argument(
         "target",
         metavar="MODEL",
-        help="package.module:Class, file.py:function, config.json or its folder, hf:NAME, a YAML "
-        "file for LightningCLI, or a checkpoint with --model",
+        help="package.module:Class, file.py:function, a Hugging Face config.json or its folder, "
+        "hf:NAME, a YAML file of LightningCLI, or a checkpoint with --model",
     )
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=True)
@@ -53,35 +49,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="'NAME=VALUE ...'",
-        help="predict with these settings of MemSaveCallback in addition, and compare; repeat it",
+        help="predict again with these settings of MemSaveCallback added; can be repeated",
     )
-    group.add_argument("--html", metavar="FILE", help="write a page to look at")
+    group.add_argument("--html", metavar="FILE", help="write the result as a web page")
     group.add_argument(
         "--snapshot",
         metavar="FILE",
-        help="write each allocation of the step for https://pytorch.org/memory_viz",
+        help="write the allocations of the step, to view at https://pytorch.org/memory_viz",
     )
-    group.add_argument("--json", action="store_true", help="for programs")
+    group.add_argument("--json", action="store_true", help="print JSON")
     group.add_argument(
-        "--depth", type=whole_number, default=2, help="levels of modules to show; default: 2"
+        "--depth", type=whole_number, default=2, help="levels of the module tree; default: 2"
     )
     group.add_argument(
-        "--tensors", type=whole_number, default=10, help="largest tensors to show; default: 10"
+        "--tensors",
+        type=whole_number,
+        default=10,
+        help="how many of the largest tensors to list; default: 10",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Predict and print.
-
-    Args:
-        arguments: As parsed.
-
-    Returns:
-        The exit status: 0, or 1 if the step does not fit one of the cards.
-
-    Raises:
-        ConfigurationError: If two variants are the same.
-    """
+    """Predict and print; returns 1 if the step does not fit one of the GPUs."""
     names = ["", *arguments.variant]
     if len(set(names)) < len(names):
         raise ConfigurationError("--variant is given twice with the same settings. Remove one.")

@@ -1,8 +1,7 @@
-"""Modules with memory saving built in: mixins, and a transformer to subclass or to use as it is.
+"""LightningModules with memory saving built in: `CheckpointedTransformer` and mixins.
 
-``CheckpointedTransformer`` of this package is the one for ``lightning.pytorch``, and where only
-``pytorch_lightning`` is installed the one for that. Each has a module of its own as well, so that
-the choice can be written down, type-checked and pickled.
+``CheckpointedTransformer`` here is the one for ``lightning.pytorch``, or for ``pytorch_lightning``
+if only that is installed. To choose, import it from one of the two modules.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""A transformer for Lightning: to subclass, or to train as it is on a Hugging Face config."""
+"""A LightningModule for transformers, with or without a subclass."""
 
 import inspect
 import math
@@ -24,29 +24,18 @@ _FIXES = {
     "eps": "Use a number above 0 such as `eps=1e-8`.",
     "lr_schedule": f"Use {' or '.join(map(repr, SCHEDULES))}.",
     "warmup": "Use a whole number of optimizer steps, or a share such as `warmup=0.1`.",
-    "max_steps": "Use a whole number of optimizer steps, or `None` to ask the Trainer.",
-    "num_labels": "Use the number of classes, at least 2, or `None` to ask the config. One label "
-    "is regression in transformers: subclass and write your own `training_step` for it.",
-    "task": f"Use {' or '.join(map(repr, TASKS))}, or `None` to ask the config.",
+    "max_steps": "Use a whole number of optimizer steps, or `None` for that of the Trainer.",
+    "num_labels": "Use the number of classes, at least 2, or `None` for that of the config. One "
+    "label is regression in transformers: subclass and write your own `training_step` for it.",
+    "task": f"Use {' or '.join(map(repr, TASKS))}, or `None` to infer it from the config.",
 }
 
 
 def check_arguments(owner: str, arguments: Mapping[str, Any]) -> Recipe | None:
-    """Check every argument, and find out what model is meant.
-
-    Args:
-        owner: Name of the class whose arguments they are, for the message.
-        arguments: All of them by name.
-
-    Returns:
-        How to make the model; ``None`` if a subclass makes it.
-
-    Raises:
-        ConfigurationError: If any argument is wrong; the message lists every problem.
-    """
+    """Check all arguments; returns how to make the model, or ``None`` if a subclass makes it."""
     wrong = set(_wrong(arguments))
     problems: list[Problem | str] = [
-        Problem(f"`{name}={arguments[name]!r}`", "that is not possible", _FIXES[name])
+        Problem(f"`{name}={arguments[name]!r}`", "it is not a valid value", _FIXES[name])
         for name in arguments
         if name in wrong
     ]
@@ -55,13 +44,13 @@ def check_arguments(owner: str, arguments: Mapping[str, Any]) -> Recipe | None:
         names = ("task", "num_labels")
         task, num_labels = (None if n in wrong else arguments[n] for n in names)
         recipe, found = read_recipe(arguments["model"], task, num_labels)
-        # What a wrong task or number of labels leads to is no problem of its own.
+        # Problems that follow from a wrong task or number of labels are not listed.
         problems += [] if wrong.intersection(names) else found
     elif arguments["num_labels"] is not None:
         problems.append(
             Problem(
                 "`num_labels` without `model`",
-                "it says how to make the model, and a subclass makes its own",
+                "it configures the model, but a subclass makes its own",
                 "Remove it, or pass `model`.",
             )
         )
@@ -124,16 +113,16 @@ Task = Literal["masked_lm", "causal_lm", "sequence_classification"]
 
 
 class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps):
-    """A transformer that trains with little memory: to subclass, or to use as it is.
+    """A LightningModule that trains a transformer with little memory, with or without a subclass.
 
-    ``CheckpointedTransformer`` is this in front of ``LightningModule``. It brings its own
-    `MemSaveCallback`: activations of all blocks are recomputed, the optimizer's state is 8-bit, and
-    so on, as ``memsave`` says. A `MemSaveCallback` that the Trainer is given wins.
+    It adds its own `MemSaveCallback`, with the settings in ``memsave``: by default activations of
+    all blocks are recomputed, optimizer state is 8-bit, and so on. A `MemSaveCallback` in the
+    Trainer overrides it. ``CheckpointedTransformer`` is this mixin with ``LightningModule``.
 
-    **As it is**, on a Hugging Face config, dictionary, name, local folder or model, it trains
-    masked and causal language models and classifiers of sequences on batches that are dictionaries
-    with ``labels``. **To subclass**, leave ``model`` out, set ``self.model`` after
-    ``super().__init__()``, and write ``training_step``; optimizer and schedule are there.
+    **Without a subclass**, pass a Hugging Face config, dictionary, name, local folder or model. It
+    trains masked and causal language models and sequence classifiers on batches that are
+    dictionaries with ``labels``. **In a subclass**, omit ``model``, set ``self.model`` after
+    ``super().__init__()``, and write ``training_step``; optimizer and schedule are built in.
 
     | logged                           | when       | what                                        |
     |----------------------------------|------------|---------------------------------------------|
@@ -143,34 +132,34 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps):
     | ``val_perplexity``, ``test_...`` | each epoch | language models: exp of that loss           |
     | ``val_accuracy``, ``test_...``   | each epoch | share of tokens or samples predicted        |
 
-    AdamW decays all weights but those of norms, biases and embeddings. A language model's head that
-    shares the embedding's weight is an embedding here.
+    AdamW applies weight decay to all weights except norms, biases and embeddings. A head that
+    shares the embedding's weight counts as an embedding.
 
     Args:
-        model: What to train. A name or a folder brings its weights, a config gets random ones.
-            ``None`` if a subclass sets ``self.model``.
-        task: ``None`` infers it from the architectures that the config names.
-        num_labels: Classes of a sequence; ``None`` is as the config says.
-        learning_rate: The highest one.
-        weight_decay: Of AdamW, for the weights named above.
-        betas: Of AdamW.
-        eps: Of AdamW.
+        model: The model to train. A name or folder has pretrained weights, a config gets random
+            ones. ``None`` if a subclass sets ``self.model``.
+        task: ``None`` infers it from the config's architectures.
+        num_labels: Number of classes; ``None`` uses that of the config.
+        learning_rate: Highest learning rate of the schedule.
+        weight_decay: Weight decay of AdamW.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
         lr_schedule: After the warm-up, ``"linear"`` or ``"cosine"`` down to zero, or
             ``"constant"``.
         warmup: Optimizer steps in which the learning rate rises from zero; a ``float`` below 1 is
-            the share of all steps.
-        max_steps: Optimizer steps of the schedule; ``None`` asks the Trainer.
-        memsave: Arguments of `MemSaveCallback` by name; those left out have their own defaults.
-            ``"auto"`` is for all defaults, ``None`` for no callback.
+            a fraction of all steps.
+        max_steps: Optimizer steps of the schedule; ``None`` uses those of the Trainer.
+        memsave: Arguments of `MemSaveCallback` by name; the others have their defaults. ``"auto"``
+            is all defaults, ``None`` is no callback.
 
     Raises:
-        ConfigurationError: If arguments are wrong; the message lists all that are.
+        ConfigurationError: If arguments are wrong; the message lists all of them.
 
     Note:
         Hyper-parameters are saved with the config as a plain dictionary, so that checkpoints load
         with ``weights_only=True`` and ``load_from_checkpoint`` needs neither network nor folder.
-        Only plain values of ``memsave`` are saved. Weights are float32 unless a model is given;
-        ``precision`` is for the rest. Logits of a batch are not kept in training.
+        Only plain values of ``memsave`` are saved. Weights are float32 unless you pass a model; use
+        ``precision`` for mixed precision. In training, logits are not kept after the loss.
 
     Example:
         >>> from transformers import BertConfig
@@ -245,7 +234,7 @@ class CheckpointedTransformerMixin(MemSaveMixin, TransformerSteps):
         frame: types.FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save the arguments of a subclass; those that are ours stay saved as plain values.
+        """Save the arguments of a subclass, beside those of this class.
 
         Args:
             args: As for any LightningModule.

@@ -1,4 +1,4 @@
-"""Hugging Face configs, names and folders: what task they are for, and how to make the model."""
+"""Find the task of a Hugging Face config, name or folder, and create the model."""
 
 import contextlib
 import copy
@@ -15,14 +15,7 @@ from lightning_memsave.errors import ConfigurationError, Problem
 
 
 def only_plain(memsave: Mapping[str, Any] | str | None) -> Any:
-    """Leave out what cannot be loaded with ``weights_only=True``, such as technique objects.
-
-    Args:
-        memsave: Arguments of `MemSaveCallback`, or a word for all of them.
-
-    Returns:
-        The same without values that are no numbers, strings, or lists and dictionaries of those.
-    """
+    """Leave out values that ``weights_only=True`` cannot load, such as technique objects."""
     if not isinstance(memsave, Mapping):
         return memsave
     return {name: value for name, value in memsave.items() if _is_plain(value)}
@@ -47,7 +40,7 @@ _CLASSES = {
     "sequence_classification": "AutoModelForSequenceClassification",
 }
 TASKS = tuple(_MAPPINGS)
-"""What `CheckpointedTransformer` can do by itself."""
+"""Tasks of `CheckpointedTransformer` without a subclass."""
 
 _HOW = (
     "Use a config of transformers, a dictionary such as `config.to_dict()`, a name or a local "
@@ -57,13 +50,13 @@ _HOW = (
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that is needed to make a model.
+    """How to create a model.
 
     Args:
-        config: Hugging Face config, a copy.
+        config: A copy of the Hugging Face config.
         task: One of `TASKS`.
-        weights: Name or folder to take weights from; ``None`` for random ones.
-        model: The model itself, if it was given.
+        weights: Name or folder of pretrained weights; ``None`` for random ones.
+        model: The model itself, if the user passed one.
     """
 
     config: Any
@@ -72,34 +65,23 @@ class Recipe:
     model: Any = None
 
     def build(self) -> nn.Module:
-        """Make the model, in float32 and in training mode.
-
-        Returns:
-            A Hugging Face model.
-
-        Raises:
-            ConfigurationError: If it cannot be made or loaded.
-        """
+        """Create the Hugging Face model, in float32 and in training mode."""
         if self.model is not None:
             model = self.model
         elif self.weights is None:
-            with _explained(f"a model cannot be made from `{type(self.config).__name__}`"):
+            with _explained(f"no model can be created from `{type(self.config).__name__}`"):
                 model = _auto(_CLASSES[self.task]).from_config(self.config, dtype=torch.float32)
         else:
             model = self._load(self.weights)
         return model.train()  # type: ignore[no-any-return] # transformers says nothing
 
     def plain_config(self) -> dict[str, Any]:
-        """Write the config with plain values only, as checkpoints need it.
-
-        Returns:
-            What `recipe_for` reads.
-        """
+        """Return the config as plain values, as checkpoints need it."""
         plain: dict[str, Any] = json.loads(self.config.to_json_string(use_diff=False))
         attention = getattr(self.config, "_attn_implementation", None)
-        if attention is not None:  # it can move numbers by rounding, and `to_json_string` drops it
+        if attention is not None:  # changes results by rounding; `to_json_string` drops it
             plain["attn_implementation"] = attention
-        # Names and folders of this machine, which nobody needs elsewhere.
+        # A folder of this machine means nothing elsewhere.
         plain.pop("_name_or_path", None)
         return plain
 
@@ -112,15 +94,15 @@ class Recipe:
 def read_recipe(
     model: object, task: str | None, num_labels: int | None
 ) -> tuple[Recipe | None, list[Problem]]:
-    """Find out what model is meant; nothing is built or loaded but the config.
+    """Read the arguments that describe a model; loads nothing but the config.
 
     Args:
         model: Config, dictionary, name, folder, or a Hugging Face model.
-        task: One of `TASKS`, or ``None`` to infer it from the architectures in the config.
-        num_labels: Classes, if it is not the config that says.
+        task: One of `TASKS`, or ``None`` to infer it from the config's architectures.
+        num_labels: Number of classes; ``None`` uses that of the config.
 
     Returns:
-        The recipe, or ``None`` and all problems.
+        The recipe, or ``None``; and all problems.
     """
     try:
         config = _read_config(model)
@@ -153,7 +135,7 @@ def _read_config(model: object) -> Any:
     if isinstance(model, Mapping):
         if "model_type" not in model:
             raise ConfigurationError("the dictionary has no `model_type`")
-        with _explained("the dictionary is no config"):
+        with _explained("the dictionary is not a valid config"):
             return AutoConfig.for_model(**copy.deepcopy(dict(model)))
     raise ConfigurationError(f"it is a `{type(model).__name__}`")
 
@@ -173,7 +155,7 @@ def _no_task(config: Any, architectures: list[str]) -> Problem:
     options = " or ".join(f'`task="{task}"`' for task in possible)
     return Problem(
         f"the task of `{type(config).__name__}`",
-        f"{said}, which is none of {', '.join(TASKS)}",
+        f"{said}, so it cannot be inferred ({', '.join(TASKS)})",
         f"Use {options}." if options else "Subclass and set `self.model`.",
     )
 
@@ -195,7 +177,7 @@ def _task_problems(config: Any, task: str) -> list[Problem]:
     return [
         Problem(
             f"`num_labels={config.num_labels}` with `problem_type={config.problem_type!r}`",
-            "only classification with one of several labels has a loss and an accuracy here",
+            "without a subclass only single-label classification with two or more classes works",
             "Use `num_labels=2` or more, or subclass and write your own `training_step`.",
         )
     ]
@@ -204,19 +186,19 @@ def _task_problems(config: Any, task: str) -> list[Problem]:
 def _model_problems(model: Any, task: str, num_labels: int | None) -> list[Problem]:
     cls, expected, problems = type(model), _class_for(task, model.config), []
     if cls is not expected:
-        why = f"for {task} a checkpoint would be loaded into a `{expected.__name__}`"
-        fix = "Use one of that class, or subclass and set `self.model`."
+        why = f"for {task} a checkpoint is loaded as `{expected.__name__}`"
+        fix = "Use a model of that class, or subclass and set `self.model`."
         problems.append(Problem(f"`model` is a `{cls.__name__}`", why, fix))
     if num_labels is not None:
         what = f"`num_labels={num_labels}`"
         fix = "Use a config as `model`, or remove `num_labels`."
-        problems.append(Problem(what, "the model has its labels already", fix))
+        problems.append(Problem(what, "the model already has a number of labels", fix))
     return problems
 
 
 def _class_for(task: str, config: Any) -> Any:
     cls = _auto(_MAPPINGS[task])[type(config)]
-    # Some configs have several classes, first the one that is meant by default.
+    # Some configs have several classes; the first is the default.
     return cls[0] if isinstance(cls, tuple) else cls
 
 

@@ -1,7 +1,7 @@
-"""Memory saving built into a LightningModule, one concern each.
+"""Mixins that add one memory-saving technique each to a LightningModule.
 
-The mixins are plain classes, so that they fit modules of ``lightning.pytorch`` and of
-``pytorch_lightning``. What several of them ask for comes together in one callback.
+They are plain classes, so they work with ``lightning.pytorch`` and ``pytorch_lightning``. Several
+mixins of a module share one callback.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from lightning_memsave.trainer.trainer import PACKAGES
 
 _Callback = MemSaveCallback | GPUMemoryMonitor
 
-# A callback that a module brought stays in the Trainer. It has to give way to that of the next
-# module, while one that the user gave to the Trainer wins over a module's.
+# A module's callback stays in the Trainer. The next module's replaces it, while a callback that the
+# user passed to the Trainer overrides a module's.
 _BROUGHT_BY_MODULES: WeakSet[_Callback] = WeakSet()
 
 
 class _Cache:
-    """The callback of one module; copies and pickles of the module make their own."""
+    """The callback of one module; copies and pickles of the module create their own."""
 
     def __init__(self) -> None:
         self.arguments: dict[str, Any] | None = None
@@ -36,10 +36,10 @@ class _Cache:
 
 
 class MemSaveMixin:
-    """What the mixins share: it brings the callback, unless the Trainer was given one."""
+    """Base of the mixins: adds the callback, unless the Trainer has one."""
 
     _memsave_setting: ClassVar[tuple[str, str] | None] = None
-    """An argument of `MemSaveCallback`, and the attribute that it is taken from."""
+    """An argument of `MemSaveCallback`, and the class attribute with its value."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -49,12 +49,12 @@ class MemSaveMixin:
         if any(base.__module__.startswith(PACKAGES) for base in before):
             mixin = next(b for b in before if b is not cls and issubclass(b, MemSaveMixin))
             raise ConfigurationError(
-                f"`{cls.__name__}` names LightningModule before `{mixin.__name__}`, which hides "
-                "its `configure_callbacks`, so that nothing would be saved. Write "
+                f"`{cls.__name__}` lists LightningModule before `{mixin.__name__}` and overrides "
+                "the mixin's `configure_callbacks`, so no memory would be saved. Write "
                 f"`class {cls.__name__}({mixin.__name__}, LightningModule)`."
             )
         arguments = _asked_for(cls, cls)
-        # What a property gives is known for an instance only, and checked when a fit starts.
+        # The value of a property is known only for an instance, and checked when a fit starts.
         if not any(hasattr(value, "__get__") for value in arguments.values()):
             make_callback(everything_off() | arguments)
 
@@ -62,13 +62,13 @@ class MemSaveMixin:
         return everything_off()
 
     def configure_callbacks(self) -> list[Any]:
-        """Bring the callback that does what this module asks for.
+        """Add the callback with this module's settings.
 
-        The same one comes for each Trainer and each stage. A `MemSaveCallback` that the user gave
-        to the Trainer wins, and nothing is brought then. An override must call ``super()``.
+        It is the same object for each Trainer and stage, and is not added if the Trainer already
+        has a `MemSaveCallback`. An override must call ``super()``.
 
         Returns:
-            The callbacks of the classes behind this one, and at most one more.
+            The callbacks of the base classes, and at most one more.
         """
         inherited = cast(Any, super()).configure_callbacks()
         callbacks = [*inherited] if isinstance(inherited, Sequence) else [inherited]
@@ -93,14 +93,14 @@ class MemSaveMixin:
 
 
 class ActivationCheckpointingMixin(MemSaveMixin):
-    """Recompute the activations of each block, in a module that says so itself.
+    """Activation checkpointing built into a LightningModule.
 
-    Of a block only the input is kept for backward, for about one third more compute. The Trainer
-    needs no callback; one that it is given, a `MemSaveCallback`, wins.
+    Only the inputs of blocks are kept for backward, for about one third more compute. You need no
+    callback in the Trainer; a `MemSaveCallback` there overrides this mixin.
 
-    Write it before ``LightningModule``. The class attribute ``activation_checkpointing`` takes what
-    `MemSaveCallback` takes under that name; the default is ``"all"``. A subclass or an instance may
-    set another one, also ``None``. All else is left as it is, unless other mixins ask for it.
+    Write it before ``LightningModule``. The class attribute ``activation_checkpointing`` has the
+    same values as the argument of `MemSaveCallback`, by default ``"all"``. A subclass or an
+    instance may set another value; ``None`` disables it. Everything else is unchanged.
 
     Note:
         Exactness is *bitwise*. Limits are those of `ActivationCheckpointing`.
@@ -122,14 +122,16 @@ class ActivationCheckpointingMixin(MemSaveMixin):
 
 
 class LowBitOptimizerMixin(MemSaveMixin):
-    """Keep the state of the optimizer in 8 bits, in a module that says so itself.
+    """An 8-bit optimizer built into a LightningModule.
 
-    That takes a quarter of the memory of 32-bit state; embeddings, norms and biases keep theirs.
-    The Trainer needs no callback; one that it is given, a `MemSaveCallback`, wins.
+    8-bit state needs a quarter of the memory of 32-bit state; embeddings, norms and biases keep
+    32-bit state. You need no callback in the Trainer; a `MemSaveCallback` there overrides this
+    mixin.
 
-    Write it before ``LightningModule``. The class attribute ``low_bit_optimizer`` takes what
-    `MemSaveCallback` takes as ``optimizer``; the default is ``"8bit"``, the 8-bit form of what
-    ``configure_optimizers`` gives. A subclass or an instance may set another one, also ``None``.
+    Write it before ``LightningModule``. The class attribute ``low_bit_optimizer`` has the same
+    values as the argument ``optimizer`` of `MemSaveCallback`, by default ``"8bit"``: the 8-bit form
+    of the optimizer that ``configure_optimizers`` returns. A subclass or an instance may set
+    another value; ``None`` disables it.
 
     Note:
         Exactness is *approximate*. Limits are those of `LowBitOptimizer`.
@@ -151,13 +153,13 @@ class LowBitOptimizerMixin(MemSaveMixin):
 
 
 class MemoryLoggingMixin(MemSaveMixin):
-    """Log memory to every logger, in a module that says so itself.
+    """Memory logging built into a LightningModule.
 
-    Saves nothing and shows all; see `GPUMemoryMonitor` for the keys. One that the Trainer is given,
-    or a `MemSaveCallback`, wins.
+    Logs to every logger and saves no memory; see `GPUMemoryMonitor` for the keys. A
+    `GPUMemoryMonitor` or `MemSaveCallback` in the Trainer overrides this mixin.
 
     Write it before ``LightningModule``. The class attribute ``log_memory_every_n_steps`` is the
-    interval in optimizer steps, 50 by default; ``None`` logs nothing.
+    interval in optimizer steps, by default 50; ``None`` disables logging.
 
     Note:
         Exactness is *bitwise*.
@@ -175,24 +177,19 @@ class MemoryLoggingMixin(MemSaveMixin):
 
 
 def everything_off() -> dict[str, Any]:
-    """Give the arguments of `MemSaveCallback` that leave everything as it is.
-
-    Returns:
-        A new dictionary.
-    """
+    """Return arguments of `MemSaveCallback` that disable everything."""
     return {"stack": "off", "monitor": False}
 
 
 def make_callback(arguments: dict[str, Any]) -> _Callback | None:
-    """Make the one callback that does what a module asks for.
+    """Create the callback for a module's settings.
 
     Args:
-        arguments: Of `MemSaveCallback`. As ``monitor``, a number is the interval of logging, and
-            ``None`` is for not.
+        arguments: Arguments of `MemSaveCallback`. For ``monitor``, a number is the logging
+            interval, and ``None`` disables it.
 
     Returns:
-        A `MemSaveCallback`; a `GPUMemoryMonitor` if there is nothing to do but to measure; ``None``
-        if there is nothing to do at all.
+        A `MemSaveCallback`; a `GPUMemoryMonitor` if only that is needed; ``None`` if nothing is.
     """
     monitor = arguments.get("monitor", True)
     if monitor is None:
@@ -215,7 +212,7 @@ def _trainer_of(module: Any) -> Any:
         trainer = module.trainer
     except RuntimeError:  # not attached to one
         return None
-    # Fabric puts an object without callbacks in its place.
+    # In Fabric it is an object without callbacks.
     return trainer if hasattr(trainer, "callbacks") else None
 
 

@@ -1,4 +1,4 @@
-"""What `CheckpointedTransformer` does with a batch, and how it optimizes."""
+"""Steps, metrics, optimizer and schedule of `CheckpointedTransformer`."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -11,14 +11,13 @@ from torchmetrics import Metric
 from lightning_memsave.errors import IncompatibleError, Problem
 
 LM_TASKS = ("masked_lm", "causal_lm")
-_IGNORED = -100  # what Hugging Face's losses leave out
+_IGNORED = -100  # label that Hugging Face's losses ignore
 
 
 class WeightedMean(Metric):
-    """The mean of values of batches, each weighted with what it is a mean of.
+    """Mean over batches, weighted by the number of tokens or samples in each.
 
-    Unlike torchmetrics' ``MeanMetric`` it shows values that are not a number, and leaves out
-    batches of which there is nothing to take a mean of.
+    Unlike torchmetrics' ``MeanMetric`` it shows NaN, and ignores batches with a count of 0.
     """
 
     is_differentiable = False
@@ -32,73 +31,44 @@ class WeightedMean(Metric):
         self.add_state("count", torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, count: Tensor) -> None:
-        """Take a batch in.
-
-        Args:
-            value: Its mean.
-            count: Number of tokens or samples.
-        """
-        # In float32, as sums of half precision stop growing; 0 times not a number would be none.
+        """Add a batch with the mean ``value`` over ``count`` tokens or samples."""
+        # In float32, because half-precision sums stop growing; 0 * NaN would be NaN.
         self.total += torch.where(count > 0, value.detach().float() * count, 0.0)
         self.count += count
 
     def compute(self) -> Tensor:
-        """Give the mean over all batches so far.
-
-        Returns:
-            A scalar.
-        """
+        """Return the mean over all batches so far."""
         return self.total / self.count
 
 
 class LossPerplexity(WeightedMean):
-    """The exponential of the mean loss per token: perplexity, without a look at the logits."""
+    """Perplexity as the exponential of the mean loss per token, without logits."""
 
     def compute(self) -> Tensor:
-        """Give the perplexity of all batches so far.
-
-        Returns:
-            A scalar.
-        """
+        """Return the perplexity over all batches so far."""
         return super().compute().exp()
 
 
 def targets_of(task: str | None, labels: Tensor) -> Tensor:
-    """Take those labels that predictions are compared with.
-
-    Args:
-        task: Of the model.
-        labels: (batch, tokens) or (batch,).
-
-    Returns:
-        The labels; for causal language models without the first token, which nothing predicts.
-    """
+    """Return the predicted labels: causal language models do not predict the first token."""
     return labels[..., 1:] if task == "causal_lm" else labels
 
 
 def num_targets(task: str | None, labels: Tensor) -> Tensor:
-    """Count what a loss is the mean of.
-
-    Args:
-        task: Of the model.
-        labels: (batch, tokens) or (batch,).
-
-    Returns:
-        Tokens or samples, as a scalar on the device of the labels.
-    """
+    """Count the tokens or samples that the loss is the mean over."""
     return (targets_of(task, labels) != _IGNORED).sum()
 
 
 def accuracy(task: str | None, logits: Tensor, labels: Tensor) -> Tensor:
-    """Compute the share of targets for which the largest logit is the right one.
+    """Compute the share of targets whose largest logit is the right one.
 
     Args:
-        task: Of the model.
+        task: Task of the model.
         logits: (batch, tokens, vocabulary) or (batch, classes).
         labels: (batch, tokens) or (batch,).
 
     Returns:
-        A scalar; not a number without targets.
+        A scalar; NaN without targets.
 
     Example:
         >>> logits = torch.eye(3).unsqueeze(0)
@@ -114,21 +84,21 @@ def accuracy(task: str | None, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "constant": "constant_with_warmup"}
-"""Our names of schedules, and those of transformers."""
+"""Our names of schedules, and the names in transformers."""
 
 
 def weight_decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Sort the trained parameters of a model into those with and those without weight decay.
+    """Split the trained parameters into groups with and without weight decay.
 
-    Norms, biases, embeddings (and heads that share their weight), and all else that has a single
-    axis, are not decayed.
+    Norms, biases, embeddings (and heads that share their weight), and other one-dimensional
+    parameters are not decayed.
 
     Args:
         model: Any module.
-        weight_decay: For the others.
+        weight_decay: Weight decay of the other parameters.
 
     Returns:
-        Groups for an optimizer. Each trained parameter is in one of them; none is empty.
+        Parameter groups for an optimizer; none is empty.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.LayerNorm(8))
@@ -154,7 +124,7 @@ def _is_plain(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         return True
     if "norm" in type(module).__name__.lower():
         return True
-    # FSDP1 makes one axis of every weight, so that the number of axes says nothing there.
+    # FSDP1 flattens every weight to one dimension.
     return parameter.ndim < 2 and not hasattr(parameter, "_fsdp_flattened")
 
 
@@ -165,21 +135,20 @@ def make_scheduler(
     warmup: int | float,
     num_steps: float,
 ) -> Any:
-    """Make a scheduler that warms up and then goes down to zero, or stays.
+    """Create a scheduler with warm-up, for steps of the optimizer.
 
     Args:
-        owner: Name of the class that asks, for messages.
-        optimizer: With the highest learning rates.
+        owner: Class name for error messages.
+        optimizer: Optimizer with the highest learning rates.
         schedule: A key of `SCHEDULES`.
-        warmup: Optimizer steps, or as a ``float`` the share of all.
-        num_steps: Optimizer steps in all; infinite if they are not known.
+        warmup: Optimizer steps, or as a ``float`` a fraction of all steps.
+        num_steps: All optimizer steps; infinite if unknown.
 
     Returns:
-        A scheduler of torch, to be stepped after each optimizer step.
+        A scheduler of torch.
 
     Raises:
-        IncompatibleError: If the number of steps is needed and not known, or if nothing is left
-            of it after the warm-up.
+        IncompatibleError: If the number of steps is needed and unknown, or smaller than ``warmup``.
     """
     from transformers import get_scheduler  # noqa: PLC0415
 
@@ -187,7 +156,7 @@ def make_scheduler(
     if is_needed and num_steps == float("inf"):
         problem = Problem(
             f"`lr_schedule={schedule!r}` with `warmup={warmup!r}`",
-            "the Trainer does not know how many optimizer steps there will be",
+            "the number of optimizer steps is not known",
             "Use `max_steps=...` here or in the Trainer, or "
             '`lr_schedule="constant"` with a whole number as `warmup`.',
         )
@@ -209,11 +178,7 @@ def make_scheduler(
 
 
 def make_metrics() -> nn.ModuleDict:
-    """Make what the steps measure with.
-
-    Returns:
-        Metrics by the names under which they are logged.
-    """
+    """Create the metrics, by the names under which they are logged."""
     metrics = nn.ModuleDict({"train_perplexity": LossPerplexity()})
     for stage in ("val", "test"):
         metrics[f"{stage}_loss"] = WeightedMean()
@@ -223,16 +188,16 @@ def make_metrics() -> nn.ModuleDict:
 
 
 class TransformerSteps:
-    """Steps, optimizer and schedule, in front of a LightningModule."""
+    """Steps, optimizer and schedule, as a mixin for a LightningModule."""
 
     if TYPE_CHECKING:
-        # Of the LightningModule that comes behind.
+        # Of the LightningModule.
         __call__: Any
         log: Any
         trainer: Any
 
     model: Any
-    """The network; its output has ``loss`` and ``logits`` for the steps that are here."""
+    """The network; the built-in steps need ``loss`` and ``logits`` in its output."""
     _step_metrics: Any
     task: str | None
     learning_rate: float
@@ -247,7 +212,7 @@ class TransformerSteps:
         """Run the model.
 
         Args:
-            inputs: What the model takes, for example ``input_ids`` and ``attention_mask``.
+            inputs: Arguments of the model, such as ``input_ids`` and ``attention_mask``.
 
         Returns:
             Its output.
@@ -298,7 +263,7 @@ class TransformerSteps:
         self._evaluate("test", batch)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Predict.
+        """Compute logits.
 
         Args:
             batch: A dictionary; its ``labels`` are not used.
@@ -330,21 +295,21 @@ class TransformerSteps:
         keys = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
         problem = Problem(
             f"a batch of {keys}",
-            "the loss needs a dictionary with `labels`",
-            "Let the DataLoader collate with `DataCollatorForLanguageModeling` of transformers, or "
-            "write your own `training_step`.",
+            "the loss needs a dictionary with the key `labels`",
+            "Pass `DataCollatorForLanguageModeling` of transformers to the DataLoader as "
+            "`collate_fn=`, or write your own `training_step`.",
         )
         raise IncompatibleError(type(self).__name__, [problem])
 
-    # Keys and values are for generation; they would only take memory here.
+    # The KV cache is for generation and would only use memory here.
     def _without_cache(self) -> dict[str, bool]:
         return {"use_cache": False} if self.task == "causal_lm" else {}
 
     def configure_optimizers(self) -> Any:
-        """Make AdamW with two groups of parameters, and the schedule.
+        """Create AdamW with two parameter groups, and the schedule.
 
         Returns:
-            Both, as Lightning takes them.
+            Both, in the form that Lightning expects.
         """
         optimizer = AdamW(
             weight_decay_groups(cast(nn.Module, self), self.weight_decay),

@@ -18,7 +18,7 @@ from lightning_memsave.report.text import group_tensors
 from lightning_memsave.report.tree import module_lines
 from lightning_memsave.units import format_bytes
 
-# The last two are no tensors: they lie between the peak and what the device must have.
+# The last two are not tensors: they are the rest of the device memory needed.
 CATEGORIES = {
     "parameter": "Parameters",
     "weight_copy": "Weight copies",
@@ -39,10 +39,10 @@ class PageTable:
     """A table of texts, in which backticks mark code.
 
     Args:
-        title: What is in it.
+        title: Its heading.
         columns: Headers.
         rows: Texts of each row, one for each column.
-        sizes: Bytes of each row, drawn as a bar beside its first two texts; ``None`` for no bar.
+        sizes: Bytes of each row, drawn as a bar after the first two columns; ``None`` for no bar.
     """
 
     title: str
@@ -61,21 +61,20 @@ def write_page(
     notes: Sequence[str] = (),
     tables: Sequence[PageTable] = (),
 ) -> Path:
-    """Write predictions as a page to look at and to pass on.
+    """Write predictions as an HTML page.
 
-    The file stands alone: it loads nothing and works without a network; each setting takes at most
-    some 100 KB. It shows whether the step fits, the live bytes through the step, the tree of
-    modules, the largest tensors and the settings side by side.
+    The page is one file that works without a network, about 100 KB per setting. It shows whether
+    the step fits, memory over time, the tree of modules, the largest tensors, and the settings side
+    by side.
 
     Args:
         path: Where to write, in a folder that exists.
-        predictions: Name and prediction of each setting; the others are compared with the first.
+        predictions: Name and prediction of each setting; all are compared with the first.
         title: Headline of the page.
-        device_capacity_bytes: Memory of the device, to say whether the step fits. ``None`` only
-            says what it needs.
-        device_name: What to call the device, such as ``"RTX-3060-12GB"``; by default its size.
-        notes: Lines to print on the page, for example what went wrong.
-        tables: Drawn below the headline, such as those of `MemoryExplanation.tables`.
+        device_capacity_bytes: Memory of the device, to show whether the step fits.
+        device_name: Name of the device, such as ``"RTX-3060-12GB"``; by default its size.
+        notes: Lines of text for the section of notes.
+        tables: Tables below the headline, such as those of `MemoryExplanation.tables`.
 
     Returns:
         The path of the file.
@@ -108,14 +107,14 @@ def write_page(
     if not path.parent.is_dir():
         raise ConfigurationError(
             f"The page cannot be written to {str(path)!r}: the folder {str(path.parent)!r} does "
-            f"not exist. Make it, or name a file in one that does, for example {path.name!r}."
+            f"not exist. Create it, or write to an existing folder, for example {path.name!r}."
         )
     try:
         path.write_bytes(page)
     except OSError as error:
         raise ConfigurationError(
             f"The page cannot be written to {str(path)!r}: {error.strerror}. "
-            'Name a file in a folder that you may write to, for example "memory.html".'
+            'Use a folder with write permission, for example "memory.html".'
         ) from error
     return path
 
@@ -129,22 +128,7 @@ def make_page(
     notes: Sequence[str] = (),
     tables: Sequence[PageTable] = (),
 ) -> bytes:
-    """Make the page that `write_page` writes.
-
-    Args:
-        predictions: As for `write_page`.
-        title: As for `write_page`.
-        device_capacity_bytes: As for `write_page`.
-        device_name: As for `write_page`.
-        notes: As for `write_page`.
-        tables: As for `write_page`.
-
-    Returns:
-        HTML in UTF-8.
-
-    Raises:
-        ConfigurationError: If there is no prediction, or two have the same name.
-    """
+    """Return the HTML that `write_page` writes, in UTF-8."""
     if not predictions:
         raise ConfigurationError(
             "`predictions` is empty: there is nothing to show. Pass for example "
@@ -153,8 +137,8 @@ def make_page(
     names = [name for name, _ in predictions]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ConfigurationError(
-            f"`predictions` has {repeated[0]!r} {len(repeated)} times: the reader could not tell "
-            "them apart. Give each setting a name of its own."
+            f"`predictions` has the name {repeated[0]!r} {len(repeated)} times. Give each setting "
+            "its own name."
         )
     data = {
         "title": title,
@@ -208,7 +192,7 @@ def _hash(text: str) -> str:
 
 
 def _json_for_html(data: dict[str, Any]) -> str:
-    # No text in it can end the element that it stands in.
+    # Escaped, so that no text can close the <script> element around it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

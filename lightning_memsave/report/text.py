@@ -28,14 +28,7 @@ def print_prediction(
     max_depth: int | None = 2,
     max_tensors: int = 10,
 ) -> None:
-    """Print a prediction, in colour where the terminal has it.
-
-    Args:
-        prediction: What to show.
-        fits: What is known about GPUs.
-        max_depth: Levels of the tree of modules; ``None`` for all.
-        max_tensors: Lines of the table of the largest tensors.
-    """
+    """Print a prediction, in colour if the terminal supports it."""
     shown = rich_prediction(prediction, fits=fits, max_depth=max_depth, max_tensors=max_tensors)
     show(shown)
 
@@ -47,13 +40,13 @@ def rich_prediction(
     max_depth: int | None = 2,
     max_tensors: int = 10,
 ) -> Group:
-    """Draw a prediction: what it needs, whether it fits, by category, phase and module.
+    """Render a prediction: memory needed, GPUs it fits, categories, phases and modules.
 
     Args:
-        prediction: What to show.
-        fits: As for `print_prediction`.
-        max_depth: As for `print_prediction`.
-        max_tensors: As for `print_prediction`.
+        prediction: The prediction.
+        fits: How it fits GPUs.
+        max_depth: Levels of the tree of modules; ``None`` for all.
+        max_tensors: Lines of the table of the largest tensors.
 
     Returns:
         Texts and tables, for a rich console.
@@ -63,7 +56,7 @@ def rich_prediction(
     """
     if max_tensors < 0:
         raise ConfigurationError(
-            f"`max_tensors={max_tensors}` is no number of lines: it must be at least 0."
+            f"`max_tensors={max_tensors}` is not valid: it must be at least 0. Use 0 for no table."
         )
     parts: list[list[RenderableType]] = [headline(prediction)]
     if prediction.reserved_bytes is not None:
@@ -87,11 +80,7 @@ def rich_prediction(
 
 
 def show(*parts: RenderableType) -> None:
-    """Print to the terminal in colour, or as plain text to a file or pipe.
-
-    Args:
-        parts: Tables, texts and groups of them.
-    """
+    """Print in colour to a terminal, or as plain text to a file or pipe."""
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(*parts, sep="\n")
@@ -100,14 +89,7 @@ def show(*parts: RenderableType) -> None:
 
 
 def gpu_table(fits: Sequence[GpuFit]) -> Table:
-    """Draw which GPUs are large enough.
-
-    Args:
-        fits: One line each.
-
-    Returns:
-        A table for a rich console.
-    """
+    """Make a table of GPUs and whether the step fits them."""
     numbers = ("has", "needs", "left")
     table = figure_table("GPU", "fits", *numbers, numbers=numbers)
     for fit in fits:
@@ -120,15 +102,7 @@ def gpu_table(fits: Sequence[GpuFit]) -> Table:
 
 
 def variants_table(cases: Sequence[tuple[str, MemoryPrediction, Sequence[GpuFit]]]) -> Table:
-    """Draw several settings side by side.
-
-    Args:
-        cases: Name, prediction, and what is known about GPUs; the first is what the others are
-            compared with.
-
-    Returns:
-        A table for a rich console.
-    """
+    """Make a table that compares settings (name, prediction, GPUs) with the first one."""
     numbers = ("needs", "difference", "tensors")
     table = figure_table("settings", *numbers, numbers=numbers)
     gpus = [fit.gpu.name for fit in cases[0][2]] if cases else []
@@ -149,14 +123,7 @@ def _fit_notes(fits: Sequence[GpuFit]) -> list[Text]:
 
 
 def group_tensors(tensors: Sequence[TensorMemory]) -> list[tuple[str, list[TensorMemory]]]:
-    """Put the same tensor of each block together.
-
-    Args:
-        tensors: Those of a prediction.
-
-    Returns:
-        Name of the module, with ``*`` in place of numbers, and the tensors; the first ones first.
-    """
+    """Group equal tensors of repeated blocks, by module name with ``*`` for block numbers."""
     groups: dict[tuple[object, ...], list[TensorMemory]] = {}
     for tensor in tensors:
         size = (tensor.num_bytes, tensor.shape, tensor.dtype)
@@ -166,7 +133,9 @@ def group_tensors(tensors: Sequence[TensorMemory]) -> list[tuple[str, list[Tenso
 
 
 def _tensors(tensors: Sequence[TensorMemory], limit: int) -> Table:
-    table = figure_table("largest tensors", "shape", "of", "made by", "each", numbers=("each",))
+    table = figure_table(
+        "largest tensors", "shape", "module", "created by", "each", numbers=("each",)
+    )
     for template, members in group_tensors(tensors)[:limit]:
         first = members[0]
         times = f"{len(members)} x " if len(members) > 1 else ""

@@ -1,4 +1,4 @@
-"""Show a model's modules as a tree: their parameters, or their memory at the peak."""
+"""Show the modules of a model as a tree, with parameters or memory at the peak."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ _COLUMNS = (
 
 
 class _Row(Protocol):
-    """A module with what it holds, the modules inside it included."""
+    """A module with its size, submodules included."""
 
     @property
     def name(self) -> str: ...
@@ -49,12 +49,12 @@ class _Node(Generic[RowT]):
 
 @dataclass(frozen=True, slots=True)
 class ModuleLine:
-    """One line of a tree: a module, or equal blocks, with all that is inside.
+    """One line of a tree: a module or equal blocks, submodules included.
 
     Args:
-        depth: Levels below the whole.
+        depth: Levels below the whole model.
         label: Last part of its name, such as ``"mlp"``, or ``"0-11"`` of equal blocks.
-        class_name: Such as ``"12 x Block"``; empty where there are several.
+        class_name: Such as ``"12 x Block"``; empty if there are several.
         num_parameters: Elements of its parameters.
         memory: Bytes at the peak.
     """
@@ -69,14 +69,14 @@ class ModuleLine:
 def module_lines(
     modules: Sequence[ModuleMemory], *, max_depth: int | None = 2, min_share: float = 0.01
 ) -> list[ModuleLine]:
-    """Arrange the modules as a tree, each with all that is inside it, largest first.
+    """Arrange the modules as a tree, submodules included, largest first.
 
-    Neighbours in a list with as many parameters each share a line.
+    Equal neighbours in a list share a line.
 
     Args:
         modules: Those of a `MemoryPrediction`.
         max_depth: Levels below the whole; ``None`` for all.
-        min_share: Modules with less of the whole than this are summed up in one line.
+        min_share: Modules with a smaller share of the whole are summed up in one line.
 
     Returns:
         The lines from top to bottom.
@@ -106,23 +106,11 @@ def module_lines(
 def module_tree(
     modules: Sequence[ModuleMemory], *, max_depth: int | None = 2, min_share: float = 0.01
 ) -> Table:
-    """Draw the lines of `module_lines`.
-
-    Args:
-        modules: As for `module_lines`.
-        max_depth: As for `module_lines`.
-        min_share: As for `module_lines`.
-
-    Returns:
-        A table for a rich console.
-
-    Raises:
-        ConfigurationError: As for `module_lines`.
-    """
+    """Make a table of the lines of `module_lines`."""
     lines = module_lines(modules, max_depth=max_depth, min_share=min_share)
     found = lines[0].memory.by_category()
     columns = [(name, parts) for name, parts in _COLUMNS if any(found[part] for part in parts)]
-    numbers = ("all", *(name for name, _ in columns))
+    numbers = ("total", *(name for name, _ in columns))
     table = figure_table("module", "class", *numbers, numbers=numbers)
     for line in lines:
         figures = line.memory.by_category()
@@ -139,12 +127,12 @@ def module_tree(
 def parameter_tree(
     table: ParameterTable, *, max_depth: int | None = None, min_share: float = 0.005
 ) -> Group:
-    """Draw the modules as a tree, with equal blocks in one line, largest first.
+    """Make a table of the parameters by module, equal blocks in one line, largest first.
 
     Args:
-        table: What to draw.
+        table: The parameters.
         max_depth: Levels below the whole; ``None`` for all.
-        min_share: Modules with less of all parameters than this are summed up in one line.
+        min_share: Modules with a smaller share of all parameters are summed up in one line.
 
     Returns:
         A line with the totals and a table, for a rich console.
@@ -170,7 +158,7 @@ def parameter_tree(
 
 @dataclass(frozen=True)
 class _TreeBuilder(Generic[RowT]):
-    """Makes the tree; equal neighbours with numbers for names become one node."""
+    """Builds the tree; equal neighbours named by numbers become one node."""
 
     size_of: Callable[[RowT], int]
     kind_of: Callable[[RowT], object]
@@ -256,7 +244,7 @@ def _class_of(node: _Node[RowT]) -> str:
     return f"{len(node.rows)} x {name}" if is_several else name
 
 
-# What a prediction says of a module is without the modules inside it.
+# Predictions give each module's memory without its submodules.
 def _with_insides(modules: Sequence[ModuleMemory]) -> list[ModuleMemory]:
     totals = {module.name: module for module in modules}
     totals.setdefault("", ModuleMemory("", "", 0, MemoryBreakdown()))
@@ -281,7 +269,7 @@ def _title(table: ParameterTable) -> Text:
     return Text(title)
 
 
-# Bytes of a module's own parameters are not known apart from those inside it; shares of them are.
+# Only the number of a module's own parameters is known: split the bytes in proportion.
 def _own_parameters(row: ModuleParameters) -> ModuleParameters | None:
     if not row.own_parameters:
         return None

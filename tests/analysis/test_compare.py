@@ -132,7 +132,7 @@ def test_reports_of_real_runs(tmp_path):
 class TestBadInput:
     @pytest.mark.parametrize("other", [PREDICTION, {"changes": [], "settings": {}}])
     def test_refuses_what_has_no_figure_in_common(self, other):
-        with pytest.raises(ConfigurationError, match=r"no figure in common.*predict_memory"):
+        with pytest.raises(ConfigurationError, match=r"cannot be compared.*predict_memory"):
             compare_memory(Small(), other)
 
     def test_refuses_other_things(self):
@@ -162,7 +162,7 @@ class TestBadInput:
             compare_memory(Small(), nn.Linear)  # type: ignore[arg-type]
 
     def test_refuses_a_function_that_makes_no_module(self):
-        with pytest.raises(ConfigurationError, match="gave a int, which is no module"):
+        with pytest.raises(ConfigurationError, match="returned a int, not a module"):
             compare_memory(Small(), lambda: 5)  # type: ignore[arg-type, return-value]
 
 

@@ -177,7 +177,7 @@ def test_all_of_it_is_shown_and_given_as_json():
     for part in ("What the peak depends on", "What to type", "Largest tensors", "(whole)"):
         assert part in text
     assert "GTX-1660-Ti has 5.80 GiB: it fits" in text_of(found)
-    assert "It fits GTX-1660-Ti as it is." in text
+    assert "It fits GTX-1660-Ti without changes." in text
     assert all(len(line) <= 110 for line in text.splitlines())
     typed = text.partition("What to type\n")[2].splitlines()
     assert any(line.startswith("    ") for line in typed)

@@ -94,10 +94,10 @@ class TestConvert:
     @pytest.mark.parametrize(
         ("options", "said"),
         [
-            (["--output", ""], "Give the name of a file in it"),
-            (["--output", "folder"], "Give the name of a file in it"),
-            (["--output", "nowhere/x.ckpt"], "Make it first"),
-            (["--output", "notes.txt/x.ckpt"], "Make it first"),
+            (["--output", ""], "Pass the name of a file in it"),
+            (["--output", "folder"], "Pass the name of a file in it"),
+            (["--output", "nowhere/x.ckpt"], "Create it first"),
+            (["--output", "notes.txt/x.ckpt"], "Create it first"),
             (["--output", "notes.txt"], "Pass --force, or another --output"),
             (["--keep-32bit", "nope*"], "Use a pattern over names such as w"),
             (["--keep-32bit", ""], "Use a pattern over names such as w"),
@@ -111,7 +111,7 @@ class TestConvert:
     @pytest.mark.parametrize(
         ("checkpoint", "said"),
         [
-            (lambda: saved(optimizer_states=None), "It loads as it is"),
+            (lambda: saved(optimizer_states=None), "Load it without conversion"),
             (lambda: saved(optimizer_states=3), EARLIER),
             (lambda: saved(optimizer_states="x"), EARLIER),
             (lambda: saved(optimizer_states={"a": 1}), EARLIER),

@@ -204,7 +204,7 @@ def test_keep_32bit(capsys):
     assert main(["convert", "last.ckpt", "--to", "8bit", *pattern]) == 0
     assert "AdamW: 5 of 26 tensors" in capsys.readouterr().out
     assert main(["convert", "last-8bit.ckpt", "--to", "32bit", *pattern]) == 1
-    assert "--keep-32bit is for --to 8bit" in capsys.readouterr().err
+    assert "--keep-32bit works only with --to 8bit" in capsys.readouterr().err
 
 
 @packages

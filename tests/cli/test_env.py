@@ -64,7 +64,7 @@ def test_packages_that_are_not_installed(monkeypatch, capsys):
 def test_two_packages_with_the_same_module(monkeypatch, capsys):
     monkeypatch.setattr(env, "_version", lambda package: "1.0")
     main(["env"])
-    assert "both bring `pynvml.py`: run `pip uninstall nvidia-ml-py3`" in capsys.readouterr().out
+    assert "both install `pynvml.py`: run `pip uninstall nvidia-ml-py3`" in capsys.readouterr().out
 
 
 class FakeNvml(ModuleType):
@@ -98,7 +98,7 @@ def test_without_nvml_the_reason_is_said(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "pynvml", None)
     main(["env"])
     out = capsys.readouterr().out
-    assert "NVIDIA driver      not known: " in out
+    assert "NVIDIA driver      unknown: " in out
     assert "Run `pip install nvidia-ml-py`." in out
 
 

@@ -77,7 +77,7 @@ class TestStep:
         assert {s["name"]: s["num_bytes"] for s in found["factors"]} == dict(
             zip([row[1] for row in factors["rows"]], factors["sizes"], strict=True)
         )
-        assert factors["title"] == "The usual factors"
+        assert factors["title"] == "What the peak depends on"
         assert {row[1] for row in factors["rows"]} == {s["name"] for s in found["factors"]}
         assert {row[3] for row in factors["rows"]} == {s["sentence"] for s in found["factors"]}
         assert [row[-1] for row in remedies["rows"]] == [f"`{r['how']}`" for r in found["remedies"]]
@@ -135,7 +135,7 @@ class TestMessages:
         assert main([*arguments, "--no-remedies", "--gpu", "T4", "--html", "page.html"]) == 0
         out = capsys.readouterr().out
         assert out.startswith(f"{diagnose(read_out_of_memory(FRAGMENTED))}\n\n")
-        assert "The usual factors" in out
+        assert "What the peak depends on" in out
         page = (project / "page.html").read_text()
         assert '"device_name":"T4"' in page
         assert diagnose(read_out_of_memory(FRAGMENTED)).summary in page
@@ -149,13 +149,13 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("args", "said"),
         [
-            ((), "takes a model, or --oom"),
+            ((), "needs a model, or --oom"),
             (("gpt2", "--oom", "run.log"), "add --batch with the sizes that ran out"),
             (("--oom", "nowhere.log"), "`nowhere.log` does not exist"),
             (("--oom", "gpt2"), "`gpt2` is a folder"),
             (("--oom", "net.py"), "There is no out-of-memory error in this text"),
-            (("--oom", "net.py", "--html", "p.html"), "--html is about a model"),
-            (("--oom", "net.py", "--batch", "8x8"), "--batch is about a model"),
+            (("--oom", "net.py", "--html", "p.html"), "--html needs a model"),
+            (("--oom", "net.py", "--batch", "8x8"), "--batch needs a model"),
             (("nowhere.json",), "`nowhere.json` does not exist"),
             (("net.py:needs_gpu",), "asks for a GPU"),
             (("net.py:fails",), "KeyError"),
@@ -163,9 +163,9 @@ class TestBadInput:
             (("gpt2", "--set", "optimizer=8bit"), "add --batch"),
             (("gpt2", "--html", "page.html"), "add --batch"),
             (("gpt2", "--batch", "4x0"), "must be a whole number of at least 1"),
-            (("gpt2", "--batch", "4x8", "--gpu", "T4,L4"), "Give --gpu once"),
-            (("gpt2", "--cardinality", "merchant=0"), "is no column"),
-            (("gpt2", "--cardinality", "merchant"), "is no column"),
+            (("gpt2", "--batch", "4x8", "--gpu", "T4,L4"), "Pass --gpu once"),
+            (("gpt2", "--cardinality", "merchant=0"), "is not COLUMN=N"),
+            (("gpt2", "--cardinality", "merchant"), "is not COLUMN=N"),
         ],
     )
     def test_one_line_says_what_to_do(self, args, said, capsys):
@@ -174,4 +174,4 @@ class TestBadInput:
     def test_a_batch_that_the_model_rejects_is_3(self, capsys):
         arguments = ("explain", "net.py:Lit", "--batch", "float32[8,65],int64[8]")
         said = message_of(capsys, *arguments, "--no-remedies", status=3)
-        assert "Does this batch go with the model?" in said
+        assert "Check that --batch lists the tensors" in said

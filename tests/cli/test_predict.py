@@ -158,7 +158,7 @@ class TestLightningCLI:
         path.write_text(path.read_text().replace("devices: 4\n", "devices: 4\n  strategy: fsdp\n"))
         found = json_of(capsys, "predict", "config.yaml", "--batch", BATCH)
         assert found["notes"] == [
-            "`strategy: fsdp` is not used: one device is assumed to hold everything"
+            "`strategy: fsdp` is ignored: everything is assumed to be on one device"
         ]
 
 
@@ -429,7 +429,7 @@ class TestBadInput:
         said = message_of(capsys, *arguments, status=3)
         assert "The training step of `net.py:Lit` failed in " in said
         assert "net.py, line " in said
-        assert "Does this batch go with the model?" in said
+        assert "Check that --batch lists the tensors" in said
 
     @pytest.mark.parametrize("command", ["predict", "explain"])
     def test_a_step_that_never_ends_is_3(self, capsys, command):

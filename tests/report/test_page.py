@@ -95,7 +95,7 @@ class TestBadInput:
         ("predictions", "remedy"),
         [
             ([], r"Pass for example `\[\(\"plain\""),
-            ([("a", tiny()), ("a", tiny())], "a name of its own"),
+            ([("a", tiny()), ("a", tiny())], "its own name"),
         ],
     )
     def test_is_refused_and_nothing_written(self, tmp_path, predictions, remedy):
@@ -244,7 +244,7 @@ class TestHeadline:
         assert browser.errors == []
 
     def test_points_at_the_first_setting_that_fits(self, page):
-        assert "2 of 5 settings fit; the first that does is + 8-bit" in texts_in(page, ".others")[0]
+        assert "2 of 5 settings fit; the first is + 8-bit" in texts_in(page, ".others")[0]
         page.click(".others .link")
         assert "Fits" in texts_in(page, ".verdict")[0]
         assert texts_in(page, ".others") == []
@@ -407,7 +407,7 @@ class TestModules:
 
     def test_names_the_part_with_most(self, page):
         [finding] = texts_in(page, "#modules .finding")
-        assert finding == "transformer.h.0-47.mlp holds 64 % of what the modules hold."
+        assert finding == "transformer.h.0-47.mlp has 64 % of the memory of all modules."
 
 
 class TestOddOnes:

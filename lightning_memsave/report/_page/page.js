@@ -136,7 +136,7 @@ function limitLabel(share) {
 
 function verdict(needed) {
   const figure = bytesOf(needed, "bytes big");
-  if (!CAPACITY) return [figure, el("span", { class: "says" }, "is what this step needs")];
+  if (!CAPACITY) return [figure, el("span", { class: "says" }, "needed for this step")];
   const spare = CAPACITY - needed;
   const gpu = DATA.device_name ? `${GPU} (${formatBytes(CAPACITY)})` : GPU;
   return spare >= 0
@@ -158,9 +158,9 @@ function facts(prediction) {
       ["Reserved by the allocator", bytesOf(prediction.reserved_bytes),
         `${formatBytes(prediction.reserved_bytes - prediction.peak_bytes)} of it unused`],
     prediction.context_bytes > 0 &&
-      ["CUDA context", bytesOf(prediction.context_bytes), "outside of torch"],
+      ["CUDA context", bytesOf(prediction.context_bytes), "outside torch"],
     prediction.host_bytes > 0 &&
-      ["On the host", bytesOf(prediction.host_bytes), "not part of the total"],
+      ["Host memory", bytesOf(prediction.host_bytes), "not included"],
     count > 0 &&
       ["Parameters", el("span", { title: formatCount(count) }, shortCount(count)),
         `${(perParameter / count).toFixed(1)} bytes each with gradient and state`],
@@ -170,7 +170,7 @@ function facts(prediction) {
       more ? el("dd", { class: "more" }, more) : null)));
 }
 
-// Where the setting shown does not fit, the first one that does is worth a line.
+// If the setting shown does not fit, offer the first one that does.
 function closest(shown) {
   const { predictions } = DATA;
   if (!CAPACITY || predictions.length < 2 || shown.device_bytes <= CAPACITY) return null;
@@ -178,8 +178,9 @@ function closest(shown) {
   const best = fitting[0]
     ?? predictions.reduce((a, b) => (b.device_bytes < a.device_bytes ? b : a));
   return el("p", { class: "others" }, fitting.length
-    ? `${fitting.length} of ${predictions.length} settings fit; the first that does is `
-    : "None of the settings here fits; the closest is ",
+    ? (fitting.length > 1 ? `${fitting.length} of ${predictions.length} settings fit; the first is `
+      : `1 of ${predictions.length} settings fits: `)
+    : "None of these settings fits; the closest is ",
   el("button", { type: "button", class: "link", onclick: () => show(best.index) }, best.name),
   ` with ${formatBytes(best.device_bytes)}.`);
 }
@@ -190,8 +191,8 @@ function renderComparison() {
   const whole = Math.max(CAPACITY ?? 0, ...predictions.map((p) => p.device_bytes));
   const smallest = predictions.reduce((a, b) => (b.device_bytes < a.device_bytes ? b : a));
   const [first] = predictions;
-  section("comparison", "The settings side by side", smallest === first
-    ? [`Nothing here needs less than ${first.name}.`]
+  section("comparison", "Settings side by side", smallest === first
+    ? [`No other setting needs less than ${first.name}.`]
     : [el("b", {}, smallest.name), ` needs ${formatBytes(smallest.device_bytes)}: `,
         `${formatShare(first.device_bytes - smallest.device_bytes, first.device_bytes)} less than `,
         el("b", {}, first.name), "."],
@@ -243,20 +244,19 @@ function renderTimeline(prediction) {
   const at = (name) => timeline.by_category[name][timeline.peak_index];
   const drawn = sum(names.map(at));
   const plot = el("div", { class: "plot", role: "img", "aria-label":
-    `Memory through the step: at most ${formatBytes(drawn)}, in ${peak.phase}` });
-  section("timeline", "Memory through the step",
-    ["The most, ", el("b", {}, formatBytes(prediction.peak_bytes)),
-      peak.phase ? `, is alive in ${peak.phase}` : "",
+    `Memory during the step: peak of ${formatBytes(drawn)} in ${peak.phase}` });
+  section("timeline", "Memory during the step",
+    ["Peak: ", el("b", {}, formatBytes(prediction.peak_bytes)),
+      peak.phase ? ` in ${peak.phase}` : "",
       peak.module ? [" while ", code(peak.module), " runs"] : null,
       peak.op ? [" (", code(peak.op), ")"] : null, "."],
     plot,
     el("ul", { class: "legend" }, el("li", { class: "legend-title" }, "At the peak"),
       names.map((name) => el("li", {}, swatch(name), labelOf(name), " ", bytesOf(at(name))))),
-    el("p", { class: "hint" }, "Each step to the right is one operation or a few. ",
-      "Point at the chart for its figures.",
+    el("p", { class: "hint" }, "Each point is one or a few operations. Hover over the chart for sizes.",
       drawn !== prediction.peak_bytes
-        ? ` Drawn is ${prediction.is_extrapolated ? "a copy of the model with fewer blocks" : "a step"}`
-          + ` whose peak is ${formatBytes(drawn)}.` : ""),
+        ? ` The chart shows ${prediction.is_extrapolated ? "a copy of the model with fewer blocks" : "a step"}`
+          + ` with a peak of ${formatBytes(drawn)}.` : ""),
     phaseTable(prediction));
   new Chart(plot, timeline, names);
 }
@@ -398,12 +398,12 @@ function renderModules(prediction) {
   const [root] = lines;
   const used = usedIn(root.memory);
   const rest = prediction.peak_bytes - root.total;
-  section("modules", "Which module holds it", heaviest(lines),
+  section("modules", "Memory by module", heaviest(lines),
     table("module-table",
       [["Module"], ["Parameters"], ["Bytes", "total"], ["Share of the peak", "share"],
         ...used.map((name) => [[swatch(name), labelOf(name)]])],
       lines.map((line) => moduleRow(line, used, prediction.peak_bytes))),
-    el("p", { class: "hint" }, "At the peak, each module with all that is inside it; equal blocks "
+    el("p", { class: "hint" }, "At the peak; each module includes its submodules, and equal blocks "
       + "share a line.", rest > 0 ? ` ${formatBytes(rest)} belong to no module.` : ""));
 }
 
@@ -421,7 +421,7 @@ function heaviest(lines) {
     at = lines.indexOf(next);
   }
   return path.length ? [code(path.map((line) => line.label).join(".")),
-    ` holds ${formatShare(path.at(-1).total, lines[0].total)} of what the modules hold.`] : null;
+    ` has ${formatShare(path.at(-1).total, lines[0].total)} of the memory of all modules.`] : null;
 }
 
 function moduleRow({ depth, label, class_name: kind, num_parameters: count, memory, total }, used, peak) {
@@ -442,10 +442,10 @@ function renderTensors(prediction) {
   if (!tensors.length) return section("tensors", "");
   const total = sum(tensors.map((tensor) => tensor.total_bytes));
   const count = sum(tensors.map((tensor) => tensor.modules.length));
-  section("tensors", "The largest tensors at the peak",
-    [`These ${count} are ${formatShare(total, prediction.peak_bytes)} of it.`],
+  section("tensors", "Largest tensors at the peak",
+    [`These ${count} tensors are ${formatShare(total, prediction.peak_bytes)} of the peak.`],
     table("tensor-table", [["Bytes", "total"], ["", "share wide"], ["Number", "times"],
-      ["Category", "text"], ["Module", "text"], ["Shape", "text wide"], ["Made by", "text wide"]],
+      ["Category", "text"], ["Module", "text"], ["Shape", "text wide"], ["Created by", "text wide"]],
     tensors.map((tensor) => tensorRow(tensor, tensors[0].total_bytes))));
 }
 
@@ -466,14 +466,14 @@ function renderRemarks(prediction) {
   const list = (title, lines) => (lines.length
     ? [el("h3", {}, title), el("ul", {}, lines.map((line) => el("li", {}, marked(line))))] : []);
   const settings = Object.entries(prediction.settings);
-  section("remarks", "How to read this", null,
+  section("remarks", "Notes and assumptions", null,
     ...list("Notes", DATA.notes),
     ...(settings.length ? [el("h3", {}, "Settings"), el("dl", { class: "settings" },
       settings.map(([key, value]) => el("div", {}, el("dt", {}, key), el("dd", {}, value))))] : []),
-    ...list("Asked for, and without effect",
+    ...list("Requested, but without effect",
       Object.entries(prediction.ineffective).map(([name, why]) => `${name} ${why}`)),
-    ...list("Assumed", prediction.assumptions),
-    ...list("Guessed, because the model depends on its data", prediction.guesses),
+    ...list("Assumptions", prediction.assumptions),
+    ...list("Guesses, because the step depends on values", prediction.guesses),
     el("p", { class: "hint" }, `Predicted in ${prediction.seconds.toFixed(1)} s`,
       prediction.is_extrapolated ? ", from copies of the model with fewer blocks." : "."));
 }
