@@ -15,13 +15,13 @@ class TrainerFacts:
     Args:
         strategies: Class name of the strategy, and those of its base classes.
         world_size: Number of processes.
-        device: Device of this process.
+        device: Device of this process; ``None`` while the strategy has not chosen one.
         checkpoints_activations: The strategy was told to checkpoint activations.
     """
 
     strategies: tuple[str, ...]
     world_size: int
-    device: torch.device
+    device: torch.device | None
     checkpoints_activations: bool = False
 
     @property

@@ -215,7 +215,7 @@ def facts_of(trainer: Any) -> TrainerFacts:
     return TrainerFacts(
         tuple(cls.__name__ for cls in type(trainer.strategy).__mro__),
         trainer.world_size,
-        trainer.strategy.root_device,
+        getattr(trainer.strategy, "root_device", None),
         _checkpoints_activations(trainer),
     )
 

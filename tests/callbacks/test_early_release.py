@@ -169,7 +169,7 @@ def test_outputs_are_kept_for_who_may_look_at_them():
 
     _, row = fit_with(Module("detached"), True, Looks())
     assert seen[0] == ["logits", "loss"]
-    assert "outputs are kept, as `Looks.on_train_batch_end` may look at them" in row.details
+    assert "outputs are kept, as `Looks.on_train_batch_end` may read them" in row.details
 
 
 def test_manual_optimization_is_left_alone():

@@ -192,7 +192,7 @@ def test_a_package_with_a_name_like_lightnings_is_foreign():
     callback = only(early_release=True)
     fit(make_lit(model=Model()), callback, Helper())  # before the Trace of these tests
     outputs = row(callback, "early_release").details[1]
-    assert outputs == "outputs are kept, as `Helper.on_train_batch_end` may look at them"
+    assert outputs == "outputs are kept, as `Helper.on_train_batch_end` may read them"
 
 
 def test_lbfgs_reports_the_loss_of_its_last_closure():

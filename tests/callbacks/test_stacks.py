@@ -106,8 +106,8 @@ class TestStacks:
         assert row.value == "'classic'"
         assert "activation_checkpointing='all'" in row.details[0]
         assert "optimizer" not in row.details[0].replace("optimizer_in_backward", "")
-        assert row.details[1].startswith("off in it: attention, chunked_cross_entropy, ")
-        assert row.details[2] == "set beside it: optimizer"
+        assert row.details[1].startswith("off in this stack: attention, chunked_cross_entropy, ")
+        assert row.details[2] == "given beside it: optimizer"
         assert rows_of(callback)["optimizer"].status == "unchanged"
         assert "`None` was given" in rows_of(callback)["optimizer"].details[0]
         report = json.loads(Path("memsave_report.json").read_text())
@@ -119,7 +119,7 @@ class TestStacks:
         row = rows_of(callback)["stack"]
         assert row.status == "unchanged"
         assert row.details == (
-            "\"auto\" is what `stack='classic'` has, without attention, "
+            "\"auto\" means the values of `stack='classic'`, without attention, "
             "chunked_cross_entropy, low_precision_weights, optimizer_in_backward",
         )
         assert rows_of(callback)["early_release"].status == "on"
@@ -139,7 +139,9 @@ class TestStacks:
         fit(make_lit(), callback)
         assert "asked for" not in str(callback.rows)
         off = rows_of(callback)["stack"].details[1]
-        assert off.startswith("off in it: precision, attention, chunked_cross_entropy, optimizer, ")
+        assert off.startswith(
+            "off in this stack: precision, attention, chunked_cross_entropy, optimizer, "
+        )
 
     def test_off_leaves_all_but_what_is_named(self, package):
         lit, callback = make_lit(package), MemSaveCallback(stack="off", monitor=False)

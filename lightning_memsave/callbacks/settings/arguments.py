@@ -157,15 +157,17 @@ class StackSetting(Setting):
         on = ", ".join(f"{name}={value!r}" for name, value in settings.items() if value is not None)
         off = ", ".join(name for name, value in settings.items() if value is None)
         beside = ", ".join(name for name in own if name != "force_8bit")
-        texts = {"": on, "off in it: ": off, "set beside it: ": beside}
+        texts = {"": on, "off in this stack: ": off, "given beside it: ": beside}
         details = tuple(f"{prefix}{text}" for prefix, text in texts.items() if text)
         self._row = Row(self.name, repr(given), "on" if on else "off", details)
         if given is None:
-            meaning = f'"auto" is what `stack={BARE!r}` has'
+            meaning = f'"auto" means the values of `stack={BARE!r}`'
             details = (f"{meaning}, without {off}" if off else meaning,)
             self._row = Row(self.name, "None", "unchanged", details)
         if given == "off":
-            self._row = Row(self.name, "'off'", "unchanged", ("off: all that is not given",))
+            self._row = Row(
+                self.name, "'off'", "unchanged", ("everything is off that is not given",)
+            )
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Show the settings of the stack."""

@@ -1,4 +1,4 @@
-"""Tensors that a fit keeps longer than it needs them, as a setting."""
+"""`early_release`: free gradients before forward, and unused outputs before backward."""
 
 from typing import Any
 
@@ -47,11 +47,11 @@ class EarlyReleaseSetting(Setting):
             self._release(trainer, pl_module)
 
     def _release(self, trainer: Any, pl_module: Any) -> None:
-        # Callbacks of Lightning and of this package do not look at outputs.
+        # Callbacks of Lightning and of this package do not read outputs.
         viewer = owner_of(trainer, pl_module, "on_train_batch_end")
         zeroing = find_zero_grad_override(trainer, pl_module)
         outputs = (
-            f"outputs are kept, as `{viewer}` may look at them"
+            f"outputs are kept, as `{viewer}` may read them"
             if viewer
             else "what `training_step` returns beside the loss is freed before backward"
         )

@@ -147,7 +147,7 @@ class EvalMicroBatchSetting(Setting):
     """Batches of validation, test and prediction pass in micro-batches.
 
     Args:
-        technique: The settings, or ``None`` to leave batches as they are.
+        technique: The settings, or ``None`` to leave batches whole.
         is_asked: The user set it.
         off_reason: Why there is no technique, where it is not the user's ``None``.
     """
@@ -202,9 +202,7 @@ class EvalMicroBatchSetting(Setting):
     def _show(self, runner: MicroBatchRunner) -> None:
         how, exactness = "outputs are put together", "rounding"
         if runner.is_auto and runner.size is None:
-            how = (
-                "whole batches; halved when memory runs out, if samples of it prove that it may be"
-            )
+            how = "whole batches; halved when memory runs out, if samples prove that this is exact"
             exactness = "bitwise"
         elif runner.is_auto:
             how = f"in micro-batches of {runner.size} samples, as memory ran out with more"

@@ -69,7 +69,7 @@ class MicroBatchSetting(Setting):
     """Training batches pass in micro-batches.
 
     Args:
-        technique: The settings, or ``None`` to leave batches as they are.
+        technique: The settings, or ``None`` to leave batches whole.
         value: What the user wrote for it.
         is_asked: The user wrote it by name: it is set, or refused.
         off_reason: Why there is no technique, where it is not the user's ``None``.
@@ -280,7 +280,7 @@ class MicroBatchSetting(Setting):
             f"{self._probe.num_steps} optimizer steps. Processes repeat a batch together in the "
             f"first {_PROBED_STEPS} steps only: from then on they train under DDP itself, which "
             "cannot repeat one. Batches that grow during training are the usual reason.\n"
-            f"Pass `micro_batch_size={size}` and go on from the last checkpoint with "
+            f"Pass `micro_batch_size={size}` and resume from the last checkpoint with "
             "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
         )
 
@@ -293,7 +293,7 @@ class MicroBatchSetting(Setting):
         return all_reduce_min(trainer, int(not is_large)) == 0
 
     def _start_proof(self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts) -> None:
-        """Find what the losses of micro-batches are weighted by, or yield."""
+        """Prove how the losses of micro-batches are weighted, or yield."""
         runner = self.runner
         assert runner is not None, "batches pass with a runner"
         tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(batch))]
@@ -396,7 +396,7 @@ class MicroBatchSetting(Setting):
             f"losses of micro-batches are {self._weighted()}, proven with samples of a batch in "
             f"{self.proof.seconds * 1000:.0f} ms"
             if self.proof.weightings
-            else "what their losses are weighted by is proven before the first one is split"
+            else "how their losses are weighted is proven before the first batch is split"
         )
         if self._tie:
             details.append(self._tie)

@@ -275,7 +275,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse devices without kernels, and strategies that shard parameters."""
         problems = []
-        obstacle = find_obstacle(facts.device)
+        obstacle = None if facts.device is None else find_obstacle(facts.device)
         if obstacle is not None:
             why, fix = obstacle
             problems.append(Problem(written, why, fix))
