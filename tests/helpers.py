@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -212,3 +213,16 @@ def saved_bytes(compute_loss: Callable[[], Tensor]) -> int:
         loss = compute_loss()
     assert loss.requires_grad
     return sum(storages.values())
+
+
+def restart_resident_peak() -> int:
+    """Let Linux count the largest resident memory of this process anew; give what it starts at."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_peak_bytes()
+
+
+def resident_peak_bytes() -> int:
+    """Give the largest resident memory since `restart_resident_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

@@ -54,7 +54,7 @@ def test_demo_saves_half(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "NUM_PAIRS", 1)
     monkeypatch.setattr(demo, "ALONE", {})
     results = tmp_path / "results.json"
-    sizes = ["--steps", "2", "--batch-size", "8", "--num-validation", "12"]
+    sizes = ["--steps", "2", "--batch-size", "7", "--num-validation", "6"]
 
     assert demo.main([*sizes, "--output", str(tmp_path), "--results", str(results)]) == 0
 
