@@ -37,9 +37,14 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(trained, lr=1e-3)
 
 
+# `torch.manual_seed` writes down its whole traceback for each GPU library that is not there, which
+# takes a millisecond.
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 def seed_all(seed: int) -> None:
     """Seed torch's random numbers, and NumPy's, with which transformers masks sound."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     np.random.seed(seed)
 
 

@@ -487,7 +487,7 @@ def check_place(place: int, model: str, settings: tuple[tuple[str, Any], ...] = 
 @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
 class TestOutOfMemory:
     @pytest.mark.slow
-    @pytest.mark.parametrize("distance", [23, pytest.param(1, marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize("distance", [11, pytest.param(1, marks=pytest.mark.exhaustive)])
     def test_at_operators_of_a_batch(self, distance):
         """The result is that of a run with the smaller size from this batch on, bit for bit."""
         _, start, end, _ = ops_of_batches("batch_norm")
@@ -765,7 +765,7 @@ class TestOutOfMemoryAroundTheBatch:
     @pytest.mark.slow
     @pytest.mark.filterwarnings(RETRIED, BATCH_NORM)
     @pytest.mark.parametrize("distance", [None, 1, 6, 25])
-    @pytest.mark.parametrize("spacing", [23, pytest.param(3, marks=pytest.mark.exhaustive)])
+    @pytest.mark.parametrize("spacing", [11, pytest.param(3, marks=pytest.mark.exhaustive)])
     def test_is_that_of_a_smaller_size_or_of_none(self, distance, spacing):
         """Once, or twice with the second one in what follows the first."""
         whole, mode, _ = around_a_batch(None)
@@ -796,7 +796,7 @@ class TestOutOfMemoryInTheStep:
     def test_state_is_there_before_any_parameter_changes(self, name, optimizer, monkeypatch):
         """Memory runs out at operators of making state: no parameter has changed."""
         num_failed = 0
-        for place in range(0, 1000, 16):
+        for place in range(0, 1000, 8):
             mode = OutOfMemoryAt(place)
             monkeypatch.setattr(_micro_batching, "allocate_state", armed_allocation(mode))
             lit = make_lit()

@@ -97,7 +97,7 @@ def test_what_is_on_already_is_kept_and_not_offered():
 
 @pytest.mark.slow
 def test_cards_without_bf16_get_another_precision():
-    found = find_remedies(Block, BATCH, gpu="T4")
+    found = find_remedies(deep, BATCH, gpu="T4")
     names = {remedy.name for remedy in found}
     assert "precision 16-mixed" in names
     assert not any("bf16" in name for name in names)
