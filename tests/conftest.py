@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from tests.helpers import seed_torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Fake tensors come and go by the thousand in a prediction: with Python's own 700, the collector runs
-# twice as long.
+# Fake tensors come and go by the thousand in a prediction: the collector runs twice as long with
+# Python's own threshold of 700.
 gc.set_threshold(50_000, 20, 50)
 
 PACKAGES = ("lightning", "lightning.pytorch", "pytorch_lightning")  # as ids of tests name them
