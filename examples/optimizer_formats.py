@@ -1,7 +1,7 @@
-"""An 8-bit optimizer state into 32 bits and back: when a checkpoint is loaded, and in the file.
+"""Convert 8-bit optimizer state to 32 bits and back: on loading a checkpoint, and in the file.
 
-With `MemSaveCallback` in the Trainer a checkpoint of either format is converted when it is loaded.
-Without it, `memsave convert` rewrites the file. Both give the same training, bit for bit.
+With `MemSaveCallback` in the Trainer, a checkpoint of either format is converted on loading.
+Without it, `memsave convert` writes a new file. Both give the same training, bit for bit.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from lightning_memsave.cli.main import main as memsave  # the command of that na
 def train(
     callbacks: list[Callback], num_batches: int, end: Path, begin: Path | None = None
 ) -> dict[str, Any]:
-    """Train one more epoch, from ``begin`` if it is given, and save and give the checkpoint."""
+    """Train one more epoch, from ``begin`` if given; save and return the checkpoint."""
     torch.manual_seed(0)
     trainer = Trainer(
         accelerator="cpu",
@@ -54,7 +54,7 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def main() -> int:
-    """Go both ways twice, and give 1 if the results differ."""
+    """Convert in both directions in both ways; returns 1 if the results differ."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a few steps only")
     num_batches = 3 if parser.parse_args().small else 100
@@ -73,7 +73,7 @@ def main() -> int:
         plain = folder / "plain.ckpt"
         in_file = train([], num_batches, plain, folder / "first-32bit.ckpt")
         to_32bit = is_same(on_load, in_file)
-        print(f"converted on load, and in the file for a Trainer without memsave: same {to_32bit}")
+        print(f"converted on load, or in the file for a Trainer without memsave: same {to_32bit}")
 
         print("\n32-bit to 8-bit")
         on_load = train(
@@ -85,7 +85,7 @@ def main() -> int:
             [MemSaveCallback(optimizer="8bit", **quiet)], num_batches, folder / "c.ckpt", converted
         )
         to_8bit = is_same(on_load, in_file)
-        print(f"converted on load, and in the file: same {to_8bit}")
+        print(f"converted on load, or in the file: same {to_8bit}")
     return 0 if to_32bit and to_8bit else 1
 
 

@@ -1,6 +1,6 @@
-"""Add MemSaveCallback to the Trainer of a project that exists: one line.
+"""Add MemSaveCallback to the Trainer of an existing project: one line.
 
-`Sorter` in `_sorting.py` is the project. Put your own module and data in its place.
+`Sorter` in `_sorting.py` is the project. Use your own module and data instead.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from lightning_memsave import MemSaveCallback
 
 
 def main() -> None:
-    """Train, and say how good it has become."""
+    """Train and print the loss."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a few steps only")
     num_batches = 4 if parser.parse_args().small else 400

@@ -1,8 +1,8 @@
-"""Go on after a run was killed, as if it had not been.
+"""Resume a killed run and get the same result as without the interruption.
 
-Three runs, each in a process of its own: one is left alone, one kills itself with SIGKILL in the
-middle of an epoch, and one is started in the folder of the killed one. The third ends with the
-weights and the 8-bit optimizer state of the first, bit for bit.
+Three runs, each in its own process: one is not interrupted, one kills itself with SIGKILL in the
+middle of an epoch, and one resumes in the folder of the killed one. The third ends with the same
+weights and 8-bit optimizer state as the first, bit for bit.
 """
 
 import argparse
@@ -24,10 +24,10 @@ from lightning_memsave import MemSaveCallback
 
 
 class SeedEachStep(Callback):
-    """Makes dropout draw the same in a step however the run got there.
+    """Seeds each step, so that dropout does not depend on how the run got there.
 
-    Lightning does not save the state of the random number generators. Without this a resumed run is
-    as good, but not the same.
+    Lightning does not save the state of the random number generators. Without this a resumed run
+    has different dropout masks.
     """
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
@@ -36,7 +36,7 @@ class SeedEachStep(Callback):
 
 
 class KillAt(Callback):
-    """The accident: nothing of this process can run after it, not even an `except`."""
+    """Kills the process at a step with SIGKILL, which no `except` can catch."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -65,13 +65,12 @@ def train(folder: Path, num_batches: int, accident: KillAt | None = None) -> Non
         enable_model_summary=False,
         enable_progress_bar=False,
     )
-    # The same command for the first start and for every later one: without a checkpoint it begins
-    # at the beginning.
+    # The same call starts and resumes: without a checkpoint it starts from the beginning.
     trainer.fit(Sorter(), make_loader(num_batches), ckpt_path="last")
 
 
 def run(*arguments: Any) -> int:
-    """Train in a process of its own and give its exit status; minus 9 is for SIGKILL."""
+    """Train in another process and return its exit status; -9 is SIGKILL."""
     process = multiprocessing.get_context("fork").Process(target=train, args=arguments)
     process.start()
     process.join()
@@ -80,7 +79,7 @@ def run(*arguments: Any) -> int:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Compare what checkpoints hold, tensors bit for bit."""
+    """Compare the contents of checkpoints, tensors bit for bit."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
@@ -91,20 +90,20 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def main() -> int:
-    """Run the three, compare, and give 1 if anything differs."""
+    """Run all three and compare; returns 1 if anything differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a few steps only")
     num_batches = 4 if parser.parse_args().small else 100
 
     with tempfile.TemporaryDirectory() as name:
         alone, killed = Path(name, "alone"), Path(name, "killed")
-        print(f"left alone: exit status {run(alone, num_batches)}", flush=True)
+        print(f"not interrupted: exit status {run(alone, num_batches)}", flush=True)
         step = num_batches + num_batches // 2  # in the middle of the second epoch
         status = run(killed, num_batches, KillAt(step))
         print(f"killed at step {step}: exit status {status}", flush=True)
         saved = torch.load(killed / "last.ckpt", weights_only=True)
-        print(f"what is left is the checkpoint of step {saved['global_step']}", flush=True)
-        print(f"started again: exit status {run(killed, num_batches)}", flush=True)
+        print(f"last checkpoint: step {saved['global_step']}", flush=True)
+        print(f"resumed: exit status {run(killed, num_batches)}", flush=True)
         ends = [torch.load(p / "last.ckpt", weights_only=True) for p in (alone, killed)]
     all_same = True
     for key in ("global_step", "state_dict", "optimizer_states"):

@@ -1,8 +1,8 @@
-"""Subclass CheckpointedTransformer: own network, own training step; the rest is there.
+"""Subclass CheckpointedTransformer with your own network and training step.
 
-A language model of bytes is trained on the source code of Python's own library. Optimizer, warm-up
-and schedule are those of `CheckpointedTransformer`, and it brings its memory saving along, so that
-the Trainer needs no callback.
+A byte-level language model is trained on the source code of Python's standard library. Optimizer,
+warm-up, schedule and memory saving come from `CheckpointedTransformer`, so the Trainer needs no
+callback.
 """
 
 import argparse
@@ -22,7 +22,7 @@ NUM_BYTES = 256
 
 
 class ByteNetwork(nn.Module):
-    """A transformer that sees only what stands before."""
+    """A causal transformer."""
 
     def __init__(self, width: int, num_layers: int, length: int) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class ByteNetwork(nn.Module):
         self.head = nn.Linear(width, NUM_BYTES)
 
     def forward(self, text: Tensor) -> Tensor:
-        """Give logits (B, T, 256) for B rows of T bytes."""
+        """Return logits (B, T, 256) for B rows of T bytes."""
         num = text.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(num, device=text.device)
         hidden = self.embedding(text) + self.position_embedding.weight[:num]
@@ -47,7 +47,7 @@ class ByteNetwork(nn.Module):
 
 
 class ByteModel(CheckpointedTransformer):
-    """The network, with steps of its own."""
+    """The network with its own steps."""
 
     def __init__(
         self, width: int = 128, num_layers: int = 6, length: int = 256, **settings: Any
@@ -57,7 +57,7 @@ class ByteModel(CheckpointedTransformer):
         self.model = ByteNetwork(width, num_layers, length)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Give the loss of a batch, and log it in the unit of the field."""
+        """Return the loss of a batch, and log it in bits per byte."""
         loss = self._loss(batch)
         self.log("bits_per_byte", loss / math.log(2), prog_bar=True)
         return loss
@@ -72,7 +72,7 @@ class ByteModel(CheckpointedTransformer):
 
 
 def make_loaders(num_batches: int, length: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Read source code: some to train on, and a tenth of that from other files."""
+    """Read source code for training, and a tenth of that from other files for validation."""
     paths = sorted(Path(os.__file__).parent.glob("*.py"))
     train = _read(paths[10:], num_batches * 16, length)
     held_out = _read(paths[:10], num_batches * 16 // 10, length)
@@ -88,7 +88,7 @@ def _read(paths: list[Path], num_rows: int, length: int) -> TensorDataset:
 
 
 def main() -> None:
-    """Train, and load what was saved."""
+    """Train, and load the checkpoint."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true", help="a few steps of a small model")
     is_small = parser.parse_args().small

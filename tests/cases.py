@@ -17,6 +17,7 @@ from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptim
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from tests.helpers import seed_torch
 
 WIDTH = 64  # 64 x 64 weights have 4,096 elements, so that their optimizer state can be 8-bit
 
@@ -282,7 +283,7 @@ INDEPENDENT_OF_THE_BATCH = (
 
 
 def make_model(name: str) -> nn.Module:
-    torch.manual_seed(1)
+    seed_torch(1)
     return MODELS[name]()
 
 

@@ -12,7 +12,12 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tests.helpers import seed_torch
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Fake tensors come and go by the thousand in a prediction: the collector runs twice as long with
+# Python's own threshold of 700.
+gc.set_threshold(50_000, 20, 50)
 
 PACKAGES = ("lightning", "lightning.pytorch", "pytorch_lightning")  # as ids of tests name them
 
@@ -120,9 +125,7 @@ class ProcessState:
 def nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in an empty folder from a fixed seed; fail a test that changes the process for others."""
     monkeypatch.chdir(tmp_path)
-    # `torch.manual_seed` writes down its whole traceback for each GPU library that is not there.
-    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
-    seed(0)
+    seed_torch(0)
     before = ProcessState()
     threads = set(threading.enumerate())
     yield

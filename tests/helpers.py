@@ -4,6 +4,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,14 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(trained, lr=1e-3)
 
 
+# `torch.manual_seed` writes down its whole traceback for each GPU library that is not there, which
+# takes a millisecond.
+seed_torch = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
+
 def seed_all(seed: int) -> None:
     """Seed torch's random numbers, and NumPy's, with which transformers masks sound."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     np.random.seed(seed)
 
 
@@ -212,3 +218,16 @@ def saved_bytes(compute_loss: Callable[[], Tensor]) -> int:
         loss = compute_loss()
     assert loss.requires_grad
     return sum(storages.values())
+
+
+def restart_resident_peak() -> int:
+    """Let Linux count the largest resident memory of this process anew; give what it starts at."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return resident_peak_bytes()
+
+
+def resident_peak_bytes() -> int:
+    """Give the largest resident memory since `restart_resident_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024

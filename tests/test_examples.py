@@ -54,7 +54,7 @@ def test_demo_saves_half(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "NUM_PAIRS", 1)
     monkeypatch.setattr(demo, "ALONE", {})
     results = tmp_path / "results.json"
-    sizes = ["--steps", "2", "--batch-size", "8", "--num-validation", "12"]
+    sizes = ["--steps", "2", "--batch-size", "7", "--num-validation", "6"]
 
     assert demo.main([*sizes, "--output", str(tmp_path), "--results", str(results)]) == 0
 
@@ -239,10 +239,10 @@ def test_masked_language_model(run_here):
 def test_resume_after_a_kill():
     printed = _run_small("resume.py")
 
-    assert "left alone: exit status 0" in printed
+    assert "not interrupted: exit status 0" in printed
     assert "killed at step 6: exit status -9" in printed  # SIGKILL
-    assert "what is left is the checkpoint of step 4" in printed
-    assert "started again: exit status 0" in printed
+    assert "last checkpoint: step 4" in printed
+    assert "resumed: exit status 0" in printed
     for what in ("global_step", "state_dict", "optimizer_states"):
         assert f"{what}: the same" in printed
 

@@ -1,11 +1,11 @@
-"""A project with a command line: MemSaveCLI in place of LightningCLI.
+"""A command line with MemSaveCLI in place of LightningCLI.
 
     python train.py fit --config config.yaml
     python train.py fit --config config.yaml --memsave.optimizer=lion_8bit
     python train.py fit --config config.yaml --memsave.enabled=false
     python train.py fit --help
 
-The module and the data know nothing of memsave.
+Module and data are an ordinary project.
 """
 
 import os
@@ -25,9 +25,9 @@ class ByteModel(LightningModule):
     """A GPT-2 over bytes.
 
     Args:
-        width: Of the hidden states.
+        width: Size of the hidden states.
         num_layers: Number of blocks.
-        learning_rate: Of AdamW.
+        learning_rate: Learning rate of AdamW.
     """
 
     def __init__(self, width: int = 128, num_layers: int = 6, learning_rate: float = 1e-3) -> None:
@@ -45,19 +45,19 @@ class ByteModel(LightningModule):
         self.model = GPT2LMHeadModel(config)
 
     def training_step(self, batch: list[Tensor]) -> Tensor:
-        """Give the loss of a batch."""
+        """Return the loss of a batch."""
         text = batch[0].long()
         loss: Tensor = self.model(input_ids=text, labels=text).loss
         self.log("loss", loss, prog_bar=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give AdamW."""
+        """Return AdamW."""
         return torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
 
 
 class SourceCode(LightningDataModule):
-    """The source code of Python's own library.
+    """The source code of Python's standard library.
 
     Args:
         length: Bytes in a sample.
@@ -70,7 +70,7 @@ class SourceCode(LightningDataModule):
         self.batch_size = batch_size
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Give the files of the library, cut into samples."""
+        """Return the files, split into samples."""
         paths = sorted(Path(os.__file__).parent.glob("*.py"))
         text = bytearray(b"".join(path.read_bytes() for path in paths))
         num_samples = len(text) // self.length

@@ -224,7 +224,7 @@ class MemoryExplanation:
         return shown
 
     def _tensors(self) -> Table:
-        table = figure_table("memory", "what", "shape", "module", "made by", numbers=("memory",))
+        table = figure_table("memory", "what", "shape", "module", "created by", numbers=("memory",))
         for tensor in self.largest_tensors[:_SHOWN_TENSORS]:
             table.add_row(
                 format_bytes(tensor.num_bytes),

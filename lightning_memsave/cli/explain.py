@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Explain and print; returns 1 if the step does not fit the GPU."""
     if arguments.target is None and arguments.oom is None:
         raise ConfigurationError(
-            "explain needs a model, or --oom with a file. Write for example "
+            "This command needs a model, or --oom with a file. Write for example "
             "`memsave explain config.json` or `memsave explain --oom FILE`."
         )
     diagnosis = None if arguments.oom is None else _diagnosis(arguments)
@@ -129,7 +129,7 @@ def _explain_model(arguments: argparse.Namespace, diagnosis: "Diagnosis | None")
     request = read_request(arguments.target, arguments)
     if len(request.gpus) > 1:
         raise ConfigurationError(
-            "explain works for one GPU. Pass --gpu once; `memsave predict` compares several."
+            "This command is for one GPU. Pass --gpu once; `memsave predict` compares several."
         )
     gpu = request.gpus[0] if request.gpus else None
     with running_code_of(request.target.name):

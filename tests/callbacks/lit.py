@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.cases import WIDTH, make_model
+from tests.helpers import seed_torch
 
 PACKAGES = {"lightning": lightning.pytorch, "pytorch_lightning": pytorch_lightning}
 
@@ -66,7 +67,7 @@ def make_lit(package: ModuleType = lightning.pytorch, model: str | nn.Module = "
 
         test_dataloader = predict_dataloader = val_dataloader
 
-    torch.manual_seed(1)
+    seed_torch(1)
     return Lit()
 
 
@@ -108,7 +109,7 @@ def fit(
     lit = copy.deepcopy(lit)
     trace = Trace(package)
     trainer = make_trainer(package, *callbacks, trace.callback, **settings)
-    torch.manual_seed(2)
+    seed_torch(2)
     trainer.fit(lit)
     return trace.losses, {k: v.clone() for k, v in lit.state_dict().items()}, trainer
 

@@ -66,12 +66,14 @@ class TestStep:
         assert "does not fit 256MiB" in (project / "page.html").read_text()
 
     @pytest.mark.slow
-    def test_the_page_has_the_tables_of_the_terminal(self, capsys, project):
+    def test_remedies_and_a_page_with_the_tables_of_the_terminal(self, capsys, project):
         arguments = ["explain", "net.py:Lit", "--batch", BATCH, "--device", "cpu"]
         found = json_of(capsys, *arguments, "--html", "page.html")
         page = (project / "page.html").read_text()
         data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
         drawn = json.loads(data[1])
+        assert found["remedies"]
+        assert all(remedy["saved_bytes"] > 0 for remedy in found["remedies"])
         sentences, factors, remedies = drawn["tables"]
         assert [row[0] for row in sentences["rows"]] == found["sentences"]
         assert {s["name"]: s["num_bytes"] for s in found["factors"]} == dict(
@@ -88,12 +90,6 @@ class TestStep:
         said = " ".join(drawn["notes"])
         assert not any(s["sentence"] in said for s in found["factors"])
         assert not any(r["how"] in said for r in found["remedies"])
-
-    @pytest.mark.slow
-    def test_remedies(self, capsys):
-        found = json_of(capsys, "explain", "net.py:Lit", "--batch", BATCH, "--device", "cpu")
-        assert found["remedies"]
-        assert all(remedy["saved_bytes"] > 0 for remedy in found["remedies"])
 
     def test_settings_of_a_file_for_lightning_cli(self, capsys):
         found = json_of(capsys, "explain", "config.yaml", "--batch", BATCH, "--no-remedies")

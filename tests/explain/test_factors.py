@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -18,6 +16,7 @@ from lightning_memsave.prediction.batch_sizes import (
 )
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
+from tests.helpers import resident_peak_bytes, restart_resident_peak
 
 VOCABULARY, TOKENS, SAMPLES = 500, 64, 4
 
@@ -92,16 +91,10 @@ def test_largest_batch_fits_and_one_more_does_not():
 
 
 def test_a_guessed_batch_takes_no_memory():
-    before = peak_rss_bytes()
+    before_bytes = restart_resident_peak()
     found = ask("batch size", nn.Linear(100, 1), torch.ones(64, 100), gpu="A100-80GB")
     assert found.figures["largest_batch"] * 400 > 10 * 2**30
-    assert peak_rss_bytes() - before < 200 * 2**20
-
-
-def peak_rss_bytes():
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    assert resident_peak_bytes() - before_bytes < 200 * 2**20
 
 
 def test_not_even_one_sample_fits():

@@ -3,7 +3,6 @@
 import json
 import pickle
 import re
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -25,7 +24,9 @@ from lightning_memsave.targets.batches import BatchSpec, TensorSpec
 from lightning_memsave.targets.code import parse_arguments
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.target import Target, make_batch_spec
+from lightning_memsave.units import MIB
 from tests.callbacks.lit import make_trainer
+from tests.helpers import resident_peak_bytes, restart_resident_peak
 
 
 def shapes_of(target: Target) -> dict[str, tuple[Any, str]]:
@@ -763,22 +764,12 @@ class TestArguments:
             parse_arguments([pair])
 
 
-# Resident memory is of a process: one of its own says what building takes.
 @pytest.mark.slow
 def test_large_models_take_no_memory(tmp_path):
     xl = GPT2Config(n_embd=1600, n_layer=48, n_head=25)
     path = write_config(tmp_path, xl, architectures=["GPT2LMHeadModel"])
-    script = f"""
-        from lightning_memsave.targets.find import load_target
-        target = load_target({path!r})
-        model = target.module_without_data
-        assert sum(p.numel() for p in model.parameters()) == 1_557_611_200
-        # Not `ru_maxrss`, which begins with that of the process that started this one.
-        with open("/proc/self/status") as file:
-            (line,) = (line for line in file if line.startswith("VmHWM"))
-        print(int(line.split()[1]) // 1024)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=root)
-    assert int(done.stdout) < 1000  # MiB, most of it the imports; the weights alone would be 5,942
+    before_bytes = restart_resident_peak()
+    model = load_target(path).module_without_data
+    assert sum(p.numel() for p in model.parameters()) == 1_557_611_200
+    # The weights alone would be 5,942 MiB.
+    assert resident_peak_bytes() - before_bytes < 400 * MIB

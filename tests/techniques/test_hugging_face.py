@@ -27,7 +27,7 @@ STEPS = 3
 # hold, and the last reads a cache that it asks an inner model for.
 ALWAYS = ("bamba", "lfm2", "recurrent_gemma", "pi0")
 # `make test` tries some of the others, other ones each day.
-NUM_SLICES = math.ceil(len(FAMILIES) / 6)
+NUM_SLICES = math.ceil(len(FAMILIES) / 3)
 TODAY = FAMILIES[datetime.date.today().toordinal() % NUM_SLICES :: NUM_SLICES]
 # Micro-batches are compared in evaluation, where nothing is dropped.
 NOT_IN_EVALUATION = {
