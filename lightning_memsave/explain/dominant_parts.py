@@ -271,7 +271,7 @@ def explain_parameters(
 
 
 def _cost(part: ParameterGroup, costs: ModelStates, *, is_first: bool) -> str:
-    verb = "they cost" if part.is_several else "it costs"
+    verb = "they need" if part.is_several else "it needs"
     own = format_bytes(_cost_of(part.entries, costs))
     if not is_first:
         return f"With {costs.optimizer} {verb} {own}."

@@ -69,8 +69,8 @@ def batch_size(what_if: WhatIf) -> Finding:
 
 def _fits(gpu: str, largest: int, is_exact: bool) -> str:
     if not largest:
-        return f"Not even one fits on {gpu}."
-    return f"On {gpu} {'' if is_exact else 'at least '}{largest} fit."
+        return f"Not even one sample fits on {gpu}."
+    return f"{'' if is_exact else 'At least '}{largest:,} samples fit on {gpu}."
 
 
 def _lines(

@@ -100,7 +100,7 @@ def compare_parameters(
     pairs = _paired(first, second)
     notes = []
     if not any(old and new for old, new in pairs):
-        notes.append("no parameter of one has a name of the other: nothing could be matched")
+        notes.append("the two models have no parameter names in common")
     return MemoryComparison(
         kind="parameters",
         a=labels[0] if labels else first.model,

@@ -156,8 +156,8 @@ def _cause_of_missing(
 
 def _asked(oom: OutOfMemory) -> str:
     if oom.requested_bytes is None:
-        return "It is not told how much was asked for."
-    return f"{format_bytes(oom.requested_bytes)} was asked for."
+        return "The message does not say how much was requested."
+    return f"{format_bytes(oom.requested_bytes)} was requested."
 
 
 def advise(
@@ -291,7 +291,7 @@ def _less_memory(oom: OutOfMemory, has_memsave: bool) -> list[str]:
     return [
         suite,
         "Use a smaller batch with `accumulate_grad_batches`, or shorter samples.",
-        'Use `precision="bf16-mixed"` where the device has it.',
+        'Use `precision="bf16-mixed"` if the device supports it.',
     ]
 
 
@@ -302,8 +302,8 @@ def _pids(oom: OutOfMemory) -> str:
 
 _SHARES = {
     "allocated": "in tensors of this process",
-    "unallocated": "kept by torch's allocator, no tensor in it",
-    "outside": "outside of the allocator: context, libraries",
+    "unallocated": "reserved by torch's allocator but unused",
+    "outside": "outside torch's allocator: context, libraries",
     "others": "other processes",
     "not_told": "not told: context, libraries, other processes",
     "free": "free",

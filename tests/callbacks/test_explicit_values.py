@@ -126,7 +126,7 @@ class TestSmallestSaving:
         fit(make_lit(), callback)
         row = rows_of(callback)["low_precision_weights"]
         assert row.status == "off"
-        assert row.details[0] == "less than 20.00 MiB need not change whether a run fits"
+        assert row.details[0] == "less than 20.00 MiB may not change whether a run fits"
         assert row.details[1].startswith("it would save up to 138.62 KiB of weights")
 
     @pytest.mark.smallest_saving

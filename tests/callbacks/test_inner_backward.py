@@ -176,7 +176,7 @@ def test_the_row_says_who_reads_old_gradients():
     fit(make_lit(model=Model()), callback, Norms())
     found = row(callback, "early_release")
     assert found.details[0] == (
-        "gradients of the last step are kept in the forward pass, as "
+        "gradients of the previous step are kept in the forward pass, as "
         "`Norms.on_before_zero_grad` may read them"
     )
     assert found.status == "off"  # the Trace of these tests looks at outputs

@@ -199,7 +199,7 @@ class TestNothingSilent:
         fit(make_lit(), MemSaveCallback(monitor=False))
         lines = capsys.readouterr().out.splitlines()
         assert lines[0] == "MemSaveCallback:"
-        assert "  precision=32-true: unchanged. kept on cpu; pass a precision to change it" in lines
+        assert "  precision=32-true: unchanged. kept on cpu; set `precision=` to change it" in lines
         checkpointing = next(line for line in lines if "activation_checkpointing" in line)
         assert checkpointing.endswith("on (bitwise). 4 of 4 blocks recomputed: 4 x Block")
         assert any(line.startswith("  optimizer='8bit': on (approximate). AdamW") for line in lines)

@@ -131,7 +131,7 @@ class TestParameters:
 
     def test_nothing_in_common(self):
         found = compare_parameters({"a.w": (10,)}, {"b.c.v": (30,)})
-        assert "nothing could be matched" in found.notes[0]
+        assert "no parameter names in common" in found.notes[0]
         assert len(found.sentences()) == 1
 
     def test_an_empty_side(self):

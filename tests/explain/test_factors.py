@@ -85,8 +85,8 @@ def test_largest_batch_fits_and_one_more_does_not():
     largest = found.figures["largest_batch"]
     assert largest > SAMPLES
     assert predict_memory(bert, ids(largest), gpu=capacity).device_bytes <= 800 * 2**20
-    assert f"{largest} fit" in found.sentence
-    if "at least" not in found.sentence:
+    assert f"{largest:,} samples fit" in found.sentence
+    if "At least" not in found.sentence:
         assert predict_memory(bert, ids(largest + 1), gpu=capacity).device_bytes > 800 * 2**20
 
 
@@ -100,7 +100,7 @@ def test_a_guessed_batch_takes_no_memory():
 def test_not_even_one_sample_fits():
     found = ask("batch size", bert, ids(), gpu="500MiB")
     assert found.figures["largest_batch"] == 0
-    assert "Not even one fits on the GPU" in found.sentence
+    assert "Not even one sample fits on the GPU" in found.sentence
 
 
 def test_a_batch_without_samples_is_unknown():
@@ -159,7 +159,7 @@ def test_lengths_end_where_positions_do():
     assert found.figures["other_length"] == TOKENS // 2
     half = predict_memory(model, ids(tokens=TOKENS // 2), device="cpu").peak_bytes
     assert found.figures["other_peak_bytes"] == half
-    assert "64 are the most that the model takes" in found.sentence
+    assert "64 is the longest that the model supports" in found.sentence
 
 
 @pytest.mark.slow

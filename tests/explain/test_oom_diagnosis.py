@@ -128,7 +128,7 @@ def test_text_says_cause_figures_and_advice():
     assert text.splitlines()[0] == (
         "Out of memory on cuda:0: free memory is scattered between tensors."
     )
-    assert "3.24 GiB    6.8%  kept by torch's allocator, no tensor in it" in text
+    assert "3.24 GiB    6.8%  reserved by torch's allocator but unused" in text
     assert "1. Set `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`" in text
 
 

@@ -268,7 +268,7 @@ class TestSentences:
             "`tab_embeddings.word_embeddings` (867,813 x 64) hold 88.9 % of the 874,326,757 "
             "parameters: each has a row for every one of 867,813 entries."
         )
-        assert said[1].startswith("With AdamW they cost 11.59 GiB of the 13.03 GiB that")
+        assert said[1].startswith("With AdamW they need 11.59 GiB of the 13.03 GiB that")
         assert said[2].startswith("12 blocks of 7.9M parameters")
         assert "hold 10.8 %." in said[2]
         assert said[4].startswith(

@@ -53,12 +53,13 @@ class EarlyReleaseSetting(Setting):
         outputs = (
             f"outputs are kept, as `{viewer}` may read them"
             if viewer
-            else "what `training_step` returns beside the loss is freed before backward"
+            else "outputs of `training_step` other than the loss are freed before backward"
         )
         gradients = (
-            f"gradients of the last step are kept in the forward pass, as `{zeroing}` may read them"
+            "gradients of the previous step are kept in the forward pass, as "
+            f"`{zeroing}` may read them"
             if zeroing
-            else "gradients of the last step are freed before the forward pass"
+            else "gradients of the previous step are freed before the forward pass"
         )
         is_off = bool(viewer and zeroing)
         status: Status = "off" if is_off else "on"

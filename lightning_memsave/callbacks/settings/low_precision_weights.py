@@ -94,7 +94,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
             return off(f"it computes in bf16-mixed, and `precision={precision!r}` was given")
         if not brings and precision is not None:
             raise ConfigurationError(
-                f"{what} computes in bfloat16 and does not go with "
+                f"{what} computes in bfloat16, which conflicts with "
                 f"`precision={precision!r}`. Use `precision={_BF16!r}`, or set `{name}=None`."
             )
         return cls(
@@ -120,7 +120,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         late = builds_model_late(pl_module)
         limit = _setting.SMALLEST_SAVING_BYTES
         if not self.is_asked and not late and _saved_bytes(pl_module) < limit:
-            why = f"less than {format_bytes(limit)} need not change whether a run fits"
+            why = f"less than {format_bytes(limit)} may not change whether a run fits"
             problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))
         # Weights that are made later are converted after every callback's `setup`.
         averaging = [] if late else _averaging_after(trainer)

@@ -156,7 +156,7 @@ class MicroBatchSetting(Setting):
             pl_module: Its LightningModule.
 
         Raises:
-            IncompatibleError: If there are any and a size was asked for.
+            IncompatibleError: If there are any and a size was requested.
         """
         if self.technique is None or not self._undo:
             return

@@ -53,7 +53,7 @@ def find_conflicts(
     Args:
         trainer: A Trainer in ``setup``.
         pl_module: Its LightningModule.
-        technique: What was asked for.
+        technique: What was requested.
         allows_half_precision: Gradients of half-precision parameters are summed in float32.
 
     Returns:

@@ -40,7 +40,7 @@ def find_conflicts(
     Args:
         trainer: A Trainer in ``setup``.
         pl_module: Its LightningModule.
-        technique: What was asked for.
+        technique: What was requested.
         what: The setting, as the user wrote it.
 
     Returns:

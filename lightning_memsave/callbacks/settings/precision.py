@@ -207,7 +207,7 @@ def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:
     if state.current != "32-true" and not state.is_ours:
         return None, "kept: the Trainer was given it"
     if device.type != "cuda":
-        return None, f"kept on {device.type}; pass a precision to change it"
+        return None, f"kept on {device.type}; set `precision=` to change it"
     wanted = "bf16-mixed"
     if _emulates(trainer, wanted):
         return None, _NOT_FLOAT16

@@ -13,7 +13,7 @@ from lightning_memsave.units import format_bytes
 UNCHANGED = "`None` was given"
 SMALLEST_SAVING_BYTES = 20 * 2**20
 """A setting of a stack stays off if it saves less: CUDA's allocator reserves memory in segments of
-20 MiB, so that less need not change whether a run fits."""
+20 MiB, so that less may not change whether a run fits."""
 
 
 def saves(num_bytes: int, what: str) -> str:
