@@ -352,7 +352,7 @@ class TestBadInput:
             (("nowhere.json",), "`nowhere.json` does not exist"),
             (("net.py:Nothing",), "`net.py` has no `Nothing`"),
             (("no_such_module:Net",), "There is no module `no_such_module`"),
-            (("net.py:needs_gpu",), "asks for a GPU"),
+            (("net.py:needs_gpu",), "requires a GPU"),
             (("net.py:fails",), "KeyError"),
             (("net.py:Lit", "--arg", "size=3"), "It takes `width`, `depth`"),
             (("net.py:Lit", "--gpu", "T5"), "GPU 'T5' is not known"),
@@ -435,7 +435,7 @@ class TestBadInput:
     def test_a_step_that_never_ends_is_3(self, capsys, command):
         args = (command, "net:Endless", "--batch", BATCH, "--time-limit", "1")
         said = message_of(capsys, *args, status=3)
-        assert "does not end: following the step takes more than 1 seconds" in said
+        assert "does not end: simulating the step takes more than 1 seconds" in said
         assert "net.py, line " in said
 
     def test_a_step_that_ends_the_process_is_3(self, capsys):

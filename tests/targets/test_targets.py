@@ -202,7 +202,7 @@ class TestFactory:
             ("make_pair", ("returned a `tuple`", "the model alone")),
             ("fails", ("KeyError: 'width'", "models.py, line")),
             ("leaves", ("SystemExit",)),
-            ("needs_gpu", ("asks for a GPU", "models.py, line", "torch.cuda.is_available()")),
+            ("needs_gpu", ("requires a GPU", "models.py, line", "torch.cuda.is_available()")),
         ],
     )
     @pytest.mark.parametrize("is_fake", [False, True])
@@ -216,9 +216,9 @@ class TestFactory:
         ("line", "parts"),
         [
             ("raise ValueError('no data')", ("ValueError: no data", "bad.py, line 2")),
-            ("x = torch.zeros(1).cuda()", ("asks for a GPU", "is_available()", "line 2")),
-            ("x = torch.zeros(1, device='cuda')", ("asks for a GPU",)),
-            ("torch.cuda.get_device_properties(0)", ("asks for a GPU",)),
+            ("x = torch.zeros(1).cuda()", ("requires a GPU", "is_available()", "line 2")),
+            ("x = torch.zeros(1, device='cuda')", ("requires a GPU",)),
+            ("torch.cuda.get_device_properties(0)", ("requires a GPU",)),
             ("import no_such_package", ("No module named 'no_such_package'",)),
             ("x = = 1", ("SyntaxError",)),
             ("exit(1)", ("SystemExit",)),
