@@ -368,7 +368,7 @@ def test_says_what_is_not_there(ask: Any, message: str) -> None:
         predict_memory(_Asks(ask), torch.ones(1, 2))
     (note,) = raised.value.__notes__
     assert message in note
-    assert "check that the batch" not in note
+    assert "check that the module accepts" not in note
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def check_type(value: object, kind: Any, where: str) -> None:
 def _malformed(why: str) -> IncompatibleError:
     problem = Problem(
         "The checkpoint's optimizer state",
-        f"{why}: it is damaged or was not written by an optimizer",
+        f"{why}, so it is damaged or was not written by an optimizer",
         f"Use an earlier checkpoint, or {WEIGHTS_ONLY}",
     )
     return IncompatibleError("optimizer", [problem])
