@@ -1,14 +1,14 @@
-"""What can go wrong, as a tree: catch at any height.
+"""Exceptions and warnings of this package.
 
 MemsaveError
-├── ConfigurationError(ValueError)        an argument is wrong on its own
-├── IncompatibleError(RuntimeError)       a technique does not fit model, Trainer or machine
-├── MissingDependencyError(ImportError)   a package that a setting needs is not installed
-└── MemoryExhaustedError(RuntimeError)    memory ran out, and nothing smaller is left to try
+├── ConfigurationError(ValueError)        an argument is invalid
+├── IncompatibleError(RuntimeError)       a technique conflicts with model, Trainer or machine
+├── MissingDependencyError(ImportError)   a required package is missing or too old
+└── MemoryExhaustedError(RuntimeError)    memory ran out, and nothing is left to reduce
 
 MemsaveWarning(UserWarning)
-├── NoEffectWarning                       a technique was applied and changed nothing
-└── ExactnessWarning                      results will differ more than the technique promises
+├── NoEffectWarning                       a technique has no effect
+└── ExactnessWarning                      results will differ more than the technique declares
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ class Problem:
     """One reason why something cannot be done.
 
     Args:
-        what: The object and the value that are wrong, as the user wrote them.
+        what: The object or setting and its value, as the user wrote it.
         why: The reason, as a clause.
         fix: What to type instead, as a full sentence.
     """
@@ -42,7 +42,7 @@ def _listed(head: str, problems: Sequence[Problem | str]) -> str:
     return f"{head} ({len(problems)} problems):{lines}"
 
 
-# A model with many equal blocks has the same problem in each.
+# Group equal problems, such as those of many equal blocks.
 def _grouped(problems: Sequence[Problem | str]) -> list[Problem | str]:
     groups: dict[Any, list[Any]] = {}
     for problem in problems:
@@ -62,21 +62,21 @@ class MemsaveError(Exception):
 
 
 class ConfigurationError(MemsaveError, ValueError):
-    """An argument is wrong on its own; raised by constructors."""
+    """An argument is invalid; raised by constructors."""
 
     problems: Sequence[Problem | str] = ()
-    """Each of them, where there may be several."""
+    """All problems, if there may be several."""
 
     @classmethod
     def from_problems(cls, owner: str, problems: Sequence[Problem | str]) -> Self:
         """Make one error that lists every problem.
 
         Args:
-            owner: Name of the class whose arguments are wrong.
+            owner: Name of the class whose arguments are invalid.
             problems: At least one problem, or its message.
 
         Returns:
-            The error, to be raised by the caller.
+            The error, for the caller to raise.
         """
         error = cls(_listed(f"{owner} cannot be created", problems))
         error.problems = tuple(problems)
@@ -84,7 +84,7 @@ class ConfigurationError(MemsaveError, ValueError):
 
 
 class IncompatibleError(MemsaveError, RuntimeError):
-    """A technique does not fit what it is applied to; nothing has been changed.
+    """A technique conflicts with its target; nothing has been changed.
 
     Args:
         owner: Name of the technique or callback.
@@ -101,20 +101,20 @@ class IncompatibleError(MemsaveError, RuntimeError):
 
 
 class MissingDependencyError(MemsaveError, ImportError):
-    """A package that a setting needs is not installed."""
+    """A package that a setting needs is missing or too old."""
 
 
 class MemoryExhaustedError(MemsaveError, RuntimeError):
-    """Memory ran out, and nothing smaller is left to try; the message says what was tried."""
+    """Memory ran out, and nothing is left to reduce; the message lists the attempts."""
 
 
 class MemsaveWarning(UserWarning):
-    """Base of every warning that this package gives."""
+    """Base of every warning of this package."""
 
 
 class NoEffectWarning(MemsaveWarning):
-    """A technique was applied and changed nothing."""
+    """A technique has no effect."""
 
 
 class ExactnessWarning(MemsaveWarning):
-    """Results will differ from unmodified training by more than the technique promises."""
+    """Results will differ from unmodified training by more than the technique declares."""

@@ -1,4 +1,4 @@
-"""Bytes as people read and write them; 1 GiB is 2**30 bytes."""
+"""Format and parse sizes in bytes; 1 GiB is 2**30 bytes."""
 
 import re
 
@@ -13,7 +13,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)\s*", re.IGNORECASE)
 
 
 def format_bytes(num_bytes: int) -> str:
-    """Write a number of bytes with two digits in the largest binary unit that it fills.
+    """Format a number of bytes with two digits in the largest binary unit.
 
     Args:
         num_bytes: Bytes; may be negative, for a difference.
@@ -32,7 +32,7 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Read a size with a unit.
+    """Parse a size with a unit.
 
     Args:
         text: A number and one of B, KiB, MiB, GiB (powers of 1024) or KB, MB, GB (powers of 1000).

@@ -1,1 +1,1 @@
-"""What every technique is made of."""
+"""Base of all techniques: protocol, blocks, patching, nested batches, memory."""

@@ -21,8 +21,8 @@ expression over module names, or a function of name and module."""
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _TORCH_BLOCKS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-# A family of blocks must lower the cost by this share of all that could be a block, so that a few
-# small repeated modules beside the transformer are not taken for its blocks.
+# A family of blocks must lower the cost by this share of all candidates, so that a few small
+# repeated modules next to the transformer do not count as its blocks.
 _MIN_GAIN = 0.05
 
 
@@ -50,11 +50,11 @@ def find_blocks(
 
     Args:
         model: Any module.
-        selectors: Which modules are blocks: one of `BlockSelector`, or several of them.
+        selectors: Selectors of blocks: one `BlockSelector`, or several.
 
     Returns:
         The blocks in the order of ``model.named_modules()``, outermost ones only, each once even if
-        it is used under several names.
+        it has several names.
 
     Example:
         >>> layers = [nn.TransformerEncoderLayer(8, 2, 16) for _ in range(3)]
@@ -69,7 +69,7 @@ def find_blocks(
         chosen = {n for n, m in named.items() if n and any(p(n, m) for p in predicates)}
         return _outermost(named, chosen)
     known = {n for n, m in named.items() if n and isinstance(m, _known_block_classes())}
-    # A stage of Swin is such a layer, and so are the several that it holds.
+    # In Swin, a stage is such a layer, and so are the layers inside it.
     inside = Counter(parent for name in known for parent in ancestors(name))
     known = {block.name for block in _outermost(named, {n for n in known if inside[n] < 2})}
     return _outermost(named, known | _repeated_outside(named, known))
@@ -78,7 +78,7 @@ def find_blocks(
 def as_selectors(
     selectors: BlockSelector | Sequence[BlockSelector],
 ) -> tuple[BlockSelector, ...]:
-    """Give one or several selectors as a tuple.
+    """Convert one or several selectors to a tuple.
 
     Args:
         selectors: One selector or a sequence of them.
@@ -87,7 +87,7 @@ def as_selectors(
         The selectors.
 
     Raises:
-        ConfigurationError: If one of them is of none of the kinds that `BlockSelector` names.
+        ConfigurationError: If one of them is not a `BlockSelector`.
     """
     several = (
         tuple(selectors)
@@ -99,12 +99,12 @@ def as_selectors(
             _compile(selector)
         elif not _is_selector(selector):
             raise ConfigurationError(
-                f"`blocks={selector!r}` does not choose blocks. Pass a class name such as "
+                f"`blocks={selector!r}` does not select blocks. Pass a class name such as "
                 '"BertLayer", a class, "re:" and a regular expression over module names, or a '
                 "function of name and module."
             )
     if not several:
-        raise ConfigurationError("`blocks=()` chooses nothing. Pass a class name, or `None`.")
+        raise ConfigurationError("`blocks=()` selects nothing. Pass a class name, or `None`.")
     return several
 
 
@@ -117,14 +117,7 @@ def _is_selector(selector: object) -> bool:
 
 
 def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:
-    """Turn a selector into a function of module name and module.
-
-    Args:
-        selector: One of the kinds that `BlockSelector` names.
-
-    Returns:
-        A function that says whether a module is chosen.
-    """
+    """Convert a selector to a function of module name and module that returns a bool."""
     if isinstance(selector, str) and not selector.startswith("re:"):
         return lambda _, module: any(c.__name__ == selector for c in type(module).__mro__)
     if isinstance(selector, str | re.Pattern):
@@ -136,11 +129,11 @@ def as_predicate(selector: BlockSelector) -> Callable[[str, nn.Module], bool]:
 
 
 def repeated_classes(model: nn.Module, limit: int = 8) -> str:
-    """Name the classes that a model repeats and that could be blocks, for messages.
+    """List repeated classes of a model that could be blocks, for messages.
 
     Args:
         model: Any module.
-        limit: How many classes to name at most.
+        limit: Maximum number of classes.
 
     Returns:
         For example ```Block` (24), `MLP` (24)``, most frequent first; empty if nothing repeats.
@@ -167,7 +160,7 @@ def _compile(selector: str | re.Pattern[str]) -> re.Pattern[str]:
 
 
 def _known_block_classes() -> tuple[type[nn.Module], ...]:
-    # Where transformers was never imported there can be no instance of its classes.
+    # Without an import of transformers there is no instance of its classes.
     layers = sys.modules.get("transformers.modeling_layers")
     hugging_face = getattr(layers, "GradientCheckpointingLayer", None)
     return _TORCH_BLOCKS if hugging_face is None else (*_TORCH_BLOCKS, hugging_face)
@@ -183,7 +176,7 @@ def _outermost(named: dict[str, nn.Module], chosen: Iterable[str]) -> list[Block
 
 
 def ancestors(name: str) -> list[str]:
-    """Give the names of all modules around a module, without the root.
+    """Return the names of all modules around a module, without the root.
 
     Args:
         name: A module name such as ``"encoder.layer.0"``.
@@ -205,7 +198,7 @@ def _families(named: dict[str, nn.Module], free: set[str]) -> list[list[Block]]:
     for name, module in named.items():
         if name not in free or not _can_be_block(name, module):
             continue
-        # A Sequential can be anything, so only those side by side in one container are a family.
+        # Sequentials only form a family inside the same container, as they may hold anything.
         parent = name.rpartition(".")[0] if isinstance(module, nn.Sequential) else ""
         if isinstance(module, nn.Sequential) and not isinstance(named[parent], _CONTAINERS):
             continue
@@ -229,8 +222,8 @@ def _is_layer(module: nn.Module) -> bool:
     return bases[0] is not nn.Module and not any(True for _ in module.children())
 
 
-# Chooses families of repeated modules outside of the known blocks. Parameters stand for the memory
-# of activations: what is in no block stays as a whole, and so does one block being recomputed.
+# Chooses families of repeated modules outside of the known blocks. The cost estimates activation
+# memory by parameters: everything outside of blocks, plus one block that is being recomputed.
 def _repeated_outside(named: dict[str, nn.Module], known: set[str]) -> set[str]:
     around = {parent for name in known for parent in ancestors(name)}
     free = {

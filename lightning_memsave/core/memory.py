@@ -1,4 +1,4 @@
-"""How the memory of a training step divides into categories."""
+"""Memory of a training step by category, and marks for host memory."""
 
 import contextlib
 import sys
@@ -16,23 +16,23 @@ _FORMER_CATEGORIES = frozenset({"cuda_context", "allocator_slack"})
 
 @dataclass(frozen=True, slots=True)
 class MemoryBreakdown:
-    """Bytes by category, in the words of torch's ``MemTracker``.
+    """Bytes by category, named as in torch's ``MemTracker``.
 
     Args:
         parameter_bytes: Parameters.
-        weight_copy_bytes: Copies of parameters in another precision, such as autocast makes them.
+        weight_copy_bytes: Copies of parameters in another precision, as made by autocast.
         buffer_bytes: Buffers of modules.
-        gradient_bytes: Gradients held in ``Parameter.grad``.
-        optimizer_state_bytes: What the optimizer keeps per parameter.
-        activation_bytes: Made by the forward pass, or by recomputing it during backward.
+        gradient_bytes: Gradients in ``Parameter.grad``.
+        optimizer_state_bytes: State of optimizers.
+        activation_bytes: Allocated in forward, or in its recomputation during backward.
         input_bytes: The batch.
-        temporary_bytes: Made during backward or the optimizer step and gone after it.
+        temporary_bytes: Temporaries of backward and of the optimizer step.
         other_bytes: Everything else.
-        host_bytes: On the host, because a technique moved it there; no part of the total, which is
-            about the device.
+        host_bytes: Moved to the host by a technique; not part of the total, which is for the
+            device.
 
-    Breakdowns are added, and scaled by a factor; ``str`` writes one line, ``rich.print`` a table,
-    and ``to_dict`` gives what ``json.dumps`` takes.
+    Breakdowns can be added, and scaled by a factor; ``str`` gives one line, ``rich.print`` a table,
+    and ``to_dict`` plain values for ``json.dumps``.
 
     Example:
         >>> a = MemoryBreakdown(parameter_bytes=400, gradient_bytes=100)
@@ -57,7 +57,7 @@ class MemoryBreakdown:
         return sum(self.by_category().values())
 
     def by_category(self) -> dict[str, int]:
-        """Give the bytes of each category under its name without the unit.
+        """Return the bytes of each category under its name without the unit.
 
         Returns:
             For example ``{"parameter": 400, "buffer": 0, ...}``, in the order of the fields.
@@ -70,7 +70,7 @@ class MemoryBreakdown:
 
     @classmethod
     def from_categories(cls, by_category: Mapping[str, int]) -> Self:
-        """Make a breakdown from what ``by_category`` gave.
+        """Make a breakdown from the result of ``by_category``.
 
         Args:
             by_category: Bytes under category names; missing ones are 0.
@@ -78,12 +78,12 @@ class MemoryBreakdown:
         Returns:
             The breakdown.
         """
-        # Earlier reports have two more, which were always 0.
+        # Earlier reports have two more categories, which were always 0.
         known = {name: n for name, n in by_category.items() if name not in _FORMER_CATEGORIES}
         return cls(**{f"{name}_bytes": num_bytes for name, num_bytes in known.items()})
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
+        """Convert to plain values for JSON.
 
         Returns:
             ``total_bytes``, ``by_category`` and ``host_bytes``.
@@ -96,19 +96,19 @@ class MemoryBreakdown:
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """Make a breakdown from what ``to_dict`` gave.
+        """Restore a breakdown from the result of ``to_dict``.
 
         Args:
-            found: Such a mapping, from a JSON file for example.
+            found: The mapping, for example from a JSON file.
 
         Returns:
-            The same breakdown.
+            The breakdown.
 
         Raises:
             KeyError: If ``by_category`` is missing.
         """
-        made = cls.from_categories(found["by_category"])
-        return replace(made, host_bytes=found.get("host_bytes", 0))
+        breakdown = cls.from_categories(found["by_category"])
+        return replace(breakdown, host_bytes=found.get("host_bytes", 0))
 
     def __add__(self, other: "MemoryBreakdown") -> "MemoryBreakdown":
         return MemoryBreakdown(
@@ -145,10 +145,9 @@ _num_contexts = 0
 
 @contextlib.contextmanager
 def host_copies() -> Iterator[None]:
-    """Make tensors that count as host memory, also where the device itself is the CPU.
+    """Mark tensors made inside as host memory, also if the device itself is the CPU.
 
-    What is counted on a CPU stands for what a GPU would hold. A copy that would leave the GPU must
-    not count there.
+    Memory counted on a CPU represents that of a GPU, so host copies must not count.
     """
     global _num_contexts  # noqa: PLW0603 - asked by each operator that is counted
     _num_contexts += 1
@@ -159,23 +158,12 @@ def host_copies() -> Iterator[None]:
 
 
 def is_host_copy() -> bool:
-    """Say whether what is made now counts as host memory.
-
-    Returns:
-        True inside `host_copies`.
-    """
+    """Return whether new tensors count as host memory: inside `host_copies`."""
     return _num_contexts > 0
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Say whether a tensor has no data.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        True if it is one of torch's fake tensors.
-    """
-    # If nobody has imported it, nothing is one.
+    """Return whether a tensor is a fake tensor."""
+    # Without an import there is no instance.
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)

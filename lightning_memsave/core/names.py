@@ -1,4 +1,4 @@
-"""Names of modules and dtypes, and names that a user may have meant."""
+"""Names of modules and dtypes, and suggestions for misspelled names."""
 
 import difflib
 import re
@@ -18,19 +18,19 @@ SAFETENSORS_DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
-"""Name in torch by what safetensors writes in its headers."""
+"""torch's dtype names by those of safetensors headers."""
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def block_template(name: str) -> str:
-    """Write the name that a module shares with its equals in other blocks.
+    """Replace block numbers in a module name by ``*``.
 
     Args:
         name: As in ``named_modules()``.
 
     Returns:
-        The name with ``*`` in place of numbers.
+        The name that equal modules of all blocks share.
 
     Example:
         >>> block_template("h.3.mlp"), block_template("conv1")
@@ -40,16 +40,16 @@ def block_template(name: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "", cutoff: float = 0.6) -> str:
-    """Ask whether a known name was meant.
+    """Suggest similar known names.
 
     Args:
-        name: What the user wrote.
-        known: What can be written.
-        prefix: Stands before the names in the question.
-        cutoff: How similar a name must be, from 0 to 1.
+        name: The name that the user wrote.
+        known: Valid names.
+        prefix: Prefix of the names in the question.
+        cutoff: Required similarity, from 0 to 1.
 
     Returns:
-        A question with a space behind it; empty if nothing is similar.
+        A question with a trailing space; empty if no name is similar.
 
     Example:
         >>> did_you_mean("berd", ["bert", "gpt2"])

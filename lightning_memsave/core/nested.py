@@ -1,4 +1,4 @@
-"""Look into batches and outputs, whatever they are made of, and make others of the same form."""
+"""Traverse, rebuild, split and merge nested batches and outputs."""
 
 import copy
 import dataclasses
@@ -15,14 +15,14 @@ from lightning_memsave.errors import IncompatibleError, Problem
 
 
 def items_of(value: Any) -> list[tuple[Any, Any]]:
-    """List what a container holds.
+    """List the items of a container.
 
     Args:
-        value: Anything.
+        value: Any object.
 
     Returns:
-        Pairs of name and item for mappings, lists, tuples, named tuples and dataclasses; nothing
-        for all else.
+        Pairs of name and item for mappings, lists, tuples, named tuples and dataclasses; empty for
+        other objects.
 
     Example:
         >>> items_of({"x": 1}), items_of([2]), items_of("text")
@@ -38,10 +38,10 @@ def items_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
-    """Make a container of the same form with other items.
+    """Rebuild a container with other items.
 
     Args:
-        value: A container of ``items_of``; it is not changed.
+        value: A container as in ``items_of``; it is not changed.
         items: An item for each name of ``items_of``.
 
     Returns:
@@ -51,14 +51,14 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
         >>> with_items((1, 2), {0: 3, 1: 4})
         (3, 4)
     """
-    # Hugging Face's ModelOutput is a mapping and a dataclass; absent fields are no items of it.
+    # Hugging Face's ModelOutput is a mapping and a dataclass; fields that are None are not items.
     is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if isinstance(value, Mapping) and is_record:
         return type(value)(**items)
     if isinstance(value, MutableMapping):
-        twin: Any = copy.copy(value)  # with what else it has: a default, encodings of a tokenizer
-        twin.update(items)
-        return twin
+        copied: Any = copy.copy(value)  # with other attributes, such as a default factory
+        copied.update(items)
+        return copied
     if is_record:
         return _with_fields(value, items)
     if hasattr(value, "_fields"):
@@ -67,13 +67,13 @@ def with_items(value: Any, items: Mapping[Any, Any]) -> Any:
 
 
 def attributes_of(value: Any) -> list[tuple[str, Any]]:
-    """List what an object of a user's class holds, such as a batch that is no container.
+    """List the attributes of an object, such as a batch of the user's own class.
 
     Args:
-        value: Anything.
+        value: Any object.
 
     Returns:
-        Pairs of name and attribute; nothing for containers, modules, functions and classes.
+        Pairs of name and attribute; empty for containers, modules, functions and classes.
 
     Example:
         >>> from types import SimpleNamespace
@@ -89,13 +89,13 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any], *, in_objects: bo
     """Apply a function to all tensors in any nesting.
 
     Args:
-        value: Anything; it is not changed.
-        function: Of a tensor.
-        in_objects: Whether to look into the attributes of objects that are no containers, too;
-            not into objects that these have.
+        value: Any object; it is not changed.
+        function: Function of a tensor.
+        in_objects: Whether to include attributes of objects that are not containers, one level
+            deep.
 
     Returns:
-        The same form with what the function gave.
+        The same nesting with the results of the function.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -109,33 +109,25 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any], *, in_objects: bo
 
 
 def with_attributes(value: Any, attributes: Mapping[str, Any]) -> Any:
-    """Make an object like another one with other attributes.
-
-    Args:
-        value: It is not changed.
-        attributes: By name.
-
-    Returns:
-        The object itself if nothing is different, else a copy.
-    """
+    """Return a copy of an object with other attributes; the object itself if none differs."""
     different = {n: v for n, v in attributes.items() if v is not value.__dict__[n]}
     return _with_fields(value, different) if different else value
 
 
-# Not `replace`, which would call `__post_init__` and leaves out fields that are no arguments.
+# Not `replace`, which would call `__post_init__` and does not accept fields with `init=False`.
 def _with_fields(value: Any, items: Mapping[Any, Any]) -> Any:
-    twin = copy.copy(value)
+    copied = copy.copy(value)
     for name, item in items.items():
-        object.__setattr__(twin, name, item)  # it may be frozen
-    return twin
+        object.__setattr__(copied, name, item)  # it may be frozen
+    return copied
 
 
-# Of these a list holds one per sample; lists of anything else are looked into.
+# A list of these has one entry per sample; other lists are traversed.
 _PER_SAMPLE = (str, bytes, int, float, bool, type(None))
 
 
 Path: TypeAlias = tuple[Any, ...]
-"""Where in a batch something is: keys, indices and names of fields."""
+"""Position in a batch: keys, indices and names of fields."""
 
 
 def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
@@ -144,14 +136,14 @@ def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
     Args:
         batch: Tensors of shape (samples, ...) and lists of strings or numbers, one per sample, in
             any nesting of lists, tuples, named tuples, mappings and dataclasses. Scalars and
-            strings belong to the whole batch.
-        whole: Paths of what belongs to the whole batch, too.
+            strings are shared by all samples.
+        whole: Paths of further leaves that are shared by all samples.
 
     Returns:
-        The size that all of them share.
+        The number of samples of all leaves.
 
     Raises:
-        IncompatibleError: If they disagree or if there is none.
+        IncompatibleError: If they differ or if there are no leaves.
 
     Example:
         >>> count_samples({"x": torch.zeros(4, 2), "names": ["a", "b", "c", "d"], "scale": 2.0})
@@ -166,8 +158,8 @@ def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
         [
             Problem(
                 f"batch of type `{type(batch).__name__}`",
-                f"its parts do not share one number of samples ({found})",
-                "Pass `split_batch=`, a function of batch and size that gives a list of batches, "
+                f"its tensors and lists have different numbers of samples ({found})",
+                "Pass `split_batch=`, a function of batch and size that returns a list of batches, "
                 "or set `micro_batch_size=None`.",
             )
         ],
@@ -179,15 +171,15 @@ def split_samples(batch: Any, size: int, whole: frozenset[Path] = frozenset()) -
 
     Args:
         batch: As for `count_samples`.
-        size: Samples in each part. The last one may have fewer, but not a single one where that can
-            be helped: batch normalisation in training refuses it.
-        whole: Paths of what belongs to every part.
+        size: Samples per micro-batch. The last one may have fewer, but if possible not a single
+            one, which batch normalisation refuses in training.
+        whole: Paths of leaves that are shared by all samples.
 
     Returns:
         Batches of the same type that share memory with the batch; itself if it is small enough.
 
     Raises:
-        IncompatibleError: If the parts of the batch disagree on the number of samples.
+        IncompatibleError: If leaves have different numbers of samples.
 
     Example:
         >>> [len(part["x"]) for part in split_samples({"x": torch.zeros(5, 2)}, 2)]
@@ -210,11 +202,11 @@ def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = fr
 
     Args:
         batch: As for `count_samples`.
-        indices: Which ones.
-        whole: Paths of what belongs to every sample.
+        indices: Indices of the samples.
+        whole: Paths of leaves that are shared by all samples.
 
     Returns:
-        A batch of these samples; it shares memory with the batch only where that is not split.
+        A batch of these samples; it only shares leaves that are not split.
 
     Example:
         >>> pick_samples({"x": torch.tensor([5, 6, 7]), "names": ["a", "b", "c"]}, [2, 0])
@@ -230,15 +222,14 @@ def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = fr
 
 
 def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
-    """List what may belong to every sample of a batch.
+    """List candidates for leaves that are shared by all samples.
 
     Args:
         batch: As for `count_samples`.
 
     Returns:
-        Sets of paths, the most likely one first: of tensors whose first dimension is 1 where that
-        of others is not; and of those and vectors of floating-point numbers, which may be weights
-        of classes.
+        Sets of paths, the most likely one first: tensors whose first dimension is 1 unlike that of
+        others; and in addition floating-point vectors, which may be class weights.
     """
     leaves = [(path, value) for path, value in leaves_of(batch) if isinstance(value, Tensor)]
     sizes = {leaf.shape[0] for _, leaf in leaves if leaf.ndim}
@@ -250,14 +241,14 @@ def find_shared_leaves(batch: Any) -> list[frozenset[Path]]:
 
 
 def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Find all tensors and lists of samples in a batch.
+    """Iterate over the tensors and lists of samples in a batch.
 
     Args:
-        value: A batch, or what is in it.
-        path: Where it is.
+        value: A batch, or an item of it.
+        path: Path of the value.
 
     Yields:
-        Where each of them is, and itself.
+        Path and leaf.
     """
     if isinstance(value, Tensor) or _is_list_of_samples(value):
         yield path, value
@@ -267,28 +258,20 @@ def leaves_of(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def leaf_at(batch: Any, path: Path) -> Any:
-    """Get what `leaves_of` has found.
-
-    Args:
-        batch: A batch.
-        path: Where to look.
-
-    Returns:
-        A tensor or a list of samples.
-    """
+    """Return the leaf at a path from `leaves_of`."""
     for name in path:
         batch = dict(items_of(batch))[name]
     return batch
 
 
 def path_text(path: Path) -> str:
-    """Write a path for people.
+    """Format a path.
 
     Args:
-        path: Where something is in a batch.
+        path: Position in a batch.
 
     Returns:
-        Its name where it has one.
+        The name of a top-level item, otherwise an expression.
 
     Example:
         >>> path_text(("labels",)), path_text((1,)), path_text(())
@@ -302,20 +285,20 @@ def path_text(path: Path) -> str:
 def merge_outputs(
     outputs: Sequence[Any], sizes: Sequence[int], weights: Sequence[float], path: str = "output"
 ) -> Any:
-    """Put together what a function gave for the parts of a batch.
+    """Merge the outputs of a function for micro-batches to that of the whole batch.
 
     Args:
-        outputs: One for each part, all of one form.
-        sizes: Samples of each part.
-        weights: Share of each part in the batch; they sum to 1.
-        path: Where we are, for the message.
+        outputs: Output of each micro-batch, all with the same nesting.
+        sizes: Number of samples of each micro-batch.
+        weights: Weight of each micro-batch; they sum to 1.
+        path: Path of the outputs, for the message.
 
     Returns:
-        What the function would have given for the whole batch: what has one entry per sample is
-        joined, numbers are averaged with the weights, what is equal everywhere stays.
+        The output: leaves with one entry per sample are concatenated, scalars are averaged with
+        the weights, equal values are kept.
 
     Raises:
-        ValueError: If something is none of these; the message names it.
+        ValueError: If a leaf is none of these; the message names it.
 
     Example:
         >>> first = {"loss": 1.0, "ids": torch.tensor([7])}
@@ -344,8 +327,8 @@ def merge_outputs(
     if not names and is_one_form and all(output == first for output in outputs):
         return first
     raise ValueError(
-        f"`{path}` is neither one entry per sample, nor a number to be averaged, nor equal in all "
-        f"parts of the batch (its type is `{type(first).__name__}`)"
+        f"`{path}` is neither a list with one entry per sample, nor a scalar to average, nor equal "
+        f"in all micro-batches (its type is `{type(first).__name__}`)"
     )
 
 
@@ -356,18 +339,18 @@ def _merge_tensors(
         return torch.cat(list(outputs))
     if all(output.ndim == 0 and output.is_floating_point() for output in outputs):
         stacked = torch.stack(list(outputs))
-        # By differences, so that what is equal everywhere stays so to the last bit.
+        # By differences, so that equal values are unchanged bit for bit.
         return outputs[0] + ((stacked - outputs[0]) * stacked.new_tensor(weights)).sum()
     if all(torch.equal(output, outputs[0]) for output in outputs):
         return outputs[0]
     shapes = ", ".join(str(tuple(output.shape)) for output in outputs[:3])
     raise ValueError(
-        f"`{path}` has neither one entry per sample nor a value that is equal in all parts of the "
-        f"batch (shapes {shapes})"
+        f"`{path}` has neither one entry per sample nor the same value in all micro-batches "
+        f"(shapes {shapes})"
     )
 
 
-# A list of tensors is looked into where each of them has one entry per sample.
+# False for a list of tensors that each have one entry per sample: it is traversed.
 def _holds_one_per_sample(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     if not all(isinstance(o, list) and len(o) == n for o, n in zip(outputs, sizes, strict=True)):
         return False
@@ -395,7 +378,7 @@ def _is_list_of_samples(value: Any) -> bool:
     return is_sequence and bool(value) and all(isinstance(item, _PER_SAMPLE) for item in value)
 
 
-# Rebuilds a batch with a function applied to all that has one entry per sample.
+# Rebuilds a batch with a function applied to all leaves with one entry per sample.
 def _map(
     value: Any, function: Callable[[Any], Any], whole: frozenset[Path], path: Path = ()
 ) -> Any:

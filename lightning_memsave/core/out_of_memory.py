@@ -1,4 +1,4 @@
-"""Recognize that memory ran out, and free what can be freed."""
+"""Recognize out-of-memory errors, and free unused memory."""
 
 import gc
 import re
@@ -10,8 +10,8 @@ import torch
 
 T = TypeVar("T")
 
-# What torch and its libraries raise where `torch.OutOfMemoryError` is not raised. The words without
-# "memory" are those of a full GPU too: handles and workspaces are allocated at the first call.
+# Messages of torch and its libraries for other errors than `torch.OutOfMemoryError`. Those without
+# "memory" also come from a full GPU: handles and workspaces are allocated at the first call.
 _WORDS = re.compile(
     r"\b(CUDA|HIP|XPU|NPU|MPS backend) out of memory"
     r"|\b(CUDA|HIP)\]?( driver)?( error)?: out of memory"
@@ -26,7 +26,7 @@ _WORDS = re.compile(
     r"|DefaultCPUAllocator: (can't allocate|not enough) memory"
 )
 
-# After these nothing works on the device until the process is started again (CUDA runtime API,
+# After these, the device cannot be used until the process is restarted (CUDA runtime API,
 # `cudaError`).
 _CONTEXT_LOST = re.compile(
     r"illegal memory access|device-side assert triggered|misaligned address"
@@ -37,16 +37,16 @@ _CONTEXT_LOST = re.compile(
 
 
 def is_out_of_memory(error: BaseException, outside: BaseException | None = None) -> bool:
-    """Say whether an exception means that memory ran out, so that less of it may do.
+    """Return whether an exception is an out-of-memory error, so that a retry with less may succeed.
 
     Args:
-        error: What was raised.
+        error: The exception.
         outside: As for `find_out_of_memory`.
 
     Returns:
-        True for ``torch.OutOfMemoryError``, for what libraries raise in its place, and for errors
-        that were raised from one of them or while it was handled. False for errors after which a
-        device is lost to the process, such as an illegal memory access.
+        True for ``torch.OutOfMemoryError``, for equivalent errors of libraries, and for errors
+        raised from one of them or while it was handled. False for errors after which the device
+        cannot be used, such as an illegal memory access.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
@@ -62,20 +62,19 @@ def is_out_of_memory(error: BaseException, outside: BaseException | None = None)
 def find_out_of_memory(
     error: BaseException, outside: BaseException | None = None
 ) -> BaseException | None:
-    """Find the exception that says that memory ran out.
+    """Find the out-of-memory error in the causes of an exception.
 
     Args:
-        error: What was raised.
-        outside: What was being handled before (``sys.exception()``). It is the context of whatever
-            is raised in an ``except`` clause, as by a fit that is started again there, and not its
-            reason.
+        error: The exception.
+        outside: The exception that was being handled before (``sys.exception()``). It is the
+            context of everything raised in an ``except`` clause, as by a fit that is restarted
+            there, but not its cause.
 
     Returns:
-        The error, or the one behind it; ``None`` if something else went wrong, or if the device is
-        lost.
+        The error or one of its causes; ``None`` for other errors, and if the device is lost.
     """
     errors = list(errors_behind(error, outside))
-    # An interrupt stays one.
+    # Not for KeyboardInterrupt and the like.
     if not isinstance(error, Exception) or any(_CONTEXT_LOST.search(str(e)) for e in errors):
         return None
     return next(filter(_says_it, errors), None)
@@ -84,18 +83,18 @@ def find_out_of_memory(
 def errors_behind(
     error: BaseException, outside: BaseException | None = None
 ) -> Iterator[BaseException]:
-    """List an exception and its causes, as Python prints them.
+    """Iterate over an exception and its causes, as Python prints them.
 
     Args:
-        error: What was raised.
+        error: The exception.
         outside: As for `find_out_of_memory`.
 
     Yields:
-        The exception, what it was raised from or what was being handled, and so on.
+        The exception, its cause or context, and so on.
     """
     seen = {id(outside)}
     current: BaseException | None = error
-    while current is not None and id(current) not in seen:  # causes may form a circle
+    while current is not None and id(current) not in seen:  # causes may form a cycle
         seen.add(id(current))
         yield current
         hidden = current.__suppress_context__
@@ -103,32 +102,25 @@ def errors_behind(
 
 
 def first_line(error: BaseException) -> str:
-    """Give what an exception says in one line.
-
-    Args:
-        error: What was raised.
-
-    Returns:
-        The first line of its message, or its class if it has none.
-    """
+    """Return the first line of an exception's message, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def free_unused() -> None:
-    """Let go of what only garbage refers to, and give the device what its allocator keeps."""
+    """Collect garbage, and return cached blocks of the allocator to the device."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def with_memory_freed(function: Callable[[], T]) -> T:
-    """Call a function, and up to twice more with unused memory freed if memory runs out in it.
+    """Call a function, and up to twice again after an OOM, with unused memory freed.
 
     Args:
-        function: What can be called again after it has failed.
+        function: A function that can be repeated after a failure.
 
     Returns:
-        What it returns.
+        Its result.
     """
     outside = sys.exception()
     for _ in range(2):
@@ -137,7 +129,7 @@ def with_memory_freed(function: Callable[[], T]) -> T:
         except Exception as error:
             if not is_out_of_memory(error, outside):
                 raise
-        # Outside of the handler, whose traceback keeps tensors alive.
+        # Outside of the except block, whose traceback keeps tensors alive.
         free_unused()
     return function()
 
@@ -145,6 +137,6 @@ def with_memory_freed(function: Callable[[], T]) -> T:
 def _says_it(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    # Errors of this package quote the one for which they were raised.
+    # Errors of this package quote the original message.
     is_ours = type(error).__module__.startswith("lightning_memsave.")
     return isinstance(error, RuntimeError) and not is_ours and bool(_WORDS.search(str(error)))

@@ -2,8 +2,8 @@
 
 The replacement is a ``MethodType`` of a module-level function whose name is the method's name:
 ``deepcopy`` then binds the copy's method to the copy, and ``pickle`` stores the method by name,
-so that a loaded object simply has the class's own method again. A closure would make copies run
-the original's weights; a function of another name cannot be unpickled.
+so that a loaded object has the class's own method again. A closure would make copies run the
+original's weights; a function of another name cannot be unpickled.
 """
 
 import inspect
@@ -13,22 +13,22 @@ from types import MethodType
 from typing import Any
 
 PROCESS_WIDE = threading.RLock()
-"""Held while something is replaced for the whole process: what two threads replace at once, and put
-back in the order in which they began, would stay replaced. One for all, as they are nested."""
+"""Held during process-wide replacements: if two threads replaced the same attribute and restored it
+in the order in which they began, it would stay replaced. A single lock, as replacements nest."""
 
 _PREVIOUS = "_memsave_previous_{}"
 
 
 def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], None]:
-    """Put a function in place of the method of the same name, on this object alone.
+    """Replace the method of the same name by a function, on this object only.
 
     Args:
         owner: The object; its class and other instances are not touched.
         function: A module-level function whose first parameter is the object.
 
     Returns:
-        A function that restores what was there before; a second call does nothing. A method that
-        somebody has put over ours stays, and goes on calling it.
+        A function that restores the former method; a second call does nothing. A method that was
+        later set over the function stays, and continues to call it.
 
     Raises:
         ValueError: If ``function`` is a closure, which would break copies of ``owner``, or if the
@@ -41,11 +41,11 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
     previous_key = _PREVIOUS.format(name)
     replaced = attributes.get(name)
     if getattr(replaced, "__func__", None) is getattr(type(owner), name):
-        replaced = None  # the class's own method, which is what unpickling a patched object leaves
+        replaced = None  # the class's own method, as after unpickling a patched object
     elif previous_key in attributes:
         if _is_ours(replaced, name):
             raise ValueError(f"{type(owner).__name__}.{name} is patched already")
-        return lambda: None  # what somebody has put over ours still calls it
+        return lambda: None  # a method that was set over the function still calls it
     is_static = isinstance(inspect.getattr_static(type(owner), name), staticmethod)
     attributes[previous_key] = getattr(type(owner), name) if is_static else replaced
     attributes[name] = MethodType(function, owner)
@@ -63,11 +63,10 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
 
 
 def unpatch(owner: object) -> None:
-    """Take all replacements off an object, such as a copy of one that is patched.
+    """Undo all patches of an object, such as a copy of a patched one.
 
     Args:
-        owner: Any object; what was there before our replacements is there again, and what somebody
-            else has put over them stays.
+        owner: Any object; methods that were later set over patches stay.
     """
     attributes = vars(owner)
     prefix = _PREVIOUS.format("")
@@ -82,7 +81,7 @@ def unpatch(owner: object) -> None:
 
 
 def previous_method(owner: object, name: str) -> Callable[..., Any]:
-    """Find what ``patch_method`` replaced, bound to the object.
+    """Return the method that ``patch_method`` replaced, bound to the object.
 
     Args:
         owner: The patched object, or a copy of it.
@@ -99,15 +98,7 @@ def previous_method(owner: object, name: str) -> Callable[..., Any]:
 
 
 def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
-    """Say whether the object's method is this function.
-
-    Args:
-        owner: Any object.
-        function: What ``patch_method`` was given.
-
-    Returns:
-        True if it is in place now.
-    """
+    """Return whether an object is patched with this function now."""
     return getattr(vars(owner).get(function.__name__), "__func__", None) is function
 
 

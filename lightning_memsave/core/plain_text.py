@@ -1,4 +1,4 @@
-"""Tables of figures, and what rich shows as plain text."""
+"""Make tables, and render rich output as plain text."""
 
 import io
 from collections.abc import Collection
@@ -10,13 +10,13 @@ _WIDTH = 110
 
 
 def as_plain_text(*shown: RenderableType) -> str:
-    """Write what rich would show without colours.
+    """Render rich objects as plain text.
 
     Args:
         shown: Tables, texts and groups of them.
 
     Returns:
-        Lines of at most 110 characters, without spaces at their ends.
+        Lines of at most 110 characters, without trailing spaces.
     """
     console = Console(
         file=io.StringIO(), width=_WIDTH, color_system=None, highlight=False, markup=False
@@ -32,7 +32,7 @@ def figure_table(*columns: str, numbers: Collection[str] = ()) -> Table:
 
     Args:
         columns: Headings.
-        numbers: Those of them whose cells are aligned to the right and never broken.
+        numbers: Headings of columns that are right-aligned and never wrapped.
 
     Returns:
         A table for a rich console.

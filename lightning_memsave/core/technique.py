@@ -16,7 +16,7 @@ TargetT = TypeVar("TargetT")
 
 
 class Exactness(enum.Enum):
-    """How far a technique may move the numbers of training."""
+    """How far a technique may change the values of training."""
 
     BITWISE = "bitwise"
     """Same losses, gradients and parameters, bit for bit, on the same device."""
@@ -26,13 +26,13 @@ class Exactness(enum.Enum):
     """Other mathematics, judged by convergence."""
 
     def allows(self, other: "Exactness") -> bool:
-        """Say whether something of exactness ``other`` may run under this limit.
+        """Return whether a technique with exactness ``other`` is allowed under this limit.
 
         Args:
-            other: The exactness that a technique declares.
+            other: The exactness that the technique declares.
 
         Returns:
-            True if ``other`` moves the numbers no further than this.
+            True if ``other`` is at least as exact as this.
 
         Example:
             >>> Exactness.ROUNDING.allows(Exactness.BITWISE)
@@ -43,7 +43,7 @@ class Exactness(enum.Enum):
 
 
 def undo_all(functions: list[Callable[[], None]]) -> None:
-    """Call functions that take something back, the last one first, whatever others of them raise.
+    """Call undo functions, last one first, all of them even if some raise.
 
     Args:
         functions: Each is called once: the list is empty afterwards.
@@ -54,14 +54,14 @@ def undo_all(functions: list[Callable[[], None]]) -> None:
 
 
 class Handle(Generic[TargetT]):
-    """What ``Technique.apply`` did, and the way back; also a context manager.
+    """Result of ``Technique.apply``, with ``undo``; also a context manager.
 
     Args:
-        target: What to use from now on: the object that was given, unless it had to be replaced.
-        changes: What was changed, one line each, for people.
-        skipped: What was left as it was and why, one line each.
-        undo: Functions that restore the state before, run last to first.
-        summary: The changes in one line; without it, the lines joined.
+        target: The object to use from now on: the given one, unless it had to be replaced.
+        changes: Description of each change, one line each.
+        skipped: Description of everything that stays unchanged, with the reason, one line each.
+        undo: Functions that restore the former state, run last to first.
+        summary: The changes in one line; ``None`` joins ``changes``.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Handle(Generic[TargetT]):
         self._undo = list(undo)
 
     def undo(self) -> None:
-        """Restore what was there before; a second call does nothing."""
+        """Restore the former state; a second call does nothing."""
         undo_all(self._undo)
 
     def __enter__(self) -> Self:
@@ -96,19 +96,19 @@ class Handle(Generic[TargetT]):
         except Exception as failure:
             if exc is None:
                 raise
-            # What was raised first must be seen.
-            exc.add_note(f"Not all of it is undone: {type(failure).__name__}: {failure}")
+            # The first exception must not be hidden.
+            exc.add_note(f"Undoing it failed in part: {type(failure).__name__}: {failure}")
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A value of an argument that may lower the peak, for `memsave explain` and the like.
+    """A value of an argument that may lower the peak, for `memsave explain` and the planner.
 
     Args:
         name: Such as ``"recompute all blocks"``.
-        value: Of the argument.
-        cost: Roughly what it costs, in words: counted in passes, not measured.
-        slowdown: The same as a share of a step, by which offers are put in order.
+        value: Value of the argument.
+        cost: Rough cost in words, counted in passes, not measured.
+        slowdown: Rough cost as a share of a step, which determines the order of offers.
     """
 
     name: str
@@ -124,31 +124,31 @@ class Technique(ABC, Generic[TargetT]):
     """
 
     name: ClassVar[str]
-    """Registry key, word on the command line and anchor in the docs."""
+    """Registry key, name on the command line and anchor in the docs."""
     exactness: ClassVar[Exactness]
     source: ClassVar[str]
-    """The paper or project where it comes from."""
+    """Its paper or project."""
     requires: ClassVar[tuple[str, ...]] = ()
     """Packages that are imported when it is applied."""
     argument: ClassVar[str]
-    """What `MemSaveCallback` calls it."""
+    """Its argument of `MemSaveCallback`."""
     offers: ClassVar[tuple[Offer, ...]] = ()
-    """What would be switched on to lower the peak, the cheapest first."""
+    """Values that lower the peak, the cheapest first."""
     examples: ClassVar[str] = "True"
-    """What may be written for the argument beside an instance, for messages."""
+    """Valid values of the argument other than an instance, for messages."""
 
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
-        """Read what a user may write for the argument.
+        """Convert a value of the argument to the technique.
 
         Args:
             value: Such as True, ``None``, or an instance.
 
         Returns:
-            The technique; ``None`` where it is not wanted.
+            The technique; ``None`` if it is disabled.
 
         Raises:
-            ConfigurationError: If it is something else.
+            ConfigurationError: If the value is invalid.
         """
         is_switch = cls.examples.startswith("True")
         if value is None or (value is False and is_switch):
@@ -161,11 +161,11 @@ class Technique(ABC, Generic[TargetT]):
 
     @classmethod
     def not_a_choice(cls, value: object) -> ConfigurationError:
-        """Say what may be written instead."""
+        """Return the error for an invalid value, with the valid ones."""
         name = cls.argument
         choices = "`, `".join(f"{name}={example}" for example in cls.examples.split(", "))
         return ConfigurationError(
-            f"`{name}={value!r}` is not a choice. Use `{choices}`, "
+            f"`{name}={value!r}` is not a valid value. Use `{choices}`, "
             f"`{name}={cls.__name__}(...)`, or `None`."
         )
 
@@ -174,7 +174,7 @@ class Technique(ABC, Generic[TargetT]):
         """Find every reason why ``apply`` would be refused; changes nothing.
 
         Args:
-            target: What ``apply`` would be given.
+            target: The target of ``apply``.
 
         Returns:
             All problems, empty if there are none.
@@ -193,13 +193,13 @@ class Technique(ABC, Generic[TargetT]):
         return []
 
     def apply(self, target: TargetT) -> Handle[TargetT]:
-        """Switch the technique on.
+        """Apply the technique.
 
         Args:
-            target: A module or an optimizer, as the technique needs.
+            target: A module, an optimizer or a step, depending on the technique.
 
         Returns:
-            What was changed, and ``undo``.
+            A handle with the changes and ``undo``.
 
         Raises:
             IncompatibleError: If ``check`` finds a problem; nothing has been changed then.
@@ -227,10 +227,10 @@ class Row:
 
     Args:
         name: Name of the setting.
-        value: The value in force, as it would be written.
-        status: ``"on"``, ``"off"``, or ``"unchanged"`` where the user's own choice is kept.
-        details: What was done, or why nothing was done, one line each.
-        exactness: How far the numbers may move, in one word; empty where nothing moves.
+        value: The effective value, as in code.
+        status: ``"on"``, ``"off"``, or ``"unchanged"`` if the user's own choice is kept.
+        details: The changes, or why there are none, one line each.
+        exactness: Exactness in one word; empty if the values of training do not change.
     """
 
     name: str

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 SHARDED = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
-"""Strategies that give each process a share of the model."""
+"""Strategies that shard the model."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What memory is: counting, reading and reporting it."""
+"""Measure memory: live tensors, the CUDA allocator and NVML."""

@@ -22,15 +22,15 @@ _CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
 @dataclass(frozen=True, slots=True)
 class AliveTensor:
-    """One storage that is alive.
+    """One live storage.
 
     Args:
         category: As in `MemoryBreakdown`, for example ``"activation"``.
-        num_bytes: Its size.
-        name: Whose it is: name of a parameter, a variable with its function, the operator that
-            saved it for backward.
-        shape: Of the tensor that was found first.
-        dtype: Of the same, such as ``"float32"``.
+        num_bytes: Its size in bytes.
+        name: Name of a parameter, a variable with its function, or the operator that saved it for
+            backward.
+        shape: Shape of its first tensor that was found.
+        dtype: Type of that tensor, such as ``"float32"``.
     """
 
     category: str
@@ -51,26 +51,26 @@ def find_alive_tensors(
 ) -> list[AliveTensor]:
     """Find the tensors that are alive on a device, each storage once.
 
-    Reads only: nothing is computed, unpacked or kept. Parameters, gradients, buffers, optimizer
-    state and the batch come first; then the variables of the functions that the exception passed
-    through, what autograd has saved for them, and all else that Python knows of. Takes up to a
-    second where a process has a million objects.
+    Read-only: nothing is computed or unpacked. Storages are named in this order: parameters,
+    gradients, buffers, optimizer state and the batch; variables of functions in the traceback;
+    tensors that autograd has saved; all other tensors that Python's garbage collector knows. Needs
+    up to a second in a process with a million objects.
 
     Args:
-        device: The device to look on.
-        module: Its parameters, gradients and buffers have their own categories.
-        optimizers: So has their state.
-        batch: Its tensors are input.
-        error: What was raised, with its traceback and its causes.
-        phase: ``"backward"`` or ``"optimizer"`` makes tensors outside of a graph temporaries, and
-            not activations.
+        device: The device.
+        module: Owner of parameters, gradients and buffers.
+        optimizers: Owners of optimizer state.
+        batch: The input.
+        error: The exception, with its traceback and its causes.
+        phase: In ``"backward"`` and ``"optimizer"``, tensors outside of a graph are temporaries,
+            otherwise activations.
 
     Returns:
-        What was found, largest first.
+        The storages, largest first.
 
     Note:
-        What only C++ holds is not found: gradients on their way through backward, workspaces of
-        kernels.
+        Tensors that only C++ holds are not found, such as gradients inside backward and workspaces
+        of kernels.
 
     Example:
         >>> model = nn.Linear(100, 10, bias=False)
@@ -128,7 +128,7 @@ class _Finder:
                     self.claim(tensor, "optimizer_state", f"{key} of {owner}")
 
     def follow(self, tensor: Tensor) -> None:
-        with contextlib.suppress(Exception):  # some views cannot tell any more
+        with contextlib.suppress(Exception):  # raises for some views after in-place changes
             if tensor.grad_fn is not None:
                 self._nodes.append(tensor.grad_fn)
 
@@ -144,7 +144,7 @@ class _Finder:
             owner = self._owner_of(node) if saved else ""
             self.note_saved(f"saved by {node.name()}{owner}", saved)
 
-    # Until torch tells them: what a checkpointed block computed again stands in no graph.
+    # Recomputed tensors of checkpointed blocks are in no graph, and torch has no public access.
     def note_recomputed(self, frame: Any) -> None:
         for tensors in list(getattr(frame, "recomputed", {}).values()):
             self.note_saved("recomputed in backward", tensors_in(list(tensors.values())))
@@ -160,13 +160,13 @@ class _Finder:
             self.claim(tensor, "activation", name)
 
     def claim(self, tensor: Tensor, category: str, name: str) -> None:
-        # Wrappers of torch.func and others have no storage, device or shape to ask for.
+        # Wrappers of torch.func and others have no storage, device or shape.
         with contextlib.suppress(Exception):
             if tensor.device != self.device:
                 return
             for storage in storages_of(tensor):
                 if storage.device != self.device or not storage.nbytes():
-                    continue  # a fake tensor says "cpu" and has its storage on "meta"
+                    continue  # the storage of a fake tensor is on "meta"
                 if category in {"", "temporary", "other"}:
                     is_part = tensor.grad_fn is not None or storage._cdata in self._saved_storages
                     category = "activation" if is_part else category or "activation"
@@ -181,7 +181,7 @@ class _Finder:
                     ),
                 )
 
-    # The module whose parameter an operator used, found through the leaves next to it.
+    # The module whose parameter an operator used, found through adjacent leaves of the graph.
     def _owner_of(self, node: Any) -> str:
         near = [following for following, _ in node.next_functions if following]
         near += [further for one in near for further, _ in one.next_functions if further]
@@ -192,21 +192,21 @@ class _Finder:
         return ""
 
 
-# Functions of the user before those of libraries, whose variables have names such as `args`.
+# The user's functions before those of libraries, whose variables have names such as `args`.
 def _variables(error: BaseException) -> Iterator[tuple[str, Tensor]]:
     for frame, line in sorted(_frames(error), key=lambda entry: _is_of_library(entry[0])):
         code = frame.f_code
         where = f"{code.co_qualname} ({PurePath(code.co_filename).name}:{line})"
         for name, value in list(frame.f_locals.items()):
-            # What a mapping or a dataclass of the user raises must not end this.
+            # Mappings and dataclasses of the user may raise.
             with contextlib.suppress(Exception):
                 for tensor in tensors_in(value):
                     yield f"{name} in {where}", tensor
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    # Reading the variables of a function that still runs would keep them alive until it returns.
-    running = set()  # no frames, of which this one would make a circle
+    # Reading the variables of a running function would keep them alive until it returns.
+    running = set()  # ids, as a reference to this frame would be a cycle
     running_frame: FrameType | None = sys._getframe()
     while running_frame is not None:
         running.add(id(running_frame))
@@ -231,10 +231,10 @@ def _is_of_library(frame: FrameType) -> bool:
 
 def _saved_by(node: Any) -> Iterator[Tensor]:
     for name in dir(node):
-        if not name.startswith("_raw_saved_"):  # without "raw", hooks would be run to unpack
+        if not name.startswith("_raw_saved_"):  # others run unpack hooks
             continue
         with contextlib.suppress(RuntimeError):  # freed by backward
             raw = getattr(node, name)
             for saved in raw if isinstance(raw, (tuple, list)) else (raw,):
-                # None if freed; with hooks, whatever they packed, such as a tensor on the host.
+                # None if freed; with hooks the packed object, such as a tensor on the host.
                 yield from tensors_in(getattr(saved, "data", None))

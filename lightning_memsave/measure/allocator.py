@@ -1,4 +1,4 @@
-"""What torch's CUDA allocators say of themselves."""
+"""Read the statistics of torch's CUDA allocators and the host memory of this process."""
 
 from dataclasses import dataclass
 
@@ -11,15 +11,15 @@ class AllocatorReading:
     """State of torch's CUDA allocator on one device.
 
     Args:
-        allocated_bytes: In tensors now.
-        reserved_bytes: Taken from the driver now: what is allocated and what is kept for later.
-        peak_allocated_bytes: Largest value since the peaks were reset.
-        peak_reserved_bytes: The same of what is reserved.
-        num_alloc_retries: How often the allocator had to give back its reserve and try again, since
-            the process began: memory is nearly full, and steps are slow.
-        num_ooms: Out-of-memory errors since the process began, caught ones too.
-        host_pinned_bytes: Page-locked host memory that torch holds, for all devices; ``None`` where
-            this torch does not say.
+        allocated_bytes: Allocated now.
+        reserved_bytes: Reserved from the driver now: allocated and cached.
+        peak_allocated_bytes: Peak of allocated bytes since it was reset.
+        peak_reserved_bytes: Peak of reserved bytes since it was reset.
+        num_alloc_retries: cudaMalloc retries after freeing cached blocks, since the process began:
+            memory is nearly full, and steps are slow.
+        num_ooms: Out-of-memory errors since the process began, including caught ones.
+        host_pinned_bytes: Page-locked host memory that torch holds, for all devices; ``None`` if
+            this torch does not report it.
     """
 
     allocated_bytes: int
@@ -32,13 +32,13 @@ class AllocatorReading:
 
 
 def read_allocator(device: torch.device | int | str | None = None) -> AllocatorReading | None:
-    """Read the allocator of a CUDA device; does not wait for the device.
+    """Read the allocator of a CUDA device, without synchronizing with it.
 
     Args:
-        device: A CUDA device; ``None`` is the current one.
+        device: A CUDA device; ``None`` for the current one.
 
     Returns:
-        The reading, or ``None`` where there is no CUDA device.
+        The reading, or ``None`` without a CUDA device.
 
     Example:
         >>> torch.cuda.is_available() or read_allocator()
@@ -48,7 +48,7 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
     stats = torch.cuda.memory_stats(device)
 
     def stat(name: str) -> int:
-        return int(stats.get(name, 0))  # other allocator backends leave some out
+        return int(stats.get(name, 0))  # other allocator backends do not have all
 
     return AllocatorReading(
         allocated_bytes=stat("allocated_bytes.all.current"),
@@ -62,11 +62,11 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
 
 
 def pinned_bytes() -> int | None:
-    """Read how much page-locked host memory torch holds.
+    """Return the bytes of page-locked host memory that torch holds.
 
     Returns:
-        Bytes, rounded up by torch to powers of two for each block; ``None`` without CUDA or where
-        this torch does not say.
+        Bytes, each block rounded up to a power of two by torch; ``None`` without CUDA or if this
+        torch does not report it.
     """
     host_memory_stats = getattr(torch.cuda, "host_memory_stats", None)  # torch 2.7 and later
     if host_memory_stats is None or not torch.cuda.is_available():
@@ -79,9 +79,9 @@ class HostReading:
     """Host memory of this process.
 
     Args:
-        rss_bytes: Resident memory, including what is shared with other processes.
+        rss_bytes: Resident memory, including memory shared with other processes.
         pinned_bytes: Page-locked memory that torch holds for copies to the device; ``None`` without
-            CUDA or where torch does not say.
+            CUDA or if torch does not report it.
     """
 
     rss_bytes: int

@@ -25,25 +25,17 @@ from lightning_memsave.measure.storages import (
 
 _NO_GRAPH_TASK = -1
 NO_NODE = -1
-# The tensor itself, and the storage object that was made to ask.
+# Use count of a storage that one tensor owns: the tensor, and the storage object of this check.
 _SOLE_OWNER = 2
 
 
 def in_backward() -> bool:
-    """Say whether autograd's engine runs.
-
-    Returns:
-        True in backward, recomputation included.
-    """
+    """Return whether autograd's engine runs: backward, including recomputation."""
     return torch._C._current_graph_task_id() != _NO_GRAPH_TASK
 
 
 def current_node() -> int:
-    """Tell apart the nodes of the graph that run one after the other in backward.
-
-    Returns:
-        The number of the node that runs or ran last; `NO_NODE` outside of backward.
-    """
+    """Return the sequence number of the current autograd node; `NO_NODE` outside of backward."""
     if not in_backward():
         return NO_NODE
     node: Any = torch._C._current_autograd_node()
@@ -54,18 +46,18 @@ def current_node() -> int:
 def summed_in_place(
     entries: Mapping[int, LiveStorage], total: Tensor, gradient: object
 ) -> LiveStorage | None:
-    """Find the storage in which autograd adds up two gradients.
+    """Find the storage that autograd reuses for the sum of two gradients.
 
-    It adds in the memory of the first where it holds the last reference to it (``accumulate`` in
-    torch's ``input_buffer.cpp``), but never while a dispatch mode looks on.
+    It adds in place if it holds the only reference to the first (``accumulate`` in torch's
+    ``input_buffer.cpp``), but never under a dispatch mode.
 
     Args:
         entries: Known storages.
-        total: What there is of the gradient already.
-        gradient: What is added to it.
+        total: The gradient so far.
+        gradient: The gradient to add.
 
     Returns:
-        The storage that would hold the sum without the mode; ``None`` if that would be a new one.
+        The storage that would hold the sum without the mode; ``None`` for a new one.
     """
     if not isinstance(gradient, Tensor) or torch.is_grad_enabled():
         return None
@@ -74,7 +66,7 @@ def summed_in_place(
     if not is_alike or not total.is_contiguous() or torch._C._storage_Use_Count(key) > _SOLE_OWNER:
         return None
     entry = entries.get(key)
-    # What this node made itself is added in its own formula, which takes new memory.
+    # Additions inside the formula of a node allocate new memory.
     if entry is None or entry.category != "temporary" or entry.node == current_node():
         return None
     return entry
@@ -84,9 +76,8 @@ HOST = "host"
 """Kept on the host by a technique; counted apart from the categories of `MemoryBreakdown`."""
 
 UNCLAIMED = frozenset({"activation", "temporary", "other", "weight_copy"})
-"""What the phase of the step says of a new storage is a guess until something claims it. What is
-claimed already keeps its category, for example a parameter that an optimizer also has in
-``state``."""
+"""Provisional categories of new storages, by phase, until a module or optimizer claims them.
+Claimed ones keep theirs, for example a parameter that is also in an optimizer's ``state``."""
 
 
 def category_of_new(
@@ -96,11 +87,11 @@ def category_of_new(
     *,
     in_step: bool,
 ) -> str:
-    """Say what an operator makes.
+    """Return the category of an operator's results.
 
     Args:
         func: The operator.
-        args: What it was given.
+        args: Its arguments.
         entries: Known storages.
         in_step: Whether an optimizer steps.
 
@@ -121,28 +112,27 @@ def category_of_new(
 class LiveTensors(TorchDispatchMode):
     """Bytes of the live tensor storages of one device, now and at their peak.
 
-    Each storage counts once, however many tensors share it, from the operation that makes it until
-    it is freed. The same on every machine, and what a GPU would have to hold apart from rounding,
-    fragmentation and the workspaces of its kernels. Costs time (each operation passes through
-    Python) and no memory: storages are held by weak reference only.
+    Each storage counts once, however many tensors share it, from its allocation until it is freed.
+    The result is the same on every machine, and what a GPU would hold except for rounding,
+    fragmentation and workspaces of kernels. Slows down each operation (a call of Python), but needs
+    no memory: storages are referenced weakly.
 
     Args:
         module: Its parameters, buffers and gradients are counted from the start. Held weakly.
-        optimizers: Their state is counted from the start and found again after each step.
-        device: The device to count on. ``None`` takes that of the first parameter, and the CPU
-            where there is none.
+        optimizers: Their state is counted from the start and updated after each step.
+        device: The device; ``None`` for that of the first parameter, and the CPU without one.
 
     Note:
-        What counts as what: made inside an optimizer step with gradients switched off, or during
-        backward with gradients switched off, is *temporary*; made during backward with gradients
-        on is recomputation, and an *activation* as all else is. Then ``Parameter.grad`` makes a
-        *gradient* of it and ``Optimizer.state`` *optimizer state*, in the peak as well if it was
-        there then. A storage that is older than the context and that no one has named is *other*
-        from its first use on.
+        Categories: storages allocated in an optimizer step or in backward, with gradients disabled,
+        are *temporary*; in backward with gradients enabled they are recomputed, and an
+        *activation*, as all others. If a storage becomes a ``Parameter.grad`` or part of
+        ``Optimizer.state``, it counts as *gradient* or *optimizer state*, also in the peak if it
+        was alive then. Unknown storages that are older than the context are *other* from their
+        first use on.
 
-        Scratch memory inside a kernel is not seen, such as the reordered copies of oneDNN's
-        convolutions or what bitsandbytes' 8-bit optimizers do inside; nor are states of random
-        generators, 5 kB for each checkpointed block on a CPU, and graphs of ``torch.compile``.
+        Not counted: scratch memory inside kernels, such as reordered copies of oneDNN's
+        convolutions and temporaries of bitsandbytes' 8-bit optimizers; states of random generators
+        (5 kB per checkpointed block on a CPU); and graphs of ``torch.compile``.
 
     Example:
         >>> model = nn.Linear(100, 10, bias=False)
@@ -190,23 +180,23 @@ class LiveTensors(TorchDispatchMode):
 
     @property
     def breakdown(self) -> MemoryBreakdown:
-        """The same by category."""
+        """Bytes of all storages alive now, by category."""
         return MemoryBreakdown.from_categories(self._bytes)
 
     @property
     def peak(self) -> MemoryBreakdown:
-        """Bytes by category when their sum was largest; host copies at a peak of their own."""
+        """Bytes by category at the peak of their sum; host copies have their own peak."""
         peak = MemoryBreakdown.from_categories(self._peak)
         return replace(peak, host_bytes=self._peak_host_bytes)
 
     def reset_peak(self) -> None:
-        """Look for the peak from now on."""
+        """Reset the peak to the current state."""
         self._peak_bytes = self._live_bytes
         self._peak_time = self._num_born
         self._peak = dict(self._bytes)
 
     def track_input(self, batch: object) -> None:
-        """Count the tensors of a batch as input; for storages that the context has not seen made.
+        """Count the tensors of a batch as input, if they are older than the context.
 
         Args:
             batch: Tensors in any nesting of containers, or an object that holds them.
@@ -215,11 +205,7 @@ class LiveTensors(TorchDispatchMode):
             self._claim(tensor, "input")
 
     def track_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Follow more optimizers, plain ones and not wrappers; known ones stay as they are.
-
-        Args:
-            optimizers: As for the constructor.
-        """
+        """Count the state of more optimizers (not wrappers); known ones are skipped."""
         known = {id(ref()) for ref in self._optimizers}
         for optimizer in optimizers:
             if id(optimizer) not in known:
@@ -229,10 +215,10 @@ class LiveTensors(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         if self._undo:
-            raise RuntimeError("LiveTensors is running already: make a second one.")
+            raise RuntimeError("LiveTensors is active already. Create a second one.")
         module = nn.Module() if self._module is None else self._module()
         if module is None:
-            raise RuntimeError("The module of this LiveTensors is gone: make one with another.")
+            raise RuntimeError("The module of this LiveTensors was freed. Create a new one.")
         self._bytes = MemoryBreakdown().by_category()
         self._live_bytes = self._num_running_steps = 0
         self._undo.append(on_storage_resize(self._see_storage))
@@ -258,7 +244,7 @@ class LiveTensors(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # asked of tensors without data at each node
+        if func is torch.ops.prim.device.default:  # called for fake tensors at each node
             return getattr(args[0], "fake_device", None) or func(*args)
         kwargs = kwargs or {}
         if func is not torch.ops.aten.lift_fresh.default:  # its input is new: torch.tensor(...)
@@ -335,7 +321,7 @@ class LiveTensors(TorchDispatchMode):
         by_category[category] += entry.num_bytes
 
     def _see(self, tensor: Tensor, category: str) -> None:
-        # First what costs nothing: tensors without data ask all modes for `device`.
+        # The cheap check first: `device` of a fake tensor dispatches to all modes.
         if getattr(tensor, "fake_device", None) == self.device or tensor.device == self.device:
             for storage in storages_of(tensor):
                 key = storage._cdata
@@ -358,7 +344,7 @@ class LiveTensors(TorchDispatchMode):
         if change:
             entry.num_bytes += change
             self._change(entry, change)
-            # Of two equal peaks the later one: the first step is not like the others.
+            # The later one of equal peaks: the first step differs from the others.
             if self._live_bytes >= self._peak_bytes:
                 self.reset_peak()
 
@@ -372,7 +358,7 @@ class LiveTensors(TorchDispatchMode):
         self._change(entry, -entry.num_bytes)
 
     def _change(self, entry: LiveStorage, change: int) -> None:
-        """Take into account that a storage grew, shrank or is gone."""
+        """Count a change of a storage's size."""
         if entry.category == HOST:
             self._host_bytes += change
             self._peak_host_bytes = max(self._peak_host_bytes, self._host_bytes)
@@ -381,11 +367,11 @@ class LiveTensors(TorchDispatchMode):
         self._live_bytes += change
 
     def _origin_of(self, tensor: Tensor) -> object:
-        """Note where a new storage comes from; `_op` runs."""
+        """Return information on the allocation of a new storage, by `_op`; for subclasses."""
 
     def _stop(self) -> None:
         for entry in self._entries.values():
-            entry.ref = None  # so that no callback comes any more
+            entry.ref = None  # removes the callback
         self._entries.clear()
         self._op = None
         while self._undo:

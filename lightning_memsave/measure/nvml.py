@@ -1,8 +1,8 @@
-"""What NVIDIA's driver says of a GPU and of this process on it.
+"""Read GPU memory from NVIDIA's driver (NVML), of the GPU and of this process.
 
 Works with ``nvidia-ml-py`` and with ``nvidia-ml-py3`` of 2017: the same module name, but the old
-one takes and gives bytes, knows no MIG and has no ``_v2`` functions. Whatever goes wrong here is
-caught, whichever of the two raises it: a figure for a log must not end a training.
+one uses bytes, and has neither MIG nor ``_v2`` functions. All exceptions of either are caught: a
+value for a log must not end training.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class NvmlReading:
-    """Memory of one GPU (or MIG slice) as the driver sees it. What it does not tell is ``None``.
+    """Memory of one GPU (or MIG slice) as reported by the driver; ``None`` if not reported.
 
     Args:
-        used_bytes: Taken by all processes together.
-        total_bytes: What there is.
-        process_bytes: Taken by this process, its CUDA context and all libraries included.
-        context_bytes: Of that, what torch's allocator did not reserve: mostly the CUDA context.
-        reason: Why something is ``None``, in one line; empty if nothing is.
+        used_bytes: Used by all processes together.
+        total_bytes: Total memory.
+        process_bytes: Used by this process, including its CUDA context and all libraries.
+        context_bytes: The part of it that torch's allocator did not reserve: mostly CUDA context.
+        reason: Why a value is ``None``, in one line; empty if none is.
     """
 
     used_bytes: int | None = None
@@ -35,13 +35,13 @@ class NvmlReading:
 
 
 class NvmlDevice:
-    """One GPU, as NVML knows it; a context manager that opens and closes the library.
+    """One GPU in NVML; a context manager that opens and closes the library.
 
-    Never raises for want of a driver, a GPU or permission: readings then say why they are empty.
+    Never raises if the driver, a GPU or permission is missing: readings have the reason.
 
     Args:
-        device: The device as torch counts, which is not as NVML counts where
-            ``CUDA_VISIBLE_DEVICES`` is set; the two are matched by UUID.
+        device: The device as torch numbers it. With ``CUDA_VISIBLE_DEVICES``, NVML numbers devices
+            differently; they are matched by UUID.
 
     Example:
         >>> with NvmlDevice(0) as gpu:
@@ -51,7 +51,7 @@ class NvmlDevice:
     """
 
     def __init__(self, device: torch.device | int | str = 0) -> None:
-        # A bare "cuda" is the current device, which only an initialized CUDA can tell.
+        # A bare "cuda" is the current device, known once CUDA is initialized.
         index: int | None = device if isinstance(device, int) else torch.device(device).index
         if index is None:
             index = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
@@ -84,11 +84,11 @@ class NvmlDevice:
                 nvml.nvmlShutdown()
 
     def read(self, reserved_bytes: int | None = None) -> NvmlReading:
-        """Ask the driver.
+        """Read from the driver.
 
         Args:
-            reserved_bytes: What torch's allocator has reserved on this device now, to tell the
-                CUDA context from it.
+            reserved_bytes: Bytes that torch's allocator has reserved on this device now, to compute
+                those of the CUDA context.
 
         Returns:
             The reading.
@@ -99,15 +99,15 @@ class NvmlDevice:
             memory = self._nvml.nvmlDeviceGetMemoryInfo(self._handle)
             used_bytes, total_bytes = int(memory.used), int(memory.total)
         except Exception as error:
-            return NvmlReading(reason=f"NVML does not tell memory: {_describe(error)}")
+            return NvmlReading(reason=f"NVML does not report memory: {_describe(error)}")
         try:
             process_bytes = self._process_bytes(reserved_bytes or 0)
         except Exception as error:
-            reason = f"NVML does not tell the memory of processes: {_describe(error)}"
+            reason = f"NVML does not report the memory of processes: {_describe(error)}"
             return NvmlReading(used_bytes, total_bytes, reason=reason)
         if process_bytes is None:
             where = "a MIG slice" if self._is_mig() else "a container"
-            reason = f"NVML does not tell the memory of this process, as usual in {where}"
+            reason = f"NVML does not report the memory of this process, as usual in {where}"
             return NvmlReading(used_bytes, total_bytes, reason=reason)
         context_bytes = None if reserved_bytes is None else process_bytes - reserved_bytes
         return NvmlReading(used_bytes, total_bytes, process_bytes, context_bytes)
@@ -116,8 +116,8 @@ class NvmlDevice:
         pid = os.getpid()
         processes = self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)
         used = [p.usedGpuMemory for p in processes if p.pid == pid]
-        # In a container the number of another process may be ours by chance: less than torch has
-        # reserved cannot be ours.
+        # In a container another process may have our pid by chance: a value less than torch has
+        # reserved is not ours.
         if not used or used[0] is None or used[0] < at_least:
             return None
         return int(used[0])
@@ -125,7 +125,7 @@ class NvmlDevice:
     def _is_mig(self) -> bool:
         try:
             return bool(_value(self._nvml.nvmlDeviceIsMigDeviceHandle(self._handle)))
-        except Exception:  # an old library or driver, which has no MIG
+        except Exception:  # an old library or driver without MIG
             return False
 
 
@@ -135,11 +135,11 @@ def read_nvml(
     """Read once; `NvmlDevice` is for several readings.
 
     Args:
-        device: The device as torch counts.
-        reserved_bytes: What torch's allocator has reserved on it.
+        device: The device as torch numbers it.
+        reserved_bytes: Bytes that torch's allocator has reserved on it.
 
     Returns:
-        The reading, with ``reason`` where something is missing; never an exception.
+        The reading, with a ``reason`` if a value is missing.
     """
     with NvmlDevice(device) as gpu:
         return gpu.read(reserved_bytes)
@@ -175,7 +175,7 @@ def _uuid_from_torch(index: int) -> str | None:
 
 
 def _by_uuid(nvml: Any, uuid: str) -> Any:
-    # Bytes are right for both libraries: the new one encodes text, the old one cannot.
+    # Both libraries accept bytes; the old one does not accept str.
     return nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
 
 
@@ -196,7 +196,7 @@ def _text(value: str | bytes) -> str:
 
 
 def _value(value: Any) -> Any:
-    return getattr(value, "value", value)  # some functions give a ctypes number
+    return getattr(value, "value", value)  # some functions return a ctypes integer
 
 
 def _describe(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Peak memory of a block of code."""
+"""Measure the peak memory of a block of code."""
 
 from collections.abc import Iterable
 from types import TracebackType
@@ -14,21 +14,21 @@ from lightning_memsave.measure.storages import device_of
 
 
 class PeakMemory:
-    """The most memory that was allocated at once while a block of code ran.
+    """The peak of allocated memory while a block of code runs.
 
-    On CUDA this is what torch's allocator says; its peak is reset when the block begins. On any
-    other device live tensors are counted, which makes the block slower, and give the peak by
-    category too.
+    On CUDA it is read from torch's allocator, whose peak is reset at the beginning of the block. On
+    other devices live tensors are counted, which makes the block slower, and gives the peak by
+    category, too.
 
     Args:
         module: The module that runs. Not needed on CUDA; elsewhere its parameters, buffers and
-            gradients are counted with all that is made inside the block.
-        optimizers: Their state is counted likewise.
-        device: Where to measure. ``None`` takes the device of the first parameter, and without a
-            parameter CUDA where there is one.
+            gradients are counted in addition to everything that the block allocates.
+        optimizers: Optimizers whose state is counted likewise.
+        device: The device; ``None`` for that of the first parameter, and without a module CUDA if
+            available.
 
     Note:
-        On CUDA other code of this process that resets the peak inside the block makes it too small.
+        On CUDA the peak is too small if other code of this process resets it inside the block.
 
     Example:
         >>> model = nn.Linear(100, 10, bias=False)
@@ -53,7 +53,7 @@ class PeakMemory:
 
     @property
     def allocated_bytes(self) -> int:
-        """Peak of allocated bytes: so far inside the block, and of all of it afterwards."""
+        """Peak of allocated bytes: so far inside the block, of the whole block afterwards."""
         if self._live is not None:
             return self._live.peak.total_bytes
         if self._allocated_bytes is not None:
@@ -62,7 +62,7 @@ class PeakMemory:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Peak of what torch's allocator took from the driver; ``None`` where it is not CUDA's."""
+        """Peak of bytes that torch's allocator reserved; ``None`` on other devices than CUDA."""
         if self._live is not None:
             return None
         if self._reserved_bytes is not None:
@@ -75,7 +75,7 @@ class PeakMemory:
         return None if self._live is None else self._live.peak
 
     def track_input(self, batch: object) -> None:
-        """Let the tensors of a batch count, as input.
+        """Count the tensors of a batch as input.
 
         Args:
             batch: Tensors in any nesting of sequences, mappings and dataclasses.

@@ -19,7 +19,7 @@ class LiveStorage:
 
     Args:
         category: As in `MemoryBreakdown`.
-        born: How many storages there were when it was made.
+        born: Number of storages that existed before, as a clock.
     """
 
     __slots__ = ("born", "category", "node", "num_bytes", "origin", "ref")
@@ -30,16 +30,16 @@ class LiveStorage:
         self.born = born
         self.num_bytes = 0
         self.node = -1
-        """Which node of the graph ran when it was made; see ``current_node``."""
+        """The autograd node that ran when it was allocated; see ``current_node``."""
         self.origin: Any = None
-        """What a subclass notes of where it comes from."""
+        """Information of subclasses on the allocation."""
 
 
 def tensors_in_batch(batch: object) -> Iterator[Tensor]:
-    """Find the tensors of a batch, which may be an object of a user's class.
+    """Find the tensors of a batch, also in attributes of the user's own classes.
 
     Args:
-        batch: As for `tensors_in`; of objects also the attributes.
+        batch: Tensors in any nesting, or objects that hold them.
 
     Yields:
         Each tensor, in order.
@@ -63,10 +63,11 @@ def tensors_in(value: object) -> Iterator[Tensor]:
     """Find the tensors of a nested structure.
 
     Args:
-        value: Tensors in any nesting of sequences, mappings and dataclasses; all else is ignored.
+        value: Tensors in any nesting of sequences, mappings and dataclasses; other objects are
+            ignored.
 
     Yields:
-        Each tensor, in order; one that stands there twice comes twice.
+        Each tensor, in order; duplicates are repeated.
 
     Example:
         >>> [tensor.item() for tensor in tensors_in({"a": torch.tensor(1), "b": [torch.tensor(2)]})]
@@ -86,14 +87,7 @@ def tensors_in(value: object) -> Iterator[Tensor]:
 
 
 def operands(values: Iterable[object]) -> Iterator[Tensor]:
-    """Find the tensors among what an operator takes or gives.
-
-    Args:
-        values: Operators take and give tensors and lists of them; this walk is on a hot path.
-
-    Yields:
-        Each tensor, in order.
-    """
+    """Iterate over the tensors in arguments or results of an operator; fast, for hot paths."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -102,13 +96,13 @@ def operands(values: Iterable[object]) -> Iterator[Tensor]:
 
 
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """Find the storages that hold a tensor's numbers.
+    """Find the storages of a tensor.
 
     Args:
-        tensor: Also a sparse one, or a subclass that wraps others, such as a DTensor.
+        tensor: Any tensor, also sparse ones and subclasses that wrap others, such as DTensor.
 
     Yields:
-        One storage for an ordinary tensor; none for what has no memory of its own.
+        One storage for an ordinary tensor; none if it has no memory of its own.
     """
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
@@ -127,38 +121,24 @@ def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def device_of(module: nn.Module | None) -> torch.device:
-    """Find where a module is.
-
-    Args:
-        module: Any module, or none.
-
-    Returns:
-        The device of its first parameter, and the CPU if there is none.
-    """
+    """Return the device of a module's first parameter; the CPU if there is none."""
     parameter = None if module is None else next(module.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Write a device as tensors do: "cuda:0" where people write "cuda".
-
-    Args:
-        device: With or without an index.
-
-    Returns:
-        The device that a tensor made there says.
-    """
+    """Return a device with its index, as in ``tensor.device``: "cuda:0" for "cuda"."""
     return torch.empty(0, device=device).device
 
 
 def on_storage_resize(resized: Callable[[torch.UntypedStorage], None]) -> Callable[[], None]:
-    """Hear of ``UntypedStorage.resize_``, with which FSDP frees parameters: no operator shows it.
+    """Observe ``UntypedStorage.resize_``, which is not an operator; FSDP frees parameters with it.
 
     Args:
         resized: Called with each storage after it was resized.
 
     Returns:
-        A function that stops it.
+        A function that undoes it.
     """
     with _CHANGING:
         if not _LISTENERS:
@@ -174,7 +154,7 @@ def on_storage_resize(resized: Callable[[torch.UntypedStorage], None]) -> Callab
     return undo
 
 
-# Of all threads, as the method is one for the process: it is put back when the last one stops.
+# Of all threads, as the method is process-wide: it is restored when the last listener stops.
 _LISTENERS: list[Callable[[torch.UntypedStorage], None]] = []
 _UNINSTALL: list[Callable[[], None]] = []
 _CHANGING = threading.Lock()

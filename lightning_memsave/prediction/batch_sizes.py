@@ -1,4 +1,4 @@
-"""Make batches with fewer or more samples, or shorter ones, out of one batch."""
+"""Change the number of samples or the sequence length of a batch."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -18,16 +18,16 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.measure.storages import tensors_in, tensors_in_batch
 from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL
 
-_IDS = 2  # axes of token ids: samples and tokens
+_IDS_NDIM = 2  # token ids: (samples, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceAxis:
-    """Where the sequence runs.
+    """The axis of a batch's tensors that holds the sequence.
 
     Args:
-        axis: Of the tensors that have it.
-        length: Tokens.
+        axis: Index of the axis.
+        length: Its length in tokens.
     """
 
     axis: int
@@ -35,13 +35,13 @@ class SequenceAxis:
 
 
 def sample_count(batch: Any) -> int | None:
-    """Count samples by tensors alone; what else is in the batch may belong to all of it.
+    """Return the batch size shared by all tensors; other objects are ignored.
 
     Args:
         batch: Tensors in any nesting.
 
     Returns:
-        The first size that all of them share; ``None`` if they disagree or there is none.
+        The first dimension of all tensors; ``None`` if they differ or there is none.
 
     Example:
         >>> sample_count({"x": torch.zeros(4, 2), "columns": ("a", "b")})
@@ -52,23 +52,23 @@ def sample_count(batch: Any) -> int | None:
 
 
 def with_samples(batch: Any, num_samples: int) -> Any:
-    """Give the batch with another number of samples; if there are more, they repeat.
+    """Return the batch with another number of samples, repeating them as needed.
 
-    Tensors with more values than a prediction reads are on the meta device.
+    Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
 
     Args:
-        batch: One with a `sample_count`.
+        batch: A batch with a `sample_count`.
         num_samples: At least 1.
 
     Returns:
-        The same nesting; lists with one entry for each sample change with the tensors.
+        The same nesting; lists with one entry per sample are resized too.
 
     Example:
         >>> with_samples([torch.tensor([7, 8, 9]), ["a", "b", "c"]], 4)
         [tensor([7, 8, 9, 7]), ['a', 'b', 'c', 'a']]
     """
     now = sample_count(batch)
-    assert now, "a batch whose samples were counted"
+    assert now, "the caller checked `sample_count`"
 
     def change(tensor: Tensor) -> Tensor:
         if not tensor.ndim:
@@ -79,15 +79,15 @@ def with_samples(batch: Any, num_samples: int) -> Any:
 
 
 def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
-    """Find the axis along which a sequence runs.
+    """Find the sequence axis.
 
     Args:
         batch: Tensors in any nesting.
-        axis: Of the first tensor that has so many; ``None`` finds token ids, which are integers
-            of shape (samples, tokens).
+        axis: Index of the axis, in the first tensor that has it; ``None`` to find token ids, which
+            are integers of shape (samples, tokens).
 
     Returns:
-        The axis; ``None`` if there are no ids, or ids of several lengths.
+        The axis; ``None`` if there are no token ids, or ids of several lengths.
 
     Raises:
         ConfigurationError: If no tensor has such an axis.
@@ -101,22 +101,22 @@ def find_sequence(batch: Any, axis: int | None = None) -> SequenceAxis | None:
     if axis is not None:
         if type(axis) is not int or axis < 1 or all(tensor.ndim <= axis for tensor in tensors):
             raise ConfigurationError(
-                f"`sequence_axis={axis!r}` is no axis of a sequence in this batch: it must be from "
+                f"`sequence_axis={axis!r}` is not a sequence axis of this batch: it must be from "
                 f"1 to {max([t.ndim for t in tensors], default=1) - 1}. For tensors of shape "
                 "(samples, tokens, features) it is 1."
             )
         return SequenceAxis(axis, next(t.shape[axis] for t in tensors if t.ndim > axis))
-    ids = [t for t in tensors if t.ndim == _IDS and not t.is_floating_point()]
+    ids = [t for t in tensors if t.ndim == _IDS_NDIM and not t.is_floating_point()]
     lengths = {tensor.shape[1] for tensor in ids}
     return SequenceAxis(1, lengths.pop()) if len(lengths) == 1 else None
 
 
 def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
-    """Find the axis that has one of the lengths that a model attends to.
+    """Find the axis whose length is one that the model attends to.
 
     Args:
         batch: Tensors in any nesting.
-        lengths: The first one that is found counts.
+        lengths: Lengths to look for, in order of preference.
 
     Returns:
         The axis; ``None`` if no tensor has one.
@@ -134,18 +134,18 @@ def find_axis(batch: Any, lengths: Iterable[int]) -> SequenceAxis | None:
 
 
 def with_length(batch: Any, sequence: SequenceAxis, length: int) -> Any:
-    """Give the batch with shorter or longer sequences; longer ones repeat.
+    """Return the batch with another sequence length, repeating tokens as needed.
 
-    Tensors with more values than a prediction reads are on the meta device.
+    Tensors whose values a prediction does not read (over 2**20 elements) are on the meta device.
 
     Args:
-        batch: One in which `find_sequence` found something.
-        sequence: What it found.
+        batch: Tensors in any nesting.
+        sequence: Result of `find_sequence`.
         length: At least 1.
 
     Returns:
-        The same nesting. Of tensors with the axis, each axis from there on that has the old length
-        changes: a mask of (samples, 1, tokens, tokens) has two.
+        The same nesting. In each tensor, all axes from ``sequence.axis`` on with the old length
+        are resized: a mask of shape (samples, 1, tokens, tokens) has two.
 
     Example:
         >>> ids = torch.arange(4).view(1, 4)
@@ -170,7 +170,7 @@ def _resized_axis(tensor: Tensor, axis: int, size: int) -> Tensor:
     return tensor.detach().index_select(axis, chosen)
 
 
-# A tensor that is in the batch twice must stay one.
+# A tensor that occurs twice in the batch must stay one tensor.
 def _once(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     changed: dict[int, Tensor] = {}
 

@@ -1,4 +1,4 @@
-"""What a recording of live memory says: peaks by category, phase and module, and the time line."""
+"""Find the peaks of a recording by category, phase and module, and its timeline."""
 
 from collections.abc import Iterator, Sequence
 
@@ -15,10 +15,9 @@ class Peaks:
     """The peaks of a recording, over all its batches.
 
     Args:
-        recording: What was alive when.
-        extra: Blocks that were there all the time and that the recording does not have: category
-            and bytes of each.
-        phase: Look at the peak of this phase instead of the highest one.
+        recording: Allocations and frees of the simulated steps.
+        extra: Category and bytes of memory that is held throughout and not in the recording.
+        phase: Use the peak of this phase instead of the highest one.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Peaks:
         if phase is not None:
             self.at_peak = self.by_phase_index[phase]
         last = recording.batch_ends[-2] if len(recording.batch_ends) > 1 else 0
-        # The last batch is like all that follow; if an earlier one takes more, that is shown.
+        # The last batch is like all later ones; an earlier one is shown only if its peak is higher.
         starts = [0, *recording.batch_ends[:-1]]
         self.start = last if self.at_peak >= last else max(s for s in starts if s <= self.at_peak)
         ends = [end for end in recording.batch_ends if end > self.at_peak]
@@ -48,7 +47,7 @@ class Peaks:
         by_phase = dict.fromkeys(PHASES, (-1, 0))
         for index, event in enumerate(self.events):
             live += event.change
-            # The later one of two equal peaks: the first step is not like the others.
+            # The later one of equal peaks: the first step differs from the others.
             if live >= highest:
                 highest, peak = live, index
             if live >= by_phase[event.phase][0]:
@@ -57,7 +56,7 @@ class Peaks:
 
     @property
     def event(self) -> Event:
-        """The event that made the peak."""
+        """The event at the peak."""
         return self.events[self.at_peak]
 
     @property
@@ -71,11 +70,7 @@ class Peaks:
         return {phase: self._breakdown(at) for phase, at in self.by_phase_index.items()}
 
     def by_module(self) -> dict[str, MemoryBreakdown]:
-        """Divide the peak by the modules to which the memory belongs.
-
-        Returns:
-            Bytes by category under the names of the modules.
-        """
+        """Split the peak by module: bytes by category under the name of each."""
         found: dict[str, dict[str, int]] = {}
         for tensor in self._alive(self.at_peak):
             of_module = found.setdefault(tensor.module, {})
@@ -85,23 +80,12 @@ class Peaks:
         return result
 
     def largest(self, limit: int = NUM_LARGEST) -> tuple[TensorMemory, ...]:
-        """List what is alive at the peak.
-
-        Args:
-            limit: How many to list at most.
-
-        Returns:
-            Largest first.
-        """
+        """List the storages alive at the peak, largest first, at most ``limit``."""
         found = sorted(self._alive(self.at_peak), key=lambda tensor: -tensor.num_bytes)
         return tuple(found[:limit])
 
     def timeline(self) -> Timeline:
-        """Follow the step with the peak.
-
-        Returns:
-            At most `MAX_POINTS` points, the peak among them.
-        """
+        """Return live bytes through the step with the peak, in at most `MAX_POINTS` points."""
         now = dict(self.extra.by_category())
         for event in self.events[: self.start]:
             now[event.storage.category] += event.change
@@ -123,7 +107,7 @@ class Peaks:
                     highest, at = total, now
                     phase = event.phase
                 if is_peak:
-                    highest = total + 1  # what follows in this part is no higher
+                    highest = total + 1  # keep the peak as this point's value
             phases.append(phase)
             points.append(at)
         return Timeline(
@@ -137,7 +121,7 @@ class Peaks:
         )
 
     def trace(self) -> StepTrace:
-        """Give what is alive before the step with the peak, and each change in it."""
+        """Return the storages alive before the step with the peak, and each change in it."""
         numbers: dict[int, int] = {}
         at_start = [num_bytes for _, num_bytes in self.blocks]
         storages = [StorageOrigin(category) for category, _ in self.blocks]
@@ -162,10 +146,10 @@ class Peaks:
         return StepTrace(tuple(storages), (*there, *changes))
 
     def changes(self) -> Iterator[tuple[int, int]]:
-        """Give what an allocator would be asked for.
+        """Iterate over the requests to an allocator.
 
         Yields:
-            A number for each storage, and the bytes by which it grows, or shrinks if negative.
+            Id of a storage, and its change in bytes, negative when freed.
         """
         for number, (_, num_bytes) in enumerate(self.blocks):
             if num_bytes:

@@ -1,4 +1,4 @@
-"""Predict the memory of training with `MemSaveCallback`, by training on tensors without data."""
+"""Predict peak memory by running training steps on fake tensors."""
 
 import contextlib
 import copy
@@ -32,9 +32,9 @@ from lightning_memsave.prediction.recording import Recording
 from lightning_memsave.prediction.repeated_blocks import (
     RepeatedBlocks,
     all_of,
+    checkpointing_period,
     extrapolate,
     find_repeated_blocks,
-    period_of,
 )
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from lightning_memsave.prediction.simulate import SimulationSettings, simulate_steps
@@ -61,21 +61,20 @@ def summarise(
     guesses: Sequence[str] = (),
     context_bytes: int = 0,
 ) -> MemoryPrediction:
-    """Find the peak of a recording and what makes it.
+    """Build a `MemoryPrediction` from a `Recording`.
 
     Args:
-        recording: What was alive when.
-        device: ``"cuda"`` or ``"cpu"``; on CUDA the allocator's blocks are followed too.
+        recording: Allocations and frees of the simulated steps.
+        device: ``"cuda"`` or ``"cpu"``; for CUDA the caching allocator is simulated too.
         model: Class name of the module.
-        extra: Blocks that are there all the time and that the recording does not have: category
-            and bytes of each.
-        workspaces: Bytes of each block that cuBLAS holds.
+        extra: Category and bytes of memory that is held throughout and not in the recording.
+        workspaces: Bytes of each cuBLAS workspace.
         phase: As for `Peaks`.
         settings: Name and value of each setting.
-        ineffective: The same of those without effect, with the reason.
-        assumptions: What is taken for granted.
-        guesses: What had to be guessed.
-        context_bytes: What CUDA needs for itself.
+        ineffective: Name of each setting without effect, and its value with the reason.
+        assumptions: Assumptions of the prediction, one line each.
+        guesses: Guessed values of tensors, one line each.
+        context_bytes: Bytes of the CUDA context.
 
     Returns:
         The prediction.
@@ -125,45 +124,45 @@ def summarise(
 
 
 MAX_MICRO_BATCHES = 2
-"""The second one finds the gradients of the first, as all later ones do."""
+"""From the second one on, gradients of the previous micro-batch exist."""
 _SCRATCH = (
-    "Not counted: what kernels need for themselves for a moment, such as those of convolutions, "
-    "recurrent layers and bfloat16."
+    "Not counted: temporary buffers inside kernels, such as those of convolutions, recurrent "
+    "layers and bfloat16."
 )
 _NO_LOSS = (
-    "`training_step` returned no loss, so that nothing was differentiated and no parameter "
-    "updated: a step with a loss takes more."
+    "`training_step` returned no loss: no backward pass ran and no parameter was updated. A step "
+    "with a loss needs more memory."
 )
 _PAGED = "paged_"
-_CHECK_BATCH = "check that the batch is one that the module takes."
+_CHECK_BATCH = "check that the module accepts this batch."
 _NOTHING_TO_TRAIN = "optimizer got an empty parameter list"
 GUESSED_SHARE = 0.01
-"""Of the peak; what may not be there is told of from this share on."""
+"""Share of the peak from which on memory that may not be needed is reported as a guess."""
 
 
 def predict(step: TrainingStep) -> MemoryPrediction:
-    """Predict the peak of training.
+    """Predict the peak memory of a training step.
 
     Args:
-        step: What is to be predicted.
+        step: The step to predict.
 
     Returns:
         The prediction; deep models are predicted from copies with fewer blocks.
 
     Raises:
-        ConfigurationError: If the module or the batch cannot be made or copied, or nothing of the
-            module can be trained.
-        KeyboardInterrupt: If somebody interrupts it.
-        MemsaveError: If settings do not go with the module.
-        SystemExit: If the module's code ends the process.
+        ConfigurationError: If the module or the batch cannot be constructed or copied, or the
+            module has no trainable parameter.
+        KeyboardInterrupt: If the user interrupts it.
+        MemsaveError: If settings are incompatible with the module.
+        SystemExit: If the module's code exits the process.
         TimeoutError: If it takes longer than ``time_limit_s``.
 
     Note:
-        Whatever the module's step raises on this batch comes through, with a note.
+        Exceptions of the module's own code propagate, with a note.
     """
     start_s = time.monotonic()
     deadline_s = math.inf if step.time_limit_s is None else start_s + step.time_limit_s
-    with quiet(), fake_tensors(deadline_s) as fakes, _explained(step, fakes, deadline_s):
+    with quiet(), fake_tensors(deadline_s) as fakes, _explain_errors(step, fakes, deadline_s):
         predictor = _Predictor(step, fakes, *step.build(fakes), deadline_s)
         prediction, how = None, ""
         blocks = predictor.find_repeated_blocks() if step.may_extrapolate else None
@@ -176,13 +175,13 @@ def predict(step: TrainingStep) -> MemoryPrediction:
 
 
 @contextlib.contextmanager
-def _explained(step: TrainingStep, fakes: FakeTensors, deadline_s: float) -> Iterator[None]:
+def _explain_errors(step: TrainingStep, fakes: FakeTensors, deadline_s: float) -> Iterator[None]:
     try:
         yield
     except MemsaveError:
         raise
     except SystemExit as error:
-        # A Trainer makes the one of the other.
+        # A Trainer converts KeyboardInterrupt to SystemExit.
         if isinstance(error.__context__, KeyboardInterrupt):
             raise KeyboardInterrupt from error
         raise
@@ -194,20 +193,20 @@ def _explained(step: TrainingStep, fakes: FakeTensors, deadline_s: float) -> Ite
     except Exception as error:
         if _NOTHING_TO_TRAIN in str(error):
             raise ConfigurationError(
-                "The optimizer has no parameter to train: those of the module have "
-                "`requires_grad=False`, or there are none. Let some of them be trained, or pass a "
-                "module whose optimizer takes them."
+                "The optimizer has no parameter to train: the module has none, or all have "
+                "`requires_grad=False`. Set `requires_grad=True` for some of them, or pass a "
+                "module whose optimizer has parameters."
             ) from error
         error.add_note(
-            "This comes from the training step of the module, which was run on tensors without "
-            f"data: {remedy_for(error) or _CHECK_BATCH}"
+            "Raised by the training step of the module, which ran on fake tensors: "
+            f"{remedy_for(error) or _CHECK_BATCH}"
         )
         raise
 
 
 def _out_of_time(limit_s: float, most_asked: str) -> str:
-    why = f"; asked for most often is {most_asked}" if most_asked else ""
-    return f"following the step takes more than {limit_s:g} seconds{why}"
+    why = f"; its most frequent guess is {most_asked}" if most_asked else ""
+    return f"simulating the step takes more than {limit_s:g} seconds{why}"
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,7 @@ class _Predictor:
     def find_repeated_blocks(self) -> RepeatedBlocks | None:
         arguments = self.step.arguments
         which = arguments["activation_checkpointing"]
-        period = period_of(which)
+        period = checkpointing_period(which)
         if period is None:
             return None
         choose = ActivationCheckpointing(which).choose if period > 1 else all_of
@@ -231,15 +230,15 @@ class _Predictor:
         self, blocks: RepeatedBlocks | None = None, depth: int = 0, phase: str | None = None
     ) -> MemoryPrediction:
         with contextlib.nullcontext() if blocks is None else blocks.cut(self.pl_module, depth):
-            twin = self.fakes.copy_module(self.pl_module)
+            module = self.fakes.copy_module(self.pl_module)
         step, package = self.step, package_of(self.pl_module)
         on_cuda = step.device == "cuda"
-        arguments, assumptions = _trial_arguments(step.arguments)
+        arguments, assumptions = _simulated_arguments(step.arguments)
         trainer_arguments = dict(step.trainer_settings)
         accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
         precision = step.effective_settings["precision"] or trainer_arguments.get("precision")
         if on_cuda and precision in ("16-mixed", 16, "16"):
-            # On a CPU Lightning would take bfloat16 instead, for which some GPUs have no kernels.
+            # On a CPU Lightning replaces float16 by bfloat16, for which some GPUs have no kernels.
             arguments["precision"] = None
             trainer_arguments.pop("precision", None)
             trainer_arguments["plugins"] = [half_precision_on_cpu(package)]
@@ -256,7 +255,7 @@ class _Predictor:
             emulation=emulation if on_cuda else contextlib.nullcontext,
             deadline_s=self.deadline_s,
         )
-        recording = simulate_steps(twin, batch, [callback], settings)
+        recording = simulate_steps(module, batch, [callback], settings)
         prediction = summarise(
             recording,
             device=step.device,
@@ -267,7 +266,7 @@ class _Predictor:
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in callback.rows if row.status == "on"}
-            | _whole_window(step.arguments),
+            | _accumulation_setting(step.arguments),
             ineffective=_ineffective(callback.rows),
             assumptions=[
                 *assumptions,
@@ -277,7 +276,7 @@ class _Predictor:
             guesses=self.fakes.guesses,
             context_bytes=context_bytes(step.capability) if on_cuda else 0,
         )
-        return _with_guessed_copies(prediction, twin, callback.rows)
+        return _with_guessed_copies(prediction, module, callback.rows)
 
     def _cuda_assumptions(self, recording: Recording) -> tuple[str, ...]:
         step = self.step
@@ -286,8 +285,8 @@ class _Predictor:
         return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
 
 
-# The trial needs no more batches than two.
-def _whole_window(arguments: Mapping[str, Any]) -> dict[str, str]:
+# The simulation accumulates at most two batches; show the user's number.
+def _accumulation_setting(arguments: Mapping[str, Any]) -> dict[str, str]:
     num_batches = arguments["accumulate_grad_batches"]
     return {} if num_batches is None else {"accumulate_grad_batches": str(num_batches)}
 
@@ -298,16 +297,16 @@ def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _trial_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _simulated_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     arguments = {**given, "monitor": False, "report": False, "predict": False}
-    arguments["eval_micro_batch_size"] = None  # two training steps are what is predicted
+    arguments["eval_micro_batch_size"] = None  # only training steps are simulated
     assumptions = []
     optimizer = arguments["optimizer"]
     if isinstance(optimizer, str) and optimizer.startswith(_PAGED):
         arguments["optimizer"] = optimizer.removeprefix(_PAGED)
         assumptions.append(
-            "The paged state of the optimizer stays on the device: CUDA moves it only when memory "
-            "is short."
+            "The paged optimizer state stays on the device: CUDA moves it to the host only when "
+            "memory is short."
         )
     if arguments["accumulate_grad_batches"] is not None:
         arguments["accumulate_grad_batches"] = min(arguments["accumulate_grad_batches"], 2)
@@ -316,7 +315,7 @@ def _trial_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
 def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any, int]:
     size = arguments["micro_batch_size"]
-    # A function of the user's splits what is not made of samples.
+    # With the user's own split function, the batch may not be made of samples.
     if not isinstance(size, int) or arguments["split_batch"] is not None:
         return batch, 0
     shared = find_shared_leaves(batch)[0]
@@ -326,7 +325,8 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
     return first, _num_bytes(batch) - _num_bytes(first)
 
 
-# Only numbers prove that a loss can be split; where it cannot, there is nothing to repeat a batch.
+# Whether a loss can be split shows only on real values. If it cannot, the callback keeps no copy
+# of the buffers, as it does not repeat batches.
 def _with_guessed_copies(
     prediction: MemoryPrediction, pl_module: Any, rows: Sequence[Row]
 ) -> MemoryPrediction:
@@ -335,7 +335,7 @@ def _with_guessed_copies(
     if not is_auto or copied_bytes < GUESSED_SHARE * prediction.peak_bytes:
         return prediction
     guess = (
-        "micro_batch_size='auto': the loss was taken to be one that micro-batches can share; if it "
+        "micro_batch_size='auto': the loss was assumed to be divisible into micro-batches; if it "
         f"is not, {format_bytes(copied_bytes)} less are needed, a copy of the buffers"
     )
     return replace(prediction, guesses=(*prediction.guesses, guess))

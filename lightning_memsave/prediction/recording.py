@@ -1,4 +1,4 @@
-"""Follow training steps tensor by tensor: what is alive when, who made it, who owns it."""
+"""Record each allocation and free of training steps, with its module, operator and phase."""
 
 import bisect
 import functools
@@ -26,14 +26,14 @@ _OLDER = frozenset({"other", "input"})
 
 @dataclass(slots=True)
 class Origin:
-    """Where a storage comes from.
+    """Module, operator and phase that allocated a storage.
 
     Args:
-        module: Name of the module whose code made it, or that owns it.
-        op: The operator that made it; empty if it was there before.
-        phase: When it was made.
-        shape: Of the tensor that came first.
-        dtype: Of the same.
+        module: Name of the module whose code allocated it, or that owns it.
+        op: The operator that allocated it; empty for tensors older than the recording.
+        phase: Phase in which it was allocated.
+        shape: Shape of its first tensor.
+        dtype: Type of its first tensor.
     """
 
     module: str
@@ -45,14 +45,14 @@ class Origin:
 
 @dataclass(slots=True)
 class Event:
-    """A storage grew by some bytes, or shrank.
+    """A change of a storage's size.
 
     Args:
-        storage: Which one; its category may still change after the event.
-        change: Bytes, negative when freed.
+        storage: The storage; its category may still change after the event.
+        change: Change in bytes, negative when freed.
         phase: ``"forward"``, ``"backward"`` or ``"optimizer"``.
-        module: Name of the module that runs.
-        op: The operator that ran last.
+        module: Name of the running module.
+        op: The last operator.
     """
 
     storage: LiveStorage
@@ -69,7 +69,7 @@ class ModuleInfo:
     Args:
         name: Its name in ``named_modules()``.
         class_name: Name of its class.
-        num_parameters: Numbers in its own parameters; tied ones belong to the first module.
+        num_parameters: Elements of its own parameters; tied ones count for the first module.
     """
 
     name: str
@@ -79,14 +79,14 @@ class ModuleInfo:
 
 @dataclass(slots=True)
 class Recording:
-    """What was alive when.
+    """Allocations and frees of training steps.
 
     Args:
-        modules: All modules, in order.
-        events: In order; the first ones are what was there already.
-        batch_ends: After how many events each batch ended.
-        host_bytes: Most bytes that techniques kept on the host at once.
-        has_loss: Whether each batch had one, or the module steps its optimizers itself.
+        modules: All modules, in the order of ``named_modules()``.
+        events: Changes of storages in order, beginning with those alive before the first batch.
+        batch_ends: Number of events at the end of each batch.
+        host_bytes: Peak bytes that techniques kept on the host.
+        has_loss: Whether each batch had a loss; true for manual optimization.
     """
 
     modules: tuple[ModuleInfo, ...] = ()
@@ -99,17 +99,15 @@ class Recording:
 class StepProfile(LiveTensors):
     """Counts live tensors and records each change, with the module that made it.
 
-    In the forward pass a storage belongs to the innermost module that runs. In backward it belongs
-    to the module whose forward made the node of the graph that runs, which is found by the number
-    that autograd gives to each node. Gradients and optimizer state belong to the owner of their
-    parameter.
+    In the forward pass a storage belongs to the innermost running module. In backward it belongs
+    to the module whose forward created the running node of the autograd graph, found by the node's
+    sequence number. Gradients and optimizer state belong to the owner of their parameter.
 
     Args:
         module: As for `LiveTensors`.
         optimizers: As for `LiveTensors`.
         device: As for `LiveTensors`.
-        deadline_s: On the clock of ``time.monotonic``; a tensor that is made after it raises a
-            ``TimeoutError``.
+        deadline_s: ``time.monotonic()`` from which on each new tensor raises ``TimeoutError``.
     """
 
     def __init__(
@@ -124,7 +122,7 @@ class StepProfile(LiveTensors):
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._names = {id(part): name for name, part in module.named_modules()}
         sizes: dict[str, int] = {}
-        # Tied parameters belong to the module that comes first.
+        # Tied parameters belong to the first module.
         self._owners: dict[Tensor, str] = {}
         for name, part in module.named_modules():
             for parameter in part.parameters(recurse=False):
@@ -144,7 +142,7 @@ class StepProfile(LiveTensors):
         self._is_older = False
         self._num_running_closures = 0
         self._stack = [""]
-        # From which number of autograd's nodes on which module ran.
+        # First sequence number of autograd nodes, and the module that ran from there on.
         self._first_nodes: list[int] = [0]
         self._running: list[str] = [""]
 
@@ -177,16 +175,16 @@ class StepProfile(LiveTensors):
             self._first_nodes.append(first)
             self._running.append(self._stack[-1])
 
-    # A Trainer runs forward and backward in a closure that it gives to the step.
+    # A Trainer runs forward and backward inside the closure of the optimizer step.
     @override
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any]:
         super()._before_step(optimizer, args, kwargs)
         return (
-            tuple(self._counted(value) for value in args),
-            {name: self._counted(value) for name, value in kwargs.items()},
+            tuple(self._count_calls(value) for value in args),
+            {name: self._count_calls(value) for name, value in kwargs.items()},
         )
 
-    def _counted(self, value: Any) -> Any:
+    def _count_calls(self, value: Any) -> Any:
         if not callable(value):
             return value
 
@@ -208,18 +206,18 @@ class StepProfile(LiveTensors):
         return "optimizer" if is_update else "forward"
 
     def _current_module(self, phase: str) -> str:
-        # While a block is computed again in backward, its modules run.
+        # During recomputation in backward, modules are running.
         if phase != "backward" or len(self._stack) > 1:
             return self._stack[-1]
         node: Any = torch._C._current_autograd_node()
         if node is None:
             return ""
-        parameter = getattr(node, "variable", None)  # of a node that accumulates a gradient
+        parameter = getattr(node, "variable", None)  # of an AccumulateGrad node
         if parameter is not None:
             return self._owners.get(parameter, "")
         return self._running[bisect.bisect_right(self._first_nodes, node._sequence_nr()) - 1]
 
-    # Operators are given what is older than the context, before they make anything.
+    # Inputs of an operator are seen before its outputs: unknown ones are older than the context.
     @override
     def _see(self, tensor: Tensor, category: str) -> None:
         self._is_older = category in _OLDER
@@ -229,7 +227,7 @@ class StepProfile(LiveTensors):
     def _origin_of(self, tensor: Tensor) -> Origin:
         raise_if_interrupted()
         if time.monotonic() > self._deadline_s:
-            raise TimeoutError("following this step takes longer than was allowed")
+            raise TimeoutError("simulating this step takes longer than allowed")
         if isinstance(tensor, nn.Parameter) and tensor in self._owners:
             module, op, phase = self._owners[tensor], "", ""
         elif id(tensor) in self._buffer_owners:
@@ -254,16 +252,16 @@ class StepProfile(LiveTensors):
     def _claim_gradient(self, parameter: Tensor) -> None:
         super()._claim_gradient(parameter)
         if parameter.grad is not None:
-            self._give_to(parameter.grad, self._owners.get(parameter, ""))
+            self._assign_to(parameter.grad, self._owners.get(parameter, ""))
 
     @override
     def _claim_state(self, optimizer: Optimizer) -> None:
         super()._claim_state(optimizer)
         for parameter, state in optimizer.state.items():
             for tensor in tensors_in(state):
-                self._give_to(tensor, self._owners.get(parameter, ""))
+                self._assign_to(tensor, self._owners.get(parameter, ""))
 
-    def _give_to(self, tensor: Tensor, module: str) -> None:
+    def _assign_to(self, tensor: Tensor, module: str) -> None:
         for storage in storages_of(tensor):
             entry = self._entries.get(storage._cdata)
             if entry is not None and entry.category in {"gradient", "optimizer_state"}:

@@ -14,23 +14,23 @@ from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory, 
 from lightning_memsave.prediction.snapshot import StepTrace
 
 MIN_DEPTH = 6
-"""Two or three blocks underestimate by up to a tenth: the peak moves to another place."""
+"""With two or three blocks the peak is elsewhere, and predictions are up to a tenth too low."""
 STEPS = (4, 3)
-"""How many blocks the second copy has more than the first, and the third, which checks, more."""
+"""Further blocks of the second copy, and of the third, which checks the extrapolation."""
 TOLERANCE = 1e-3
 MAX_PERIOD = 10
 Choose = Callable[[list[int]], list[int]]
-"""Of the numbers of blocks those whose blocks are checkpointed."""
+"""Selects, from the indices of all blocks, those that are checkpointed."""
 
 
-def period_of(which: object) -> int | None:
-    """How many blocks are checkpointed by a pattern that repeats.
+def checkpointing_period(which: object) -> int | None:
+    """Return the period of the checkpointing pattern over blocks.
 
     Args:
-        which: As the argument `activation_checkpointing`.
+        which: The argument `activation_checkpointing`.
 
     Returns:
-        After so many blocks more the pattern is one whole longer; ``None`` where it never is.
+        Number of blocks after which the pattern repeats; ``None`` if it does not.
     """
     if which in (None, "auto", "all", "selective", "nested"):
         return 1
@@ -55,9 +55,9 @@ class RepeatedBlocks:
 
     Args:
         name: Name of the container in the model.
-        num_blocks: How many there are.
-        period: As `period_of` gives it.
-        choose: Which blocks are checkpointed, of any number of them.
+        num_blocks: Number of blocks.
+        period: Result of `checkpointing_period`.
+        choose: Selects the checkpointed blocks, for any number of blocks.
     """
 
     name: str
@@ -67,23 +67,23 @@ class RepeatedBlocks:
 
     @property
     def depths(self) -> tuple[int, int, int]:
-        """Blocks of the two copies that give the line, and of the one that checks it."""
+        """Number of blocks of the copies: two for the extrapolation, one to check it."""
         low = MIN_DEPTH + (self.num_blocks - MIN_DEPTH) % self.period
         high, checked = (-(-n // self.period) * self.period for n in STEPS)
         return low, low + high, low + high + checked
 
     @property
     def is_deep(self) -> bool:
-        """Whether the copies together are cheaper than the model."""
+        """Whether the copies have fewer blocks in total than the model."""
         return self.num_blocks > sum(self.depths)
 
     @contextlib.contextmanager
     def cut(self, model: nn.Module, num_blocks: int) -> Iterator[None]:
-        """Leave the first blocks only, until the context is left.
+        """Remove all but the first blocks inside the context.
 
         Args:
             model: The model.
-            num_blocks: How many to leave.
+            num_blocks: Number of blocks to keep.
         """
         blocks = model.get_submodule(self.name)._modules
         all_blocks = dict(blocks)
@@ -101,17 +101,17 @@ def find_repeated_blocks(
     period: int = 1,
     choose: Choose = all_of,
 ) -> RepeatedBlocks | None:
-    """Find the container that makes a model deep.
+    """Find the container of the repeated blocks.
 
     Args:
         model: Any module.
-        selectors: What blocks are, as for `find_blocks`.
+        selectors: Selectors of blocks, as for `find_blocks`.
         period: As for `RepeatedBlocks`.
         choose: As for `RepeatedBlocks`.
 
     Returns:
-        The container; ``None`` unless all blocks of the model are in one, equal in class and
-        shapes, and enough for a prediction from fewer.
+        The container; ``None`` unless all blocks are in one container, have equal class and
+        shapes, and are enough for extrapolation.
     """
     blocks = find_blocks(model, selectors)
     containers = {block.name.rpartition(".")[0] for block in blocks}
@@ -129,19 +129,19 @@ def find_repeated_blocks(
 def extrapolate(
     blocks: RepeatedBlocks, predict: Callable[[int, str | None], MemoryPrediction]
 ) -> tuple[MemoryPrediction | None, str]:
-    """Predict repeated blocks from copies with fewer blocks, phase by phase.
+    """Extrapolate a prediction from copies with fewer blocks, phase by phase.
 
-    The memory of a step is a maximum of terms that grow linearly with the number of blocks: in each
-    phase another one. So each phase has its own line, and the largest end is the peak.
+    The peak of each phase grows linearly with the number of blocks, so each phase is extrapolated
+    on its own, and the largest result is the peak.
 
     Args:
-        blocks: What is deep.
-        predict: Predicts the model with a number of blocks, and shows the peak of a phase, or the
-            highest.
+        blocks: The repeated blocks.
+        predict: Predicts the model with a number of blocks, at the peak of a phase or (``None``)
+            at the highest peak.
 
     Returns:
-        The prediction, or ``None`` if the line through two depths misses a third; and one line that
-        says how it went.
+        The prediction, or ``None`` if the line through two copies misses the third; and a sentence
+        for the assumptions.
     """
     depths = blocks.depths
     low, high = predict(depths[0], None), predict(depths[1], None)
@@ -150,13 +150,13 @@ def extrapolate(
     checked = predict(depths[2], phase)
     expected = _at(low, high, _num_steps(depths[:2], depths[2]))
     miss = abs(_peak(expected) / _peak(checked.by_phase) - 1)
-    # The deeper two give the line: the shallow one may have another moment in other phases.
+    # From the deeper two: in other phases the shallow copy may peak at another operator.
     num_steps = _num_steps(depths[1:], blocks.num_blocks)
     by_phase = _at(high, checked, num_steps)
     if miss > TOLERANCE or _highest(by_phase) != phase:
         return None, (
-            f"Predicted directly: with {depths[2]} blocks, the line through {depths[0]} and "
-            f"{depths[1]} is {100 * miss:.2f} % off."
+            f"Predicted directly: the extrapolation from {depths[0]} and {depths[1]} to "
+            f"{depths[2]} blocks is {100 * miss:.2f} % off."
         )
     prediction = replace(
         checked,
@@ -170,9 +170,9 @@ def extrapolate(
         is_extrapolated=True,
     )
     return prediction, (
-        f"Predicted from copies with {depths[1]} and {depths[2]} of {blocks.num_blocks} blocks, "
-        f"checked with {depths[0]}; the time line of {depths[2]} is drawn larger, and its largest "
-        "tensors are shown."
+        f"Extrapolated from copies with {depths[1]} and {depths[2]} of {blocks.num_blocks} blocks, "
+        f"checked with {depths[0]}; the timeline is scaled up from {depths[2]} blocks, and the "
+        "largest tensors are those of that copy."
     )
 
 
@@ -197,8 +197,8 @@ def _at(
     }
 
 
-# What rounding adds grows with the number of tensors; gaps between blocks of the allocator are
-# about as large as the largest tensors, which depth does not change.
+# Rounding grows with the number of tensors. Gaps between allocator blocks are about as large as the
+# largest tensors, which do not depend on depth.
 def _blocks(
     high: MemoryPrediction,
     checked: MemoryPrediction,
@@ -240,8 +240,8 @@ def _timeline(
     return Timeline(phases, {k: tuple(points) for k, points in by_category.items()}, peak_index)
 
 
-# The blocks that no copy had are like one from the middle of those that are checkpointed or not, as
-# they are; what is left belongs to the whole.
+# Blocks missing in the copies get the memory of a middle block of their kind (checkpointed or not);
+# the remainder goes to the root module.
 def _modules(
     checked: MemoryPrediction, blocks: RepeatedBlocks, peak: MemoryBreakdown
 ) -> tuple[ModuleMemory, ...]:
@@ -262,13 +262,13 @@ def _modules(
         name = f"{prefix}{like}"
         modules += [replace(m, name=f"{prefix}{number}{m.name[len(name) :]}") for m in inside[like]]
     modules += checked.modules[last + 1 :]
-    known = sum((module.memory for module in modules), MemoryBreakdown()).by_category()
-    wanted = peak.by_category()
-    # Where the blocks of the copy had more than those of the whole model can have on average.
-    over = {name: n / known[name] for name, n in wanted.items() if known[name] > n}
+    assigned = sum((module.memory for module in modules), MemoryBreakdown()).by_category()
+    total = peak.by_category()
+    # Categories in which the blocks of the copy add up to more than the whole model has.
+    over = {name: n / assigned[name] for name, n in total.items() if assigned[name] > n}
     modules = [replace(m, memory=_scaled(m.memory, over)) for m in modules] if over else modules
-    known = sum((module.memory for module in modules), MemoryBreakdown()).by_category()
-    rest = MemoryBreakdown.from_categories({name: n - known[name] for name, n in wanted.items()})
+    assigned = sum((module.memory for module in modules), MemoryBreakdown()).by_category()
+    rest = MemoryBreakdown.from_categories({name: n - assigned[name] for name, n in total.items()})
     modules[0] = replace(modules[0], memory=modules[0].memory + rest)
     return tuple(modules)
 

@@ -1,4 +1,4 @@
-"""What a prediction of memory says."""
+"""The result of a prediction: peak memory by category, phase, module and tensor."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,14 +20,14 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class ModuleMemory:
-    """What belongs to one module at the peak, without the modules inside it.
+    """Memory of one module at the peak, without its submodules.
 
     Args:
-        name: Its name in ``module.named_modules()``; empty for the whole.
+        name: Its name in ``module.named_modules()``; empty for the root.
         class_name: Name of its class.
-        num_parameters: Numbers in its own parameters.
-        memory: Its parameters, their gradients and optimizer state, and the activations and
-            temporaries that its own code made, in bytes at the peak.
+        num_parameters: Elements of its own parameters.
+        memory: Bytes at the peak of its parameters, their gradients and optimizer state, and of
+            activations and temporaries that its own code allocated.
     """
 
     name: str
@@ -38,16 +38,16 @@ class ModuleMemory:
 
 @dataclass(frozen=True, slots=True)
 class TensorMemory:
-    """One storage that was alive at the peak.
+    """One storage alive at the peak.
 
     Args:
         category: As in `MemoryBreakdown`, for example ``"activation"``.
-        num_bytes: Its size.
-        module: Name of the module whose code made it, or that owns it.
-        op: The operator that made it, such as ``"aten.mm"``; empty if it was there before.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``: when it was made.
-        shape: Of the tensor that came first.
-        dtype: Of the same, such as ``"float32"``.
+        num_bytes: Its size in bytes.
+        module: Name of the module whose code allocated it, or that owns it.
+        op: The operator that allocated it, such as ``"aten.mm"``; empty if older than the step.
+        phase: Phase in which it was allocated: ``"forward"``, ``"backward"`` or ``"optimizer"``.
+        shape: Shape of its first tensor.
+        dtype: Type of its first tensor, such as ``"float32"``.
     """
 
     category: str
@@ -66,7 +66,7 @@ class Timeline:
     Args:
         phases: The phase at each point, in order.
         by_category: Bytes at each point, for each category.
-        peak_index: The point with the largest sum.
+        peak_index: Index of the point with the largest sum.
     """
 
     phases: tuple[str, ...] = ()
@@ -74,19 +74,19 @@ class Timeline:
     peak_index: int = 0
 
 
-# A prediction is not more exact than this on CUDA; see its assumptions.
+# Predictions for CUDA may be off by this share; see their assumptions.
 _TIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class GpuFit:
-    """A prediction beside the memory of one GPU.
+    """Whether a predicted step fits a GPU.
 
     Args:
         gpu: The GPU.
-        needed_bytes: The least that the step runs with, the CUDA context included.
-        tensor_bytes: What its tensors need with the context, if there were no gaps between them.
-        used_bytes: What the process uses where there is room.
+        needed_bytes: Smallest GPU memory that the step runs with, including the CUDA context.
+        tensor_bytes: Bytes of tensors and CUDA context, without gaps between allocator blocks.
+        used_bytes: Bytes that the process uses on a GPU with enough memory.
     """
 
     gpu: Gpu
@@ -99,34 +99,34 @@ class GpuFit:
 
     @property
     def fits(self) -> bool:
-        """Whether the card has what the step takes."""
+        """Whether the predicted memory fits the GPU."""
         return self.spare_bytes >= 0
 
     @property
     def spare_bytes(self) -> int:
-        """What is left on the card; negative where it does not fit."""
+        """Bytes left on the GPU; negative if the step does not fit."""
         return self.gpu.total_bytes - self.needed_bytes
 
     @property
     def note(self) -> str:
-        """What to know about a close result; empty if it is clear."""
+        """Advice if the result is close; empty if it is clear."""
         if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
-            return "barely: less is left than the prediction may be wrong by"
+            return "barely: the rest is smaller than the error of the prediction may be"
         if self.fits and self.used_bytes > self.gpu.total_bytes:
             return (
-                f"torch would reserve {format_bytes(self.used_bytes)} there, and returns cached "
-                "memory to the driver instead, which costs time: try "
+                f"torch would reserve {format_bytes(self.used_bytes)} with more memory; here it "
+                "has to return cached memory to the driver, which costs time: try "
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
             )
         if not self.fits and self.tensor_bytes <= self.gpu.total_bytes:
             return (
                 "its tensors would fit: try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
-                "which leaves fewer gaps"
+                "which leaves fewer gaps between allocations"
             )
         return ""
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
+        """Convert to plain values for JSON.
 
         Returns:
             ``name``, ``total_bytes``, ``needed_bytes``, ``spare_bytes``, ``fits`` and ``note``.
@@ -151,37 +151,37 @@ class GpuFit:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class MemoryPrediction(JupyterMixin):
-    """Memory of a training step: how much, of what, when and where.
+    """Predicted memory of a training step, by category, phase, module and tensor.
 
     ``print``, and the last line of a notebook cell, show the peak by category and phase.
 
     Args:
-        device: ``"cuda"`` or ``"cpu"``: whose kernels were assumed.
+        device: Device whose kernels were assumed, ``"cuda"`` or ``"cpu"``.
         model: Class name of the module.
-        peak: Bytes by category when most is alive.
-        by_phase: The same at the peak of each of `PHASES`.
-        modules: The share of each module, in the order of ``named_modules()``.
-        largest_tensors: What is alive at the peak, largest first.
+        peak: Bytes by category at the peak.
+        by_phase: Bytes by category at the peak of each of `PHASES`.
+        modules: Memory of each module at the peak, in the order of ``named_modules()``.
+        largest_tensors: Storages alive at the peak, largest first.
         peak_phase: Phase of the peak.
         peak_module: Name of the module that runs at the peak.
         peak_op: The operator that runs at the peak, such as ``"aten.mm"``.
-        timeline: The step that was looked at.
+        timeline: Live bytes through the step with the peak.
         allocated_bytes: The peak in blocks of CUDA's caching allocator, as
-            ``torch.cuda.max_memory_allocated`` gives it; ``None`` on a CPU.
-        reserved_bytes: What that allocator takes from the driver where there is room; ``None`` on a
-            CPU.
-        least_reserved_bytes: The least that it gets through the step with: when memory runs out,
-            it returns what it has cached and tries again. ``None`` on a CPU.
-        context_bytes: What CUDA needs for itself; 0 on a CPU.
-        workspace_bytes: What cuBLAS holds of ``other``; 0 on a CPU.
-        settings: What was switched on, name and value as in the table at the start of fit.
-        ineffective: What was asked for and is off or changes nothing, name and value with the
+            ``torch.cuda.max_memory_allocated`` reports it; ``None`` on a CPU.
+        reserved_bytes: Bytes that this allocator reserves on a GPU with enough memory; ``None`` on
+            a CPU.
+        least_reserved_bytes: The least that this allocator needs for the step: when memory runs
+            out, it returns cached blocks to the driver and retries. ``None`` on a CPU.
+        context_bytes: Bytes of the CUDA context; 0 on a CPU.
+        workspace_bytes: Bytes of cuBLAS workspaces, a part of ``other``; 0 on a CPU.
+        settings: Active settings, name and value as in the table at the start of fit.
+        ineffective: Requested settings that are off or change nothing: name, and value with the
             reason.
-        assumptions: What the prediction takes for granted, one line each.
-        guesses: Where the model depends on data and something had to be guessed, one line each.
+        assumptions: Assumptions of the prediction, one line each.
+        guesses: Guessed values of tensors, where memory depends on data, one line each.
         is_extrapolated: Whether it comes from copies of the model with fewer blocks.
-        seconds: What the prediction took.
-        trace: What `to_snapshot` writes; empty if the prediction is extrapolated or was read from
+        seconds: Time that the prediction needed, in seconds.
+        trace: Events for `to_snapshot`; empty if the prediction is extrapolated or was read from
             JSON.
 
     Example:
@@ -216,23 +216,23 @@ class MemoryPrediction(JupyterMixin):
 
     @property
     def peak_bytes(self) -> int:
-        """Most bytes in tensors at once."""
+        """Peak bytes of live tensors."""
         return self.peak.total_bytes
 
     @property
     def device_bytes(self) -> int:
-        """What the device must have: allocator and context on CUDA, else the peak."""
+        """Bytes that the device must have: allocator and context on CUDA, else the peak."""
         least_bytes = self.least_reserved_bytes or self.reserved_bytes or self.peak_bytes
         return least_bytes + self.context_bytes
 
     def fits(self, gpu: Gpu) -> GpuFit:
-        """Say whether a GPU has what the step takes; the answer is true where it has.
+        """Compare the predicted memory with that of a GPU.
 
         Args:
             gpu: The GPU.
 
         Returns:
-            Prediction and GPU side by side.
+            The comparison; true if the step fits.
 
         Example:
             >>> from lightning_memsave.prediction.cuda.gpus import parse_gpu
@@ -246,19 +246,19 @@ class MemoryPrediction(JupyterMixin):
 
     @property
     def measurable_bytes(self) -> int:
-        """The peak as a run measures it: in blocks of the allocator on CUDA, else in tensors."""
+        """The peak as a run measures it: in allocator blocks on CUDA, else in tensors."""
         return self.allocated_bytes or self.peak_bytes
 
     @property
     def num_parameters(self) -> int:
-        """Numbers in all parameters."""
+        """Number of elements of all parameters."""
         return sum(module.num_parameters for module in self.modules)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
+        """Convert to plain values for JSON.
 
         Returns:
-            The fields under their names; breakdowns as ``peak_bytes`` and ``by_category``.
+            The fields by name; breakdowns as ``peak_bytes`` and ``by_category``.
         """
         return {
             "device": self.device,
@@ -308,34 +308,33 @@ class MemoryPrediction(JupyterMixin):
         }
 
     def to_snapshot(self) -> dict[str, Any]:
-        """Give the step in the format of torch's memory viewer, https://pytorch.org/memory_viz.
+        """Convert the step to the format of torch's memory viewer, https://pytorch.org/memory_viz.
 
-        Every allocation has the category, the operator, the module and the phase that made it. The
-        sizes are those of tensors, so that the peak is ``peak_bytes``; what is there before the
-        step comes first.
+        Each allocation shows its category, operator, module and phase. Sizes are those of tensors,
+        so that the peak is ``peak_bytes``; memory from before the step comes first.
 
         Returns:
-            As ``torch.cuda.memory._snapshot`` gives it. The viewer reads pickles up to protocol 4:
-            ``pickle.dump(prediction.to_snapshot(), file, protocol=4)``.
+            The format of ``torch.cuda.memory._snapshot``. The viewer reads pickles up to protocol
+            4: ``pickle.dump(prediction.to_snapshot(), file, protocol=4)``.
 
         Raises:
-            ConfigurationError: If the prediction was read from JSON, or made from copies of the
-                model with fewer blocks.
+            ConfigurationError: If the prediction was read from JSON, or extrapolated from copies
+                of the model with fewer blocks.
         """
         return self.trace.to_snapshot()
 
     @classmethod
     def from_dict(cls, found: Mapping[str, Any]) -> Self:
-        """Make a prediction from what ``to_dict`` gave.
+        """Restore a prediction from the result of ``to_dict``.
 
         Args:
-            found: Such a mapping, from a JSON file for example.
+            found: The mapping, for example from a JSON file.
 
         Returns:
-            The same prediction.
+            The prediction.
 
         Raises:
-            KeyError: If something is missing in it.
+            KeyError: If a key is missing.
         """
         make = MemoryBreakdown.from_categories
         return cls(
@@ -390,14 +389,7 @@ class MemoryPrediction(JupyterMixin):
 
 
 def headline(prediction: MemoryPrediction) -> list[RenderableType]:
-    """Say in a few lines what is predicted, with which settings, and where the peak is.
-
-    Args:
-        prediction: What to show.
-
-    Returns:
-        The lines.
-    """
+    """Format total, settings and place of the peak in a few lines."""
     count = prediction.num_parameters
     parameters = f", {count:,} parameters" if count else ""
     title = (
@@ -416,20 +408,13 @@ def headline(prediction: MemoryPrediction) -> list[RenderableType]:
     if prediction.peak.host_bytes:
         host = format_bytes(prediction.peak.host_bytes)
         lines.append(
-            Text(f"and {host} on the host: gradients, to repeat a batch when memory runs out")
+            Text(f"and {host} on the host: gradients, kept to repeat a batch after an OOM")
         )
     return list(lines)
 
 
 def needed_memory(prediction: MemoryPrediction) -> Table:
-    """Draw what a CUDA device needs: tensors, gaps of the allocator and context.
-
-    Args:
-        prediction: One for CUDA.
-
-    Returns:
-        A table for a rich console.
-    """
+    """Make a table of the memory that a CUDA device needs: tensors, allocator gaps and context."""
     context = prediction.context_bytes
     table = figure_table("device memory needed", "", numbers=("",))
     for name, num_bytes in (
@@ -437,21 +422,14 @@ def needed_memory(prediction: MemoryPrediction) -> Table:
         ("gaps in torch's allocator", prediction.device_bytes - context - prediction.peak_bytes),
         ("CUDA context", context),
         ("total", prediction.device_bytes),
-        ("used where there is room", (prediction.reserved_bytes or 0) + context),
+        ("used if there is room", (prediction.reserved_bytes or 0) + context),
     ):
         table.add_row(Text(name), Text(format_bytes(num_bytes)))
     return table
 
 
 def categories(prediction: MemoryPrediction) -> Table:
-    """Draw the peak, and that of each phase, by category.
-
-    Args:
-        prediction: What to show.
-
-    Returns:
-        A table for a rich console.
-    """
+    """Make a table of the peak, and that of each phase, by category."""
     phases = [phase for phase in PHASES if phase in prediction.by_phase]
     numbers = ("at the peak", "share", *phases)
     table = figure_table("category", *numbers, numbers=numbers)

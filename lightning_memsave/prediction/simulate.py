@@ -1,4 +1,4 @@
-"""Two training steps in a Trainer, on tensors without data."""
+"""Simulate two training steps in a Trainer, on fake tensors."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.copies import with_parameters_of
-from lightning_memsave.prediction.fake.tensors import again
+from lightning_memsave.prediction.fake.tensors import clone_batch
 from lightning_memsave.prediction.recording import Recording, StepProfile
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.nested_fit import (
@@ -21,32 +21,32 @@ from lightning_memsave.trainer.nested_fit import (
 from lightning_memsave.trainer.trainer import PACKAGES, has_configure_optimizers
 
 NUM_STEPS = 2
-"""In the first step the optimizer makes its state, the second is like all that follow."""
+"""The first step creates the optimizer state; the second is like all later ones."""
 MAX_ACCUMULATED = 2
-"""The second batch of a window finds the gradients of the first, as all later ones do."""
+"""From the second batch of an accumulation window on, gradients exist."""
 
-# What a Trainer calls before the first batch, and has called already where it runs.
+# Called before the first batch: a running Trainer has called them already.
 _START_HOOKS = (
     *("prepare_data", "setup", "configure_model"),
     *("on_fit_start", "on_train_start", "on_train_epoch_start"),
 )
-# What ends a fit must not write files or send messages for one that never was.
+# At the end of a simulated fit, no hook may write files or send messages.
 _END_HOOKS = ("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown", "on_exception")
 
 
 @dataclass(frozen=True)
 class SimulationSettings:
-    """How a trial trains.
+    """Settings of a simulated fit.
 
     Args:
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
         accumulate_grad_batches: Batches per optimizer step.
-        num_batches: In an epoch, for schedules.
-        trainer_arguments: More arguments of the Trainer.
-        is_running: The module is one of a fit that has begun: hooks from before the first batch
-            have been called.
-        emulation: Entered around the fit, such as CUDA's choice of kernels.
-        deadline_s: On the clock of ``time.monotonic``, when to give up.
+        num_batches: Batches per epoch, for learning-rate schedules.
+        trainer_arguments: Further arguments of the Trainer.
+        is_running: Whether the module is being trained: the hooks before the first batch have been
+            called already.
+        emulation: Context around the fit, such as the emulation of CUDA's kernels.
+        deadline_s: ``time.monotonic()`` at which to abort; ``None`` for never.
     """
 
     package: ModuleType
@@ -61,26 +61,26 @@ class SimulationSettings:
 def simulate_steps(
     pl_module: Any, batch: Any, callbacks: Sequence[Any], settings: SimulationSettings
 ) -> Recording:
-    """Train two optimizer steps on tensors without data and record what is alive.
+    """Train two optimizer steps on fake tensors and record live memory.
 
     Args:
-        pl_module: A LightningModule without data, made for this trial.
-        batch: A batch without data.
-        callbacks: Callbacks that take part, made for this trial.
-        settings: How it trains.
+        pl_module: A LightningModule on fake tensors, used for this simulation only.
+        batch: A batch of fake tensors.
+        callbacks: Callbacks of the Trainer, used for this simulation only.
+        settings: Settings of the fit.
 
     Returns:
-        What was recorded.
+        The recording.
 
     Raises:
-        ConfigurationError: If no batch is trained on, or what the optimizer keeps depends on data.
-        TimeoutError: If it goes on after the deadline.
+        ConfigurationError: If no batch is trained on, or the optimizer's memory depends on values.
+        TimeoutError: If the deadline passes.
 
     Note:
-        To be called inside `fake_tensors`. Whatever the module raises comes through.
+        Call it inside `fake_tensors`. Exceptions of the module's own code propagate.
     """
     accumulated = min(settings.accumulate_grad_batches, MAX_ACCUMULATED)
-    # Callbacks that the module brings would write their files for a fit that never was.
+    # `configure_callbacks` too: the module's own callbacks may write files.
     skipped = [*(_START_HOOKS if settings.is_running else ()), *_END_HOOKS, "configure_callbacks"]
     _skip(pl_module, skipped)
     _train_own_parameters(pl_module)
@@ -112,7 +112,7 @@ def simulate_steps(
 
 
 class _Repeated:
-    """A loader that gives the same batch again and again."""
+    """A loader that yields a fresh copy of one batch each time."""
 
     def __init__(self, batch: Any, num_batches: int) -> None:
         self.batch = batch
@@ -123,13 +123,12 @@ class _Repeated:
 
     def __iter__(self) -> Iterator[Any]:
         for _ in range(self.num_batches):
-            # Each is new, as in training: what converts it frees the old one, and steps may take
-            # things out of it or change it.
-            yield again(self.batch)
+            # Steps may change the batch, and converting it must free the original, as in training.
+            yield clone_batch(self.batch)
 
 
 class _Observer(CallbackBase):
-    """Records from the first batch on, and ends the fit."""
+    """Records from the first batch on, and stops the fit after the last one."""
 
     def __init__(self, num_batches: int, deadline_s: float | None) -> None:
         super().__init__()
@@ -154,7 +153,7 @@ class _Observer(CallbackBase):
     ) -> None:
         assert self._profile is not None, "the first batch has begun"
         self._profile.end_batch()
-        # Lightning makes an empty mapping of None.
+        # Lightning turns None into an empty mapping.
         if not outputs and pl_module.automatic_optimization:
             self._profile.recording.has_loss = False
         if batch_idx + 1 == self.num_batches:
@@ -165,7 +164,7 @@ class _Observer(CallbackBase):
         self.close()
 
     def close(self) -> None:
-        """Stop recording; also where the module broke off the epoch; harmless at any time."""
+        """Stop recording, also if the module ended the epoch early; idempotent."""
         if self._profile is not None and self._is_open:
             self._is_open = False
             self._profile.__exit__(None, None, None)
@@ -173,8 +172,8 @@ class _Observer(CallbackBase):
     def take_recording(self) -> Recording:
         if self._profile is None or not self._profile.recording.batch_ends:
             raise ConfigurationError(
-                "No batch was trained on, as the module skips the first one. Predict with a batch "
-                "that it takes."
+                "No batch was trained on, because the module skips the first one. Predict with a "
+                "batch that it trains on."
             )
         return self._profile.recording
 
@@ -184,21 +183,21 @@ def _check_optimizers(optimizers: Sequence[torch.optim.Optimizer]) -> None:
         if isinstance(optimizer, torch.optim.LBFGS):
             size = optimizer.param_groups[0]["history_size"]
             raise ConfigurationError(
-                "The memory of `torch.optim.LBFGS` cannot be predicted: how often it asks for "
-                f"gradients, and how many of `history_size={size}` pairs it keeps, depends on the "
-                "loss. Predict with another optimizer, and add those pairs of the size of the "
-                "gradients."
+                "The memory of `torch.optim.LBFGS` cannot be predicted: how often it evaluates the "
+                f"loss, and how many of its `history_size={size}` pairs it keeps, depends on the "
+                "loss. Predict with another optimizer, and add two tensors of the size of all "
+                "gradients for each pair."
             )
 
 
 def _skip(pl_module: Any, hooks: Sequence[str]) -> None:
     for hook in hooks:
-        # Lightning takes a module that has it for one that was written for it.
+        # Lightning's own hooks stay: it checks which ones a module overrides.
         if not getattr(type(pl_module), hook, _do_nothing).__module__.startswith(PACKAGES):
             object.__setattr__(pl_module, hook, _do_nothing)
 
 
-# A function that was set on the instance may give an optimizer of the module that was copied.
+# `configure_optimizers` set on the instance may return an optimizer of the original module.
 def _train_own_parameters(pl_module: Any) -> None:
     if has_configure_optimizers(pl_module):
         configure = pl_module.configure_optimizers

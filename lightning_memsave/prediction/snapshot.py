@@ -1,4 +1,4 @@
-"""Write the events of a predicted step in the format of torch's memory viewer."""
+"""Convert a predicted step to the format of torch's memory viewer."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from lightning_memsave.errors import ConfigurationError
 
-# As torch's allocator rounds; what a tensor has of it stays as `requested_size`.
+# torch's allocator rounds up to this; `requested_size` is the tensor's own size.
 _ALIGNMENT = 512
 
 
 class StorageOrigin(NamedTuple):
-    """What a storage is and where it comes from, as in `TensorMemory`."""
+    """Category and origin of a storage; fields as in `TensorMemory`."""
 
     category: str
     module: str = ""
@@ -23,34 +23,34 @@ class StorageOrigin(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """What was allocated and freed in one step.
+    """Allocations and frees of one step.
 
     Args:
-        storages: All that were alive at some time.
-        changes: Index in ``storages`` and the bytes by which it grew, or shrank if negative, in
-            order. The first ones are what is there before the step.
+        storages: All storages that were ever alive.
+        changes: Index in ``storages`` and change in bytes (negative when freed), in order,
+            beginning with those alive before the step.
     """
 
     storages: tuple[StorageOrigin, ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
 
     def to_snapshot(self) -> dict[str, Any]:
-        """Write it as ``torch.cuda.memory._snapshot`` does.
+        """Convert it to the format of ``torch.cuda.memory._snapshot``.
 
         Returns:
             ``device_traces`` and ``segments`` of one device.
 
         Raises:
-            ConfigurationError: If nothing was traced.
+            ConfigurationError: If there are no changes.
         """
         if not self.changes:
             raise ConfigurationError(
-                "The prediction has no events to write: it was read from JSON, or made from copies "
-                "of the model with fewer blocks. Predict again with "
+                "The prediction has no events to write: it was read from JSON, or extrapolated "
+                "from copies of the model with fewer blocks. Predict again with "
                 "`predict_memory(..., may_extrapolate=False)`."
             )
         addresses = _Addresses()
-        # The viewer colours by category, and expects that one of them is called "unknown".
+        # The viewer colours by category and requires one called "unknown".
         start = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0, "frames": []}
         events: list[dict[str, Any]] = [start | {"category": "unknown"}]
         alive: dict[int, dict[str, Any]] = {}
@@ -90,7 +90,7 @@ class StepTrace:
 
 
 class _Addresses:
-    """Addresses without a device: freed ones serve again for the same size."""
+    """Assigns addresses; freed ones are reused for the same size."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -110,7 +110,7 @@ def _rounded(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-# The viewer writes each as `filename:line:name`.
+# The viewer shows each frame as `filename:line:name`.
 def _frames(origin: StorageOrigin) -> list[dict[str, Any]]:
     tensor = f"{origin.dtype}[{','.join(map(str, origin.shape))}]" if origin.dtype else ""
     made_by = " ".join(filter(None, (origin.op, tensor)))

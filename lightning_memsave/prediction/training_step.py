@@ -1,4 +1,4 @@
-"""The one request: which training step is meant, and on what it runs."""
+"""Describe the training step to predict: model, batch, settings and device."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,9 +23,9 @@ from lightning_memsave.trainer.precision import full_name
 TIME_LIMIT_S = 300.0
 MakeOptimizer = Callable[..., Optimizer]
 ComputeLoss = Callable[[Any, Any], Tensor]
-_CAPABILITY = (8, 0)  # where no GPU in particular is meant
-# One device holds everything: what a Trainer is told of devices and strategies is not used.
-_MATTER = (
+_CAPABILITY = (8, 0)  # assumed if no GPU is named
+# Predictions are for a single device: arguments on devices and strategies are ignored.
+_MEMORY_ARGUMENTS = (
     *("precision", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     *("max_epochs", "max_steps"),
 )
@@ -34,12 +34,12 @@ _DEFAULT_PRECISION = ("32", "32-true")
 
 @dataclass(frozen=True)
 class RunningFit:
-    """What is known of a step because its fit has begun.
+    """Facts about a fit that is already running.
 
     Args:
-        num_batches: In an epoch, for schedules.
-        other_bytes: What there is all the time and no prediction sees, such as what a strategy
-            holds.
+        num_batches: Batches per epoch, for learning-rate schedules.
+        other_bytes: Memory held throughout the fit that the simulation does not allocate, such as
+            the buffers of a strategy.
     """
 
     num_batches: int = 1000
@@ -48,28 +48,28 @@ class RunningFit:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A training step: of which model, with which batch and settings, on which device.
+    """A training step to predict: model, batch, settings and device.
 
     Args:
-        model: A LightningModule, any other module, or a function without arguments that makes one;
-            ``None`` where only its parameters are known, which is not predicted.
-        batch: A batch, in any nesting, real or on the meta device; or a function that gives one;
-            ``None`` where there is none yet.
-        make_callback: Makes a `MemSaveCallback` from its arguments.
-        settings: Its arguments by name, as they would be written.
-        optimizer: For modules that are no LightningModule: makes the optimizer from the parameters;
-            ``None`` for AdamW.
-        loss: For modules that are no LightningModule: gives the loss from output and batch.
+        model: A LightningModule, any other module, or a function without arguments that returns
+            one; ``None`` if only the parameters are known, which cannot be predicted.
+        batch: A batch, in any nesting, real or on the meta device, or a function that returns one;
+            ``None`` if there is none yet.
+        make_callback: Constructs a `MemSaveCallback` from its arguments.
+        settings: Arguments of `MemSaveCallback` by name.
+        optimizer: Constructs the optimizer from the parameters, for modules that are not a
+            LightningModule; ``None`` for AdamW.
+        loss: Computes the loss from output and batch, for modules that are not a LightningModule.
         trainer_arguments: Arguments of the Trainer.
-        device: Whose kernels are assumed, ``"cuda"`` or ``"cpu"``.
-        gpu: The GPU that is meant.
-        attention: CUDA's attention kernel; ``None`` for the one that torch would choose.
-        time_limit_s: Give up a prediction after this time; ``None`` for never.
+        device: Device whose kernels are assumed, ``"cuda"`` or ``"cpu"``.
+        gpu: The GPU to predict for; ``None`` for any with compute capability 8.0.
+        attention: CUDA's attention kernel; ``None`` for torch's own choice.
+        time_limit_s: Abort a prediction after this many seconds; ``None`` for no limit.
         may_extrapolate: Whether deep models may be predicted from copies with fewer blocks.
-        fit: What is known of the fit that the step is one of; ``None`` before there is one.
+        fit: The running fit that the step belongs to; ``None`` before a fit.
 
     Raises:
-        ConfigurationError: If an argument cannot be used.
+        ConfigurationError: If an argument is invalid.
     """
 
     model: nn.Module | Callable[[], nn.Module] | None
@@ -94,12 +94,12 @@ class TrainingStep:
         _check_trainer_arguments(self.trainer_arguments)
 
     def with_settings(self, changes: Mapping[str, Any]) -> Self:
-        """Give the same step with other arguments of `MemSaveCallback`."""
+        """Return the same step with some arguments of `MemSaveCallback` replaced."""
         return replace(self, settings={**self.settings, **changes})
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """All arguments of `MemSaveCallback`, with the precision that ``"auto"`` is here."""
+        """All arguments of `MemSaveCallback`; an ``"auto"`` precision is resolved."""
         arguments = dict(self.make_callback(**self.settings).arguments)
         if with_stack(arguments)["precision"] == "auto":
             arguments["precision"] = self._auto_precision()
@@ -107,80 +107,81 @@ class TrainingStep:
 
     @property
     def effective_settings(self) -> dict[str, Any]:
-        """The same with the values of the stack in place of ``"auto"``."""
+        """All arguments of `MemSaveCallback`; ``"auto"`` is resolved to the stack's values."""
         return with_stack(self.arguments)
 
     @property
     def trainer_settings(self) -> dict[str, Any]:
-        """Those of the Trainer's arguments that matter for memory."""
-        matter = _that_matter(self.trainer_arguments)
-        if 0 <= matter.get("max_steps", -1) < NUM_STEPS:
-            del matter["max_steps"]
-        return matter
+        """The Trainer arguments that affect memory."""
+        arguments = _select_memory_arguments(self.trainer_arguments)
+        if 0 <= arguments.get("max_steps", -1) < NUM_STEPS:
+            del arguments["max_steps"]
+        return arguments
 
     @property
     def precision(self) -> str:
-        """What is trained in."""
+        """Training precision, such as ``"bf16-mixed"``."""
         chosen = self.trainer_settings.get("precision")
         return str(self.effective_settings["precision"] or chosen or "32-true")
 
     @property
     def capability(self) -> tuple[int, int]:
-        """Compute capability of the GPU, or of the one that is assumed."""
+        """Compute capability of the GPU, or the assumed one."""
         return (self.gpu and self.gpu.compute_capability) or _CAPABILITY
 
     @property
     def workspace_config(self) -> str | None:
-        """As ``CUBLAS_WORKSPACE_CONFIG``; ``None`` where that variable says it."""
+        """Value of ``CUBLAS_WORKSPACE_CONFIG``; ``None`` to read it from the environment."""
         return DETERMINISTIC_WORKSPACE if self.trainer_arguments.get("deterministic") else None
 
     def build(self, fakes: FakeTensors) -> tuple[Any, Any]:
-        """Make the LightningModule and the batch, both without data.
+        """Build the LightningModule and the batch on fake tensors.
 
         Args:
-            fakes: Makes tensors without data.
+            fakes: Copies modules and batches to fake tensors.
 
         Returns:
-            Both.
+            The LightningModule and the batch.
 
         Raises:
-            ConfigurationError: If one of them cannot be made or copied, or the batch is empty.
+            ConfigurationError: If either cannot be constructed or copied, or the batch is empty.
         """
-        made = self.model if isinstance(self.model, nn.Module) else _make(self.model)
+        module = self.model if isinstance(self.model, nn.Module) else _make(self.model)
         batch = self.batch
         if inspect.isroutine(batch):
             with real_tensors():
                 batch = batch()
         _check_batch(batch)
-        twin = made
-        if made is self.model:
-            trainer = getattr(made, "_trainer", None)
-            twin = fakes.copy_module(made, without=[] if trainer is None else [trainer])
-        if not is_lightning(twin):
-            twin = wrap(twin, self.optimizer, self.loss)
+        fake_module = module
+        if module is self.model:
+            trainer = getattr(module, "_trainer", None)
+            fake_module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
+        if not is_lightning(fake_module):
+            fake_module = wrap(fake_module, self.optimizer, self.loss)
         if self.fit is None:
-            return twin, fakes.copy_batch(batch)
-        for part in twin.modules():
-            unpatch(part)
-        return twin, fakes.copy_whole_batch(batch)
+            return fake_module, fakes.copy_batch(batch)
+        for submodule in fake_module.modules():
+            unpatch(submodule)
+        return fake_module, fakes.copy_whole_batch(batch)
 
-    # Lightning's default cannot be told from no choice, which the callback changes on CUDA.
+    # An explicit precision of 32 cannot be told from Lightning's default, which the callback
+    # replaces on CUDA.
     def _auto_precision(self) -> str | None:
-        given = str(self.trainer_settings.get("precision", 32))
-        if self.device != "cuda" or given not in _DEFAULT_PRECISION:
+        precision = str(self.trainer_settings.get("precision", 32))
+        if self.device != "cuda" or precision not in _DEFAULT_PRECISION:
             return None
         return "bf16-mixed" if self.gpu is None or self.gpu.has_bf16 else None
 
 
 def as_code(make_callback: Callable[..., Any], settings: Mapping[str, Any]) -> str:
-    """Write what to type for settings.
+    """Format settings as Python code.
 
     Args:
-        make_callback: Makes a `MemSaveCallback`.
+        make_callback: Constructs a `MemSaveCallback`.
         settings: Its arguments by name.
 
     Returns:
-        Such as ``MemSaveCallback(stack="off", optimizer="8bit")``; defaults are left out.
+        For example ``MemSaveCallback(stack="off", optimizer="8bit")``; defaults are omitted.
     """
     defaults, arguments = make_callback().arguments, make_callback(**settings).arguments
     # Command lines and YAML write an empty list for `()`.
@@ -196,38 +197,38 @@ def _quoted(value: Any) -> str:
 def _make(make: Any) -> nn.Module:
     if not callable(make):
         raise ConfigurationError(
-            f"`{make!r}` is {type(make).__name__}, neither a module nor a function that makes one. "
-            "Pass the module, or for example `lambda: Model(config)`."
+            f"`{make!r}` is {type(make).__name__}, neither a module nor a function that returns "
+            "one. Pass the module, or for example `lambda: Model(config)`."
         )
     try:
-        made = make()
+        module = make()
     except MemsaveError:
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"`{make!r}` cannot make the module ({type(error).__name__}: {error}). It is called "
-            "without arguments and its tensors have no data: see that it needs neither, or pass "
-            "the module itself."
+            f"`{make!r}` cannot construct the module ({type(error).__name__}: {error}). It is "
+            "called without arguments, on fake tensors: do not require arguments or read values "
+            "of tensors in it, or pass the module itself."
         ) from error
-    if not isinstance(made, nn.Module):
+    if not isinstance(module, nn.Module):
         raise ConfigurationError(
-            f"`{make!r}` gave {type(made).__name__}, not a module. Return the module."
+            f"`{make!r}` returned {type(module).__name__}, not a module. Return the module."
         )
-    return made
+    return module
 
 
 def _check_device(device: str) -> None:
     if device not in ("cuda", "cpu"):
         raise ConfigurationError(
-            f'`device={device!r}` is not known here. Use `"cuda"` or `"cpu"`; for one GPU in '
-            'particular: `device="cuda", gpu="T4"`.'
+            f'`device={device!r}` is not supported. Use `"cuda"` or `"cpu"`; for a specific GPU: '
+            '`device="cuda", gpu="T4"`.'
         )
 
 
 def _check_time_limit(time_limit_s: float | None) -> None:
     if time_limit_s is not None and not (_is_number(time_limit_s) and time_limit_s > 0):
         raise ConfigurationError(
-            f"`time_limit_s={time_limit_s!r}` is no time to predict in. Use seconds, such as "
+            f"`time_limit_s={time_limit_s!r}` is not a positive number of seconds. Use for example "
             "`time_limit_s=60`, or `None` for no limit."
         )
 
@@ -235,14 +236,14 @@ def _check_time_limit(time_limit_s: float | None) -> None:
 def _check_batch(batch: Any) -> None:
     if batch is None:
         raise ConfigurationError(
-            "`batch=None` is no batch. Pass one that `training_step` takes, on any device: for "
-            "example `next(iter(train_dataloader))`."
+            "`batch=None` is not a batch. Pass one that `training_step` accepts, on any device: "
+            "for example `next(iter(train_dataloader))`."
         )
     sizes = {tensor.shape[0] for tensor in tensors_in(batch) if tensor.ndim}
     if sizes == {0}:
         raise ConfigurationError(
-            "The batch has no samples: the first size of its tensors is 0. Pass one of the size "
-            "that is trained with."
+            "The batch has no samples: the first dimension of its tensors is 0. Pass one of the "
+            "size that you train with."
         )
 
 
@@ -250,16 +251,17 @@ def _check_functions(optimizer: Any, loss: Any) -> None:
     if isinstance(optimizer, Optimizer):
         name = type(optimizer).__name__
         raise ConfigurationError(
-            f"`optimizer={name}(...)` is an optimizer of other parameters. Pass what makes one: "
-            f"`optimizer=torch.optim.{name}`, or `lambda parameters: torch.optim.{name}(...)`."
+            f"`optimizer={name}(...)` is bound to other parameters. Pass a class or function that "
+            f"constructs one: `optimizer=torch.optim.{name}`, or "
+            f"`lambda parameters: torch.optim.{name}(...)`."
         )
     if optimizer is not None and not callable(optimizer):
         raise ConfigurationError(
-            f"`optimizer={optimizer!r}` does not make an optimizer. Pass a class such as "
+            f"`optimizer={optimizer!r}` does not construct an optimizer. Pass a class such as "
             "`optimizer=torch.optim.AdamW`; for an 8-bit one add "
             '`settings={"optimizer": "8bit"}`.'
         )
-    if loss is not None and not _takes_two(loss):
+    if loss is not None and not _accepts_two_arguments(loss):
         raise ConfigurationError(
             f"`loss={loss!r}` is not a function of output and batch. Pass for example "
             "`loss=lambda output, batch: torch.nn.functional.mse_loss(output, batch[1])`."
@@ -278,24 +280,24 @@ def _check_settings(settings: Mapping[str, Any], make_callback: Callable[..., An
     _check_mapping(settings, "settings", '{"optimizer": "8bit"}')
     make_callback(
         **{str(name): value for name, value in settings.items()}
-    )  # says all that is wrong with them
+    )  # raises for invalid ones
 
 
-def _check_trainer_arguments(given: Mapping[str, Any]) -> None:
-    _check_mapping(given, "trainer_arguments", '{"precision": "bf16-mixed"}')
+def _check_trainer_arguments(arguments: Mapping[str, Any]) -> None:
+    _check_mapping(arguments, "trainer_arguments", '{"precision": "bf16-mixed"}')
     known = inspect.signature(installed_package().Trainer).parameters
-    for name in given:
+    for name in arguments:
         if name not in known:
             fix = did_you_mean(str(name), known).strip() or "Remove it."
             raise ConfigurationError(
-                f"`trainer_arguments` has {name!r}, which is no argument of Lightning's Trainer. "
+                f"`trainer_arguments` has {name!r}, which Lightning's Trainer does not accept. "
                 f"{fix}"
             )
-    _check_trainer_values(_that_matter(given))
+    _check_trainer_values(_select_memory_arguments(arguments))
 
 
-def _that_matter(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: given[name] for name in _MATTER if given.get(name) is not None}
+def _select_memory_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arguments[name] for name in _MEMORY_ARGUMENTS if arguments.get(name) is not None}
 
 
 def _check_trainer_values(arguments: Mapping[str, Any]) -> None:
@@ -311,19 +313,19 @@ def _check_trainer_values(arguments: Mapping[str, Any]) -> None:
     for name, (is_right, example) in rules.items():
         if name in arguments and not is_right(arguments[name]):
             raise ConfigurationError(
-                f"`{name}={arguments[name]!r}` is not a value of Lightning's Trainer. Use for "
-                f"example `{name}={example!r}`, or remove it."
+                f"`{name}={arguments[name]!r}` is not a valid value for Lightning's Trainer. Use "
+                f"for example `{name}={example!r}`, or remove it."
             )
 
 
-def _takes_two(function: Any) -> bool:
+def _accepts_two_arguments(function: Any) -> bool:
     if isinstance(function, type) or not callable(function):
         return False
     try:
         inspect.signature(function).bind(None, None)
     except TypeError:
         return False
-    except ValueError:  # some written in C do not say what they take
+    except ValueError:  # some functions written in C have no signature
         return True
     return True
 

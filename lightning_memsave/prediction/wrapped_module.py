@@ -1,4 +1,4 @@
-"""A module that is no LightningModule, inside of one that trains it."""
+"""Wrap a plain module in a LightningModule that trains it."""
 
 import importlib
 import importlib.util
@@ -16,13 +16,13 @@ from lightning_memsave.trainer.trainer import PACKAGES
 
 _WRAPPER = "wrapped"
 _LOSS = (
-    "The loss is the `loss` of what the module gives, or the mean of its first tensor: pass "
-    "`loss=` in Python, or a LightningModule, for another one."
+    "The loss is the `loss` of the module's output, or the mean of its first tensor: pass `loss=` "
+    "in Python, or a LightningModule, for another one."
 )
 
 
 def is_lightning(module: nn.Module) -> bool:
-    """Say whether a module brings its own training step, by either Lightning package."""
+    """Return whether a module is a LightningModule of either package."""
     starts = tuple(f"{package}." for package in PACKAGES)
     return any(cls.__module__.startswith(starts) for cls in type(module).__mro__)
 
@@ -34,12 +34,12 @@ def installed_package() -> Any:
 
 
 def wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
-    """Make a LightningModule that trains a module.
+    """Wrap a module in a LightningModule that trains it.
 
     Args:
-        module: The module; the attributes of the batch are its arguments.
-        optimizer: Makes the optimizer from the parameters; ``None`` for AdamW.
-        loss: Gives the loss from output and batch; ``None`` takes the one in the output.
+        module: The module; it is called with the items of the batch.
+        optimizer: Constructs the optimizer from the parameters; ``None`` for AdamW.
+        loss: Computes the loss from output and batch; ``None`` uses the one in the output.
 
     Returns:
         The LightningModule.
@@ -60,7 +60,7 @@ def wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
             made = (optimizer or torch.optim.AdamW)(parameters)
             if made is None:
                 raise ConfigurationError(
-                    "`optimizer=` gave `None`. Return the optimizer, or pass its class: "
+                    "`optimizer=` returned `None`. Return the optimizer, or pass its class: "
                     "`optimizer=torch.optim.AdamW`."
                 )
             return made
@@ -74,17 +74,17 @@ def _checked_loss(found: Any) -> Any:
         return found
     what = f"a tensor of shape {tuple(found.shape)}" if is_tensor else type(found).__name__
     raise ConfigurationError(
-        f"`loss=` gave {what}, not a tensor with one value. Reduce it: "
+        f"`loss=` returned {what}, not a scalar tensor. Reduce it: "
         "for example `loss=lambda output, batch: (output - batch[1]).square().mean()`."
     )
 
 
 def unwrap(prediction: MemoryPrediction, has_loss: bool) -> MemoryPrediction:
-    """Give modules the names that they have in the model, and not in the module around it.
+    """Remove the wrapper from the module names of a prediction.
 
     Args:
-        prediction: Of what `wrap` has made, or of any other LightningModule.
-        has_loss: Whether `wrap` was given a loss.
+        prediction: Prediction of a module from `wrap`, or of any other LightningModule.
+        has_loss: Whether the user passed a loss to `wrap`.
 
     Returns:
         The prediction for the model itself.
@@ -138,6 +138,6 @@ def _loss_of(output: Any) -> Tensor:
     if tensors and tensors[0].is_floating_point():
         return tensors[0].float().mean()
     raise ConfigurationError(
-        f"The module gives {type(output).__name__}, in which there is no loss. Pass `loss=`, a "
-        "function of output and batch."
+        f"The module returns {type(output).__name__}, which has no loss. Pass `loss=`, a function "
+        "of output and batch."
     )

@@ -1,1 +1,1 @@
-"""Find the model and the batch that the user pointed at."""
+"""Find the model and the batch that the user named."""

@@ -1,4 +1,4 @@
-"""Batches described by dtypes and shapes, and tensors made of them."""
+"""Describe batches by dtypes and shapes, and build them."""
 
 import inspect
 import json
@@ -16,7 +16,7 @@ from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL, mark_place
 from lightning_memsave.targets.hugging_face import TASK_NAMES, TASKS
 
 MAX_NUMEL = 2**40
-"""No tensor of a batch is larger; what is, is a slip of the keyboard."""
+"""Larger tensors are refused, as typing errors."""
 
 _SIZES = re.compile(r"[-+]?[\d.]+(\s*[x×*]\s*[-+]?[\d.]+)*")  # noqa: RUF001 - the sign of products
 _TENSOR = re.compile(r"(?P<dtype>\w+)\s*\[(?P<shape>[^\]]*)\]\s*(?:<\s*(?P<bound>\d+))?")
@@ -25,8 +25,8 @@ _SHORT = {
     "fp16": "float16", "bf16": "bfloat16", "long": "int64", "int": "int32",
 }  # fmt: skip
 _HOW = (
-    'Write "8x512" for samples x tokens of a Hugging Face model, name each tensor: '
-    '"x=float32[8,3,224,224],y=int64[8]", or write JSON where they are nested: '
+    'Write "8x512" for samples x tokens of a Hugging Face model, describe each tensor: '
+    '"x=float32[8,3,224,224],y=int64[8]", or write JSON for nested ones: '
     '\'{"in": {"x": "float32[8,10]"}, "y": "int64[8]"}\'.'
 )
 
@@ -36,11 +36,11 @@ class TensorSpec:
     """One tensor of a batch.
 
     Args:
-        dtype: Of its elements.
+        dtype: Type of its elements.
         shape: Sizes; the first one is the number of samples.
-        upper_bound: Integers are less than this, so that an embedding has a row for each. Where
-            nothing is known they are 0 or 1.
-        lower_bound: Integers are at least this.
+        upper_bound: Exclusive upper bound of integers, such as the rows of an embedding; by default
+            integers are 0 or 1.
+        lower_bound: Inclusive lower bound of integers.
     """
 
     dtype: torch.dtype
@@ -49,10 +49,10 @@ class TensorSpec:
     lower_bound: int = 0
 
     def build(self, generator: torch.Generator | None = None) -> Tensor:
-        """Make the tensor: random numbers, or none under a ``FakeTensorMode``.
+        """Make the tensor with random values; a fake one under a ``FakeTensorMode``.
 
         Args:
-            generator: Of the random numbers.
+            generator: Random generator.
 
         Returns:
             A tensor on the CPU.
@@ -62,7 +62,7 @@ class TensorSpec:
             return torch.randn(self.shape, dtype=dtype, generator=generator).to(self.dtype)
         bounds = (self.lower_bound, self.upper_bound)
         if self.upper_bound == self.lower_bound + 1:
-            # Known without data too, where random ones are not: a mask of ones stays one.
+            # Constants stay known in predictions, such as a mask of ones.
             return torch.full(self.shape, self.lower_bound, dtype=self.dtype)
         dtype = torch.int64 if self.dtype is torch.bool else self.dtype
         tensor = torch.randint(*bounds, self.shape, dtype=dtype, generator=generator)
@@ -81,8 +81,8 @@ class BatchSpec:
     """A batch as dtypes and shapes.
 
     Args:
-        structure: `TensorSpec` in any nesting of mappings, lists and tuples; anything else is a
-            part of the batch as it is.
+        structure: `TensorSpec` in any nesting of mappings, lists and tuples; other objects are
+            passed on unchanged.
 
     Example:
         >>> spec = parse_batch("x=float32[8,16],y=int64[8]<10")
@@ -95,10 +95,10 @@ class BatchSpec:
     structure: Any
 
     def build(self, seed: int = 0) -> Any:
-        """Make the batch, real or, under a ``FakeTensorMode``, without data.
+        """Make the batch; on fake tensors under a ``FakeTensorMode``.
 
         Args:
-            seed: Of the random numbers; those of the process are not touched.
+            seed: Seed of the random values; global random states are not used.
 
         Returns:
             Tensors on the CPU in the same nesting.
@@ -107,7 +107,7 @@ class BatchSpec:
         return _map(self.structure, lambda spec: spec.build(generator))
 
     def build_for_prediction(self) -> Any:
-        """Make the batch without what a prediction does not read: large tensors are on ``meta``."""
+        """Make the batch for a prediction, which needs no values of large tensors (on ``meta``)."""
         generator = torch.Generator().manual_seed(0)
 
         def make(spec: TensorSpec) -> Tensor:
@@ -126,16 +126,16 @@ class BatchSpec:
 
 
 def parse_sizes(text: object) -> tuple[int, ...] | None:
-    """Read sizes such as ``"8x512"``.
+    """Parse sizes such as ``"8x512"``.
 
     Args:
-        text: What the user wrote.
+        text: The user's description of a batch.
 
     Returns:
-        The sizes; ``None`` if it is written in another way.
+        The sizes; ``None`` for other descriptions.
 
     Raises:
-        ConfigurationError: If a size is no whole number of at least 1.
+        ConfigurationError: If a size is not a whole number of at least 1.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         text = str(text)
@@ -146,18 +146,18 @@ def parse_sizes(text: object) -> tuple[int, ...] | None:
 
 
 def parse_batch(batch: Any) -> BatchSpec:
-    """Read a batch in which every tensor is named or stands at its place.
+    """Parse a batch that is described tensor by tensor.
 
     Args:
-        batch: A text such as ``"x=float32[8,3,224,224],y=int64[8]"``,
-            ``"float32[8,10],int64[8]"`` for a tuple or JSON; or texts of single tensors such as
+        batch: A string such as ``"x=float32[8,3,224,224],y=int64[8]"``,
+            ``"float32[8,10],int64[8]"`` for a tuple, or JSON; or strings of single tensors such as
             ``"int64[8,512]<50257"``, tensors and `TensorSpec` in any nesting.
 
     Returns:
         The batch.
 
     Raises:
-        ConfigurationError: If a part of it cannot be read, or has a size that is none.
+        ConfigurationError: If a tensor cannot be parsed, or has an invalid size.
     """
     if isinstance(batch, BatchSpec):
         return batch
@@ -168,29 +168,29 @@ def parse_batch(batch: Any) -> BatchSpec:
 
 
 def checked(spec: TensorSpec) -> TensorSpec:
-    """Make sure that a tensor can exist.
+    """Check that a tensor can be built, and return its spec.
 
     Args:
         spec: The tensor.
 
     Returns:
-        The same.
+        The same spec.
 
     Raises:
-        ConfigurationError: If it has no element, far too many, or no integer within its bounds.
+        ConfigurationError: If it has no or too many elements, or no integer is within its bounds.
     """
     if any(size < 1 for size in spec.shape):
         raise ConfigurationError(
-            f"`{spec}` has a size below 1. Every size must be a whole number of at least 1."
+            f"`{spec}` has a size below 1. Use whole numbers of at least 1 for all sizes."
         )
     if torch.Size(spec.shape).numel() > MAX_NUMEL:
         raise ConfigurationError(
-            f"`{spec}` has more than {MAX_NUMEL:,} elements, which no device holds. Use smaller "
+            f"`{spec}` has more than {MAX_NUMEL:,} elements, which no device can hold. Use smaller "
             "sizes."
         )
     if spec.upper_bound <= spec.lower_bound:
         raise ConfigurationError(
-            f"`{spec}` leaves no integer: those from {spec.lower_bound} on must be below "
+            f"`{spec}` allows no integer: values must be at least {spec.lower_bound} and below "
             f"{spec.upper_bound}. Use a bound of at least {spec.lower_bound + 1}."
         )
     return spec
@@ -201,7 +201,7 @@ def _parse_text(text: str) -> Any:
         try:
             return _parse_nested(json.loads(text))
         except json.JSONDecodeError as error:
-            raise ConfigurationError(f"Batch {text!r} is no JSON ({error}). {_HOW}") from error
+            raise ConfigurationError(f"Batch {text!r} is not JSON ({error}). {_HOW}") from error
     inner = text.strip()
     is_tuple = inner.startswith("(") and inner.endswith(")")
     inner = inner[1:-1] if is_tuple else inner
@@ -239,7 +239,7 @@ def _parse_tensor(text: str) -> TensorSpec:
     dtype = getattr(torch, _SHORT.get(match["dtype"], match["dtype"]), None)
     if not isinstance(dtype, torch.dtype):
         raise ConfigurationError(
-            f"`{match['dtype']}` in {text.strip()!r} is no dtype of torch. Use for example "
+            f"`{match['dtype']}` in {text.strip()!r} is not a dtype of torch. Use for example "
             "`float32`, `bfloat16`, `int64` or `bool`."
         )
     shape = match["shape"].strip()
@@ -281,13 +281,13 @@ def _leaves(value: Any) -> Any:
 
 
 def find_hugging_face_model(module: nn.Module) -> Any:
-    """Look for a Hugging Face model in a module.
+    """Find a Hugging Face model in a module.
 
     Args:
         module: Any module.
 
     Returns:
-        The outermost one whose task is known, such as that inside a wrapper of peft; else the
+        The outermost one with a known task, such as that inside a wrapper of PEFT; else the
         outermost one; ``None`` if there is none.
     """
     found = [
@@ -299,24 +299,24 @@ def find_hugging_face_model(module: nn.Module) -> Any:
 
 
 def batch_of(sizes: tuple[int, ...], model: Any) -> dict[str, TensorSpec]:
-    """Describe the batch that a Hugging Face model takes in training.
+    """Describe the training batch of a Hugging Face model.
 
     Args:
-        sizes: Samples x tokens, or samples x channels x height x width for images; a
-            multiple-choice model takes samples x choices x tokens, a translating one may have the
-            tokens of the labels as a third size.
-        model: With random weights, or without data.
+        sizes: Samples x tokens, or samples x channels x height x width for images; samples x
+            choices x tokens for multiple choice; sequence-to-sequence models accept the tokens of
+            the labels as a third size.
+        model: The model, on real or fake tensors.
 
     Returns:
         Inputs and labels by name.
 
     Raises:
-        ConfigurationError: If its task is not known, or the sizes do not go with it.
+        ConfigurationError: If its task is not known, or the sizes do not fit it.
     """
     name, task = type(model).__name__, _task_of(model)
     if task is None or model.main_input_name not in ("input_ids", "pixel_values"):
         raise ConfigurationError(
-            f"What a batch of `{name}` looks like is not known. Name each of its tensors, such as "
+            f"The inputs of `{name}` are not known. Describe each tensor, such as "
             '"input_ids=int64[8,512]<30522,labels=int64[8]", or choose a task with a loss: '
             f"{', '.join(TASKS)}."
         )
@@ -356,12 +356,12 @@ def _token_batch(sizes: tuple[int, ...], model: Any, task: str) -> dict[str, Ten
     return batch | {"labels": _integers((samples, label_tokens), vocabulary)}
 
 
-# The labels, moved by one behind this token, are what the decoder reads.
+# The inputs of the decoder are the labels, shifted by one, after this token.
 def _check_start_token(config: Any) -> None:
     if config.model_type == "t5" and getattr(config, "decoder_start_token_id", None) is None:
         raise ConfigurationError(
-            f"`{type(config).__name__}` has no `decoder_start_token_id`, with which labels begin "
-            "for the decoder. Add it to the config, or write `--arg decoder_start_token_id=0`."
+            f"`{type(config).__name__}` has no `decoder_start_token_id`, the first input token of "
+            "the decoder. Add it to the config, or write `--arg decoder_start_token_id=0`."
         )
 
 
@@ -376,7 +376,7 @@ def _image_batch(sizes: tuple[int, ...], model: Any, task: str) -> dict[str, Ten
     samples, channels, height, width = sizes
     if channels != getattr(config, "num_channels", channels):
         raise ConfigurationError(
-            f"`{type(model).__name__}` takes images of {config.num_channels} channels, not "
+            f"`{type(model).__name__}` needs images with {config.num_channels} channels, not "
             f"{channels}. Use `{samples}x{config.num_channels}x{height}x{width}`."
         )
     labels = _class_labels(config, samples)
@@ -395,7 +395,7 @@ def _check_count(
         )
 
 
-# Without data nothing is out of bounds, so that a step would be predicted that cannot run.
+# On fake tensors no index is out of bounds: a step that cannot run would be predicted.
 def _check_positions(model: Any, tokens: int) -> None:
     for name, module in model.named_modules():
         leaf = name.rpartition(".")[2]

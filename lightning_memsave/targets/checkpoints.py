@@ -1,4 +1,4 @@
-"""Names, shapes and hyper-parameters out of checkpoints; code in them is never run."""
+"""Read names, shapes and hyper-parameters from checkpoints, without running code in them."""
 
 import pickle
 import re
@@ -19,12 +19,12 @@ _PLACES = ("state_dict", "model_state_dict", "model", "module")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What a file of weights says about a model.
+    """Contents of a checkpoint.
 
     Args:
-        tensors: Tensors without data by name; tied ones share a storage.
-        hyper_parameters: Arguments that Lightning has saved.
-        class_name: Of the model, where LightningCLI has saved it.
+        tensors: Fake tensors by name; tied ones share a storage.
+        hyper_parameters: Arguments that Lightning saved.
+        class_name: Class of the model, if LightningCLI saved it.
     """
 
     tensors: Mapping[str, Tensor]
@@ -33,31 +33,31 @@ class Checkpoint:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Read a file of weights without loading them.
+    """Read a checkpoint without loading its weights.
 
     Args:
-        path: Written by Lightning, ``torch.save`` or safetensors.
+        path: A file of Lightning, ``torch.save`` or safetensors.
 
     Returns:
-        What it says.
+        Its contents.
 
     Raises:
-        ConfigurationError: If it cannot be read, if it holds objects whose loading could run code,
-            or if there are no tensors in it.
+        ConfigurationError: If it cannot be read, has objects whose loading could run code, or has
+            no tensors.
     """
     if path.suffix == ".safetensors":
         return Checkpoint(_read_safetensors(path))
-    # Shapes are all that is wanted: under this mode nothing is read or allocated for them.
+    # Under this mode no tensor data is read or allocated.
     with FakeTensorMode():
         found = load_without_code(
             path,
-            if_code="Give the weights alone: `torch.save(model.state_dict(), path)`; or give the "
-            "code in place of the checkpoint: `module:Class`.",
-            if_unreadable="Give a checkpoint of Lightning, or what "
-            "`torch.save(model.state_dict(), path)` has written.",
+            if_code="Pass a file with the weights only: `torch.save(model.state_dict(), path)`; or "
+            "name the code instead of the checkpoint: `module:Class`.",
+            if_unreadable="Pass a checkpoint of Lightning, or a file written by "
+            "`torch.save(model.state_dict(), path)`.",
         )
     state = found
-    for _ in range(2):  # DeepSpeed and others nest once more
+    for _ in range(2):  # DeepSpeed and others have a second level
         place = next((p for p in _PLACES if isinstance(_get(state, p), Mapping)), None)
         state = state[place] if place else state
     tensors = {
@@ -67,8 +67,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     }
     if not tensors:
         raise ConfigurationError(
-            f"`{path}` has no tensors under the name of a module. Give a checkpoint of Lightning, "
-            "or what `torch.save(model.state_dict(), path)` has written."
+            f"`{path}` has no `state_dict` with tensors. Pass a checkpoint of Lightning, or a file "
+            "written by `torch.save(model.state_dict(), path)`."
         )
     arguments = _get(found, "hyper_parameters")
     arguments = dict(arguments) if isinstance(arguments, Mapping) else {}
@@ -80,34 +80,34 @@ def read_checkpoint(path: Path) -> Checkpoint:
 def load_without_code(
     path: Path, *, if_code: str, if_unreadable: str, map_location: str | None = None
 ) -> Any:
-    """Load a file of torch, but no code in it.
+    """Load a file of torch without running code in it.
 
     Args:
         path: The file.
-        if_code: What to do if it holds objects whose loading could run code.
-        if_unreadable: What to do if it cannot be read.
+        if_code: Remedy if it has objects whose loading could run code.
+        if_unreadable: Remedy if it cannot be read.
         map_location: As for ``torch.load``.
 
     Returns:
-        What is in it.
+        The loaded object.
 
     Raises:
-        ConfigurationError: If it cannot be loaded so.
+        ConfigurationError: If it cannot be loaded without running code, or cannot be read.
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
-    # Files that are no checkpoint raise all kinds.
+    # Other files raise exceptions of any class.
     except Exception as error:
         code = re.search(r"GLOBAL (\S+)", str(error))
         if code is not None and isinstance(error, pickle.UnpicklingError):
             raise ConfigurationError(
-                f"`{path}` holds an object of `{code[1]}`, and loading that could run code: it was "
-                f"not loaded. {if_code}"
+                f"`{path}` was not loaded: it has an object of `{code[1]}`, and loading that could "
+                f"run code. {if_code}"
             ) from error
         reason = str(error).strip().splitlines()
-        # What pickle raises on any other file may be no more than a byte.
-        is_told = bool(reason) and " " in reason[0]
-        why = f" ({reason[0].rstrip('.')})" if is_told else ": it is not a file of torch"
+        # For other files, the message of pickle may be a single byte.
+        is_readable = bool(reason) and " " in reason[0]
+        why = f" ({reason[0].rstrip('.')})" if is_readable else ": it is not a file of torch"
         raise ConfigurationError(
             f"`{path}` cannot be read by torch{why}. {if_unreadable}"
         ) from error
@@ -127,12 +127,12 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             }
     except (SafetensorError, KeyError, OSError) as error:
         raise ConfigurationError(
-            f"`{path}` cannot be read by safetensors ({error}). Give a file that "
-            "`model.save_pretrained` has written."
+            f"`{path}` cannot be read by safetensors ({error}). Pass a file written by "
+            "`model.save_pretrained`."
         ) from error
 
 
-# DDP and `torch.compile` put these around the names of the model.
+# DDP and `torch.compile` add these prefixes to names.
 def _without_wrappers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     tensors = {name.replace("_orig_mod.", ""): tensor for name, tensor in tensors.items()}
     if all(name.startswith("module.") for name in tensors):

@@ -1,4 +1,4 @@
-"""Find a class or a function by ``module:name`` or ``file.py:name``."""
+"""Import classes and functions by ``module:name`` or ``file.py:name``."""
 
 import contextlib
 import difflib
@@ -28,18 +28,15 @@ _MAX_LENGTH = 300
 
 @contextlib.contextmanager
 def explained(what: str, fix: str) -> Iterator[None]:
-    """Turn whatever code of the user raises into one error that says what to do.
+    """Convert exceptions of user code into a `ConfigurationError` with a remedy.
 
     Args:
-        what: What is done, as the subject of a sentence.
+        what: The action, as the subject of a sentence.
         fix: What to type instead.
 
-    Yields:
-        Nothing.
-
     Raises:
-        ConfigurationError: If the code raises, or ends the process.
-        MemsaveError: If the code raises one; it says what to do itself.
+        ConfigurationError: If the code raises, or exits the process.
+        MemsaveError: If the code raises one, which has its own remedy.
     """
     try:
         yield
@@ -53,13 +50,10 @@ def explained(what: str, fix: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def importable(folder: str | None = None) -> Iterator[None]:
-    """Let imports find what lies in a folder, as ``python file.py`` does.
+    """Let imports find modules in a folder, as ``python file.py`` does.
 
     Args:
-        folder: ``None`` is the current one, as for ``python -m``.
-
-    Yields:
-        Nothing.
+        folder: The folder; ``None`` for the current one, as with ``python -m``.
     """
     path = str((Path(folder) if folder else Path.cwd()).resolve())
     sys.path.insert(0, path)
@@ -70,7 +64,7 @@ def importable(folder: str | None = None) -> Iterator[None]:
             sys.path.remove(path)
 
 
-# Torch lists all its backends where it has no kernel for one of them.
+# torch lists all backends if it has no kernel for one of them.
 def _in_brief(text: str) -> str:
     text = " ".join(text.split()).rstrip(".")
     if len(text) <= _MAX_LENGTH:
@@ -82,7 +76,7 @@ def _in_brief(text: str) -> str:
 _PACKAGE = str(Path(__file__).parents[1])
 
 
-# The innermost line that is not of a package: the user's own.
+# The innermost line of the user's own code.
 def _place(error: BaseException) -> str:
     frames = [
         frame
@@ -97,17 +91,17 @@ Factory = Callable[..., Any]
 
 
 def find_factory(text: str) -> Factory:
-    """Import what makes a module.
+    """Import a class or function that returns a module.
 
     Args:
-        text: ``package.module:Class``, ``path/to/file.py:function``; the name may have dots.
+        text: ``package.module:Class`` or ``path/to/file.py:function``; the name may have dots.
 
     Returns:
-        A class or a function.
+        The class or function.
 
     Raises:
-        ConfigurationError: If the import fails, if there is no such name, or if what it names
-            cannot make a module.
+        ConfigurationError: If the import fails, the name does not exist, or it is neither a module
+            class nor a function.
     """
     where, _, name = text.rpartition(":")
     if not where:
@@ -120,13 +114,13 @@ def find_factory(text: str) -> Factory:
         found = _attribute(module, where, name)
     if isinstance(found, nn.Module):
         raise ConfigurationError(
-            f"`{text}` is a model that exists already, and has taken its memory. Name the class or "
-            "a function that makes it."
+            f"`{text}` is a model that exists already and uses memory. Name its class, or a "
+            "function that returns it."
         )
     if isinstance(found, type) and not issubclass(found, nn.Module):
         raise ConfigurationError(
-            f"`{text}` is a class, but no `nn.Module`. Name the model's class, or a function that "
-            "returns the model."
+            f"`{text}` is a class, but not an `nn.Module`. Name the model's class, or a function "
+            "that returns the model."
         )
     if not callable(found):
         raise ConfigurationError(
@@ -141,15 +135,15 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
     """Bind arguments to a factory.
 
     Args:
-        text: How it was named.
-        factory: From `find_factory`.
-        arguments: By name.
+        text: Name of the factory, for messages.
+        factory: Result of `find_factory`.
+        arguments: Arguments by name.
 
     Returns:
-        A function that makes the module.
+        A function that constructs the module.
 
     Raises:
-        ConfigurationError: If arguments are missing, or are none of the factory's.
+        ConfigurationError: If arguments are missing or unknown.
     """
     _check_arguments(text, factory, arguments)
     folder = _folder_of(text.rpartition(":")[0])
@@ -163,28 +157,28 @@ def maker_of(text: str, factory: Factory, arguments: Mapping[str, Any]) -> Calla
 
 
 def checked_module(name: str, made: object) -> nn.Module:
-    """Make sure that a factory has given a module.
+    """Check that a factory returned a module, and return it.
 
     Args:
-        name: Of the factory.
-        made: What it has returned.
+        name: Name of the factory.
+        made: Its result.
 
     Returns:
-        The same.
+        The module.
 
     Raises:
-        ConfigurationError: If it is no module.
+        ConfigurationError: If it is not a module.
     """
     if isinstance(made, nn.Module):
         return made
     raise ConfigurationError(
-        f"`{name}` returned a `{type(made).__name__}`, which is no `nn.Module`. Let it return the "
-        "model alone."
+        f"`{name}` returned a `{type(made).__name__}`, which is not an `nn.Module`. Return the "
+        "model only."
     )
 
 
 def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """Read arguments such as a shell gives.
+    """Parse arguments from a shell.
 
     Args:
         pairs: Each ``name=value``, with values as in YAML.
@@ -193,7 +187,7 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
         The values by name.
 
     Raises:
-        ConfigurationError: If one of them has no name, or a value that is no YAML.
+        ConfigurationError: If one of them has no name, or its value is not valid YAML.
 
     Example:
         >>> parse_arguments(["depth=4", "attn_implementation=eager", "lr=0.1", "bias=false"])
@@ -210,7 +204,7 @@ def parse_arguments(pairs: Sequence[str]) -> dict[str, Any]:
             said = " ".join(str(error).split())
             raise ConfigurationError(
                 f"The value of {pair!r} cannot be read as YAML ({said}). Write `name=value`, with "
-                "quotes around a text of special characters."
+                "quotes around a string with special characters."
             ) from error
     return found
 
@@ -242,14 +236,14 @@ def _import_file(path: str) -> ModuleType:
         if not folder.is_dir():
             fix = f"There is no folder `{folder}` either."
         raise ConfigurationError(f"`{path}` does not exist. {fix}")
-    # Not its bare name, which another module may have.
+    # Prefixed, as another module may have the same name.
     name = f"_memsave_target_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:  # pragma: no cover - not for a file named *.py
         raise ConfigurationError(f"`{path}` cannot be imported. Write `package.module:Class`.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # pickling, and dataclasses, look there
-    fix = "If it is part of a package, write `package.module:Class` in place of its path."
+    fix = "If it is part of a package, write `package.module:Class` instead of its path."
     try:
         with explained(f"Importing `{path}`", fix):
             spec.loader.exec_module(module)
@@ -277,14 +271,7 @@ def _attribute(module: ModuleType, where: str, name: str) -> Any:
 
 
 def files_like(path: Path) -> str:
-    """Ask whether a file was meant that exists.
-
-    Args:
-        path: One that does not exist.
-
-    Returns:
-        As for `did_you_mean`.
-    """
+    """Suggest existing files with a similar name, as `did_you_mean` does."""
     folder = path.parent
     names = [p.name for p in folder.iterdir()] if folder.is_dir() else []
     prefix = "" if folder == Path() else f"{folder}{os.sep}"
@@ -294,7 +281,7 @@ def files_like(path: Path) -> str:
 def _check_arguments(text: str, factory: Factory, arguments: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # some built-in ones have none
+    except (TypeError, ValueError):  # some built-in functions have none
         return
     try:
         signature.bind(**arguments)
@@ -306,28 +293,28 @@ def _check_arguments(text: str, factory: Factory, arguments: Mapping[str, Any]) 
         missing = " ".join(f"`--arg {n}=...`" for n in required if n not in arguments)
         names = ", ".join(f"`{p.name}`" for p in parameters) or "none"
         raise ConfigurationError(
-            f"`{text}` cannot be called like this: {error}. It takes {names}. "
-            f"{f'Add {missing}.' if missing else 'Remove what it does not take.'}"
+            f"`{text}` cannot be called with these arguments: {error}. Its arguments are {names}. "
+            f"{f'Add {missing}.' if missing else 'Remove the others.'}"
         ) from error
 
 
 def find_optimizer(name: str | None, pairs: Sequence[str] = ()) -> Callable[..., Any] | None:
-    """Import what makes an optimizer, and try it on one number.
+    """Import an optimizer class or function, and try it on one parameter.
 
     Args:
         name: ``torch.optim.SGD``, ``SGD``, ``module:function`` or ``file.py:function``.
         pairs: Its arguments, each ``name=value``.
 
     Returns:
-        A function of the parameters; ``None`` without a name.
+        A function of the parameters that returns the optimizer; ``None`` without a name.
 
     Raises:
-        ConfigurationError: If it does not exist, or makes no optimizer of these arguments.
+        ConfigurationError: If it does not exist, or does not return an optimizer.
     """
     if name is None:
         if pairs:
             raise ConfigurationError(
-                f"--optimizer-arg {pairs[0]} is for an optimizer that is named. Add --optimizer."
+                f"--optimizer-arg {pairs[0]} needs the name of an optimizer. Add --optimizer."
             )
         return None
     arguments = parse_arguments(pairs)
@@ -336,14 +323,13 @@ def find_optimizer(name: str | None, pairs: Sequence[str] = ()) -> Callable[...,
         made = factory([torch.nn.Parameter(torch.zeros(1))])
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigurationError(
-            f"`{name}` made a {type(made).__name__}, which is no optimizer. Name a class such as "
-            "torch.optim.AdamW, or a function of the parameters that returns an optimizer."
+            f"`{name}` returned a {type(made).__name__}, which is not an optimizer. Name a class "
+            "such as torch.optim.AdamW, or a function of the parameters that returns an optimizer."
         )
     return factory
 
 
 def _find(name: str) -> Callable[..., Any]:
-
     where, _, attribute = name.rpartition(":" if ":" in name else ".")
     if where.endswith(".py"):
         return find_factory(name)

@@ -1,4 +1,4 @@
-"""Find the model that is named in a shell."""
+"""Find the model that a user named: code, a Hugging Face config, YAML or a checkpoint."""
 
 import inspect
 import os
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 _FORMS = (
-    "Give `module:Class`, `path/to/file.py:Class`, a Hugging Face config.json or its folder, "
+    "Pass `module:Class`, `path/to/file.py:Class`, a Hugging Face config.json or its folder, "
     "`hf:NAME`, a YAML file for LightningCLI, or a checkpoint."
 )
 _CHECKPOINTS = (".ckpt", ".pt", ".pth", ".bin", ".safetensors")
@@ -38,28 +38,28 @@ def load_target(
     arguments: Mapping[str, Any] | None = None,
     task: str | None = None,
 ) -> Target:
-    """Find out which model is meant, without making it.
+    """Find a model by name, without constructing it.
 
     Args:
         target: ``package.module:Class`` or ``path/to/file.py:function``; a Hugging Face config, its
             folder, or ``hf:`` and a name on the Hub; a YAML file for LightningCLI; a checkpoint of
             Lightning, a ``state_dict``, or a safetensors file.
-        model: ``module:Class`` where the file does not say: for a checkpoint, and for a YAML file
+        model: ``module:Class`` if the file does not name it: for a checkpoint, and for a YAML file
             of ``LightningCLI(MyModel)``.
-        arguments: Of the class or function by name; for a config, what to change in it; for a YAML
-            file or a checkpoint, in place of the arguments in it.
-        task: For a config: one of `TASKS`; ``None`` is the architecture that it names.
+        arguments: Arguments of the class or function by name; for a config, changed values; for a
+            YAML file or a checkpoint, overrides of its arguments.
+        task: For a config, one of `TASKS`; ``None`` for the architecture that it names.
 
     Returns:
         The target.
 
     Raises:
-        ConfigurationError: If it does not exist, cannot be read, or does not say which model it
-            is; the message says what to type instead.
+        ConfigurationError: If it does not exist, cannot be read, or does not name a model; the
+            message says what to type instead.
 
     Note:
-        Code in a checkpoint is never run; code that is named is. The Hub is only asked for
-        ``hf:``, and only for the config.
+        Code in a checkpoint is never run; code that the user names is. Only ``hf:`` accesses the
+        Hub, and only for the config.
 
     Example:
         >>> target = load_target("torch.nn:Linear", arguments={"in_features": 3, "out_features": 2})
@@ -69,7 +69,7 @@ def load_target(
     text = os.fspath(target).strip()
     path, arguments = Path(text), dict(arguments or {})
     if not text:
-        raise ConfigurationError(f"No model is named. {_FORMS}")
+        raise ConfigurationError(f"The name of the model is empty. {_FORMS}")
     if text.startswith("hf:") or path.is_dir() or (path.is_file() and path.suffix == ".json"):
         _refuse(text, "a Hugging Face config", model=model)
         if path.is_dir() and not (path / "config.json").is_file():
@@ -89,31 +89,31 @@ def load_target(
         )
     if path.is_file() and path.suffix in _CHECKPOINTS:
         _refuse(text, "a checkpoint", task=task)
-        return _of_checkpoint(text, model, arguments)
+        return _target_from_checkpoint(text, model, arguments)
     if path.is_file():
         is_code = path.suffix == ".py"
-        fix = f"Name what makes the model: `{text}:Class`." if is_code else _FORMS
-        raise ConfigurationError(f"`{text}` does not say which model it is. {fix}")
+        fix = f"Name the class of the model: `{text}:Class`." if is_code else _FORMS
+        raise ConfigurationError(f"`{text}` does not name a model. {fix}")
     where, separator, name = text.rpartition(":")
     if separator and where and name and "//" not in text:
         _refuse(text, "code", model=model, task=task)
         factory = find_factory(text)
         return Target(text, "factory", maker_of(text, factory, arguments))
-    raise ConfigurationError(f"`{text}` does not exist. {_meant(path)}{_FORMS}")
+    raise ConfigurationError(f"`{text}` does not exist. {_suggest(path)}{_FORMS}")
 
 
-def _of_checkpoint(path: str, model: str | None, arguments: dict[str, Any]) -> Target:
+def _target_from_checkpoint(path: str, model: str | None, arguments: dict[str, Any]) -> Target:
     read = read_checkpoint(Path(path))
     if model is None:
         named = "" if read.class_name is None else f": it was a `{read.class_name}`"
-        note = f"only names and shapes are known without `--model module:Class`{named}"
+        note = f"without `--model module:Class`, only names and shapes are known{named}"
         return Target(path, "checkpoint", tensors=read.tensors, notes=(note,))
     factory = find_factory(model)
     make = maker_of(model, factory, _accepted(factory, read.hyper_parameters) | arguments)
     return Target(path, "checkpoint", make, tensors=read.tensors)
 
 
-# Lightning's `load_from_checkpoint` leaves out what a class does not take, too.
+# As in Lightning's `load_from_checkpoint`: drop arguments that the class does not accept.
 def _accepted(factory: Callable[..., Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
     parameters = inspect.signature(factory).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
@@ -125,11 +125,11 @@ def _refuse(text: str, what: str, **given: str | None) -> None:
     for name, value in given.items():
         if value is not None:
             raise ConfigurationError(
-                f"`{name}={value!r}` is not for `{text}`, which is {what}. Remove it."
+                f"`{name}={value!r}` does not apply to `{text}`, which is {what}. Remove it."
             )
 
 
-def _meant(path: Path) -> str:
+def _suggest(path: Path) -> str:
     module, _, name = str(path).rpartition(".")
     if question := files_like(path):
         return question

@@ -1,4 +1,4 @@
-"""Models of Hugging Face, made of a config alone."""
+"""Construct Hugging Face models from a config, without weights."""
 
 import copy
 import difflib
@@ -15,7 +15,7 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.tensors import allow_construction
 from lightning_memsave.targets.code import explained
 
-# What follows "AutoModelFor", and what stands in the name of transformers' mapping.
+# Suffix of "AutoModelFor", and the task in the name of transformers' mapping.
 TASK_NAMES = {
     "masked_lm": ("MaskedLM", "MASKED_LM"),
     "causal_lm": ("CausalLM", "CAUSAL_LM"),
@@ -28,25 +28,25 @@ TASK_NAMES = {
     "semantic_segmentation": ("SemanticSegmentation", "SEMANTIC_SEGMENTATION"),
 }
 TASKS = tuple(TASK_NAMES)
-"""Tasks of Hugging Face models whose batches are known."""
+"""Tasks of Hugging Face models whose inputs are known."""
 
-# What configs may have and need not.
+# Optional values of configs.
 _NEVER_ABSENT = ("attn_implementation", "decoder_start_token_id", "pad_token_id")
 _NAME_PREFIX = "hf:"
 
 
 def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
-    """Read a config; nothing of it is run, and no weights are needed.
+    """Read a config, without running its code or loading weights.
 
     Args:
         source: A file, a folder with ``config.json``, or ``hf:`` and a name on the Hub.
-        arguments: What to change in it.
+        arguments: Changed values by name.
 
     Returns:
         The config.
 
     Raises:
-        ConfigurationError: If it cannot be read, or if it has nothing of that name to change.
+        ConfigurationError: If it cannot be read, or does not have a changed value.
     """
     from transformers import AutoConfig  # noqa: PLC0415
 
@@ -54,41 +54,41 @@ def read_config(source: str, arguments: Mapping[str, Any]) -> Any:
         name = source.removeprefix(_NAME_PREFIX)
         with explained(
             f"Reading the config of `{name}`",
-            "Check the name and the network, or download its config.json and give that file.",
+            "Check the name and the network, or download its config.json and pass that file.",
         ):
             config = AutoConfig.from_pretrained(name, trust_remote_code=False)
             found = config.to_dict()
     else:
         found = _read_json(Path(source))
         _check_model_type(source, found)
-    with explained(f"Reading `{source}`", "Are all of its values those of this `model_type`?"):
+    with explained(f"Reading `{source}`", "Check that its values fit this `model_type`."):
         plain = AutoConfig.for_model(**copy.deepcopy(found))
         _check_names(source, plain, arguments)
         return AutoConfig.for_model(**copy.deepcopy(found) | dict(arguments))
 
 
 def maker_of_config(source: str, config: Any, task: str | None) -> Callable[[], nn.Module]:
-    """Find the class that a config is for.
+    """Find the model class of a config.
 
     Args:
-        source: How it was named.
-        config: From `read_config`.
-        task: One of `TASKS`; ``None`` is the class that the config names.
+        source: Name of the config, for messages.
+        config: Result of `read_config`.
+        task: One of `TASKS`; ``None`` for the class that the config names.
 
     Returns:
-        A function that makes the model with random weights in float32.
+        A function that constructs the model with random weights in float32.
 
     Raises:
-        ConfigurationError: If neither task nor config name a class that transformers has.
+        ConfigurationError: If neither task nor config name a class of transformers.
     """
     cls = _class_of_task(config, task) if task else _class_of_config(source, config)
 
     def make() -> nn.Module:
-        with explained(f"Making `{cls.__name__}` of `{source}`", "Check the values in it."):
+        with explained(f"Constructing `{cls.__name__}` from `{source}`", "Check its values."):
             with allow_construction():
                 model = cls._from_config(copy.deepcopy(config), dtype=torch.float32)
-            made: nn.Module = model.train()
-            return made
+            result: nn.Module = model.train()
+            return result
 
     return make
 
@@ -112,7 +112,7 @@ def _class_of_task(config: Any, task: str) -> Any:
     if task not in TASK_NAMES:
         near = difflib.get_close_matches(task, TASKS, n=2) or TASKS
         raise ConfigurationError(
-            f"`task={task!r}` is not known. Use {' or '.join(f'`{name}`' for name in near)}."
+            f"`task={task!r}` is not a known task. Use {' or '.join(f'`{name}`' for name in near)}."
         )
     classes = _classes(config, task)
     if not classes:
@@ -140,8 +140,8 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
         raise ConfigurationError(
-            f"`{path}` cannot be read as JSON ({error}). Give a config.json that "
-            "`config.save_pretrained` has written."
+            f"`{path}` cannot be read as JSON ({error}). Pass a config.json written by "
+            "`config.save_pretrained`."
         ) from error
 
 
@@ -150,17 +150,17 @@ def _check_model_type(source: str, found: Any) -> None:
 
     if not isinstance(found, dict) or "model_type" not in found:
         raise ConfigurationError(
-            f"`{source}` has no `model_type`: it is no config of Hugging Face. Give one that "
-            "`config.save_pretrained` has written, or name the code: `module:Class`."
+            f"`{source}` has no `model_type`, so it is not a Hugging Face config. Pass one written "
+            "by `config.save_pretrained`, or name the code: `module:Class`."
         )
     kind = found["model_type"]
     if kind in CONFIG_MAPPING:
         return
     options = did_you_mean(str(kind), CONFIG_MAPPING.keys())
-    own = "It brings its own code, which is not run. " if "auto_map" in found else ""
+    own = "It has its own code, which is not run. " if "auto_map" in found else ""
     raise ConfigurationError(
-        f"`{source}` has `model_type={kind!r}`, which this transformers does not know. {own}"
-        f"{options}Else name the code: `module:Class`."
+        f"`{source}` has `model_type={kind!r}`, which this version of transformers does not have. "
+        f"{own}{options}Otherwise name the code: `module:Class`."
     )
 
 

@@ -1,4 +1,4 @@
-"""Model, Trainer's arguments and our settings out of a configuration for LightningCLI."""
+"""Read model, Trainer arguments and callback settings from a config for LightningCLI."""
 
 import functools
 import importlib
@@ -15,19 +15,19 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.tensors import allow_construction
 from lightning_memsave.targets.code import checked_module, explained, find_factory, importable
 
-# Live objects that a step's memory does not depend on.
+# Objects that do not affect the memory of a step.
 _NOT_ARGUMENTS = ("callbacks", "logger", "profiler")
 
 
 @dataclass(frozen=True, slots=True)
 class LightningConfig:
-    """What a configuration says.
+    """Contents of a config.
 
     Args:
-        make: Makes the model.
+        make: Constructs the model.
         settings: Arguments of `MemSaveCallback`; ``None`` if the callback is not used.
-        trainer_arguments: Of the Trainer, without callbacks, loggers and profilers.
-        notes: What is in it and not used, one line each.
+        trainer_arguments: Arguments of the Trainer, without callbacks, loggers and profilers.
+        notes: Sections that are not used, one line each.
     """
 
     make: Callable[[], nn.Module]
@@ -39,18 +39,18 @@ class LightningConfig:
 def read_lightning_config(
     path: str, model: str | None, arguments: Mapping[str, Any]
 ) -> LightningConfig:
-    """Read a configuration as ``--config`` takes it, without making a Trainer or data.
+    """Read a config for ``--config``, without constructing a Trainer or data.
 
     Args:
         path: The file.
-        model: Class of the model, where ``LightningCLI(MyModel)`` has it in code.
-        arguments: What to change in the model's arguments.
+        model: Class of the model, if the code names it: ``LightningCLI(MyModel)``.
+        arguments: Overrides of the model's arguments.
 
     Returns:
-        What it says.
+        Its contents.
 
     Raises:
-        ConfigurationError: If it cannot be read, or if it has no model.
+        ConfigurationError: If it cannot be read, or has no model.
     """
     found = _section(path, _load(Path(path)), "")
     for subcommand in ("fit", "validate"):
@@ -59,7 +59,7 @@ def read_lightning_config(
     trainer = _section(path, found, "trainer")
     notes = []
     if "data" in found:
-        notes.append("`data` is not used: the batch is the one that is asked for")
+        notes.append("`data` is not used: the batch is the one that you describe")
     optimizer = found.get("optimizer")
     if isinstance(optimizer, str):
         optimizer = {"class_path": optimizer}
@@ -88,14 +88,14 @@ def _maker(
         section = _load(file) if file.is_file() else {"class_path": section}
     if not isinstance(section, dict) and (model is None or section is not None):
         raise ConfigurationError(
-            f"`{path}` has no `model`. Add `model: {{class_path: module.Class}}`, or give its "
+            f"`{path}` has no `model`. Add `model: {{class_path: module.Class}}`, or name its "
             "class: `--model module:Class`."
         )
     section = dict(section or {})
     if model is None and "class_path" not in section:
         raise ConfigurationError(
-            f"`model` in `{path}` names no `class_path`: its class stands in the code that calls "
-            "`LightningCLI`. Give it too: `--model module:Class`."
+            f"`model` in `{path}` has no `class_path`: its class is in the code that calls "
+            "`LightningCLI`. Name it too: `--model module:Class`."
         )
     if "class_path" in section:
         section["init_args"] = {**_section(path, section, "init_args"), **arguments}
@@ -110,12 +110,12 @@ def _parsed(
     from jsonargparse import ArgumentError, ArgumentParser  # noqa: PLC0415
 
     parser = ArgumentParser(exit_on_error=False)
-    fix = "Check the class and its arguments; `python train.py fit --config ...` says the same."
+    fix = "Check the class and its arguments; `python train.py fit --config ...` fails likewise."
     with importable(), explained(f"Reading `model` of `{path}`", fix):
         if "class_path" in section:
             parser.add_subclass_arguments(nn.Module, "model", fail_untyped=False, required=True)
         else:
-            # Not None: without a class in the file it has to be given.
+            # Not None: without a class in the file it is required.
             cls: Any = find_factory(str(model))
             parser.add_class_arguments(cls, "model", fail_untyped=False, sub_configs=True)
         try:
@@ -124,9 +124,9 @@ def _parsed(
             found = re.search(r"given class_path (.+?)(?:\n\s*- Expected|$)", str(error), re.DOTALL)
             said = " ".join((found[1] if found else str(error)).split())
             raise ConfigurationError(
-                f"`model` of `{path}` cannot be made: {said}. {fix}"
+                f"`model` of `{path}` cannot be constructed: {said}. {fix}"
             ) from error
-    # The old name is deprecated from 4.49 on.
+    # jsonargparse deprecated the old name in 4.49.
     instantiate: Any = getattr(parser, "instantiate", None) or parser.instantiate_classes
 
     def make() -> nn.Module:
@@ -143,7 +143,7 @@ def _parsed(
 
 def _make_optimizer(module: nn.Module, path: str, optimizer: dict[str, Any]) -> Any:
     with importable(), explained(f"`optimizer` of `{path}`", "Check its class and arguments."):
-        # LightningCLI takes the name alone for torch's own.
+        # LightningCLI accepts names without a package for torch's own optimizers.
         where, _, name = optimizer["class_path"].rpartition(".")
         cls = getattr(importlib.import_module(where or "torch.optim"), name)
         return cls(module.parameters(), **(optimizer.get("init_args") or {}))

@@ -1,4 +1,4 @@
-"""What a prediction is about: a model that can be made, with its settings and its batch."""
+"""The model that a user named, with its settings and batch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ from lightning_memsave.targets.batches import (
 
 @dataclass(frozen=True)
 class Target:
-    """A model that was named, and what is known about its training.
+    """A model that the user named, and known facts about its training.
 
     Args:
-        name: As it was named.
-        kind: What it was named by.
-        make: Makes the model; ``None`` where only a checkpoint is known.
-        settings: Arguments of `MemSaveCallback` that were found; ``None`` if there is no callback.
-        trainer_arguments: Arguments of the Trainer that were found, such as ``precision``.
-        tensors: What a checkpoint holds, without data, by name.
-        notes: What was found and is not used, one line each.
+        name: The user's name for it.
+        kind: Kind of the name.
+        make: Constructs the model; ``None`` if only a checkpoint is known.
+        settings: Arguments of `MemSaveCallback` in a config; ``None`` if it has no callback.
+        trainer_arguments: Arguments of the Trainer in a config, such as ``precision``.
+        tensors: Tensors of a checkpoint by name, as fake tensors.
+        notes: Parts of a config that are not used, one line each.
     """
 
     name: str
@@ -42,56 +42,52 @@ class Target:
 
     @property
     def can_build(self) -> bool:
-        """Whether there is code for the model, so that its step can be predicted."""
+        """Whether the model can be constructed, so that its step can be predicted."""
         return self.make is not None
 
     def build(self) -> nn.Module:
-        """Make the model; under a ``FakeTensorMode`` it takes no memory.
+        """Construct the model; under a ``FakeTensorMode`` it needs no memory.
 
         Returns:
-            A new one, with random weights.
+            A new model with random weights.
 
         Raises:
-            ConfigurationError: If its code raises or gives something else, or if there is none.
+            ConfigurationError: If its code raises or does not return a module, or if there is no
+                code.
         """
         if self.make is None:
             raise ConfigurationError(
-                f"`{self.name}` is a checkpoint: it has the parameters of a model and not its "
-                "code. Name that too: `--model module:Class`."
+                f"`{self.name}` is a checkpoint: it has the parameters of a model, but not its "
+                "code. Name the class too: `--model module:Class`."
             )
         return self.make()
 
     @cached_property
     def module_without_data(self) -> nn.Module:
-        """The model, made once without memory; parameters have shapes and no numbers."""
+        """The model on fake tensors, constructed once."""
         with fake_tensors():
             return self.build()
 
     def parameter_source(self) -> nn.Module | Mapping[str, Tensor]:
-        """Give what parameters can be counted in.
-
-        Returns:
-            The module without data, or the tensors of a checkpoint without code.
-        """
+        """Return the module on fake tensors, or the tensors of a checkpoint without code."""
         return self.module_without_data if self.can_build else self.tensors
 
 
 def make_batch_spec(sizes: Any, target: Target | None = None) -> BatchSpec:
-    """Describe a batch by its sizes, or by its tensors.
+    """Make a batch spec from sizes, or from a description of each tensor.
 
     Args:
         sizes: ``"8x512"`` (samples x tokens) or ``"8x3x224x224"`` for a Hugging Face model, also
-            for one inside a LightningModule: inputs and labels of its task. For any module a text
+            for one inside a LightningModule: inputs and labels of its task. For any module a string
             such as ``"x=float32[8,3,224,224],y=int64[8]<10"`` or ``"float32[8,10],int64[8]"``, or
-            such texts in any nesting of mappings, lists and tuples.
-        target: Needed for sizes alone.
+            such strings in any nesting of mappings, lists and tuples.
+        target: The model; required if only sizes are given.
 
     Returns:
-        The batch; ``build()`` makes it.
+        The batch spec; ``build()`` makes the batch.
 
     Raises:
-        ConfigurationError: If it cannot be read, does not go with the model, or has sizes that no
-            batch has.
+        ConfigurationError: If it cannot be parsed, does not fit the model, or has invalid sizes.
 
     Example:
         >>> print(make_batch_spec({"x": "float32[8,10]", "y": "int64[8]<3"}))
@@ -102,14 +98,14 @@ def make_batch_spec(sizes: Any, target: Target | None = None) -> BatchSpec:
         return parse_batch(sizes)
     if target is None or not target.can_build:
         raise ConfigurationError(
-            f"Batch {sizes!r} goes with a model only. Name each tensor, such as "
-            '"x=float32[8,10],y=int64[8]".'
+            f"Batch {sizes!r} has sizes only, which needs a Hugging Face model. Describe each "
+            'tensor, such as "x=float32[8,10],y=int64[8]".'
         )
     model = find_hugging_face_model(target.module_without_data)
     if model is None:
         raise ConfigurationError(
-            f"Batch {sizes!r} says too little: `{target.name}` has no Hugging Face model, whose "
-            "batches are known. Name each tensor that its `training_step` takes: "
+            f"Batch {sizes!r} has sizes only, and `{target.name}` contains no Hugging Face model, "
+            "whose inputs would be known. Describe each tensor that its `training_step` uses: "
             '"x=float32[8,3,224,224],y=int64[8]", or "float32[8,3,224,224],int64[8]" for a tuple.'
         )
     return BatchSpec(batch_of(numbers, model))

@@ -1,1 +1,1 @@
-"""What saves memory: each technique is a file or a folder, usable in a plain PyTorch loop."""
+"""Memory-saving techniques, each usable in a plain PyTorch loop."""

@@ -1,4 +1,4 @@
-"""Memory that an optimizer takes in its first step, taken before anything is changed."""
+"""Allocate optimizer state before the first step, and replace the settings of groups."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,14 +15,14 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import R
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state of every parameter that has a gradient and no state yet.
+    """Allocate the state of every parameter that has a gradient and no state yet.
 
-    Optimizers make it while they step, some parameter by parameter: where memory runs out half of
-    the parameters would be updated, and the step could be neither ended nor repeated. For
-    optimizers of other packages nothing is done, as their state is not known.
+    Optimizers allocate it during the step, some parameter by parameter: if memory runs out, half of
+    the parameters would be updated, and the step could be neither finished nor repeated. Optimizers
+    of other packages are skipped, as their state is not known.
 
     Args:
-        optimizer: When all gradients are there; what its step computes is not changed.
+        optimizer: An optimizer whose gradients are complete. The result of its step is unchanged.
     """
     for index, group in enumerate(optimizer.param_groups):
         stateless = [
@@ -37,7 +37,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
                 for param in stateless:
                     step.allocate(optimizer, param)
         except BaseException:
-            # Half a state would be taken for a whole one.
+            # Optimizers would not complete a partial state.
             for param in stateless:
                 optimizer.state.pop(param, None)
             raise
@@ -67,8 +67,8 @@ def _allocate_low_bit(optimizer: Any, index: int, group: dict[str, Any]) -> None
             optimizer.init_state(group, param, index, param_index)
 
 
-# torch begins with a copy of the gradient, which is what zeros become in the first step; with
-# dampening they would not.
+# torch starts with a copy of the gradient. Zeros give the same in the first step, unless there is
+# dampening.
 def _allocate_momentum(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], stateless: list[torch.Tensor]
 ) -> None:
@@ -78,7 +78,7 @@ def _allocate_momentum(
                 optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
 
 
-# What torch's optimizers call at the beginning of each step, with lists to be filled.
+# torch's optimizers call `_init_group` at the beginning of each step, with lists to fill.
 def _initialize(optimizer: Any, group: dict[str, Any]) -> None:
     initialize = getattr(optimizer, "_init_group", None)
     if initialize is None:
@@ -93,10 +93,10 @@ Restore = Callable[[torch.optim.Optimizer], None]
 def set_groups(
     target: torch.optim.Optimizer, kind: Kind, kwargs: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Restore]:
-    """Write into the groups what the named optimizer needs.
+    """Write the settings of a named optimizer into the groups of another one.
 
     Args:
-        target: The optimizer whose groups are taken over.
+        target: The optimizer that owns the groups.
         kind: The named optimizer.
         kwargs: The user's settings for it, for groups without a value of their own.
 
@@ -107,7 +107,7 @@ def set_groups(
     old_kind = KIND_BY_TYPE.get(type(target))
     old = dict(target.defaults)
     if old_kind is None or old_kind.family != kind.family:
-        # Another optimizer means something else by `betas` and `eps`.
+        # `betas` and `eps` have another meaning in other families.
         old = {key: value for key, value in old.items() if key == "weight_decay"}
     defaults = {key: old.get(key, value) for key, value in kind.defaults.items()} | dict(kwargs)
     if defaults.get("momentum") == 0:
@@ -124,7 +124,7 @@ def set_groups(
     written = {*kind.defaults, "decoupled_weight_decay"}
 
     def restore(new: torch.optim.Optimizer) -> None:
-        # The new optimizer may still be saved after this: it keeps what it has trained with.
+        # The new optimizer may still be saved after this, with the settings that it trained with.
         new.param_groups = [dict(group) for group in new.param_groups]
         for group, was in before:
             for key in written & group.keys():

@@ -1,4 +1,4 @@
-"""The one list of what `MemSaveCallback` switches on: techniques, and settings of the Trainer."""
+"""Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its stacks."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -20,17 +20,17 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import Optimiz
 
 @dataclass(frozen=True)
 class Entry:
-    """An argument of `MemSaveCallback` that has a value in the stacks.
+    """An argument of `MemSaveCallback` whose value is set by stacks.
 
     Args:
         argument: Its name.
-        technique: What it switches on; ``None`` for a setting of the Trainer.
-        classic: Its value in the stack of that name, which a bare callback has.
-        bitwise: The same.
-        single_gpu: The same.
-        details: Arguments that say more of it, and what they are where it is off.
-        offers: As `Technique.offers`, of a setting of the Trainer.
-        exactness: As `Technique.exactness`, of a setting of the Trainer.
+        technique: The technique that it applies; ``None`` for a setting of the Trainer.
+        classic: Its value in the stack ``"classic"``, the default.
+        bitwise: Its value in the stack ``"bitwise"``.
+        single_gpu: Its value in the stack ``"single_gpu"``.
+        details: Further arguments of the technique, and their values while it is off.
+        offers: As `Technique.offers`.
+        exactness: As `Technique.exactness`.
     """
 
     argument: str
@@ -44,7 +44,7 @@ class Entry:
 
     @classmethod
     def of(cls, technique: type[Technique[Any]], **values: Any) -> "Entry":
-        """Make the entry of a technique, with the values of its argument in stacks."""
+        """Make the entry of a technique, with its values in the stacks."""
         return cls(
             technique.argument,
             technique,
@@ -56,7 +56,7 @@ class Entry:
 
 _ENTRIES = [
     Entry("precision", classic="auto", single_gpu="bf16-mixed", exactness=Exactness.APPROXIMATE),
-    # A batch that does not fit is split in "bitwise", too: its run would have ended.
+    # In "bitwise" too, batches that do not fit are split: the alternative is that the run ends.
     Entry.of(MicroBatching, classic="auto", bitwise="auto", single_gpu="auto"),
     Entry("eval_micro_batch_size", classic="auto", bitwise="auto", single_gpu="auto"),
     Entry.of(AttentionKernel, single_gpu="sdpa"),
@@ -75,7 +75,7 @@ _ENTRIES = [
         single_gpu=True,
         offers=(Offer("early release", True),),
     ),
-    # In the order in which optimizers pass through them.
+    # In the order in which they are applied to optimizers.
     Entry.of(
         LowBitOptimizer,
         classic="8bit",
@@ -87,32 +87,30 @@ _ENTRIES = [
 ]
 
 STACKS = ("off", "classic", "bitwise", "single_gpu")
-"""Settings that go together: nothing, what everybody has, all that leaves training bit for bit as
-it was, and the least memory that one GPU can do with, without that of the host."""
+"""Presets: everything off, the defaults, everything that keeps training bit for bit the same, and
+the least memory on a single GPU without host memory."""
 BARE = "classic"
-"""The stack of a callback that is given none."""
+"""The default stack."""
 _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
 
 def entries() -> tuple[Entry, ...]:
-    """Give all of them, in the order in which they are applied; they are undone in reverse."""
+    """Return all entries, in order of application; they are undone in reverse."""
     return tuple(_ENTRIES)
 
 
 def techniques() -> tuple[type[Technique[Any]], ...]:
-    """Give the techniques, in the order in which they are applied."""
+    """Return the techniques, in order of application."""
     return tuple(entry.technique for entry in _ENTRIES if entry.technique is not None)
 
 
 @contextlib.contextmanager
 def registered(entry: Entry) -> Iterator[None]:
-    """Let `MemSaveCallback` have one more technique, the last one, until the context is left.
+    """Register one more technique, as the last one, inside the context.
 
     Args:
-        entry: Of a technique that changes a module; its argument is given by name.
-
-    Yields:
-        Nothing.
+        entry: Entry of a technique that changes a module; `MemSaveCallback` accepts its argument by
+            name.
     """
     _ENTRIES.append(entry)
     try:
@@ -122,41 +120,33 @@ def registered(entry: Entry) -> Iterator[None]:
 
 
 def values_of(stack: str) -> dict[str, Any]:
-    """Give the arguments that a stack sets.
-
-    Args:
-        stack: One of `STACKS`.
-
-    Returns:
-        Values by name.
-    """
+    """Return the arguments that a stack sets, by name."""
     values = {e.argument: None if stack == "off" else getattr(e, stack) for e in _ENTRIES}
     return {**values, **_DETAILS.get(stack, {})}
 
 
 def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Put the settings of the stack where the user gave none.
+    """Replace ``"auto"`` by the values of the stack.
 
     Args:
         arguments: All arguments of `MemSaveCallback` by name.
 
     Returns:
-        The arguments with the values of the stack, or of `BARE`, where they were ``"auto"``; and as
-        ``from_stack`` the names of those that the user has not given.
+        The arguments, and under ``from_stack`` the names of those whose value comes from the stack.
 
     Raises:
         ConfigurationError: If there is no such stack.
     """
-    wanted = BARE if arguments["stack"] is None else arguments["stack"]
-    if not isinstance(wanted, str) or wanted not in STACKS:
+    stack = BARE if arguments["stack"] is None else arguments["stack"]
+    if not isinstance(stack, str) or stack not in STACKS:
         raise ConfigurationError(
-            f"`stack={wanted!r}` is not a valid stack. Use {', '.join(map(repr, STACKS))}, or "
+            f"`stack={stack!r}` is not a valid stack. Use {', '.join(map(repr, STACKS))}, or "
             "`None`."
         )
-    values = values_of(wanted)
+    values = values_of(stack)
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
-    # Which parameters have 8 bits is the stack's choice with every 8-bit optimizer, where nothing
-    # else is said; a `LowBitOptimizer` says it itself.
+    # The stack's `force_8bit` applies to every 8-bit optimizer chosen by name, unless the user set
+    # it; a `LowBitOptimizer` object has its own.
     optimizer = missing.get("optimizer", arguments["optimizer"])
     is_8bit = isinstance(optimizer, str) and "8bit" in optimizer
     if is_8bit and "force_8bit" in values and not arguments["force_8bit"]:

@@ -1,1 +1,1 @@
-"""Reach into a Trainer of either Lightning package."""
+"""Access Trainers of both Lightning packages."""

@@ -1,4 +1,4 @@
-"""Processes that train together: when they share gradients, and what they agree on."""
+"""Synchronize gradients, buffers and values over processes, bypassing DDP where needed."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,19 +14,19 @@ from lightning_memsave.trainer.trainer import is_strategy
 _BUCKET_BYTES = 25 * 2**20
 _SHARDED = ("FSDPStrategy", "ModelParallelStrategy")
 _DENSE, _SPARSE = 1, 2
-# What changes how DDP shares gradients or computes forward passes, by its name for the user.
+# Arguments of `DDPStrategy` that change gradient synchronization or forward passes.
 _OWN_WAYS = ("ddp_comm_hook", "mixed_precision")
 
 
 def communicates_in_forward(trainer: Any, module: nn.Module) -> str:
-    """Say whether processes wait for each other in every forward pass, so that all need as many.
+    """Return why forward passes communicate, so that all processes need the same number of them.
 
     Args:
         trainer: A Trainer in ``setup`` or later.
-        module: Its LightningModule, or what is built of it.
+        module: Its LightningModule, or the part that is built.
 
     Returns:
-        Why they do; empty if they do not.
+        The reason; empty if they do not.
     """
     name = type(trainer.strategy).__name__
     if is_strategy(trainer, *_SHARDED):
@@ -35,53 +35,43 @@ def communicates_in_forward(trainer: Any, module: nn.Module) -> str:
     will_convert = bool(norms) and getattr(trainer.strategy, "_layer_sync", None) is not None
     is_synced = will_convert or any(isinstance(norm, nn.SyncBatchNorm) for norm in norms)
     if trainer.world_size > 1 and is_synced:
-        return "`SyncBatchNorm` takes its statistics over all processes in every forward pass"
+        return "`SyncBatchNorm` computes statistics over all processes in every forward pass"
     return ""
 
 
 def has_custom_gradient_sync(trainer: Any) -> str:
-    """Say whether gradients are shared in another way than as their mean over all processes.
+    """Return how gradients are synchronized, if not as their mean over all processes.
 
     Args:
         trainer: A Trainer in ``setup`` or later.
 
     Returns:
-        How they are; empty for one process, and for DDP as it is by default.
+        The reason; empty for a single process or plain DDP.
     """
     name = type(trainer.strategy).__name__
     if trainer.world_size == 1:
         return ""
     if not is_strategy(trainer, "DDPStrategy") or is_strategy(trainer, "XLAStrategy"):
-        return f"`{name}` shares gradients in its own way"
+        return f"`{name}` synchronizes gradients in its own way"
     kwargs = vars(trainer.strategy).get("_ddp_kwargs", {})
     given = kwargs | {"ddp_comm_hook": getattr(trainer.strategy, "_ddp_comm_hook", None)}
     own = next((way for way in _OWN_WAYS if given.get(way) is not None), None)
-    return "" if own is None else f"`{name}({own}=...)` shares gradients in its own way"
+    return "" if own is None else f"`{name}({own}=...)` synchronizes gradients in its own way"
 
 
 def has_static_graph(trainer: Any) -> bool:
-    """Say whether DDP was promised that every backward pass is as the first.
-
-    Args:
-        trainer: A Trainer in ``setup`` or later.
-
-    Returns:
-        True for ``DDPStrategy(static_graph=True)``.
-    """
+    """Return whether the strategy is ``DDPStrategy(static_graph=True)``."""
     return bool(vars(trainer.strategy).get("_ddp_kwargs", {}).get("static_graph"))
 
 
 @contextlib.contextmanager
 def alone(trainer: Any) -> Iterator[None]:
-    """Let forward and backward passes of this process go without any other.
+    """Run forward and backward without DDP synchronization.
 
-    They do not go through DDP then; `broadcast_buffers` and `average_gradients` do its part.
+    Call `broadcast_buffers` and `average_gradients` instead.
 
     Args:
         trainer: A Trainer in fit, with one process or under DDP.
-
-    Yields:
-        Nothing.
     """
     strategy = trainer.strategy
     model, strategy.model = strategy.model, strategy.lightning_module
@@ -92,28 +82,13 @@ def alone(trainer: Any) -> Iterator[None]:
 
 
 def without_sync(trainer: Any) -> contextlib.AbstractContextManager[None]:
-    """Keep gradients of a backward pass to this process, where the strategy can do that.
-
-    Args:
-        trainer: A Trainer in fit.
-
-    Returns:
-        A context for forward and backward.
-    """
+    """Return a context without gradient synchronization, if the strategy supports it."""
     block = getattr(trainer.strategy, "block_backward_sync", None)
     return contextlib.nullcontext() if block is None else block()
 
 
 def all_reduce_min(trainer: Any, size: int) -> int:
-    """Find the smallest number that any process has.
-
-    Args:
-        trainer: A Trainer in fit.
-        size: The number of this process.
-
-    Returns:
-        The smallest; all processes must ask.
-    """
+    """Return the minimum of a number over all processes, which must all call this."""
     if trainer.world_size == 1:
         return size
     found = torch.tensor(size, device=trainer.strategy.root_device)
@@ -122,7 +97,7 @@ def all_reduce_min(trainer: Any, size: int) -> int:
 
 
 def broadcast_buffers(trainer: Any) -> None:
-    """Give all processes the buffers of the first, where DDP would in the next forward pass.
+    """Broadcast the buffers of the first process, if DDP would in the next forward pass.
 
     Args:
         trainer: A Trainer in fit; all processes must call this.
@@ -130,7 +105,7 @@ def broadcast_buffers(trainer: Any) -> None:
     ddp = trainer.strategy.model
     if isinstance(ddp, DistributedDataParallel) and ddp.will_sync_module_buffers():
         ddp._sync_buffers()
-        ddp.require_forward_param_sync = False  # until gradients have been shared
+        ddp.require_forward_param_sync = False  # until gradients have been averaged
 
 
 @torch.no_grad()
@@ -139,8 +114,8 @@ def average_gradients(trainer: Any, module: nn.Module) -> None:
 
     Args:
         trainer: A Trainer in fit; all processes must call this.
-        module: Its LightningModule. Where some processes have no gradient of a parameter, it counts
-            as zero; where none has, there is none afterwards.
+        module: Its LightningModule. A gradient that only some processes have counts as zero in the
+            others; if no process has it, there is none afterwards.
     """
     ddp = trainer.strategy.model
     trained = _shared_parameters(ddp, module)
@@ -172,7 +147,7 @@ def _kind(gradient: torch.Tensor | None) -> int:
     return _SPARSE if gradient.is_sparse else _DENSE
 
 
-# As embeddings make them: sparse in the first dimension only.
+# Like gradients of embeddings: sparse in the first dimension only.
 def _no_rows(parameter: torch.Tensor) -> torch.Tensor:
     indices = torch.empty(1, 0, dtype=torch.long, device=parameter.device)
     values = parameter.new_empty(0, *parameter.shape[1:])
@@ -187,7 +162,7 @@ def _sparse_mean(gradient: torch.Tensor, world_size: int) -> torch.Tensor:
 
 def _average_bucket(bucket: list[torch.Tensor], world_size: int) -> None:
     is_one = len(bucket) == 1 and bucket[0].is_contiguous()
-    # A large gradient is not copied: memory may have just run out.
+    # Large gradients are not copied: memory may have just run out.
     flat = bucket[0].view(-1) if is_one else torch.cat([g.flatten() for g in bucket])
     flat /= world_size  # before the sum, as DDP does
     dist.all_reduce(flat)
@@ -218,13 +193,12 @@ _UNKNOWN = -1.0
 def reduce_over_ranks(
     trainer: Any, how: Literal["max", "sum"], values: Mapping[str, float | None]
 ) -> dict[str, float]:
-    """Reduce values over the ranks of a Trainer, all of them in one exchange.
+    """Reduce values over the ranks of a Trainer in one collective.
 
     Args:
-        trainer: The Trainer. All of its ranks must get here, with the same keys.
-        how: What to take.
-        values: Values by name, none of them negative. ``None`` is unknown: a rank may lack what
-            others know, as NVML in a container.
+        trainer: The Trainer. All of its ranks must call this, with the same keys.
+        how: The reduction.
+        values: Nonnegative values by name. ``None`` is unknown, such as NVML's in a container.
 
     Returns:
         The reduced values, without those that are unknown on all ranks ("max") or on one ("sum").
@@ -232,7 +206,7 @@ def reduce_over_ranks(
     if trainer.world_size > 1 and values:
         unknown = _UNKNOWN if how == "max" else float("nan")
         known = [unknown if value is None else float(value) for value in values.values()]
-        # float32 is exact to 16 MiB only.
+        # float32 is exact up to 2**24 only.
         tensor = torch.tensor(known, dtype=torch.float64, device=trainer.strategy.root_device)
         dist.all_reduce(tensor, _OPERATORS[how])
         values = dict(zip(values, tensor.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""Batches of validation, test and prediction in parts."""
+"""Run batches of validation, test and prediction as micro-batches."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -11,22 +11,22 @@ from lightning_memsave.trainer.logged_values import LoggedValues
 
 RunStep = Callable[[Any], Any]
 RunBatch = Callable[[Any, Any, RunStep, LoggedValues, tuple[Any, ...]], Any]
-"""Of the Trainer, a batch, the step of one part, where logged values wait, and the name of the step
-with the index of the DataLoader where there are several: the output."""
+"""Returns the output of a batch, from the Trainer, the batch, the step of a micro-batch, the logged
+values, and the name of the step with the DataLoader index, if there are several."""
 
-# Of each strategy whose steps are replaced: how batches run, and their Trainer.
+# Attribute of a strategy whose steps are replaced: its Trainer and the function that runs batches.
 _RUNS = "_memsave_run_evaluation_batch"
 
 
 def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], None]:
-    """Decide how the batches of validation, test and prediction run.
+    """Replace the function that runs batches of validation, test and prediction.
 
     Args:
         trainer: A Trainer in ``setup``.
-        run_batch: Runs a batch; what is logged in its parts is put together afterwards.
+        run_batch: Runs a batch; values logged by its micro-batches are combined afterwards.
 
     Returns:
-        A function that takes it back.
+        A function that undoes it.
     """
     strategy = trainer.strategy
     vars(strategy)[_RUNS] = (trainer, run_batch)
@@ -37,27 +37,27 @@ def split_evaluation_batches(trainer: Any, run_batch: RunBatch) -> Callable[[], 
 
 
 def validation_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what ``Strategy.validation_step`` gives, for a batch in parts."""
+    """Run ``Strategy.validation_step`` on micro-batches."""
     return _run(strategy, "validation_step", *args, **kwargs)
 
 
 def test_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what ``Strategy.test_step`` gives, for a batch in parts."""
+    """Run ``Strategy.test_step`` on micro-batches."""
     return _run(strategy, "test_step", *args, **kwargs)
 
 
 def predict_step(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what ``Strategy.predict_step`` gives, for a batch in parts."""
+    """Run ``Strategy.predict_step`` on micro-batches."""
     return _run(strategy, "predict_step", *args, **kwargs)
 
 
 def _run(strategy: Any, name: str, batch: Any, *args: Any, **kwargs: Any) -> Any:
     step = functools.partial(_step, previous_method(strategy, name), args, kwargs)
-    # A module that takes the iterator itself has no batch that could be split.
+    # If the step takes the dataloader iterator itself, there is no batch to split.
     if _RUNS not in vars(strategy) or isinstance(batch, Iterator):
         return step(batch)
     trainer, run_batch = vars(strategy)[_RUNS]
-    broadcast_buffers(trainer)  # DDP would in the first part, and again where that is repeated
+    broadcast_buffers(trainer)  # DDP would do it in the first micro-batch, and in each repetition
     with LoggedValues(trainer) as logged:
         output = run_batch(trainer, batch, step, logged, (name, *args[1:]))
         logged.flush()

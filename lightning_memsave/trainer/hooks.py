@@ -1,4 +1,4 @@
-"""What every callback of this package derives from, and how it speaks."""
+"""The base class of callbacks, and overrides of hooks by the user's code."""
 
 import importlib
 import importlib.util
@@ -20,8 +20,8 @@ else:
         installed = [name for name in PACKAGES if importlib.util.find_spec(name.split(".")[0])]
         return tuple(importlib.import_module(name).Callback for name in installed)
 
-    # Both packages refuse callbacks of the other one on the command line and, where it stands alone
-    # and not in a list, in the Trainer; a class with both bases is at home in both.
+    # Both packages reject callbacks of the other one on the command line and, outside of a list, in
+    # the Trainer; a class with both bases works in both.
     CallbackBase = types.new_class(
         "CallbackBase",
         _callback_classes(),
@@ -33,12 +33,7 @@ else:
 
 
 def log_info(trainer: Any, message: str) -> None:
-    """Say something on rank zero, as Lightning says what it found.
-
-    Args:
-        trainer: The Trainer, whose package's logger is used.
-        message: One line.
-    """
+    """Log a message on rank zero, with the logger of the Trainer's package."""
     if trainer.is_global_zero:
         logging.getLogger(f"{package_of(trainer).__name__}.memsave").info(message)
 
@@ -50,14 +45,14 @@ _OURS = ("lightning_memsave.", *(f"{package}." for package in PACKAGES))
 
 
 def has_foreign(one: Any, hook: str) -> bool:
-    """Say whether a module or a callback has a hook that is not Lightning's or this package's.
+    """Return whether a module or callback overrides a hook, in its class or on the instance.
 
     Args:
         one: A LightningModule or a callback.
         hook: Name of the method.
 
     Returns:
-        True if its class overrides the hook, or the object itself does, as ``LambdaCallback``.
+        False for hooks of Lightning and of this package.
     """
     method = getattr(type(one), hook, None)
     is_inherited = method is None or getattr(method, "__module__", "").startswith(_OURS)
@@ -65,7 +60,7 @@ def has_foreign(one: Any, hook: str) -> bool:
 
 
 def owners_of(trainer: Any, pl_module: Any, hook: str) -> list[str]:
-    """Find out who has a hook of their own.
+    """List the module and callbacks of a Trainer that override a hook.
 
     Args:
         trainer: The Trainer.
@@ -73,59 +68,37 @@ def owners_of(trainer: Any, pl_module: Any, hook: str) -> list[str]:
         hook: Name of a method of modules and callbacks.
 
     Returns:
-        Their classes and the hook, each once, such as ``"Lit.on_after_backward"``.
+        Class and hook, each once, such as ``"Lit.on_after_backward"``.
     """
     owners = [one for one in (pl_module, *trainer.callbacks) if has_foreign(one, hook)]
     return list(dict.fromkeys(f"{type(one).__name__}.{hook}" for one in owners))
 
 
 def owner_of(trainer: Any, pl_module: Any, hook: str) -> str:
-    """Find out who is the first to have a hook of their own.
-
-    Args:
-        trainer: The Trainer.
-        pl_module: Its LightningModule.
-        hook: Name of a method of modules and callbacks.
-
-    Returns:
-        The class and the hook; an empty string if nobody has.
-    """
+    """Return the first override of a hook as in `owners_of`; empty if there is none."""
     return next(iter(owners_of(trainer, pl_module, hook)), "")
 
 
 def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
-    """Find who looks at old gradients where Lightning zeroes them, or zeroes in a way of its own.
-
-    Args:
-        trainer: The Trainer.
-        pl_module: Its LightningModule.
-
-    Returns:
-        Class and hook; an empty string if nobody does.
-    """
+    """Return the first override of ``on_before_zero_grad`` or ``optimizer_zero_grad``, if any."""
     hooks = ("on_before_zero_grad", "optimizer_zero_grad")
     return next(filter(None, (owner_of(trainer, pl_module, hook) for hook in hooks)), "")
 
 
 class GradientVersions:
-    """What the gradients are at one moment, to see later whether anybody has added to them.
+    """Identities and versions of gradients, to detect changes without copying.
 
-    Nothing is computed and nothing copied: a sum in place counts a tensor's version up, and any
-    other one makes another tensor.
+    In-place accumulation bumps the version counter; otherwise ``.grad`` is replaced.
 
     Args:
-        parameters: Of a model.
+        parameters: Parameters of a model.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self._marks = [(p, p.grad, _version(p.grad)) for p in parameters]
 
     def have_changed(self) -> bool:
-        """Compare with what the gradients are now.
-
-        Returns:
-            True if one of them is another one, or has other values.
-        """
+        """Return whether a gradient was replaced or changed since."""
         return any(p.grad is not grad or _version(grad) != seen for p, grad, seen in self._marks)
 
 

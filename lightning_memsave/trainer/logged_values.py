@@ -1,4 +1,4 @@
-"""Values that a module logs while a batch passes in parts, put together as for the whole batch."""
+"""Combine the values that a module logs for micro-batches to those of the whole batch."""
 
 import contextlib
 import functools
@@ -16,19 +16,19 @@ from lightning_memsave.trainer.trainer import package_of
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What ``self.log`` was given in one part of a batch."""
+    """A value that ``self.log`` received for one micro-batch."""
 
     weight: float
     num_samples: int | None
     value: Any
     batch_size: int
-    batch_value: Any  # of a metric: its value over this part alone
+    batch_value: Any  # value of a metric for this micro-batch alone
 
 
 class LoggedValues:
-    """Holds back what is logged, and logs it once for the whole batch.
+    """Buffers logged values, and logs them once for the whole batch.
 
-    Nothing reaches Lightning before ``flush``, so that a batch that is repeated leaves no trace.
+    Nothing reaches Lightning before ``flush``, so that a batch can be repeated.
 
     Args:
         trainer: A Trainer in a loop that logs.
@@ -52,26 +52,22 @@ class LoggedValues:
             vars(self._results).pop("update_metrics", None)
 
     def start_part(self, weight: float, num_samples: int | None) -> None:
-        """Say what the values that follow belong to.
+        """Begin a micro-batch.
 
         Args:
-            weight: Share of the part in the batch.
-            num_samples: Its samples, if they can be counted.
+            weight: Its weight in the batch.
+            num_samples: Number of its samples, if they can be counted.
         """
         self._weight, self._num_samples = weight, num_samples
         self._occurrences = {}
 
     def clear(self) -> None:
-        """Forget everything, as the batch will be repeated."""
+        """Discard all values, as the batch will be repeated."""
         self._values = {}
 
     @contextlib.contextmanager
     def forgotten(self) -> Iterator[None]:
-        """Let what is logged inside leave no trace, nor loggers see it.
-
-        Yields:
-            Once.
-        """
+        """Discard everything that is logged inside, also to loggers."""
         names = set(self._results or ())
         loggers = self._trainer.loggers
         if loggers:
@@ -85,11 +81,7 @@ class LoggedValues:
                 del self._results[name]
 
     def tensors(self) -> dict[str, tuple[Any, Tensor]]:
-        """List the numbers that were logged in one part.
-
-        Returns:
-            For each name how Lightning reduces it, and its value.
-        """
+        """Return the logged tensors of one micro-batch: Lightning's metadata and value by name."""
         metrics = {key: self._results[key] for key, _ in self._values}
         return {
             key: (metrics[key].meta, parts[-1].value)
@@ -98,16 +90,16 @@ class LoggedValues:
         }
 
     def flush(self) -> None:
-        """Give Lightning one value for each name; a single part's values go through untouched."""
+        """Log one value per name; values of a single micro-batch are passed on unchanged."""
         values, self._values = self._values, {}
         for (key, _), parts in values.items():
             log = functools.partial(self._log, key, parts)
-            # Processes meet in here: one of them alone must not come twice.
+            # May run collectives: a single process must not retry.
             log() if self._is_shared else with_memory_freed(log)
 
     def _log(self, key: str, parts: Sequence[_Value]) -> None:
         metric = self._results[key]
-        before = dict(vars(metric))  # its values are replaced, never changed in place
+        before = dict(vars(metric))  # Lightning replaces its values, never in place
         try:
             self._update(metric, key, parts)
         except BaseException:
@@ -140,7 +132,8 @@ class LoggedValues:
         self._values.setdefault((key, occurrence), []).append(held)
 
 
-# Without `batch_size=` Lightning counts the whole batch each time; a user counts what is there.
+# Without `batch_size=`, Lightning passes the size of the whole batch each time; a user passes that
+# of the micro-batch.
 def _batch_size(parts: Sequence[_Value]) -> int:
     sizes = [part.batch_size for part in parts]
     if len(parts) > 1 and sizes == [part.num_samples for part in parts]:
@@ -149,12 +142,12 @@ def _batch_size(parts: Sequence[_Value]) -> int:
 
 
 def combined(meta: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
-    """Put together what was logged under one name in the parts of a batch.
+    """Combine the values of one name over micro-batches.
 
     Args:
-        meta: How Lightning reduces it.
-        values: Of each part.
-        weights: Share of each part in the batch.
+        meta: Lightning's metadata, with the reduction.
+        values: Value of each micro-batch.
+        weights: Weight of each micro-batch in the batch.
 
     Returns:
         The value of the whole batch.
@@ -170,7 +163,7 @@ def combined(meta: Any, values: Sequence[Any], weights: Sequence[float]) -> Any:
 def _mean(values: Sequence[Any], weights: Sequence[float]) -> Any:
     are_numbers = all(isinstance(value, Tensor) and value.shape == () for value in values)
     if not are_numbers:
-        return values[-1]  # what a metric without one number gave for the last part
+        return values[-1]  # not a scalar: the value of the last micro-batch
     stacked = torch.stack([value.to(values[0].device) for value in values])
     stacked = stacked if stacked.is_floating_point() else stacked.float()
     factors = stacked.new_tensor(weights)

@@ -21,14 +21,13 @@ _ROOTS = ("lightning", "pytorch_lightning", "lightning_fabric")
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Let a fit leave no trace: nothing is printed, logged or warned, and no collective is run.
+    """Suppress output, logging, warnings and collectives of this thread.
 
-    What this thread writes to standard output and error, and to any logger, is dropped; other
-    threads write on. What Lightning and torch remember of the warnings that they have given is what
-    they remembered before, so that the next fit says what it has to say. Ctrl-C waits for
-    `raise_if_interrupted` or for the end; a second one does not. ``torch.distributed`` seems not to
-    be initialised, so that code which asks for it does not wait for processes that do not take
-    part. One thread at a time.
+    Writes of this thread to standard output and error, and to any logger, are dropped; other
+    threads are unaffected. Caches of warnings that Lightning and torch show once are restored, so
+    that the next fit shows them. Ctrl-C takes effect in `raise_if_interrupted` or at the end, a
+    second one at once. ``torch.distributed`` appears uninitialized, so that no code waits for other
+    processes. One thread at a time.
     """
     thread = threading.get_ident()
     with (
@@ -46,7 +45,7 @@ def quiet() -> Iterator[None]:
 
 
 def raise_if_interrupted() -> None:
-    """Raise what Ctrl-C was to raise since `quiet` began; to be called where that is safe.
+    """Raise a Ctrl-C that was deferred since `quiet` began; call it where raising is safe.
 
     Raises:
         KeyboardInterrupt: If it was pressed.
@@ -57,37 +56,22 @@ def raise_if_interrupted() -> None:
 
 
 def leave_signals(trainer: Any) -> None:
-    """Keep a Trainer from handling signals: SIGTERM would end its fit only after a batch.
-
-    Args:
-        trainer: Before its fit.
-    """
+    """Prevent a Trainer from handling signals: SIGTERM would end its fit only after a batch."""
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
 def silent_logger(package: ModuleType) -> Any:
-    """Make a logger that takes everything and keeps nothing, for modules that expect to have one.
-
-    Args:
-        package: ``lightning.pytorch`` or ``pytorch_lightning``.
-
-    Returns:
-        A logger of that package.
-    """
+    """Make a logger of either package that discards everything, for modules that require one."""
     return importlib.import_module(f"{package.__name__}.loggers.logger").DummyLogger()
 
 
 def forget_metric_names(pl_module: Any) -> None:
-    """Let Lightning look for the metrics of a copy, and not for those of the original.
-
-    Args:
-        pl_module: A copy of a LightningModule, which remembers metrics by their ids.
-    """
+    """Clear the cache of metric names, by id, in a copy of a LightningModule."""
     pl_module._metric_attributes = None
 
 
-# Python raises `KeyboardInterrupt` in any line, also in one that torch calls, where no exception
-# may leave, which ends the process.
+# Python raises `KeyboardInterrupt` in any line, also in callbacks from C++ that must not raise and
+# would end the process.
 class _Interruption:
     has_come = False
 
@@ -100,7 +84,7 @@ class _Interruption:
 @contextlib.contextmanager
 def _signals_kept() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
-        yield  # where Python neither runs handlers nor sets them
+        yield  # only the main thread runs and sets handlers
         return
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     interruption = _Interruption()
@@ -110,14 +94,14 @@ def _signals_kept() -> Iterator[None]:
         yield
     finally:
         for number, handler in handlers.items():
-            if handler is not None:  # Python did not set it and cannot set it
+            if handler is not None:  # None: not set from Python, and cannot be restored
                 signal.signal(number, handler)
-        if interruption.has_come:  # whatever else was raised meanwhile
+        if interruption.has_come:  # even if another exception is being raised
             raise KeyboardInterrupt
 
 
 class _Muted:
-    """A stream that drops what one thread writes; in programs without a console there is none."""
+    """A stream that drops writes of one thread; programs without a console have no stream."""
 
     def __init__(self, stream: Any, thread: int) -> None:
         self._stream = stream
@@ -167,7 +151,7 @@ def _without_process_group() -> Iterator[None]:
         member.WORLD = world
 
 
-# Else what is warned of once would be used up.
+# Otherwise warnings that are shown once would not be shown in the real fit.
 @contextlib.contextmanager
 def _warnings_forgotten() -> Iterator[None]:
     caches = [(cache, set(cache)) for cache in _warning_caches()]
@@ -179,7 +163,7 @@ def _warnings_forgotten() -> Iterator[None]:
         torch.set_warn_always(warns_always)
         for cache, said in caches:
             cache.intersection_update(said)
-        # Its messages of before may be said once more.
+        # Earlier messages may be shown again.
         transformers: Any = sys.modules.get("transformers.utils.logging")
         for name in ("warning_once", "info_once"):
             if hasattr(transformers, name):

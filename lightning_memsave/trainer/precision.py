@@ -1,4 +1,4 @@
-"""Precision of a Trainer that exists already."""
+"""Read and change the precision of a Trainer."""
 
 import importlib
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ _OUR_PRECISION: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def full_name(precision: str | int) -> str:
-    """Give the long form of a precision.
+    """Return the long form of a precision.
 
     Args:
-        precision: What Lightning's Trainer takes, such as ``"bf16"`` or 16.
+        precision: Any form that Lightning's Trainer accepts, such as ``"bf16"`` or 16.
 
     Returns:
         For example ``"bf16-mixed"``.
@@ -39,7 +39,7 @@ def full_name(precision: str | int) -> str:
     name = _SHORT.get(str(precision), str(precision))
     if name not in PRECISIONS or isinstance(precision, bool):
         raise ConfigurationError(
-            f"`precision={precision!r}` is not a precision that Lightning knows. Use "
+            f"`precision={precision!r}` is not a precision that Lightning supports. Use "
             f'"auto", `None` or one of {", ".join(PRECISIONS)}.'
         )
     return name
@@ -47,14 +47,14 @@ def full_name(precision: str | int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class PrecisionState:
-    """What decides the precision of a Trainer.
+    """Precision settings of a Trainer.
 
     Args:
-        current: Precision in force, such as ``"32-true"``.
-        is_ours: It was set by this package, in an earlier fit.
+        current: Effective precision, such as ``"32-true"``.
+        is_ours: Whether this package set it, in an earlier fit.
         plugin: Class name of a precision plugin that the user passed, or ``None``.
-        is_frozen: It cannot be changed any more.
-        has_own_mixed_precision: ``FSDPStrategy(mixed_precision=...)``, which wins over the plugin.
+        is_frozen: Whether it can no longer be changed.
+        has_own_mixed_precision: Whether ``FSDPStrategy(mixed_precision=...)`` overrides the plugin.
     """
 
     current: str
@@ -65,14 +65,7 @@ class PrecisionState:
 
 
 def precision_state(trainer: Any) -> PrecisionState:
-    """Read what decides the precision of a Trainer.
-
-    Args:
-        trainer: A Trainer.
-
-    Returns:
-        The state now.
-    """
+    """Read the current precision settings of a Trainer."""
     flag = trainer._accelerator_connector._precision_plugin_flag
     return PrecisionState(
         current=str(trainer.precision),
@@ -84,7 +77,7 @@ def precision_state(trainer: Any) -> PrecisionState:
 
 
 def set_precision(trainer: Any, precision: str) -> None:
-    """Give the Trainer another precision, as its constructor would have.
+    """Change the precision of a Trainer as if it was passed to the constructor.
 
     Args:
         trainer: A Trainer in ``setup``.
@@ -104,25 +97,18 @@ def set_precision(trainer: Any, precision: str) -> None:
 
 
 def half_precision_on_cpu(package: ModuleType) -> Any:
-    """Make the plugin of ``"16-mixed"``, gradient scaler and all, for a Trainer on the CPU.
+    """Make the precision plugin of ``"16-mixed"``, with gradient scaler, for a Trainer on the CPU.
 
     Args:
         package: ``lightning.pytorch`` or ``pytorch_lightning``.
 
     Returns:
-        A precision plugin; the Trainer itself would choose bfloat16.
+        The plugin; the Trainer itself would choose bfloat16.
     """
     plugins = importlib.import_module(f"{package.__name__}.plugins.precision")
     return plugins.MixedPrecision("16-mixed", "cpu")
 
 
 def gradient_scaler(trainer: Any) -> Any:
-    """Give what scales losses so that fp16 gradients do not vanish.
-
-    Args:
-        trainer: A Trainer in ``setup``.
-
-    Returns:
-        A ``torch.amp.GradScaler``; ``None`` without one.
-    """
+    """Return the ``torch.amp.GradScaler`` of a Trainer; ``None`` without one."""
     return getattr(trainer.precision_plugin, "scaler", None)

@@ -1,4 +1,4 @@
-"""What is known about a Trainer: which package, strategy and callbacks it has."""
+"""Inspect a Trainer: its package, strategy, callbacks and module."""
 
 import importlib
 import operator
@@ -35,10 +35,10 @@ _NEEDED = (
 
 
 def package_of(thing: Any) -> ModuleType:
-    """Find the package that a Trainer or a LightningModule comes from.
+    """Return the package of a Trainer or LightningModule.
 
     Args:
-        thing: A Trainer or LightningModule of either package, or of a subclass.
+        thing: A Trainer or LightningModule of either package.
 
     Returns:
         The module ``lightning.pytorch`` or ``pytorch_lightning``.
@@ -50,11 +50,11 @@ def package_of(thing: Any) -> ModuleType:
         for package in PACKAGES:
             if cls.__module__.startswith(f"{package}."):
                 return importlib.import_module(package)
-    raise TypeError(f"{thing!r} is no Trainer or LightningModule of {' or '.join(PACKAGES)}")
+    raise TypeError(f"{thing!r} is not a Trainer or LightningModule of {' or '.join(PACKAGES)}")
 
 
 def check_host(trainer: Any) -> list[Problem]:
-    """Find private names of Lightning that this package uses and that this release lacks.
+    """Return a problem for each private name of Lightning that is used here and missing.
 
     Args:
         trainer: A Trainer.
@@ -84,16 +84,16 @@ def _has(owner: Any, path: str) -> bool:
 
 
 def put_first(trainer: Any, callback: Any, *added: Any) -> None:
-    """Let a callback run before all others, tuners included.
+    """Move a callback before all others, including tuners.
 
-    Those that copy the module in ``setup`` and stood before it stay there: in the Trainer's next
-    fit they must not come after it.
+    Callbacks that copy the module in ``setup`` stay before it: in the Trainer's next fit they must
+    not come after it.
 
     Args:
         trainer: A Trainer in ``setup``.
-        callback: One of its callbacks. The list is replaced, not changed, because the hook that
-            is running holds it.
-        added: Callbacks that are to run after it, before `remove_callback`.
+        callback: One of its callbacks. The list is replaced, not changed, because the running
+            hook iterates over it.
+        added: Callbacks to insert after it, until `remove_callback`.
     """
     callbacks = trainer.callbacks
     place = next(i for i, c in enumerate(callbacks) if c is callback)
@@ -103,80 +103,41 @@ def put_first(trainer: Any, callback: Any, *added: Any) -> None:
 
 
 def remove_callback(trainer: Any, callback: Any) -> None:
-    """Take a callback out of a Trainer that may be calling it.
-
-    Args:
-        trainer: A Trainer.
-        callback: What `put_first` added, or any object.
-    """
+    """Remove a callback, if it is there, from a Trainer that may be calling it."""
     if any(c is callback for c in trainer.callbacks):
         trainer.callbacks = [c for c in trainer.callbacks if c is not callback]
 
 
 def leave_device(trainer: Any, pl_module: Any) -> None:
-    """Drop gradients and move the module to the host, as the strategy does a moment later.
-
-    Args:
-        trainer: A Trainer whose run is over.
-        pl_module: Its LightningModule.
-    """
+    """Free gradients and move the module to the host, as the strategy's teardown does later."""
     for parameter in pl_module.parameters():
         parameter.grad = None
-    # They hold shards of it in places of their own.
+    # Sharded strategies hold the shards themselves.
     if not is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy"):
         pl_module.cpu()
 
 
 def first_of(trainer: Any, cls: type[CallbackT]) -> CallbackT | None:
-    """Find the first callback of a class.
-
-    Args:
-        trainer: A Trainer.
-        cls: The class, or a base of it.
-
-    Returns:
-        The callback, or ``None``.
-    """
+    """Return the first callback of a class, or ``None``."""
     return next((c for c in trainer.callbacks if isinstance(c, cls)), None)
 
 
 def averages_weights(callback: Any) -> bool:
-    """Say whether a callback of Lightning copies the module in ``setup``, to average its weights.
-
-    Args:
-        callback: Any callback of a Trainer.
-
-    Returns:
-        True for weight averaging, exponential or stochastic, and subclasses.
-    """
+    """Return whether a callback is one of Lightning's that copy the module to average weights."""
     return _is_of(callback, _AVERAGES)
 
 
 def prunes_weights(callback: Any) -> bool:
-    """Say whether a callback of Lightning puts other tensors in place of weights.
-
-    Args:
-        callback: Any callback of a Trainer.
-
-    Returns:
-        True for ``ModelPruning`` and subclasses.
-    """
+    """Return whether a callback is Lightning's ``ModelPruning``, which replaces weights."""
     return _is_of(callback, ("ModelPruning",))
 
 
 def unfreezes_later(trainer: Any) -> bool:
-    """Say whether a callback of Lightning gives the optimizer more parameters in the course of fit.
-
-    Args:
-        trainer: A Trainer.
-
-    Returns:
-        True for ``BackboneFinetuning`` and other subclasses of ``BaseFinetuning``.
-    """
+    """Return whether a callback (``BaseFinetuning``) unfreezes parameters during fit."""
     return any(_is_of(callback, ("BaseFinetuning",)) for callback in trainer.callbacks)
 
 
-# Not imported: older releases have not all of them, and either package may be missing.
+# By name: older releases do not have all classes, and either package may be missing.
 def _is_of(callback: Any, names: tuple[str, ...]) -> bool:
     return any(
         cls.__name__ in names and cls.__module__.startswith(PACKAGES)
@@ -185,28 +146,13 @@ def _is_of(callback: Any, names: tuple[str, ...]) -> bool:
 
 
 def builds_model_late(pl_module: Any) -> bool:
-    """Say whether a module makes its layers in ``configure_model``, after ``setup``.
-
-    Args:
-        pl_module: A LightningModule.
-
-    Returns:
-        True if it or a base class of the user's overrides the hook.
-    """
+    """Return whether a module overrides ``configure_model``, which runs after ``setup``."""
     hook = type(pl_module).configure_model
     return not hook.__module__.startswith(PACKAGES)
 
 
 def is_strategy(trainer: Any, *names: str) -> bool:
-    """Say whether the Trainer's strategy is of one of these classes.
-
-    Args:
-        trainer: A Trainer.
-        names: Class names, such as ``"FSDPStrategy"``.
-
-    Returns:
-        True for these classes and their subclasses.
-    """
+    """Return whether the strategy is an instance of a class with one of these names."""
     return any(cls.__name__ in names for cls in type(trainer.strategy).__mro__)
 
 
@@ -233,7 +179,7 @@ def _checkpoints_activations(trainer: Any) -> bool:
 def convert_loaded_optimizer_states(
     trainer: Any, load_optimizer_state_dict: Callable[..., None]
 ) -> Callable[[], None]:
-    """Put a function in place of the strategy's ``load_optimizer_state_dict``.
+    """Replace the strategy's ``load_optimizer_state_dict``.
 
     Args:
         trainer: A Trainer in ``setup``.
@@ -246,26 +192,12 @@ def convert_loaded_optimizer_states(
 
 
 def logged_step(trainer: Any) -> int:
-    """Give the step under which Lightning logs the current batch.
-
-    Args:
-        trainer: A Trainer in fit.
-
-    Returns:
-        Optimizer steps so far, counted once for several optimizers.
-    """
+    """Return the step number under which Lightning logs the current batch."""
     return cast(int, trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def has_configure_optimizers(pl_module: Any) -> bool:
-    """Say whether a LightningModule has a ``configure_optimizers`` of its own.
-
-    Args:
-        pl_module: The LightningModule.
-
-    Returns:
-        True also if it was set on the instance.
-    """
+    """Return whether a LightningModule overrides ``configure_optimizers``, also on the instance."""
     name = "configure_optimizers"
     base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
     own = getattr(type(pl_module), name, None)

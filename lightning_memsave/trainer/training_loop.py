@@ -1,4 +1,4 @@
-"""Lightning's loop of automatic optimization, with our own way to pass a batch."""
+"""Replace Lightning's loop of automatic optimization, to control forward and backward."""
 
 import contextlib
 import functools
@@ -15,13 +15,13 @@ from lightning_memsave.trainer.batch_parts import BatchParts, scaled, without_ou
 from lightning_memsave.trainer.logged_values import LoggedValues
 
 Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
-"""Gives the factor of a loss, from Trainer, batch index, whether it is the last, and parameters."""
+"""Returns a factor of the loss, from Trainer, batch index, whether it is last, and parameters."""
 
 Undo = Callable[[], None]
 
 PassBatch = Callable[[Any, BatchParts, bool], None]
-"""Passes a batch by calling ``BatchParts`` for each part of it, and says by the third argument
-whether there are no gradients of earlier batches to be kept."""
+"""Runs a batch by calling ``BatchParts`` for each micro-batch; the third argument is whether
+gradients are zeroed before this batch."""
 
 
 def adjust_losses(trainer: Any, adjust: Adjust) -> Undo:
@@ -29,10 +29,10 @@ def adjust_losses(trainer: Any, adjust: Adjust) -> Undo:
 
     Args:
         trainer: A Trainer in ``setup``, with automatic optimization.
-        adjust: Gives the factor; 1.0 leaves a batch exactly as it is.
+        adjust: Returns the factor; with 1.0 a batch is unchanged.
 
     Returns:
-        A function that takes it back.
+        A function that undoes it.
     """
     return _set(trainer, adjust=adjust)
 
@@ -45,22 +45,22 @@ def pass_batches(
     before_step: Callable[[Any], None],
     on_out_of_memory: Callable[[Any, BaseException], BaseException],
 ) -> Undo:
-    """Decide how each training batch passes forward and backward.
+    """Replace the function that runs forward and backward of a training batch.
 
-    Hooks around zeroing run between the first forward and the first backward pass, as ever. What is
-    logged is held back until the whole batch has passed.
+    Hooks around zeroing run between the first forward and the first backward pass, as usual. Logged
+    values are buffered until the end of the batch.
 
     Args:
         trainer: A Trainer in ``setup``, with automatic optimization.
-        pass_batch: Passes a batch; a batch in one part with weight 1 trains bit for bit as before.
-        frees_gradients: Old ones go before the first forward pass, so that they are not alive
-            beside the activations.
+        pass_batch: Runs a batch; as one micro-batch with weight 1, training is bit for bit
+            unchanged.
+        frees_gradients: Free the previous step's gradients before the first forward pass.
         before_step: Called with the optimizer when the gradients of a step are complete.
-        on_out_of_memory: Gives the error to be raised, from the optimizer and what was raised, when
-            memory runs out in the step of the optimizer.
+        on_out_of_memory: Returns the error to raise, from the optimizer and the original error,
+            when memory runs out in the optimizer step.
 
     Returns:
-        A function that takes it back.
+        A function that undoes it.
     """
     return _set(
         trainer,
@@ -76,16 +76,17 @@ def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManag
 
     Args:
         trainer: A Trainer in ``setup``, with automatic optimization.
-        context: Makes it, from whether this is the last backward pass before the optimizer steps.
+        context: Makes the context; called with whether this is the last backward pass before the
+            optimizer step.
 
     Returns:
-        A function that takes it back.
+        A function that undoes it.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     given = vars(epoch_loop.automatic_optimization).get("around_backward", ())
     undo = _set(trainer, around_backward=(*given, context))
 
-    def take_back() -> None:
+    def undo_context() -> None:
         loop = vars(epoch_loop.automatic_optimization)
         left = tuple(c for c in loop.get("around_backward", ()) if c is not context)
         if left:
@@ -93,7 +94,7 @@ def around_backward(trainer: Any, context: Callable[[bool], AbstractContextManag
         else:
             undo()
 
-    return take_back
+    return undo_context
 
 
 def around_step(trainer: Any, context: Callable[[], AbstractContextManager[Any]]) -> Undo:
@@ -101,43 +102,36 @@ def around_step(trainer: Any, context: Callable[[], AbstractContextManager[Any]]
 
     Args:
         trainer: A Trainer in ``setup``, with automatic optimization.
-        context: Makes it.
+        context: Makes the context.
 
     Returns:
-        A function that takes it back.
+        A function that undoes it.
     """
     return _set(trainer, around_step=context)
 
 
 def release_early(trainer: Any, *, gradients: bool, outputs: bool) -> Undo:
-    """Let go of what nobody will look at.
+    """Free tensors that are no longer needed.
 
     Args:
         trainer: A Trainer in ``setup``, with automatic optimization.
-        gradients: Let go of old gradients before the forward pass. Lightning still zeroes after
-            it, with its hooks, so that what ``training_step`` adds to them is gone as ever.
-        outputs: Let go of what ``training_step`` returns beside the loss, before backward.
+        gradients: Free the previous step's gradients before the forward pass. Lightning still
+            zeroes after it, with its hooks, as ``training_step`` may add to gradients.
+        outputs: Free outputs of ``training_step`` other than the loss before backward.
 
     Returns:
-        A function that takes it back.
+        A function that undoes it.
     """
     return _set(trainer, frees_gradients=gradients, drops_outputs=outputs)
 
 
 def will_step(trainer: Any) -> bool:
-    """Say whether the optimizer steps after the current batch.
-
-    Args:
-        trainer: A Trainer in a training batch.
-
-    Returns:
-        False while gradients accumulate.
-    """
+    """Return whether the optimizer steps after the current batch, not accumulating gradients."""
     return not trainer.fit_loop._should_accumulate()
 
 
 def has_open_window(trainer: Any) -> bool:
-    """Say whether gradients have accumulated that no step of the optimizer has used yet."""
+    """Return whether there are accumulated gradients that no optimizer step has used yet."""
     if trainer.state.fn != "fit" or trainer.accumulate_grad_batches == 1:
         return False
     is_automatic = trainer.lightning_module.automatic_optimization
@@ -146,14 +140,7 @@ def has_open_window(trainer: Any) -> bool:
 
 
 def may_split_batches(trainer: Any) -> bool:
-    """Say whether `pass_batches` is in force.
-
-    Args:
-        trainer: A Trainer in fit.
-
-    Returns:
-        True if batches may pass in parts.
-    """
+    """Return whether `pass_batches` is active, so that batches may be split."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
     return getattr(loop, "pass_batch", None) is not None
 
@@ -168,9 +155,9 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
     if not hasattr(loop, "replaced"):
         original = loop
         loop = _loop_class(cast(Any, type(original)))(trainer)
-        # Progress objects are shared, so loop state in checkpoints is that of a run without us.
+        # Progress objects are shared, so that loop state in checkpoints is unchanged.
         vars(loop).update(vars(original))
-        # In a tuple: Lightning saves the state of each loop that is an attribute.
+        # In a tuple: Lightning saves the state of every loop in an attribute.
         loop.replaced = (original,)
         epoch_loop.automatic_optimization = loop
     vars(loop).update(hooks)
@@ -188,12 +175,12 @@ def _set(trainer: Any, **hooks: Any) -> Undo:
     return undo
 
 
-# Which class it is mixed into, `_AutomaticOptimization` of either package, is known at run time.
+# Mixed into `_AutomaticOptimization` of either package at run time.
 class _Loop:
     trainer: Any
     _skip_backward: bool
     replaced: tuple[Any]
-    is_in_step = False  # the batch has passed, and the optimizer has its turn
+    is_in_step = False  # forward and backward are done, and the optimizer steps
     adjust: Adjust | None = None
     pass_batch: PassBatch | None = None
     before_step: Callable[[Any], None] | None = None
@@ -206,16 +193,16 @@ class _Loop:
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)  # type: ignore[misc]
-        if self._skip_backward:  # stochastic weight averaging updates batch norm, nothing else
+        if self._skip_backward:  # stochastic weight averaging updates BatchNorm only
             return closure
         factor = 1.0
         if self.adjust is not None:
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
             parameters = self.trainer.lightning_module.parameters()
             factor = self.adjust(self.trainer, batch_idx, is_last, parameters)
-        # A module that takes the iterator itself has no batch that could be split.
+        # If the step takes the dataloader iterator itself, there is no batch to split.
         if self.pass_batch is not None and "batch" in kwargs:
-            # Without the closure itself, or the cycle would keep the batch alive.
+            # Without a reference to the closure: a cycle would keep the batch alive.
             closure.closure = functools.partial(
                 self._pass_batch,
                 BatchParts(self, closure, kwargs, factor, optimizer),
@@ -234,14 +221,7 @@ class _Loop:
         return closure
 
     def run_step(self, kwargs: dict[str, Any]) -> Any:
-        """Run the training step.
-
-        Args:
-            kwargs: Its arguments.
-
-        Returns:
-            What Lightning makes of what it returns.
-        """
+        """Run the training step and return its ``ClosureResult``."""
         step = functools.partial(self._training_step, kwargs)  # type: ignore[attr-defined]
         result = self._step_inside(step)
         return without_outputs(result) if self.drops_outputs else result
@@ -253,7 +233,7 @@ class _Loop:
     def run_backward(
         self, backward: Callable[[Tensor], Any], loss: Tensor, is_last: bool = True
     ) -> None:
-        """Run the backward pass of a batch or, if it is not the last, of a part of it."""
+        """Run the backward pass of a batch or micro-batch."""
         with contextlib.ExitStack() as stack:
             for context in self.around_backward:
                 stack.enter_context(context(is_last and will_step(self.trainer)))
@@ -261,7 +241,7 @@ class _Loop:
 
     @torch.enable_grad()
     def _pass_batch(self, parts: BatchParts, optimizer: Any, *_: Any, **__: Any) -> Any:
-        assert self.pass_batch is not None, "the closure is made with it only"
+        assert self.pass_batch is not None, "the closure is only made with it"
         self.is_in_step = False
         if parts.zeroes and self.frees_before_parts:
             optimizer.zero_grad()
@@ -284,7 +264,7 @@ class _Loop:
             if self.on_out_of_memory is None or not self.is_in_step or found is None:
                 raise
             failure = self.on_out_of_memory(self.trainer.optimizers[0], found)
-        # Not inside of the handler, whose traceback would keep the tensors of the step alive.
+        # Outside of the except block, whose traceback would keep tensors of the step alive.
         if failure is not None:
             raise failure
 

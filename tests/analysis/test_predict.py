@@ -194,9 +194,9 @@ def test_says_what_it_guessed() -> None:
     guesses = predict_memory(_Guessing(nn.Linear(8, 8)), torch.ones(4, 8), device="cpu").guesses
     assert len(guesses) == 3
     assert all(guess.startswith("test_predict.py, line ") for guess in guesses)
-    assert guesses[0].endswith("a condition on data was taken as true")
-    assert guesses[1].endswith("`aten.nonzero.default` was taken to choose everything")
-    assert guesses[2].endswith("a number that depends on data was taken as 1")
+    assert guesses[0].endswith("a condition on data was assumed to be true")
+    assert guesses[1].endswith("`aten.nonzero.default` was assumed to select every element")
+    assert guesses[2].endswith("a value that depends on data was assumed to be 1")
 
 
 class _Masked(Lit):
@@ -304,10 +304,10 @@ def test_refuses_settings_that_are_not_there() -> None:
     ("module", "message"),
     [
         ("a model", "neither a module nor a function .* Pass the module"),
-        (lambda: "a model", "gave str, not a module. Return the module"),
-        (lambda: nn.Linear(-1, 2), "cannot make the module .* or pass the module itself"),
-        (nn.Linear, "cannot make the module .TypeError.* called without arguments"),
-        (nn.LazyLinear(2), "has lazy parameters.* Run one batch through it first"),
+        (lambda: "a model", "returned str, not a module. Return the module"),
+        (lambda: nn.Linear(-1, 2), "cannot construct the module .* or pass the module itself"),
+        (nn.Linear, "cannot construct the module .TypeError.* called without arguments"),
+        (nn.LazyLinear(2), "has lazy parameters.* Run one batch through the module first"),
     ],
     ids=["text", "gives_text", "raises", "class", "lazy"],
 )
@@ -324,11 +324,11 @@ def test_refuses_what_is_no_module(module: Any, message: str) -> None:
 def test_names_the_batch_where_the_module_does_not_take_it(batch: Any, error: type) -> None:
     with pytest.raises(error) as raised:
         predict_memory(nn.Linear(2, 2), batch)
-    assert "check that the batch is one that the module takes" in raised.value.__notes__[0]
+    assert "check that the module accepts this batch" in raised.value.__notes__[0]
 
 
 class _Asks(Lit):
-    """Asks for what tensors without data do not have."""
+    """Asks for values that fake tensors do not have."""
 
     def __init__(self, ask: Any) -> None:
         super().__init__(nn.Linear(2, 2))
@@ -352,14 +352,14 @@ def test_says_what_is_not_there(ask: Any, message: str) -> None:
         predict_memory(_Asks(ask), torch.ones(1, 2))
     (note,) = raised.value.__notes__
     assert message in note
-    assert "check that the batch" not in note
+    assert "check that the module accepts" not in note
 
 
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (None, r"`batch=None` is no batch.*next\(iter"),
-        (lambda: None, "`batch=None` is no batch"),
+        (None, r"`batch=None` is not a batch.*next\(iter"),
+        (lambda: None, "`batch=None` is not a batch"),
         ((torch.ones(0, 2), torch.ones(0)), "has no samples.* Pass one of the size"),
     ],
     ids=["none", "gives_none", "empty"],
@@ -372,14 +372,17 @@ def test_refuses_what_is_no_batch(batch: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"device": "mps"}, '`device=\'mps\'` is not known here. Use `"cuda"` or `"cpu"`'),
-        ({"time_limit_s": 0}, "`time_limit_s=0` is no time .* `time_limit_s=60`"),
-        ({"time_limit_s": -1.0}, "`time_limit_s=-1.0` is no time"),
+        ({"device": "mps"}, '`device=\'mps\'` is not supported. Use `"cuda"` or `"cpu"`'),
+        ({"time_limit_s": 0}, "`time_limit_s=0` is not a positive number .* `time_limit_s=60`"),
+        ({"time_limit_s": -1.0}, "`time_limit_s=-1.0` is not a positive number"),
         (
             {"trainer_arguments": {"accumulate_grad_batch": 4}},
             "has 'accumulate_grad_batch'.* Did you mean `accumulate_grad_batches`",
         ),
-        ({"trainer_arguments": {"qqq": 4}}, "has 'qqq', which is no argument of .*Remove it"),
+        (
+            {"trainer_arguments": {"qqq": 4}},
+            "has 'qqq', which Lightning.s Trainer does not accept.*Remove it",
+        ),
     ],
     ids=str,
 )

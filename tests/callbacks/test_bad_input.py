@@ -115,7 +115,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
             ({"betas": (0.9, 1.5)}, r"Use for example \(0\.9, 0\.999\)"),
             ({"weight_decay": -1}, r"The default is 0\.0"),
             ({"weight_decay": "0.1"}, r"The default is 0\.0"),
-            ({3: 0.9}, r"It takes .*weight_decay"),
+            ({3: 0.9}, r"Its settings are .*weight_decay"),
         )
     ),
     *(
@@ -168,7 +168,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
         for wrong in ("token", "", 3, True, ["tokens"])
     ),
     *(
-        ({"micro_batch_size": size, "split_batch": wrong}, r"Pass one of batch and size")
+        ({"micro_batch_size": size, "split_batch": wrong}, r"Pass a function of batch and size")
         for size in ("auto", None)
         for wrong in ("rows", 3)
     ),

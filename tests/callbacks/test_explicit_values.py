@@ -42,7 +42,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
         "recomputing single layers saves nothing.*or set `activation_checkpointing=None`",
     ),
     ({"chunked_cross_entropy": True}, make_lit, r'`ChunkedCrossEntropy\(heads="lm_head"\)`'),
-    ({"attention": "sdpa"}, make_lit, "there is no model of Hugging Face.*`attention=None`"),
+    ({"attention": "sdpa"}, make_lit, "contains no Hugging Face model.*`attention=None`"),
     (
         {"optimizer": "8bit"},
         lambda: with_optimizer(lambda p: optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)),

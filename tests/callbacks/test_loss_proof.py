@@ -224,7 +224,7 @@ def mean_per_sequence(model, batch):
     return ((losses * keep).sum(1) / keep.sum(1)).mean()
 
 
-@tokens_kind(labelled, expected="added up")
+@tokens_kind(labelled, expected="summed")
 def summed(model, batch):
     return F.cross_entropy(flat(model(batch["x"])), batch["labels"].flatten(), reduction="sum")
 
@@ -317,12 +317,12 @@ def rmse(model, batch):
     return F.mse_loss(model(batch["x"]), batch["y"]).sqrt()
 
 
-@vectors_kind(regression, expected="added up")
+@vectors_kind(regression, expected="summed")
 def summed_squares(model, batch):
     return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum")
 
 
-@vectors_kind(regression, expected="added up")
+@vectors_kind(regression, expected="summed")
 def over_a_constant(model, batch):
     return (model(batch["x"]) - batch["y"]).square().sum() / 32
 
@@ -394,7 +394,7 @@ def leading_size_one(model, batch):
 
 
 @vectors_kind(
-    lambda: regression() | {"names": ["a", "b"]}, expected="do not share one number of samples"
+    lambda: regression() | {"names": ["a", "b"]}, expected="have different numbers of samples"
 )
 def another_number_of_names(model, batch):
     return F.mse_loss(model(batch["x"]), batch["y"])
@@ -748,7 +748,7 @@ def test_the_gradient_of_the_whole_batch_or_a_refusal(name):
     batches, model = [each.make_batch()], without_dropout(each.make_model()).train()
     truth = train(model, batches, each.loss_of)
     callback = only(3)  # of 7 samples: 3, 3 and 1
-    if each.expected in (REFUSED, "do not share one number of samples"):
+    if each.expected in (REFUSED, "have different numbers of samples"):
         with pytest.raises(IncompatibleError, match=r"loss_weight=|split_batch=") as caught:
             train(model, batches, each.loss_of, callback)
         assert each.expected == REFUSED or each.expected in str(caught.value)
@@ -964,7 +964,7 @@ class TestTheProof:
         batches[0]["w"][:] = 0
         callback, loss_of = only(size), mean_of_weighted_errors
         if size == 3:
-            with pytest.raises(IncompatibleError, match="is 0, which proves nothing"):
+            with pytest.raises(IncompatibleError, match="is 0, so nothing can be proven"):
                 train(vectors(), batches, loss_of, callback)
             return
         train(vectors(), batches, loss_of, callback)
@@ -1020,7 +1020,7 @@ class TestAuto:
         ours = train(model, [batch] * 2, each.loss_of, callback)
         assert difference(ours, truth) == 0
         assert row(callback).status == "off"
-        reasons = ("its loss cannot be split", "do not share one number of samples")
+        reasons = ("its loss cannot be split", "have different numbers of samples")
         assert any(reason in row(callback).details[0] for reason in reasons)
 
     def test_out_of_memory_ends_the_fit_where_it_yielded(self):
@@ -1052,11 +1052,11 @@ class TestFunctionsOfTheUsers:
     @pytest.mark.parametrize(
         ("given", "match"),
         [
-            (lambda batch, size: None, "gave `NoneType`"),
-            (lambda batch, size: [], "gave an empty list"),
-            (lambda batch, size: batch["x"], "gave `Tensor`"),
-            (lambda batch, size: [{k: v[:1] for k, v in batch.items()}], "1 samples together"),
-            (lambda batch, size: [batch, batch], "samples together for a batch of"),
+            (lambda batch, size: None, "returned `NoneType`"),
+            (lambda batch, size: [], "returned an empty list"),
+            (lambda batch, size: batch["x"], "returned `Tensor`"),
+            (lambda batch, size: [{k: v[:1] for k, v in batch.items()}], "1 samples in total"),
+            (lambda batch, size: [batch, batch], "samples in total for a batch of"),
         ],
     )
     @pytest.mark.parametrize("size", ["auto", 3])
@@ -1067,8 +1067,8 @@ class TestFunctionsOfTheUsers:
     @pytest.mark.parametrize(
         ("given", "match"),
         [
-            (lambda part: None, "gave None of type `NoneType`"),
-            (lambda part: "two", "gave 'two'"),
+            (lambda part: None, "returned None of type `NoneType`"),
+            (lambda part: "two", "returned 'two'"),
             (lambda part: float("nan"), "weights nan, nan"),
             (lambda part: -1, "weights -1, -1"),
             (lambda part: 0, "weights 0, 0"),
@@ -1084,7 +1084,7 @@ class TestFunctionsOfTheUsers:
         spoiled["w"][2] = float("nan")
         batches = [weighted(), spoiled]
         callback = only(3, loss_weight=lambda part: part["w"].sum())
-        with pytest.raises(ConfigurationError, match="must be finite"):
+        with pytest.raises(ConfigurationError, match="that are finite"):
             train(vectors(), batches, sample_weights, callback)
 
     def test_loss_weight_that_is_wrong_is_refused(self):

@@ -314,7 +314,7 @@ class TestNothingSilent:
         fit(make_lit(model="unrepeated"), callback)
         assert status(callback, "activation_checkpointing") == "off"
         row = details(callback, "activation_checkpointing")
-        assert "no class of modules that hold layers of their own is used twice" in row
+        assert "no module class with layers inside is used twice" in row
         assert "blocks=" not in row
         assert not [w for w in recwarn if issubclass(w.category, MemsaveWarning)]
 

@@ -405,7 +405,7 @@ class TestGuards:
         with caplog.at_level("INFO"):
             fit(guarded(lambda loss: loss < -1e9), callback := nothing())
         (guess,) = callback.prediction.guesses
-        assert guess.endswith("a condition on data was taken as true")
+        assert guess.endswith("a condition on data was assumed to be true")
         assert f"  guessed: {guess}\n" in capsys.readouterr().out
         assert any(
             message.startswith("Predicted peak memory") and guess in message

@@ -266,5 +266,5 @@ def test_host_says_which_private_names_are_missing():
 
 
 def test_host_refuses_what_is_no_trainer():
-    with pytest.raises(TypeError, match="no Trainer or LightningModule of lightning"):
+    with pytest.raises(TypeError, match="not a Trainer or LightningModule of lightning"):
         package_of(object())

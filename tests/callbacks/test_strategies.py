@@ -409,7 +409,7 @@ def run_evaluation() -> Notes:
 
 
 def run_gives_way() -> Notes:
-    """What needs all processes in every forward pass, or shares gradients in its own way."""
+    """What needs all processes in every forward pass, or synchronizes gradients in its own way."""
 
     class Normed(Model):
         def make_norm(self) -> nn.Module:
@@ -730,9 +730,9 @@ class TestDDP:
     @pytest.mark.parametrize(
         ("name", "reason"),
         [
-            ("hook", "`DDPStrategy(ddp_comm_hook=...)` shares gradients in its own way"),
-            ("normed", "`SyncBatchNorm` takes its statistics over all processes"),
-            ("converted", "`SyncBatchNorm` takes its statistics over all processes"),
+            ("hook", "`DDPStrategy(ddp_comm_hook=...)` synchronizes gradients in its own way"),
+            ("normed", "`SyncBatchNorm` computes statistics over all processes"),
+            ("converted", "`SyncBatchNorm` computes statistics over all processes"),
         ],
     )
     def test_auto_gives_way(self, report, name, reason):

@@ -116,9 +116,8 @@ class TestTable:
         row = row_of(callback)
         assert row.status == "on"
         assert row.details == (
-            "no tensor is left to convert: kept float32: 8 norm; left as they are: 18 bfloat16",
-            "AdamW: 18 of 26 tensors updated in float32 and with what rounding loses kept in "
-            "bfloat16",
+            "there is no tensor to convert: kept float32: 8 norm; unchanged: 18 bfloat16",
+            "AdamW: 18 of 26 tensors updated in float32 and rounded with a bfloat16 compensation",
         )
         assert not [w for w in recwarn if "changed nothing" in str(w.message)]
 
@@ -140,7 +139,7 @@ class TestTable:
     def test_of_what_changes_nothing(self):
         lit = make_lit(model=nn.Sequential(nn.LayerNorm(64)))
         type(lit).training_step = lambda self, batch, index: self.model(batch).square().mean()
-        with pytest.raises(IncompatibleError, match="no tensor is left to convert"):
+        with pytest.raises(IncompatibleError, match="there is no tensor to convert"):
             fit(lit, only(), limit_val_batches=0)
         callback = MemSaveCallback(stack="single_gpu", monitor=False)
         fit(lit, callback, limit_val_batches=0)

@@ -30,7 +30,7 @@ def files():
 
 LIGHTNING = {"pytorch-lightning_version": "2.6.6", "state_dict": {}}
 EARLIER = "Use an earlier checkpoint, or load its weights only"
-AS_IT_IS = "Resume from the checkpoint as it is"
+AS_IT_IS = "Resume from the original checkpoint"
 WRITTEN = "`trainer.save_checkpoint` has written"
 
 

@@ -21,7 +21,7 @@ from tests.cli.shell import BATCH, message_of, write_project
 
 NAN = float("nan")
 
-FORMS = "Give `module:Class`, `path/to/file.py:Class`"
+FORMS = "Pass `module:Class`, `path/to/file.py:Class`"
 PRINTED = "Write it as `python train.py fit --print_config` does"
 BITS = 'Choose one of "8bit"'
 
@@ -88,23 +88,23 @@ class TestPredict:
             ("notes.txt", FORMS),
             ("net.py:", "Did you mean `net.py`?"),
             ("net.Lit", "Did you mean `net:Lit`?"),
-            ("net.py", "Name what makes the model: `net.py:Class`"),
+            ("net.py", "Name the class of the model: `net.py:Class`"),
             ("net.py:BATCH", "Write `net.py:Net` or"),
             ("net.py:torch", "Name a class or a function that returns an `nn.Module`"),
-            ("syntax.py:f", "write `package.module:Class` in place of its path"),
-            ("raises.py:f", "write `package.module:Class` in place of its path"),
-            ("exits.py:f", "write `package.module:Class` in place of its path"),
+            ("syntax.py:f", "write `package.module:Class` instead of its path"),
+            ("raises.py:f", "write `package.module:Class` instead of its path"),
+            ("exits.py:f", "write `package.module:Class` instead of its path"),
             ("list.json", "or name the code: `module:Class`"),
-            ("empty.ckpt", "what `torch.save(model.state_dict(), path)` has written"),
-            ("cut.ckpt", "what `torch.save(model.state_dict(), path)` has written"),
-            ("weights.pt", "Name that too: `--model module:Class`"),
+            ("empty.ckpt", "a file written by `torch.save(model.state_dict(), path)`"),
+            ("cut.ckpt", "a file written by `torch.save(model.state_dict(), path)`"),
+            ("weights.pt", "Name the class too: `--model module:Class`"),
             ("bytes.yaml", PRINTED),
             ("empty.yaml", PRINTED),
             ("list.yaml", PRINTED),
             ("no_model.yaml", "Add `model: {class_path: module.Class}`"),
             ("number.yaml", "Add `model: {class_path: module.Class}`"),
-            ("no_class.yaml", "`python train.py fit --config ...` says the same"),
-            ("no_module.yaml", "`python train.py fit --config ...` says the same"),
+            ("no_class.yaml", "`python train.py fit --config ...` fails likewise"),
+            ("no_module.yaml", "`python train.py fit --config ...` fails likewise"),
             ("argument.yaml", "Option 'widht' is not accepted"),
             ("value.yaml", 'Parser key "width"'),
             ("arguments.yaml", PRINTED),
@@ -163,7 +163,7 @@ class TestPredict:
             ("--set", "=3", "Write `name=value`"),
             ("--set", "optimizer=9bit", BITS),
             ("--set", "optimizer=[1]", BITS),
-            ("--set", "optimizer={", "with quotes around a text of special characters"),
+            ("--set", "optimizer={", "with quotes around a string with special characters"),
             ("--set", "keep_32bit=3", 'or use `optimizer="8bit"`'),
             ("--set", "optimizer_kwargs=3", 'or use `optimizer="8bit"`'),
             ("--set", "precision=9", "one of 32-true"),
@@ -182,7 +182,7 @@ class TestPredict:
             ("--set", "low_precision_weights=half", 'Use `low_precision_weights="stochastic"`'),
             ("--set", "optimizer_in_backward=maybe", "Use `optimizer_in_backward=True`"),
             ("--set", "early_release=x", "Use `early_release=True`"),
-            ("--set", "split_batch=f", "Pass one of batch and size"),
+            ("--set", "split_batch=f", "Pass a function of batch and size"),
             ("--set", "loss_weight=x", "Use one of 'auto', 'samples'"),
             ("--set", "eval_micro_batch_size=0", "Use `eval_micro_batch_size=1`"),
         ],
@@ -214,7 +214,10 @@ class TestPredict:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["cut.ckpt", "--model", "net:Lit"], "what `torch.save(model.state_dict(), path)`"),
+            (
+                ["cut.ckpt", "--model", "net:Lit"],
+                "written by `torch.save(model.state_dict(), path)`",
+            ),
             (["weights.pt", "--model", "nowhere:Lit"], "nowhere"),
             (["weights.pt", "--model", "net"], "Write `module:Class`"),
             (["gpt2", "--task", "translation"], "masked_lm"),
@@ -230,8 +233,8 @@ class TestPredict:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["empty.ckpt"], "what `torch.save(model.state_dict(), path)` has written"),
-        (["cut.ckpt"], "what `torch.save(model.state_dict(), path)` has written"),
+        (["empty.ckpt"], "a file written by `torch.save(model.state_dict(), path)`"),
+        (["cut.ckpt"], "a file written by `torch.save(model.state_dict(), path)`"),
         (["notes.txt"], FORMS),
         (["list.json"], "or name the code: `module:Class`"),
         (["folder"], FORMS),
@@ -263,8 +266,8 @@ def test_explain(arguments, said, capsys):
         (["", "weights.pt"], FORMS),
         (["weights.pt", "nowhere.pt"], FORMS),
         (["notes.txt", "weights.pt"], FORMS),
-        (["empty.ckpt", "weights.pt"], "what `torch.save(model.state_dict(), path)` has written"),
-        (["weights.pt", "cut.ckpt"], "what `torch.save(model.state_dict(), path)` has written"),
+        (["empty.ckpt", "weights.pt"], "a file written by `torch.save(model.state_dict(), path)`"),
+        (["weights.pt", "cut.ckpt"], "a file written by `torch.save(model.state_dict(), path)`"),
         (["list.json", "weights.pt"], "or name the code: `module:Class`"),
         (["cut.json", "cut.json"], "Write it again with `memsave predict --json`"),
         (["report.json", "report.json"], "Run it again with `MemSaveCallback(monitor=True)`"),
@@ -354,11 +357,11 @@ NAMED = "Write for example `settings={"
         ({"module": give_3}, "Return the module"),
         ({"module": fail}, "or pass the module itself"),
         ({"module": nn.Linear}, "or pass the module itself"),
-        ({"module": make().requires_grad_(False)}, "Let some of them be trained"),
-        ({"module": nn.ReLU()}, "Let some of them be trained"),
+        ({"module": make().requires_grad_(False)}, "Set `requires_grad=True` for some of them"),
+        ({"module": nn.ReLU()}, "Set `requires_grad=True` for some of them"),
         ({"batch": None}, "`next(iter(train_dataloader))`"),
         ({"batch": lambda: None}, "`next(iter(train_dataloader))`"),
-        ({"batch": torch.ones(0, 4)}, "Pass one of the size that is trained with"),
+        ({"batch": torch.ones(0, 4)}, "Pass one of the size that you train with"),
         *(({"settings": w}, NAMED) for w in ("all", ["all"], 3, True, MemSaveCallback)),
         ({"settings": {"optimiser": "8bit"}}, "Did you mean `optimizer`"),
         ({"settings": {3: 1}}, "Use `activation_checkpointing`, `optimizer`"),

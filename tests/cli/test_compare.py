@@ -139,7 +139,7 @@ class TestBadInput:
             (("gpt2", "larger", "--set", "optimizer=8bit"), "--set needs a training step"),
             (("gpt2", "larger", "--html", "page.html"), "Add --batch"),
             (("gpt2", "net.py:fails"), "KeyError"),
-            (("gpt2", "net.py:needs_gpu"), "asks for a GPU"),
+            (("gpt2", "net.py:needs_gpu"), "requires a GPU"),
             (("gpt2", "larger", "--batch", "0x4"), "must be a whole number of at least 1"),
             (("before.json", "cut.json"), "is an incomplete prediction"),
             (("before.json", "before.json", "--gpu", "T5"), "GPU 'T5' is not known"),

@@ -179,11 +179,11 @@ LIGHTNING = {"pytorch-lightning_version": "2.6.6", "state_dict": {}}
         (lambda: write(LIGHTNING), "has no optimizer states: it was saved with weights only"),
         (
             lambda: write({**LIGHTNING, "hyper_parameters": {"x": Unknown()}}),
-            "holds an object of `tests.cli.test_convert.Unknown`, and loading that could run code",
+            "it has an object of `tests.cli.test_convert.Unknown`, and loading that could run code",
         ),
         (
             lambda: write({**LIGHTNING, "optimizer_states": [{"state": {}, "param_groups": []}]}),
-            "Conversion to 8bit cannot be applied: optimizer 0: it keeps no state",
+            "Conversion to 8bit cannot be applied: optimizer 0: it has no state",
         ),
     ],
 )
@@ -211,7 +211,7 @@ def test_keep_32bit(capsys):
 def test_other_optimizers_of_the_callback(package, capsys):
     save(package, MemSaveCallback(None, optimizer=LowBitOptimizer("lion_8bit"), monitor=False))
     assert main(["convert", "last.ckpt", "--to", "32bit"]) == 1
-    assert "that of Lion, which torch.optim does not have" in capsys.readouterr().err
+    assert "written by Lion, which torch.optim does not have" in capsys.readouterr().err
 
 
 def test_the_default_output_keeps_the_name():

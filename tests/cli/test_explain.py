@@ -153,7 +153,7 @@ class TestBadInput:
             (("--oom", "net.py", "--html", "p.html"), "--html needs a model"),
             (("--oom", "net.py", "--batch", "8x8"), "--batch needs a model"),
             (("nowhere.json",), "`nowhere.json` does not exist"),
-            (("net.py:needs_gpu",), "asks for a GPU"),
+            (("net.py:needs_gpu",), "requires a GPU"),
             (("net.py:fails",), "KeyError"),
             (("gpt2", "--gpu", "T4"), "add --batch"),
             (("gpt2", "--set", "optimizer=8bit"), "add --batch"),

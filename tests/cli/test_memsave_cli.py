@@ -266,7 +266,7 @@ class TestPrecision:
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
-        ("precision=bf17", "`precision='bf17'` is not a precision that Lightning knows"),
+        ("precision=bf17", "`precision='bf17'` is not a precision that Lightning supports"),
         ("optimizer=adamx_8bit", 'there is no such 8-bit optimizer. Did you mean "adam'),
         ("accumulate_grad_batches=0", "Use `accumulate_grad_batches=4` for a step every four"),
         ("exactness=exact", "Expected a typing.Literal['bitwise', 'rounding', 'approximate']"),
@@ -282,7 +282,7 @@ def test_wrong_settings_exit_with_2_and_a_message(name, flag, message, capsys):
 @packages
 def test_wrong_settings_raise_where_python_asks_for_it(name):
     settings: dict[str, Any] = {"parser_kwargs": {"exit_on_error": False}}
-    with pytest.raises(Exception, match="is not a precision that Lightning knows") as caught:
+    with pytest.raises(Exception, match="is not a precision that Lightning supports") as caught:
         run_cli(name, "--memsave.precision=bf17", **settings)
     assert isinstance(caught.value.__cause__, ConfigurationError)
 

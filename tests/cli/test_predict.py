@@ -352,9 +352,9 @@ class TestBadInput:
             (("nowhere.json",), "`nowhere.json` does not exist"),
             (("net.py:Nothing",), "`net.py` has no `Nothing`"),
             (("no_such_module:Net",), "There is no module `no_such_module`"),
-            (("net.py:needs_gpu",), "asks for a GPU"),
+            (("net.py:needs_gpu",), "requires a GPU"),
             (("net.py:fails",), "KeyError"),
-            (("net.py:Lit", "--arg", "size=3"), "It takes `width`, `depth`"),
+            (("net.py:Lit", "--arg", "size=3"), "Its arguments are `width`, `depth`"),
             (("net.py:Lit", "--gpu", "T5"), "GPU 'T5' is not known"),
             (("net.py:Lit", "--gpu", "0GiB"), "must be between"),
             (("net.py:Lit", "--gpu=-3GiB"), "must be between"),
@@ -364,7 +364,7 @@ class TestBadInput:
             (("net.py:Lit", "--set", "optimizer"), "Write `name=value`"),
             (("net.py:Lit", "--set", "micro_batch_size=0"), "micro_batch_size=0"),
             (("net.py:Lit", "--set", "micro_batch_size=-1"), "micro_batch_size=-1"),
-            (("net.py:Lit", "--precision", "8"), "not a precision that Lightning knows"),
+            (("net.py:Lit", "--precision", "8"), "not a precision that Lightning supports"),
             (("net.py:Lit", "--precision", "16", "--set", "precision=bf16"), "disagree"),
             (("net.py:Lit", "--optimizer", "SGD"), "--set optimizer=8bit"),
             (("net.py:Net", "--optimizer", "8bit"), "--set optimizer=8bit"),
@@ -387,7 +387,7 @@ class TestBadInput:
         [
             ("net.py:Lit", "0x64", "must be a whole number of at least 1"),
             ("net.py:Lit", "float32[-8,64]", "must be a whole number of at least 1"),
-            ("net.py:Lit", "8x64", "has no Hugging Face model"),
+            ("net.py:Lit", "8x64", "contains no Hugging Face model"),
             ("net.py:Lit", "many", "does not describe a tensor"),
             ("gpt2", "4x41", "41 tokens do not fit"),
             ("gpt2", "4x3x32", "is samples x tokens"),
@@ -422,7 +422,7 @@ class TestBadInput:
 
         torch.save({"weight": torch.ones(2)}, project / "weights.pt")
         said = message_of(capsys, "predict", "weights.pt", "--batch", "8x512")
-        assert "Name that too: `--model module:Class`" in said
+        assert "Name the class too: `--model module:Class`" in said
 
     def test_a_batch_that_the_model_rejects_is_3(self, capsys):
         arguments = ("predict", "net.py:Lit", "--batch", "float32[8,65],int64[8]")
@@ -435,7 +435,7 @@ class TestBadInput:
     def test_a_step_that_never_ends_is_3(self, capsys, command):
         args = (command, "net:Endless", "--batch", BATCH, "--time-limit", "1")
         said = message_of(capsys, *args, status=3)
-        assert "does not end: following the step takes more than 1 seconds" in said
+        assert "does not end: simulating the step takes more than 1 seconds" in said
         assert "net.py, line " in said
 
     def test_a_step_that_ends_the_process_is_3(self, capsys):

@@ -20,6 +20,6 @@ def test_undo_goes_on_where_one_function_fails():
 def test_leaving_the_context_does_not_hide_what_was_raised():
     with pytest.raises(KeyError) as raised, Handle(None, ("a",), undo=[fail]):
         raise KeyError("first")
-    assert raised.value.__notes__ == ["Not all of it is undone: ValueError: cannot be undone"]
+    assert raised.value.__notes__ == ["Undoing it failed in part: ValueError: cannot be undone"]
     with pytest.raises(ValueError, match="cannot be undone"), Handle(None, ("a",), undo=[fail]):
         pass

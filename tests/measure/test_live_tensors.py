@@ -363,7 +363,7 @@ def test_keeps_nothing_alive():
     del training
     gc.collect()
     assert module() is None
-    with pytest.raises(RuntimeError, match="make one with another"), live:
+    with pytest.raises(RuntimeError, match="Create a new one"), live:
         pass
 
 
@@ -395,7 +395,7 @@ def test_compiled_functions_run():
 
 def test_twice_at_once_is_refused():
     live = LiveTensors()
-    with live, pytest.raises(RuntimeError, match="make a second one"), live:
+    with live, pytest.raises(RuntimeError, match="Create a second one"), live:
         pass
 
 

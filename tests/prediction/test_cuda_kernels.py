@@ -691,9 +691,13 @@ def test_no_workspaces_where_the_variable_forbids_them(monkeypatch):
 @pytest.mark.parametrize(
     ("module", "inputs", "named"),
     [
-        (nn.Conv2d(3, 4, 3), torch.ones(2, 3, 8, 8), ["cuDNN's workspaces of convolutions"]),
-        (nn.LSTM(4, 4), torch.ones(5, 2, 4), ["Recurrent layers keep"]),
-        (nn.GRU(4, 4), torch.ones(5, 2, 4), ["Recurrent layers keep"]),
+        (
+            nn.Conv2d(3, 4, 3),
+            torch.ones(2, 3, 8, 8),
+            ["cuDNN's workspaces while a convolution runs"],
+        ),
+        (nn.LSTM(4, 4), torch.ones(5, 2, 4), ["Recurrent layers are assumed to save"]),
+        (nn.GRU(4, 4), torch.ones(5, 2, 4), ["Recurrent layers are assumed to save"]),
         (nn.Linear(4, 4), torch.ones(2, 4), []),
     ],
     ids=["convolution", "lstm", "gru", "linear"],

@@ -75,7 +75,7 @@ class TestCopyOfAModule:
         model = nn.Sequential(nn.LazyLinear(3))
         with (
             fake_tensors() as fakes,
-            pytest.raises(ConfigurationError, match="Run one batch through it first"),
+            pytest.raises(ConfigurationError, match="Run one batch through the module first"),
         ):
             fakes.copy_module(model)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.prediction.fake import values as known_values
-from lightning_memsave.prediction.fake.tensors import FakeTensors, again, fake_tensors
+from lightning_memsave.prediction.fake.tensors import FakeTensors, clone_batch, fake_tensors
 from lightning_memsave.prediction.fake.values import MAX_KNOWN_NUMEL, mark_placeholder
 
 IDS = torch.tensor([[5, 3, 0], [7, 0, 0]])
@@ -126,10 +126,13 @@ class TestUnknown:
             assert x.sum() > 0
         line = here() - 1
         (guess,) = fakes.guesses
-        assert guess == f"test_known_values.py, line {line}: a condition on data was taken as true"
+        assert (
+            guess
+            == f"test_known_values.py, line {line}: a condition on data was assumed to be true"
+        )
         x.sum().item()
         line = here() - 1
-        what = "a number that depends on data was taken as 1"
+        what = "a value that depends on data was assumed to be 1"
         assert fakes.guesses[1] == f"test_known_values.py, line {line}: {what}"
         x[x > 0].sum()
         line = here() - 1
@@ -183,12 +186,12 @@ class TestRandomBatches:
         ids=["count", "nonzero", "mask", "masked_select", "in_place", "unique"],
     )
     def test_what_they_decide_is_noted(self, use, fakes):
-        use(again(fakes.copy_batch(FLAT)))
+        use(clone_batch(fakes.copy_batch(FLAT)))
         assert fakes.guesses == ()
-        use(again(fakes.copy_batch(MADE_UP)))
+        use(clone_batch(fakes.copy_batch(MADE_UP)))
         (guess,) = fakes.guesses
         assert guess.startswith("test_known_values.py, line ")
-        assert guess.endswith("depends on integers of the batch, which are random ones")
+        assert guess.endswith("depends on integers of the batch, which are random here")
 
     def test_asking_often_is_no_endless_loop(self, fakes, monkeypatch):
         monkeypatch.setattr(known_values, "MAX_ASKED", 2)

@@ -11,9 +11,9 @@ from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.prediction.repeated_blocks import (
     RepeatedBlocks,
+    checkpointing_period,
     extrapolate,
     find_repeated_blocks,
-    period_of,
 )
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from tests.analysis.architectures import SIZES, causal_lm_batch, masked_lm_batch
@@ -111,7 +111,7 @@ def test_predicts_directly_what_grows_in_no_line() -> None:
     assert prediction.peak_bytes == direct.peak_bytes
     told = [line for line in prediction.assumptions if line.startswith("Predicted directly")]
     assert len(told) == 1
-    assert f"with {CHECKED_DEPTH} blocks" in told[0]
+    assert f"to {CHECKED_DEPTH} blocks" in told[0]
 
 
 class _Head(nn.Module):
@@ -217,7 +217,7 @@ def test_cuts_and_puts_back() -> None:
 def test_copies_are_as_deep_as_the_pattern_repeats(
     which: object, period: int | None, depths: tuple[int, ...]
 ) -> None:
-    assert period_of(which) == period
+    assert checkpointing_period(which) == period
     if period is not None:
         assert RepeatedBlocks("h", 48, period).depths == depths
         deeper = RepeatedBlocks("h", 49, period).depths

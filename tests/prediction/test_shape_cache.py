@@ -1,4 +1,4 @@
-"""What is remembered of operators on tensors without data is what torch says of them."""
+"""The shape cache returns what torch returns."""
 
 from typing import Any
 

@@ -266,7 +266,7 @@ def test_an_error_in_forward_leaves_the_module():
 def test_the_time_limit():
     model = nn.Module()
     with (
-        pytest.raises(TimeoutError, match="longer than was allowed"),
+        pytest.raises(TimeoutError, match="longer than allowed"),
         StepProfile(model, deadline_s=time.monotonic() - 1),
     ):
         torch.ones(3)

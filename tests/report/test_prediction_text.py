@@ -87,7 +87,7 @@ class TestPrediction:
         rows = rows_of(plain_prediction(make_prediction()))
         assert rows["tensors at the peak"] == ["14.00 MiB"]
         assert rows["gaps in torch's allocator"] == ["6.00 MiB"]
-        assert rows["used where there is room"] == ["21.00 MiB"]
+        assert rows["used if there is room"] == ["21.00 MiB"]
         assert rows["total"] == ["14.00 MiB", "14.00 MiB"]  # of the categories, below
         assert rows["Net, 27 parameters: 21.00 MiB for a training step on cuda"] == []
 
@@ -111,7 +111,7 @@ class TestPrediction:
         for line in (
             "with precision 16-mixed, optimizer '8bit'",
             "peak in backward (aten.mm in `head`)",
-            "and 1.00 MiB on the host: gradients, to repeat a batch when memory runs out",
+            "and 1.00 MiB on the host: gradients, kept to repeat a batch after an OOM",
             "without blocks 7: there are none",
             "assumed: one",
             "guessed: two",
@@ -186,7 +186,7 @@ class TestFit:
         fit = self.fit("1GiB", reserved_bytes=2 * GIB, least_reserved_bytes=GIB // 2)
         assert fit.fits
         assert fit.needed_bytes == GIB // 2 + MIB
-        assert "returns cached memory to the driver instead, which costs time" in fit.note
+        assert "has to return cached memory to the driver, which costs time" in fit.note
 
     def test_only_workspaces_are_called_cublas(self):
         peak = replace(PEAK, other_bytes=5 * MIB)

@@ -172,19 +172,19 @@ class TestFactory:
         ("text", "parts"),
         [
             ("models:Nett", ("has no `Nett`", "Write `models:Net`")),
-            ("models:", ("does not exist", "Give `module:Class`")),
+            ("models:", ("does not exist", "Pass `module:Class`")),
             ("models.py:Nett", ("Write `models.py:Net`",)),
-            ("models.py", ("does not say which model", "`models.py:Class`")),
+            ("models.py", ("does not name a model", "`models.py:Class`")),
             ("model.py:Net", ("does not exist", "Did you mean `models.py`?")),
             ("nowhere/models.py:Net", ("no folder `nowhere`",)),
             ("modls:Net", ("no module `modls`", "name the file")),
             ("modls.sub:Net", ("no module `modls`",)),
             ("models:WIDTH", ("is a `int`", "Name a class or a function")),
-            ("models:NET", ("exists already", "Name the class")),
-            ("models:Data", ("no `nn.Module`", "Name the model's class")),
+            ("models:NET", ("exists already", "Name its class")),
+            ("models:Data", ("not an `nn.Module`", "Name the model's class")),
             ("models:Lit", ("'vocab'", "Add `--arg vocab=...`.")),
             ("models.Net", ("does not exist. Did you mean `models:Net`?",)),
-            ("", ("No model is named", "Give `module:Class`")),
+            ("", ("name of the model is empty", "Pass `module:Class`")),
             ("https://example.org/config.json", ("does not exist",)),
         ],
     )
@@ -195,15 +195,15 @@ class TestFactory:
     def test_arguments_that_it_does_not_take(self, project):
         message = refused("models:Net", arguments={"widthx": 3})
         assert "'widthx'" in message
-        assert "It takes `width`, `depth`. Remove" in message
+        assert "Its arguments are `width`, `depth`. Remove" in message
 
     @pytest.mark.parametrize(
         ("name", "parts"),
         [
-            ("make_pair", ("returned a `tuple`", "the model alone")),
+            ("make_pair", ("returned a `tuple`", "model only")),
             ("fails", ("KeyError: 'width'", "models.py, line")),
             ("leaves", ("SystemExit",)),
-            ("needs_gpu", ("asks for a GPU", "models.py, line", "torch.cuda.is_available()")),
+            ("needs_gpu", ("requires a GPU", "models.py, line", "torch.cuda.is_available()")),
         ],
     )
     @pytest.mark.parametrize("is_fake", [False, True])
@@ -217,9 +217,9 @@ class TestFactory:
         ("line", "parts"),
         [
             ("raise ValueError('no data')", ("ValueError: no data", "bad.py, line 2")),
-            ("x = torch.zeros(1).cuda()", ("asks for a GPU", "is_available()", "line 2")),
-            ("x = torch.zeros(1, device='cuda')", ("asks for a GPU",)),
-            ("torch.cuda.get_device_properties(0)", ("asks for a GPU",)),
+            ("x = torch.zeros(1).cuda()", ("requires a GPU", "is_available()", "line 2")),
+            ("x = torch.zeros(1, device='cuda')", ("requires a GPU",)),
+            ("torch.cuda.get_device_properties(0)", ("requires a GPU",)),
             ("import no_such_package", ("No module named 'no_such_package'",)),
             ("x = = 1", ("SyntaxError",)),
             ("exit(1)", ("SystemExit",)),
@@ -239,7 +239,7 @@ class TestFactory:
 
     def test_arguments_of_other_kinds_are_refused(self, project):
         assert "Remove it." in refused("models:Net", task="masked_lm")
-        assert "`model='x:Y'` is not for `models:Net`" in refused("models:Net", model="x:Y")
+        assert "`model='x:Y'` does not apply to `models:Net`" in refused("models:Net", model="x:Y")
 
 
 class TestHuggingFace:
@@ -265,7 +265,7 @@ class TestHuggingFace:
     def test_names_on_the_hub_are_marked(self):
         message = refused("hf:no-such-owner/no-such-model")
         assert "no-such-owner/no-such-model" in message
-        assert "give that file" in message
+        assert "pass that file" in message
 
     @pytest.mark.parametrize(
         ("text", "parts"),
@@ -280,7 +280,7 @@ class TestHuggingFace:
                 '{"model_type": "bert", "architectures": ["OwnBert"]}',
                 ("names OwnBert, which transformers does not have", "`--task masked_lm`"),
             ),
-            ('{"model_type": "bert", "hidden_size": "many"}', ("Are all of its values",)),
+            ('{"model_type": "bert", "hidden_size": "many"}', ("Check that its values fit",)),
         ],
     )
     def test_bad_configs(self, tmp_path, text, parts):
@@ -292,7 +292,7 @@ class TestHuggingFace:
         config = BertConfig(**TINY | {"num_attention_heads": 2}).to_dict()
         path = tmp_path / "config.json"
         path.write_text(json.dumps(config | {"num_attention_heads": 3}))
-        with pytest.raises(ConfigurationError, match="Check the values in it"):
+        with pytest.raises(ConfigurationError, match="Check its values"):
             load_target(path, task="masked_lm").build()
 
     @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ class TestHuggingFace:
     @pytest.mark.parametrize("name", ["data.csv", "notes"])
     def test_files_of_other_kinds(self, tmp_path, name):
         (tmp_path / name).write_text("a,b")
-        assert "does not say which model it is" in refused(name)
+        assert "does not name a model" in refused(name)
 
 
 def write_yaml(found: Any) -> str:
@@ -362,7 +362,7 @@ class TestLightningConfig:
             "accumulate_grad_batches": 4,
             "gradient_clip_val": 1.0,
         }
-        assert target.notes == ("`data` is not used: the batch is the one that is asked for",)
+        assert target.notes == ("`data` is not used: the batch is the one that you describe",)
 
     def test_flags_of_memsave_and_a_subcommand(self, project):
         memsave = {"enabled": True, "activation_checkpointing": "all"}
@@ -373,7 +373,7 @@ class TestLightningConfig:
 
     def test_class_in_code(self, project):
         path = write_yaml({"model": {"vocab": 10}})
-        assert "Give it too: `--model module:Class`" in refused(path)
+        assert "Name it too: `--model module:Class`" in refused(path)
         target = load_target(path, model="models:Lit", arguments={"width": 2})
         assert shapes_of(target) == {"embedding.weight": ((10, 2), "float32")}
 
@@ -417,7 +417,10 @@ class TestLightningConfig:
             ({"model": MODEL, "trainer": [1]}, ("`trainer` in `train.yaml` is a list",)),
             (
                 {"model": {"class_path": "models.Lit"}},
-                ("cannot be made: 'models.Lit': the following arguments are required: vocab.",),
+                (
+                    "cannot be constructed: 'models.Lit': the following arguments are "
+                    "required: vocab.",
+                ),
             ),
             ({"model": {"class_path": "models.Nope"}}, ("models.Nope",)),
             ({"model": {"class_path": "models.Data"}}, ("models.Data",)),
@@ -476,11 +479,11 @@ class TestCheckpoint:
 
         torch.save({"state_dict": {"w": torch.zeros(1)}, "hyper_parameters": Evil()}, "evil.ckpt")
         message = refused("evil.ckpt")
-        assert "could run code: it was not loaded" in message
+        assert "was not loaded: it has an object" in message
         assert "torch.save(model.state_dict(), path)" in message
-        assert "in place of the checkpoint: `module:Class`" in message
+        assert "instead of the checkpoint: `module:Class`" in message
         Path("note.ckpt").write_text("hello")
-        assert "cannot be read by torch: it is not a file of torch. Give" in refused("note.ckpt")
+        assert "cannot be read by torch: it is not a file of torch. Pass" in refused("note.ckpt")
         torch.save(nn.Linear(2, 2), "whole.pt")
         assert "`torch.nn.modules.linear.Linear`" in refused("whole.pt")
         assert not marker.exists()
@@ -500,14 +503,14 @@ class TestCheckpoint:
 
     def test_without_tensors(self):
         torch.save({"state_dict": {}}, "a.pt")
-        assert "has no tensors" in refused("a.pt")
+        assert "no `state_dict` with tensors" in refused("a.pt")
 
     def test_missing(self):
         assert "`last.ckpt` does not exist" in refused("last.ckpt")
 
     def test_it_has_no_batch(self):
         torch.save({"w": torch.zeros(1)}, "a.pt")
-        with pytest.raises(ConfigurationError, match="Name each tensor"):
+        with pytest.raises(ConfigurationError, match="Describe each tensor"):
             make_batch_spec("8x512", load_target("a.pt"))
 
 
@@ -638,11 +641,11 @@ class TestBatchOfHuggingFace:
 
     def test_a_model_without_a_loss(self, tmp_path):
         path = write_config(tmp_path, BertConfig(**TINY), architectures=["BertModel"])
-        with pytest.raises(ConfigurationError, match=r"Name each of its tensors.*masked_lm"):
+        with pytest.raises(ConfigurationError, match=r"Describe each tensor.*masked_lm"):
             batch_of(load_target(path), "2x6")
 
     def test_any_other_module_needs_names(self, project):
-        with pytest.raises(ConfigurationError, match=r"Name each tensor.*x=float32\[8"):
+        with pytest.raises(ConfigurationError, match=r"Describe each tensor.*x=float32\[8"):
             make_batch_spec("8x512", load_target("models:Net"))
 
 
@@ -714,8 +717,8 @@ class TestBatchSpec:
             ("-8x512", "whole number of at least 1"),
             ("8.5x512", "whole number of at least 1"),
             (0, "whole number of at least 1"),
-            ("8x512", "Name each tensor"),
-            (8, "Name each tensor"),
+            ("8x512", "Describe each tensor"),
+            (8, "Describe each tensor"),
             ("8 by 512", "does not describe a tensor"),
             ("8x", "does not describe a tensor"),
             ("", "has no tensor"),
@@ -723,16 +726,16 @@ class TestBatchSpec:
             ("x=float32[0]", "whole number of at least 1"),
             ("x=float32[-2]", "whole number of at least 1"),
             ("x=float32[a]", "whole number of at least 1"),
-            ("x=float33[2]", "no dtype of torch. Use for example"),
-            ("x=nn[2]", "no dtype of torch"),
+            ("x=float33[2]", "not a dtype of torch. Use for example"),
+            ("x=nn[2]", "not a dtype of torch"),
             ("x=float32[2],int64[2]", "with a name and without"),
             ("x=float32[2],x=int64[2]", "Use each name once"),
-            ("{'x': 1", "is no JSON"),
+            ("{'x': 1", "is not JSON"),
             ("{}", "has no tensor"),
             ({"x": 3}, "has no tensor"),
             (None, "has no tensor"),
             ("x=int64[2]<0", "Use a bound of at least 1"),
-            ("x=float32[1000000000,1000000000]", "which no device holds. Use smaller"),
+            ("x=float32[1000000000,1000000000]", "which no device can hold. Use smaller"),
             (TensorSpec(torch.float32, (0, 3)), "size below 1"),
         ],
     )
@@ -744,7 +747,7 @@ class TestBatchSpec:
     def test_absurd_sizes_of_a_model(self, tmp_path):
         config = RobertaConfig(**TINY)
         target = load_target(write_config(tmp_path, config), task="masked_lm")
-        with pytest.raises(ConfigurationError, match="which no device holds"):
+        with pytest.raises(ConfigurationError, match="which no device can hold"):
             make_batch_spec(f"{10**15}x6", target)
 
 

@@ -150,7 +150,7 @@ def test_caches_are_not_filled_while_training_and_work_in_evaluation():
     tokens = torch.arange(2, 10).reshape(1, 8)
     with ActivationCheckpointing().apply(model):
         assert model.train()(tokens).past_key_values is None
-        with pytest.warns(NoEffectWarning, match="`use_cache=True` has no effect.*Leave it out"):
+        with pytest.warns(NoEffectWarning, match="`use_cache=True` has no effect.*Remove it"):
             assert model(tokens, use_cache=True).past_key_values is None
         evaluated = model.eval()(tokens, use_cache=True)  # gradients are on, as for saliency maps
         assert evaluated.past_key_values.get_seq_length() == 8
@@ -599,7 +599,7 @@ def test_buffers_that_begin_to_change_later_change_once():
     for step in range(4):
         model.blocks[0].num_calls = step
         if step == 2:
-            with pytest.warns(ExactnessWarning, match="Leave this block out with `blocks=`"):
+            with pytest.warns(ExactnessWarning, match="Exclude this block with `blocks=`"):
                 loss = model(make_batch(step))
         else:
             loss = model(make_batch(step))

@@ -435,7 +435,7 @@ class TestApplying:
     def test_head_that_somebody_has_changed(self):
         model = Model()
         vars(model.head)["forward"] = torch.relu
-        with pytest.warns(NoEffectWarning, match="somebody has replaced its `forward`"):
+        with pytest.warns(NoEffectWarning, match="its `forward` has been replaced"):
             ChunkedCrossEntropy().apply(model)
 
     @pytest.mark.parametrize("chunk_size", [0, -1, True, 1.5, "big", None])

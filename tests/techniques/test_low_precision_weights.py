@@ -727,7 +727,7 @@ class TestModule:
         )
         model.append(nn.Linear(8, 8))
         handle = LowPrecisionWeights().apply(model)
-        expected = "(kept float32: 1 vector; left as they are: 4 bfloat16, 2 float64)"
+        expected = "(kept float32: 1 vector; unchanged: 4 bfloat16, 2 float64)"
         assert handle.summary.endswith(expected)
 
     def test_parameters_ties_and_buffers_are_the_same(self):

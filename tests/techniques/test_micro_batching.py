@@ -157,7 +157,7 @@ class TestRecovery:
         def fail(batch):
             raise MemoryError
 
-        with pytest.raises(MemoryExhaustedError, match="nothing smaller: MemoryError"):
+        with pytest.raises(MemoryExhaustedError, match="cannot be reduced: MemoryError"):
             MicroBatching(module=nn.Linear(1, 1)).apply(fail).target(torch.zeros(1, 1))
 
     def test_an_error_of_the_user_that_memory_caused(self):
@@ -442,7 +442,7 @@ def test_weights_of_all_micro_batches_are_read_at_once():
         "weighted by the entries of `labels` that are not -1, without the first of each sample": [
             *(1, 1, 1, 1)
         ],
-        "added up, as the loss is a sum over samples": [1, 1, 1, 1],
+        "summed, as the loss is a sum over samples": [1, 1, 1, 1],
     }
 
 

@@ -150,7 +150,7 @@ def values(state):
     [
         (lambda m: optim.AdamW(m.parameters(), amsgrad=True), "has no 8-bit AMSGrad"),
         (lambda m: optim.SGD(m.parameters(), 0.1, momentum=0.9, nesterov=True), "no 8-bit Nester"),
-        (lambda m: optim.SGD(m.parameters(), 0.1), "keeps no state, or has made no step yet"),
+        (lambda m: optim.SGD(m.parameters(), 0.1), "has no state, or has made no step yet"),
         (lambda m: optim.Adadelta(m.parameters()), "keeps acc_delta, square_avg"),
         (lambda m: optim.RAdam(m.parameters()), "settings are not those of torch's AdamW"),
         (lambda m: low_bit(m, MAKE["adamw"]), "has the 8-bit format already"),
@@ -160,15 +160,17 @@ def test_says_what_has_no_8bit_form(optimizer, reason):
     model = make_model()
     own = optimizer(model)
     train(model, own)
-    with pytest.raises(IncompatibleError, match=f"optimizer 0: .*{reason}.*Resume from the check"):
+    with pytest.raises(
+        IncompatibleError, match=f"optimizer 0: .*{reason}.*Resume from the original check"
+    ):
         convert_optimizer_states(checkpoint_of(model, own), "8bit")
 
 
 @pytest.mark.parametrize(
     ("name", "reason", "remedy"),
     [
-        ("lion_8bit", "that of Lion, which torch.optim does not have", "with `MemSaveCallback`"),
-        (None, "has the 32-bit format of torch already", "Resume from the checkpoint as it is."),
+        ("lion_8bit", "written by Lion, which torch.optim does not have", "with `MemSaveCallback`"),
+        (None, "has the 32-bit format of torch already", "Resume from the original checkpoint."),
     ],
 )
 @pytest.mark.parametrize("base", MAKE)
@@ -186,7 +188,9 @@ def test_state_of_an_unknown_optimizer_of_bitsandbytes_is_named():
     model = make_model()
     own = import_bitsandbytes("test").optim.AdEMAMix8bit(model.parameters(), min_8bit_size=1)
     train(model, own)
-    with pytest.raises(IncompatibleError, match=r"that of AdEMAMix, which torch\.optim does not"):
+    with pytest.raises(
+        IncompatibleError, match=r"written by AdEMAMix, which torch\.optim does not"
+    ):
         convert_optimizer_states(checkpoint_of(model, own), "32bit")
     saved = own.state_dict()
     assert convert_state_dict(saved, own) is saved
@@ -213,7 +217,7 @@ def test_several_optimizers_one_of_which_has_no_8bit_form():
     checkpoint = checkpoint_of(model, adamw, radam, unused)
     narrow, changes = convert_optimizer_states(checkpoint, "8bit")
     assert [change.is_converted for change in changes] == [True, False, False]
-    assert changes[2].text == "it keeps no state, or has made no step yet"
+    assert changes[2].text == "it has no state, or has made no step yet"
     assert narrow["optimizer_states"][1] is checkpoint["optimizer_states"][1]
     _, changes = convert_optimizer_states(narrow, "32bit")
     assert [change.is_converted for change in changes] == [True, False, False]
@@ -222,7 +226,9 @@ def test_several_optimizers_one_of_which_has_no_8bit_form():
     lion = low_bit(lion_model, MAKE["adamw"], "lion_8bit")
     train(lion_model, lion)
     narrow["optimizer_states"].append(copy.deepcopy(lion.state_dict()))
-    with pytest.raises(IncompatibleError, match="applied: optimizer 3: its state is that of Lion"):
+    with pytest.raises(
+        IncompatibleError, match="applied: optimizer 3: its state was written by Lion"
+    ):
         convert_optimizer_states(narrow, "32bit")
 
 

@@ -228,9 +228,9 @@ def test_parameters_without_state_stay_without():
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("sgd", "adamw", "written by SGD with momentum, and this run has AdamW"),
-        ("adamw", "sgd", "written by Adam or AdamW, and this run has SGD"),
-        ("rmsprop", "sgd", "written by RMSprop, and this run has SGD"),
+        ("sgd", "adamw", "written by SGD with momentum, and this run uses AdamW"),
+        ("adamw", "sgd", "written by Adam or AdamW, and this run uses SGD"),
+        ("rmsprop", "sgd", "written by RMSprop, and this run uses SGD"),
     ],
 )
 @pytest.mark.parametrize("narrow_first", [True, False])

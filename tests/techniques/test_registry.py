@@ -111,7 +111,7 @@ class TestToy:
         trainer = make_trainer(lightning.pytorch, MemSaveCallback(**IN_PLACE))
         with pytest.raises(Exception, match="no leaky ReLU was found"):
             trainer.fit(lit, loader())
-        with pytest.raises(ConfigurationError, match="`in_place=3` is not a choice"):
+        with pytest.raises(ConfigurationError, match="`in_place=3` is not a valid value"):
             MemSaveCallback(**(IN_PLACE | {"in_place": 3}))
 
     def test_says_itself_which_trainers_it_conflicts_with(self, toy):

@@ -1,1 +1,1 @@
-"""What CUDA's kernels and its allocator would do with a step."""
+"""Emulate CUDA's kernels and its caching allocator."""

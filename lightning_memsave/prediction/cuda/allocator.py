@@ -1,4 +1,4 @@
-"""A model of the allocator that stands between torch's tensors and the memory of a CUDA device."""
+"""Simulate the CUDA caching allocator."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,22 +8,22 @@ from itertools import takewhile
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
 from lightning_memsave.units import MIB, format_bytes
 
-Key = tuple[int, int, "Block"]  # size and address order the free blocks; an address is unique
+Key = tuple[int, int, "Block"]  # size and address, the order of free blocks; addresses are unique
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A piece of a segment.
+    """A block of a segment.
 
     Args:
-        address: Where it begins.
-        size: Its bytes.
-        pool: The pool that its segment belongs to.
-        is_free: Whether no tensor has it.
-        is_mapped: Whether memory stands behind the addresses; not so in the unused part of an
+        address: Its first address.
+        size: Its size in bytes.
+        pool: The pool of its segment.
+        is_free: Whether it is free.
+        is_mapped: Whether the addresses are mapped to memory; false in the unused part of an
             expandable segment.
-        previous: The block before it in the segment.
-        next: The block behind it.
+        previous: The previous block of the segment.
+        next: The next block of the segment.
     """
 
     address: int
@@ -36,34 +36,30 @@ class Block:
 
     @property
     def room(self) -> int:
-        """Its bytes and those that it can grow by."""
+        """Its size plus that of the unmapped block behind it."""
         has_room = self.next is not None and not self.next.is_mapped
         return self.size + (self.next.size if has_room and self.next is not None else 0)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its segment."""
+        """Whether it is its whole segment."""
         return self.previous is None and self.next is None
 
     def and_following(self) -> Iterator["Block"]:
-        """Walk through the segment.
-
-        Yields:
-            This block and those behind it.
-        """
+        """Iterate over this block and all following ones of its segment."""
         block: Block | None = self
         while block is not None:
             yield block
             block = block.next
 
     def cut(self, size: int) -> "Block":
-        """Shorten it, while it is in no list.
+        """Split a block that is in no list.
 
         Args:
             size: Bytes that it keeps.
 
         Returns:
-            The rest, in no list yet.
+            The remainder, in no list either.
         """
         rest = Block(self.address + size, self.size - size, self.pool)
         rest.is_mapped, rest.previous, rest.next = self.is_mapped, self, self.next
@@ -73,19 +69,19 @@ class Block:
         return rest
 
     def joined(self) -> "Block":
-        """Join it with free neighbours, while it is in no list (``try_merge_blocks``).
+        """Merge a block that is in no list with free neighbours (``try_merge_blocks``).
 
         Returns:
-            What became of it.
+            The merged block.
         """
         block = self
-        if self.next is not None and self._joins(self.next):
-            block = _one_of(self, self.next)
-        if block.previous is not None and block._joins(block.previous):
-            block = _one_of(block.previous, block)
+        if self.next is not None and self._take_mergeable(self.next):
+            block = _merge(self, self.next)
+        if block.previous is not None and block._take_mergeable(block.previous):
+            block = _merge(block.previous, block)
         return block
 
-    def _joins(self, neighbour: "Block") -> bool:
+    def _take_mergeable(self, neighbour: "Block") -> bool:
         if not neighbour.is_free or neighbour.is_mapped != self.is_mapped:
             return False
         neighbour.pool.take(neighbour)
@@ -94,11 +90,11 @@ class Block:
 
 @dataclass(eq=False, slots=True)
 class Pool:
-    """The blocks for small requests, or those for large ones.
+    """The free list of one allocator pool.
 
     Args:
-        is_small: For which of the two.
-        page_bytes: What an expandable segment grows by.
+        is_small: Whether it serves small requests, not large ones.
+        page_bytes: Growth of an expandable segment.
         heads: The first block of each segment.
         free: Free blocks by size, then address (``BlockComparatorSize``).
         unmapped: Blocks without memory, by address.
@@ -111,32 +107,17 @@ class Pool:
     unmapped: list[Key] = field(default_factory=list)
 
     def put(self, block: Block) -> None:
-        """Put a free block into its list.
-
-        Args:
-            block: One that is in no list.
-        """
+        """Insert a block into its list."""
         insort(self._list_of(block), _key(block))
 
     def take(self, block: Block) -> None:
-        """Take a block out of its list.
-
-        Args:
-            block: One that was put there.
-        """
+        """Remove a block from its list."""
         blocks = self._list_of(block)
         del blocks[bisect_left(blocks, _key(block))]
 
     def smallest_from(self, size: int) -> Iterator[Block]:
-        """Find free blocks.
-
-        Args:
-            size: What they must have at least.
-
-        Yields:
-            Each, smallest first.
-        """
-        # An address is never 0, so this stands before all blocks of the size.
+        """Iterate over free blocks of at least ``size`` bytes, smallest first."""
+        # No address is 0, so this key sorts before all blocks of the size.
         for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
             yield self.free[index][2]
 
@@ -148,7 +129,7 @@ def _key(block: Block) -> Key:
     return (block.size if block.is_mapped else 0, block.address, block)
 
 
-def _one_of(left: Block, right: Block) -> Block:
+def _merge(left: Block, right: Block) -> Block:
     left.size += right.size
     left.next = right.next
     if left.next is not None:
@@ -160,21 +141,21 @@ _MIN_BLOCK_BYTES = 512  # kMinBlockSize
 _SMALL_BYTES = MIB  # kSmallSize: the largest request that the small pool serves
 _SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size
-_MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: from here on a request has a segment of its own
+_MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: larger requests get a segment of their own
 _ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
 _ADDRESS_SPACE_BYTES = 2**36 * _LARGE_SEGMENT_BYTES  # of an expandable segment; no memory yet
 
 
 class CachingAllocator:
-    """CUDA memory as torch's native caching allocator hands it out.
+    """Simulation of torch's native caching allocator for CUDA.
 
-    Reserved bytes are what other programs see a process take. They exceed the bytes of tensors,
-    because requests are rounded, because segments are cut into blocks, and because freed blocks are
-    kept. Follows ``c10/cuda/CUDACachingAllocator.cpp`` with the constants of torch 2.13
+    Reserved bytes are those that other programs see a process use. They exceed the bytes of
+    tensors, because requests are rounded up, segments are split into blocks, and freed blocks are
+    cached. Follows ``c10/cuda/CUDACachingAllocator.cpp`` with the constants of torch 2.13
     (``c10/core/AllocatorConfig.h``), for one device and one stream.
 
     Args:
-        capacity_bytes: What the device has for this allocator. ``None`` sets no limit.
+        capacity_bytes: Device memory available to this allocator; ``None`` for no limit.
         expandable_segments: As ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment
             per pool that grows by pages, instead of many of fixed size.
 
@@ -184,8 +165,8 @@ class CachingAllocator:
     Note:
         Not modelled: several streams, graphs, private pools, and ``max_split_size_mb``,
         ``roundup_power2_divisions`` and ``garbage_collection_threshold``, which are off by default.
-        Where the driver puts segments is not known; new ones lie above old ones here, which decides
-        only between free blocks of one size.
+        The driver's choice of addresses is not known; here new segments get higher addresses,
+        which only matters between free blocks of equal size.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -202,7 +183,7 @@ class CachingAllocator:
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigurationError(
-                f"`capacity_bytes={capacity_bytes}` is no memory: it must be at least 1. "
+                f"`capacity_bytes={capacity_bytes}` is not a capacity: it must be at least 1. "
                 "Use `None` for no limit."
             )
         self.capacity_bytes = capacity_bytes
@@ -219,25 +200,25 @@ class CachingAllocator:
 
     @property
     def slack_bytes(self) -> int:
-        """Reserved and in no block that is in use, now."""
+        """Reserved bytes outside of allocated blocks, now."""
         return self.reserved_bytes - self.allocated_bytes
 
     def malloc(self, num_bytes: int) -> int:
-        """Hand out memory: a free block if one fits, else a new segment (``malloc``).
+        """Allocate a free block if one fits, else a new segment (``malloc``).
 
         Args:
-            num_bytes: Bytes asked for. What counts as allocated is the block that serves them, as
-                in ``torch.cuda.memory_allocated``.
+            num_bytes: Requested bytes. Allocated bytes grow by the size of the block, as in
+                ``torch.cuda.memory_allocated``.
 
         Returns:
-            A handle for ``free``; 0 for no bytes, like torch's null pointer.
+            A handle for ``free``; 0 for a request of 0 bytes, like torch's null pointer.
 
         Raises:
             ConfigurationError: If ``num_bytes`` is negative.
-            MemoryExhaustedError: If the capacity does not allow it, even without cached blocks.
+            MemoryExhaustedError: If it exceeds the capacity, even without cached blocks.
         """
         if num_bytes < 0:
-            raise ConfigurationError(f"`num_bytes={num_bytes}` is no size: use 0 or more.")
+            raise ConfigurationError(f"`num_bytes={num_bytes}` is negative. Use 0 or more.")
         if num_bytes == 0:
             return 0
         size = _rounded_up(num_bytes, _MIN_BLOCK_BYTES)  # round_size
@@ -262,36 +243,36 @@ class CachingAllocator:
         return block.address
 
     def free(self, handle: int) -> None:
-        """Take memory back and join it with free neighbours (``free_block``).
+        """Free a block and merge it with free neighbours (``free_block``).
 
         Args:
-            handle: From ``malloc``, once.
+            handle: Handle from ``malloc``.
 
         Raises:
-            ConfigurationError: If nothing in use has this handle.
+            ConfigurationError: If no allocated block has this handle.
         """
         if handle == 0:
             return
         block = self._used.pop(handle, None)
         if block is None:
             raise ConfigurationError(
-                f"`handle={handle}` is not in use: `free` takes what `malloc` gave, once."
+                f"`handle={handle}` is not allocated. Pass a handle from `malloc`, once."
             )
         self.allocated_bytes -= block.size
         block.is_free = True
         block.pool.put(block.joined())
 
     def replay(self, events: Iterable[tuple[int, int]]) -> None:
-        """Run through what a program allocates and frees.
+        """Replay the allocations and frees of a program.
 
         Args:
-            events: Storage and change of its bytes, in order: more than 0 when it is made, less
-                when it is freed. A storage that changes its size gets its new block before the old
-                one goes, as in ``resize_bytes_cuda``.
+            events: Id of a storage and its change in bytes, in order: positive when allocated,
+                negative when freed. A resized storage gets its new block before the old one is
+                freed, as in ``resize_bytes_cuda``.
 
         Raises:
-            ConfigurationError: If a storage shrinks below nothing.
-            MemoryExhaustedError: If the capacity does not allow it.
+            ConfigurationError: If the size of a storage becomes negative.
+            MemoryExhaustedError: If it exceeds the capacity.
         """
         alive: dict[int, tuple[int, int]] = {}
         for storage, change in events:
@@ -302,17 +283,17 @@ class CachingAllocator:
             self.free(handle)
 
     def segments(self) -> list[list[tuple[int, int, bool]]]:
-        """List what is reserved, like ``torch.cuda.memory_snapshot``.
+        """List reserved memory, like ``torch.cuda.memory_snapshot``.
 
         Returns:
-            For each segment its blocks as address, bytes, and whether it is in use.
+            For each segment its blocks: address, bytes, and whether it is allocated.
         """
         return [
             [(b.address, b.size, not b.is_free) for b in head.and_following() if b.is_mapped]
             for head in (*self._small.heads, *self._large.heads)
         ]
 
-    # get_free_block: best fit. The end of an expandable segment counts as large as it can grow, so
+    # get_free_block: best fit. The end of an expandable segment counts with the room to grow, so
     # that other blocks are filled first.
     def _take_free(self, pool: Pool, size: int) -> Block | None:
         candidates = pool.smallest_from(size)
@@ -359,7 +340,7 @@ class CachingAllocator:
         mapped = block if block.is_mapped else self._map(block, min(block.size, size))
         while mapped is not None and mapped.size < size:
             following = mapped.next
-            assert following is not None, "find_expandable_block checks that there is room"
+            assert following is not None, "_expandable_block checks that there is room"
             mapped = self._map(following, min(size - mapped.size, following.size))
         if mapped is not None:
             pool.take(mapped)
@@ -391,7 +372,7 @@ class CachingAllocator:
         block.pool.put(block)
         return block
 
-    # release_cached_blocks: everything that nothing uses.
+    # release_cached_blocks: return all free segments or pages.
     def _release_cached_blocks(self) -> None:
         for pool in (self._large, self._small):
             for block in list(pool.smallest_from(0)):
@@ -422,22 +403,23 @@ class CachingAllocator:
 
     def _exhausted(self, num_bytes: int) -> MemoryExhaustedError:
         return MemoryExhaustedError(
-            f"{format_bytes(num_bytes)} do not fit: of {format_bytes(self.capacity_bytes or 0)}, "
-            f"{format_bytes(self.allocated_bytes)} are in use and {format_bytes(self.slack_bytes)} "
-            "are reserved around them. Lower the peak, or raise `capacity_bytes`."
+            f"Cannot allocate {format_bytes(num_bytes)}: of "
+            f"{format_bytes(self.capacity_bytes or 0)}, {format_bytes(self.allocated_bytes)} are "
+            f"allocated and {format_bytes(self.slack_bytes)} are reserved but not allocated. Lower "
+            "the peak, or raise `capacity_bytes`."
         )
 
 
 def least_capacity(events: Sequence[tuple[int, int]], low: int, high: int) -> int:
-    """Find the least memory with which torch gets through allocations.
+    """Find the smallest capacity with which the allocator can serve all requests.
 
-    Before it gives up, torch returns cached segments to the driver and tries again: so it is less
-    than what it reserves where there is room.
+    Before it raises, torch returns cached segments to the driver and retries, so this is less than
+    the reserved bytes without a limit.
 
     Args:
         events: As for ``CachingAllocator.replay``.
-        low: Less is not enough: the peak of allocated bytes.
-        high: This is enough, such as the peak of reserved bytes.
+        low: A lower bound in bytes: the peak of allocated bytes.
+        high: A sufficient capacity in bytes, such as the peak of reserved bytes.
 
     Returns:
         Bytes, exact to the larger of one small segment and 0.4 % of ``high``.
@@ -449,7 +431,7 @@ def least_capacity(events: Sequence[tuple[int, int]], low: int, high: int) -> in
         (0, 40)
     """
     step = max(_SMALL_SEGMENT_BYTES, high >> 8)
-    low -= 1  # it may be enough itself
+    low -= 1  # `low` itself may be enough
     while high - low > step:
         middle = (low + high) // (2 * _SMALL_SEGMENT_BYTES) * _SMALL_SEGMENT_BYTES
         if middle <= low:

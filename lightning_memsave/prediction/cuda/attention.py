@@ -1,4 +1,4 @@
-"""The kernel that CUDA chooses for ``scaled_dot_product_attention``, and what it takes."""
+"""Emulate CUDA's choice of kernels for ``scaled_dot_product_attention``."""
 
 import math
 from typing import NamedTuple
@@ -24,10 +24,10 @@ class _Inputs(NamedTuple):
 
 
 class Attention:
-    """``aten::scaled_dot_product_attention`` with CUDA's kernels, on tensors without data.
+    """``aten::scaled_dot_product_attention`` with CUDA's kernels, on fake tensors.
 
     Args:
-        kernel: The first to try. ``None`` follows torch's order, flash, efficient, math.
+        kernel: The kernel to prefer; ``None`` for torch's order: flash, efficient, math.
         capability: Compute capability of the device, for example ``(7, 5)`` for a T4.
     """
 
@@ -47,21 +47,7 @@ class Attention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """Compute attention like the C++ function of that name.
-
-        Args:
-            query: (batch, heads, tokens, head size), as the other two.
-            key: For the same batch.
-            value: For the same batch.
-            attn_mask: Added to the scores, or where to look.
-            dropout_p: Of the scores.
-            is_causal: Whether each token sees those before it only.
-            scale: Of the scores.
-            enable_gqa: Whether several query heads share a key head.
-
-        Returns:
-            The output of attention.
-        """
+        """Run attention; arguments as in ``torch.nn.functional``."""
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
                 attn_mask.logical_not(), -math.inf
@@ -70,17 +56,17 @@ class Attention:
         return _RUN[self.choose(inputs)](inputs)
 
     def choose(self, inputs: _Inputs) -> str:
-        """Find the kernel (``select_sdp_backend`` in ``transformers/cuda/sdp_utils.cpp``).
+        """Select the kernel (``select_sdp_backend`` in ``transformers/cuda/sdp_utils.cpp``).
 
         Args:
             inputs: The arguments of attention.
 
         Returns:
-            One of `KERNELS`, or ``"cudnn"``: the first that is switched on and fits the arguments.
+            One of `KERNELS`, or ``"cudnn"``: the first that is enabled and supports the arguments.
         """
         if self._kernel == "math":
             return "math"
-        # Without a mask cuDNN's kernel keeps what flash keeps.
+        # Without a mask, cuDNN's kernel saves the same tensors as flash.
         if self._kernel is None and inputs.mask is not None and self._cudnn_fits(inputs):
             return "cudnn"
         fits = {"flash": self._flash_fits, "efficient": self._efficient_fits}
@@ -180,7 +166,7 @@ def _efficient(inputs: _Inputs) -> Tensor:
 
 def _cudnn(inputs: _Inputs) -> Tensor:
     tensors, mask = inputs[:3], inputs.mask
-    assert mask is not None, "without one it counts as flash"
+    assert mask is not None, "without a mask it is treated as flash"
     needs_statistics = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     mask = mask.expand(*inputs.query.shape[:-1], inputs.key.size(-2))
     output: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -199,7 +185,7 @@ def _math(inputs: _Inputs) -> Tensor:
 _RUN = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "math": _math}
 
 
-# preprocess_mask: a mask whose rows begin at unaligned addresses is copied.
+# preprocess_mask: a mask whose rows are not aligned is copied.
 def _aligned(mask: Tensor) -> Tensor:
     if mask.stride(-1) == 1 and all(n % _MASK_ALIGNMENT == 0 for n in mask.stride()[:-1]):
         return mask

@@ -1,4 +1,4 @@
-"""What autocast does on CUDA, where it differs from autocast on a CPU."""
+"""Emulate CUDA's autocast for fake CPU tensors."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# The lists of `aten/src/ATen/autocast_mode.h`, as far as CPU autocast does not have them.
+# The lists of `aten/src/ATen/autocast_mode.h`, without operators that CPU autocast treats alike.
 _FLOAT32 = _names("""
     acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan softplus
     pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar layer_norm native_layer_norm rms_norm group_norm
@@ -46,26 +46,22 @@ _LOWER = _names("""
     chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
     rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention
 """)
-# On the CPU's lists alone, and without effect on memory: in low precision both ways, or in the
-# widest type, which type promotion gives as well.
-_LEFT_ALONE = _names("""
+# Only on the CPU's lists, without effect on memory: in low precision both ways, or in the widest
+# type, as type promotion does.
+_UNCHANGED = _names("""
     _addmm_activation _native_multi_head_attention mkldnn_rnn_layer conv1d.padding conv2d.padding
     conv3d.padding cat stack index_copy
 """)
 
 
 def add_autocast(overrides: Overrides) -> None:
-    """Let ``torch.autocast("cpu")`` treat fake tensors as CUDA's autocast would.
-
-    Args:
-        overrides: Where to add what it takes.
-    """
+    """Override operators so that ``torch.autocast("cpu")`` casts fake tensors as on CUDA."""
     here, there = _registered("AutocastCPU"), _registered("AutocastCUDA")
     for name in there - here:
         kernel = _kernel(name)
-        if kernel is not None:  # else another torch than ours, with one more
+        if kernel is not None:  # None for operators that this torch lists and 2.13 does not
             overrides.add(name, _KEY, kernel)
-    for name in here - there - _LEFT_ALONE:
+    for name in here - there - _UNCHANGED:
         overrides.add(name, _KEY, None)  # in float32 on a CPU, and not listed on CUDA
 
 

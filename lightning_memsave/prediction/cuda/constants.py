@@ -1,4 +1,4 @@
-"""What CUDA needs beside tensors, by compute capability."""
+"""Memory that CUDA needs beside tensors, by compute capability."""
 
 import os
 import re
@@ -6,10 +6,10 @@ import re
 from lightning_memsave.units import KIB, MIB, format_bytes
 
 # By major compute capability: the CUDA context with the kernels of a training step, and the
-# workspace of cuBLAS for each thread that multiplies.
-# - Contexts are estimates, none was measured: ../shared/facts/cuda.md (B.8) has 150 to 300 MiB for
-#   a T4, 430 to 500 for an A100 and 520 to 600 for an H100. The upper ends are taken, and 500 MiB
-#   where nothing is known. `benchmarks/gpu` measures them.
+# cuBLAS workspace of each thread that runs matrix products.
+# - Contexts are estimates, none was measured: published values are 150 to 300 MiB for a T4, 430 to
+#   500 for an A100 and 520 to 600 for an H100. These are the upper ends, and 500 MiB where nothing
+#   is known. `benchmarks/gpu` measures them.
 # - Workspaces: `parseChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp: 8.125 MiB,
 #   and 32 MiB for 9 (https://github.com/pytorch/pytorch/pull/91564), 10 and 12
 #   (https://github.com/pytorch/pytorch/pull/175344) and 11
@@ -24,26 +24,26 @@ _BY_MAJOR = {
     12: (600 * MIB, _LARGE_WORKSPACE),
 }
 _UNKNOWN = (500 * MIB, _SMALL_WORKSPACE)
-_NUM_THREADS = 2  # forward and backward; workspaces are kept by handle and stream
+_NUM_THREADS = 2  # forward and backward; there is one workspace per handle and stream
 
 DETERMINISTIC_WORKSPACE = ":4096:8"
 """``CUBLAS_WORKSPACE_CONFIG`` as Lightning sets it for ``Trainer(deterministic=True)``."""
 
 
 def context_bytes(capability: tuple[int, int]) -> int:
-    """Give what CUDA needs for itself, outside of torch's allocator."""
+    """Return the bytes of the CUDA context, which are outside of torch's allocator."""
     return _BY_MAJOR.get(capability[0], _UNKNOWN)[0]
 
 
 def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
-    """Give the blocks that cuBLAS holds in torch's allocator from the first matrix product on.
+    """Return the workspaces that cuBLAS holds in torch's allocator after the first matrix product.
 
     Args:
         capability: Compute capability of the device.
-        config: As ``CUBLAS_WORKSPACE_CONFIG``; ``None`` reads that variable.
+        config: Value of ``CUBLAS_WORKSPACE_CONFIG``; ``None`` to read it from the environment.
 
     Returns:
-        Bytes for the thread of the forward pass and for that of the backward pass.
+        Bytes for the threads of the forward and the backward pass.
 
     Example:
         >>> workspaces(config=""), workspaces((9, 0), ""), workspaces(config=":16:8")
@@ -58,14 +58,14 @@ def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) 
 
 
 def constant_assumptions(capability: tuple[int, int], config: str | None = None) -> tuple[str, ...]:
-    """Say what is assumed of these constants, one line each."""
-    found = workspaces(capability, config)
+    """Return the assumptions behind these constants, one line each."""
+    sizes = workspaces(capability, config)
     return (
         f"The CUDA context needs {format_bytes(context_bytes(capability))}: an estimate for "
         f"compute capability {capability[0]}.x, by GPU and driver between 150 MiB and 1 GiB; NCCL "
         "and libraries other than torch add to it.",
         "No other process uses the GPU, and no display: a desktop needs 0.3 to 1 GiB of it.",
-        f"cuBLAS keeps {format_bytes(sum(found))} of workspaces for matrix products, one for each "
-        "thread of the forward and the backward pass, by `CUBLAS_WORKSPACE_CONFIG` where it is "
-        "set; cuBLASLt adds 1 to 2 MiB, which are not counted.",
+        f"cuBLAS keeps {format_bytes(sum(sizes))} of workspaces for matrix products, one each for "
+        "the threads of the forward and the backward pass; `CUBLAS_WORKSPACE_CONFIG` is respected. "
+        "cuBLASLt adds 1 to 2 MiB, which are not counted.",
     )

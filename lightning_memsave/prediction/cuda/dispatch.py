@@ -1,4 +1,4 @@
-"""Put functions of our own in front of torch's CPU operators, for tensors without data alone."""
+"""Override ATen CPU kernels for fake tensors only."""
 
 import functools
 import warnings
@@ -15,12 +15,11 @@ Kernel = Callable[..., Any]
 
 
 class Overrides:
-    """Functions that are called in place of operators, until ``undo``.
+    """Kernels registered for fake tensors in torch's dispatcher, until ``undo``.
 
-    They stand in torch's dispatcher, not in Python, so that they see also what C++ code, the
-    backward pass and the recomputation of checkpointed blocks call. Real tensors take the kernels
-    of torch. There can be only one of these at a time: torch knows one Python function for each
-    operator and key.
+    As they are in the dispatcher, they also apply to calls from C++, backward and recomputation.
+    Real tensors keep torch's kernels. Only one instance can be active: torch holds one Python
+    function per operator and key.
 
     Raises:
         MissingDependencyError: If torch is too old to call a kernel that was replaced.
@@ -36,13 +35,13 @@ class Overrides:
         self._library = torch.library.Library("aten", "IMPL")
 
     def add(self, name: str, key: str, kernel: Kernel | None) -> None:
-        """Put a function in front of an operator.
+        """Override an operator.
 
         Args:
             name: The operator and its overload, such as ``"sum.dim_IntList"``.
-            key: Name of the dispatch key at which it stands.
-            kernel: What to call for fake tensors, with the arguments of the operator. ``None``
-                goes on below the key, as if the operator had nothing there.
+            key: Name of the dispatch key to register at.
+            kernel: Called for fake tensors, with the arguments of the operator. ``None`` skips
+                the key and continues with the next one.
         """
         below = functools.partial(_call_below, name, key)
         of_torch = _kernel_of_torch(name, key) or below
@@ -57,11 +56,11 @@ class Overrides:
         self._put(name, key, call)
 
     def add_scratch(self, name: str, num_bytes: Callable[..., int]) -> None:
-        """Let an operator hold memory while it runs.
+        """Allocate scratch memory while an operator runs.
 
         Args:
             name: As in ``add``.
-            num_bytes: Gives the bytes, from the arguments of the operator.
+            num_bytes: Computes the bytes from the arguments of the operator.
         """
         key = "AutogradCPU"
         of_torch = _kernel_of_torch(name, key)
@@ -77,37 +76,23 @@ class Overrides:
         self._put(name, key, call)
 
     def undo(self) -> None:
-        """Take all of them away; a second call does nothing."""
+        """Remove all overrides; a second call does nothing."""
         self._library._destroy()
 
     def _put(self, name: str, key: str, function: Kernel) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch tells once per process of a replaced operator
+            warnings.simplefilter("ignore")  # torch warns once per process of an override
             self._library.impl(name, function, key, with_keyset=True)
 
 
 def operator_named(name: str) -> Any:
-    """Find an operator of torch.
-
-    Args:
-        name: Name and overload, such as ``"sum.dim_IntList"``; without overload the default one.
-
-    Returns:
-        The overload.
-    """
+    """Return the operator of a name such as ``"sum.dim_IntList"``; without overload the default."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
 def any_fake(args: Iterable[Any]) -> bool:
-    """Say whether arguments of an operator hold a tensor without data.
-
-    Args:
-        args: Tensors, lists of them, and other values.
-
-    Returns:
-        True if one is a ``FakeTensor``.
-    """
+    """Return whether arguments of an operator contain a fake tensor."""
     return any(
         isinstance(a, FakeTensor) or (isinstance(a, (list, tuple)) and any_fake(a)) for a in args
     )

@@ -14,15 +14,15 @@ from lightning_memsave.units import GIB, MIB, format_bytes, parse_bytes
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU as far as its memory goes.
+    """A GPU: memory and compute capability.
 
     Args:
-        name: As in `GPUS`, or the size that was asked for.
-        total_bytes: What torch reports as ``total_memory``. It is less than what is on the box:
-            the driver keeps a part, and error correction takes another on some cards.
-        has_bf16: Whether it computes in bfloat16 natively, from compute capability 8.0 on; for a
-            mere size it is taken for granted.
-        compute_capability: Major and minor; ``None`` for a mere size.
+        name: As in `GPUS`, or the size that the user gave.
+        total_bytes: ``total_memory`` as torch reports it. It is less than advertised: the driver
+            reserves a part, and so does error correction on some GPUs.
+        has_bf16: Whether it supports bfloat16 natively, from compute capability 8.0 on; assumed
+            if only a size is given.
+        compute_capability: Major and minor; ``None`` if only a size is given.
     """
 
     name: str
@@ -32,19 +32,19 @@ class Gpu:
 
     @property
     def known_name(self) -> str:
-        """Its name; empty for a mere size."""
+        """Its name; empty if only a size is given."""
         return "" if self.compute_capability is None else self.name
 
 
 BF16_CAPABILITY = (8, 0)
-"""Compute capability from which on bfloat16 is native."""
+"""Lowest compute capability with native bfloat16."""
 
-# Name, MiB that torch sees, compute capability. The second is `total_memory` as
-# `torch.cuda.get_device_properties` shows it in public logs and issues on GitHub (many of them the
-# first line that ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between
-# drivers; the least found on Linux is taken, so that "fits" holds on all of them. The memory of
-# the last group was not found; it is the least of the same size above. Compute capabilities are
-# those of https://developer.nvidia.com/cuda-gpus.
+# Name, `total_memory` in MiB, compute capability. `total_memory` comes from the output of
+# `torch.cuda.get_device_properties` in public logs and issues on GitHub (often the first line that
+# ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between drivers; these are the
+# smallest values found on Linux, so that "fits" holds for all of them. No value was found for the
+# last group: each has the smallest one above with the same size. Compute capabilities are those of
+# https://developer.nvidia.com/cuda-gpus.
 _ROWS = (
     ("T4", 14_930, (7, 5)),
     ("P100-16GB", 16_269, (6, 0)),
@@ -110,9 +110,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
         for name, mib, capability in _ROWS
     }
 )
-"""Every known card by name."""
+"""All known GPUs by name."""
 
-_WORDS_OF_NO_USE = re.compile(
+_IGNORED_WORDS = re.compile(
     r"nvidia|geforce|tesla|quadro|generation|blackwell|(?:server|workstation) edition"
     r"|sxm\d?|pcie|hbm\d?e?"
 )
@@ -120,19 +120,18 @@ _LEAST_BYTES, _MOST_BYTES = 256 * MIB, 4096 * GIB
 
 
 def parse_gpu(text: str) -> Gpu:
-    """Find a card by its name, or make one of a size.
+    """Find a GPU by name, or construct one from a size.
 
     Args:
-        text: A name of `GPUS` in any spelling, with or without the words that torch and NVIDIA put
-            around it, or a size with a unit. The size in a name may be left out where there is
-            only one.
+        text: A name of `GPUS` in any spelling, with or without the words that torch and NVIDIA add
+            to it, or a size with a unit. The size in a name may be omitted if there is only one.
 
     Returns:
-        The card.
+        The GPU.
 
     Raises:
-        ConfigurationError: If there is no such card, if the name is that of several, or if the
-            size is none that a GPU can have.
+        ConfigurationError: If there is no such GPU, the name is ambiguous, or the size is not
+            realistic.
 
     Example:
         >>> parse_gpu("rtx 3060 12gb").name, parse_gpu("NVIDIA A100-SXM4-40GB").name
@@ -140,16 +139,16 @@ def parse_gpu(text: str) -> Gpu:
         >>> parse_gpu("T4").has_bf16, parse_gpu("12GiB").total_bytes
         (False, 12884901888)
     """
-    if re.match(r"\s*[-+]?[\d.]+\s*([KMG]i?B|B)?\s*$", text, re.IGNORECASE) and not _named(text):
-        return _of_size(text.strip())
-    found = _named(text)
+    if re.match(r"\s*[-+]?[\d.]+\s*([KMG]i?B|B)?\s*$", text, re.IGNORECASE) and not _find_by_name(
+        text
+    ):
+        return _gpu_from_size(text.strip())
+    found = _find_by_name(text)
     if len(found) == 1:
         return found[0]
     if found:
         names = " or ".join(f'"{gpu.name}"' for gpu in found)
-        raise ConfigurationError(
-            f"GPU {text!r} is sold with more than one size of memory. Use {names}."
-        )
+        raise ConfigurationError(f"GPU {text!r} exists with several memory sizes. Use {names}.")
     near = difflib.get_close_matches(_key(text), _KEYS, n=3, cutoff=0.5)
     names = ", ".join(f'"{_KEYS[key].name}"' for key in near) or ", ".join(f'"{n}"' for n in GPUS)
     raise ConfigurationError(
@@ -158,13 +157,13 @@ def parse_gpu(text: str) -> Gpu:
 
 
 def as_gpu(gpu: object) -> Gpu | None:
-    """Give a card by its name or size; a card and ``None`` as they are.
+    """Convert a name or size to a GPU; return a `Gpu` and ``None`` unchanged.
 
     Args:
-        gpu: What a user gave.
+        gpu: A name, a size, a `Gpu` or ``None``.
 
     Returns:
-        The card.
+        The GPU.
 
     Raises:
         ConfigurationError: If it is none of these.
@@ -173,13 +172,13 @@ def as_gpu(gpu: object) -> Gpu | None:
         return gpu
     if not isinstance(gpu, str):
         raise ConfigurationError(
-            f'`gpu={gpu!r}` is not a text. Use `gpu="T4"`, or the size of its memory: '
+            f'`gpu={gpu!r}` is not a string. Use `gpu="T4"`, or the size of its memory: '
             '`gpu="12GiB"`.'
         )
     return parse_gpu(gpu)
 
 
-def _named(text: str) -> list[Gpu]:
+def _find_by_name(text: str) -> list[Gpu]:
     spelled = _key(text)
     for key in (spelled, "rtx" + spelled, "gtx" + spelled) if spelled else ():
         if key in _KEYS:
@@ -192,31 +191,24 @@ def _named(text: str) -> list[Gpu]:
 
 
 def local_gpu(device: torch.device) -> Gpu:
-    """Describe a GPU of this machine.
-
-    Args:
-        device: A CUDA device.
-
-    Returns:
-        What the driver says of it.
-    """
-    found = torch.cuda.get_device_properties(device)
-    capability = (found.major, found.minor)
+    """Return a CUDA device of this machine, as the driver describes it."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = (properties.major, properties.minor)
     has_bf16 = capability >= BF16_CAPABILITY
-    return Gpu(found.name, found.total_memory, has_bf16, compute_capability=capability)
+    return Gpu(properties.name, properties.total_memory, has_bf16, compute_capability=capability)
 
 
 # "NVIDIA A100-SXM4-40GB" and "a100 40 GiB" are both "a10040gb".
 def _key(name: str) -> str:
-    words = _WORDS_OF_NO_USE.sub(" ", name.lower().replace("gib", "gb"))
+    words = _IGNORED_WORDS.sub(" ", name.lower().replace("gib", "gb"))
     return re.sub(r"[^a-z0-9]", "", words)
 
 
-def _of_size(text: str) -> Gpu:
+def _gpu_from_size(text: str) -> Gpu:
     num_bytes = 0 if text.startswith("-") else parse_bytes(text)
     if not _LEAST_BYTES <= num_bytes <= _MOST_BYTES:
         raise ConfigurationError(
-            f"GPU {text!r} is not a size that a GPU can have: it must be between "
+            f"GPU {text!r} is not a realistic memory size: it must be between "
             f"{format_bytes(_LEAST_BYTES)} and {format_bytes(_MOST_BYTES)}. "
             'Write for example "12GiB".'
         )

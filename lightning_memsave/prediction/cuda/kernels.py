@@ -1,4 +1,4 @@
-"""Let tensors without data take the memory on a CPU that they would take on CUDA."""
+"""Emulate the memory of CUDA kernels for fake CPU tensors."""
 
 import contextlib
 import functools
@@ -22,11 +22,7 @@ _KEY = "AutogradCPU"
 
 
 def add_operators(overrides: Overrides) -> None:
-    """Let operators on fake tensors keep for backward what they keep on CUDA.
-
-    Args:
-        overrides: Where to add what it takes.
-    """
+    """Override operators so that they save for backward what CUDA's kernels save."""
     overrides.add("dropout", _KEY, _dropout)
     overrides.add("_fused_rms_norm", _KEY, _fused_rms_norm)
     for name in ("softmax", "log_softmax"):
@@ -35,20 +31,16 @@ def add_operators(overrides: Overrides) -> None:
 
 
 def add_scratch(overrides: Overrides) -> None:
-    """Let backward operators on fake tensors take the scratch memory of their CUDA kernels.
-
-    Args:
-        overrides: Where to add what it takes.
-    """
+    """Override backward operators so that they allocate the scratch memory of CUDA's kernels."""
     overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash_scratch)
     overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient_scratch)
     overrides.add_scratch("embedding_dense_backward", _embedding_scratch)
 
 
 class FloatStatistics(TorchDispatchMode):
-    """Statistics of normalisation layers in float32, also where inputs are in less.
+    """Keeps layer-norm statistics in float32 for half-precision inputs, as CUDA does.
 
-    A CPU keeps them in the precision of the input. To be entered inside of ``FakeTensorMode``.
+    CPU kernels keep them in the precision of the input. Enter it inside ``FakeTensorMode``.
     """
 
     def __init__(self) -> None:
@@ -69,7 +61,7 @@ class FloatStatistics(TorchDispatchMode):
         return result
 
 
-# native_dropout, `dropout` in Dropout.cpp: a mask of one byte an element.
+# native_dropout, `dropout` in Dropout.cpp: a mask of one byte per element.
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if not train or p == 0 or input.numel() == 0:
         return input
@@ -96,7 +88,7 @@ def _fused_rms_norm(
     return apply(input, len(normalized_shape), weight)
 
 
-# One kernel on CUDA, a chain of operators on a CPU.
+# A single kernel on CUDA, several operators on a CPU.
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -120,8 +112,8 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
-# `mha_bwd` in flash_api.cpp: float32 sums of the query's gradient, and gradients of keys and values
-# for each query head where heads share them.
+# `mha_bwd` in flash_api.cpp: float32 sums of the query's gradient, and with grouped-query attention
+# gradients of keys and values per query head.
 def _flash_scratch(grad_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
     batch, heads, tokens, size = query.shape
     tokens = _rounded_up(tokens, 128)
@@ -138,7 +130,7 @@ def _efficient_scratch(grad_out: Tensor, query: Tensor, *_: Any) -> int:
 
 
 # `embedding_dense_backward_cuda` in Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices,
-# and float32 sums of parts of at most ten rows for each index.
+# and float32 partial sums over at most ten rows of each index.
 def _embedding_scratch(
     grad: Tensor, indices: Tensor, num_weights: int, _: int, scale_grad_by_freq: bool
 ) -> int:
@@ -162,19 +154,16 @@ Choice = Callable[..., tuple[bool, bool]]
 
 @contextlib.contextmanager
 def foreach_optimizers() -> Iterator[None]:
-    """Let optimizers and gradient clipping treat fake tensors like tensors on CUDA.
+    """Let optimizers and gradient clipping use their ``foreach`` implementation on fake tensors.
 
-    By default they then work on all parameters at once, which takes temporaries of the size of all
-    parameters; the loop that is the default on a CPU takes those of one parameter.
-
-    Yields:
-        Nothing; everything is as before afterwards.
+    It is the default on CUDA and needs temporaries of the size of all parameters; the default on a
+    CPU, a loop, needs those of one parameter.
     """
     types: list[type[Tensor]] = _foreach_utils._foreach_supported_types
     with contextlib.ExitStack() as undo:
         for name, module in list(sys.modules.items()):
             choice = getattr(module, _CHOICE, None) if name.startswith("torch.optim.") else None
-            if choice is not None:  # each module has imported it under this name
+            if choice is not None:  # every optimizer module has imported the name
                 setattr(module, _CHOICE, _like_cuda(choice))
                 undo.callback(setattr, module, _CHOICE, choice)
         types.append(FakeTensor)
@@ -195,16 +184,16 @@ def _like_cuda(choice: Choice) -> Choice:
 
 
 ASSUMPTIONS: tuple[str, ...] = (
-    "Dropout keeps a mask of one byte for each element.",
-    "Attention (`scaled_dot_product_attention`) runs torch's flash kernel in float16 and bfloat16 "
-    "without mask, else its memory-efficient kernel, and plain matrix products where neither takes "
-    "the arguments; cuDNN's kernel, which Hopper and Blackwell choose first, counts as flash where "
-    "there is no mask, and does not copy one where there is.",
+    "Dropout keeps a mask of one byte per element.",
+    "Attention (`scaled_dot_product_attention`) uses torch's flash kernel in float16 and bfloat16 "
+    "without mask, else its memory-efficient kernel, and plain matrix products if neither supports "
+    "the arguments. cuDNN's kernel, which Hopper and Blackwell prefer, is treated as flash without "
+    "a mask, and does not copy a mask.",
     "Autocast follows CUDA's lists: layer norm, softmax, powers, sums and losses in float32.",
-    "Layer norm keeps its statistics in float32; RMS norm is one kernel.",
-    "Optimizers and gradient clipping use the `foreach` implementation unless told otherwise.",
-    "Backward of attention and of embeddings takes the scratch memory that torch 2.13 allocates.",
-    "Not counted: scratch of reductions, and what libraries other than torch allocate.",
+    "Layer norm keeps its statistics in float32; RMS norm is a single kernel.",
+    "Optimizers and gradient clipping use the `foreach` implementation unless set otherwise.",
+    "Backward of attention and of embeddings needs the scratch memory that torch 2.13 allocates.",
+    "Not counted: scratch memory of reductions, and allocations of libraries other than torch.",
 )
 
 
@@ -212,30 +201,29 @@ ASSUMPTIONS: tuple[str, ...] = (
 def cuda_kernels(
     attention: str | None = None, *, capability: tuple[int, int] = (8, 0)
 ) -> Iterator[None]:
-    """Let fake CPU tensors take CUDA's paths, as far as memory is concerned.
+    """Let fake CPU tensors need the memory that they would need on CUDA.
 
-    Changes what is kept for backward (dropout, attention, normalisation, what autocast casts) and
-    what exists for a moment (optimizer, backward of attention and embeddings); see `ASSUMPTIONS`.
-    Costs a few microseconds for each operator.
+    Changes what is saved for backward (dropout, attention, normalisation, casts of autocast) and
+    temporaries (optimizer, backward of attention and embeddings); see `ASSUMPTIONS`. Costs a few
+    microseconds per operator.
 
     Args:
         attention: The kernel of ``scaled_dot_product_attention`` to prefer: ``"flash"``,
-            ``"efficient"`` or ``"math"``. Where it does not take the arguments, and for ``None``,
-            torch's own choice for CUDA counts.
+            ``"efficient"`` or ``"math"``. ``None``, or a kernel that does not support the
+            arguments, means torch's own choice on CUDA.
         capability: Compute capability of the device, for example ``(7, 5)`` for a T4, which has no
             flash kernel.
 
     Yields:
-        Nothing; everything is as before afterwards, also after an exception.
+        Nothing; everything is restored afterwards, also after an exception.
 
     Raises:
-        ConfigurationError: If ``attention`` or ``capability`` is none of these.
+        ConfigurationError: If ``attention`` or ``capability`` is invalid.
         MissingDependencyError: If torch is too old for it.
 
     Note:
-        To be entered inside of ``FakeTensorMode``, before whatever counts memory. Replaces
-        operators in torch's dispatcher for the whole process, for fake tensors only: other tensors
-        take the paths that they always take.
+        Enter it inside ``FakeTensorMode``, before contexts that count memory. It overrides
+        operators in torch's dispatcher for the whole process, for fake tensors only.
 
     Example:
         >>> import torch
@@ -255,13 +243,13 @@ def cuda_kernels(
     """
     if attention is not None and attention not in KERNELS:
         raise ConfigurationError(
-            f"`attention={attention!r}` is no attention kernel of CUDA. "
+            f"`attention={attention!r}` is not an attention kernel of CUDA. "
             f"Use one of {', '.join(map(repr, KERNELS))}, or `None` for torch's choice."
         )
     if capability < (5, 0):
         raise ConfigurationError(
-            f"`capability={capability!r}` is no compute capability that torch supports: it must be "
-            "at least (5, 0). Use for example `(8, 0)` for an A100."
+            f"`capability={capability!r}` is not a compute capability that torch supports: it must "
+            "be at least (5, 0). Use for example `(8, 0)` for an A100."
         )
     with contextlib.ExitStack() as undo:
         _ATTENTION.append(Attention(attention, capability))
@@ -278,7 +266,7 @@ def cuda_kernels(
         yield
 
 
-# One for each context that is open, since they may stand in each other.
+# One per active context, since contexts may be nested.
 _ATTENTION: list[Attention] = []
 
 
@@ -287,25 +275,25 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
 
 
 def module_assumptions(modules: Iterable[nn.Module], operators: Iterable[str]) -> tuple[str, ...]:
-    """Say what is not known of the kernels that some modules have on CUDA, one line each.
+    """Return assumptions on the CUDA kernels of some modules.
 
     Args:
-        modules: Of the model.
-        operators: Those that its step has run, such as ``"aten.convolution"``.
+        modules: All modules of the model.
+        operators: The operators of its step, such as ``"aten.convolution"``.
 
     Returns:
-        The lines; none where the model has no such modules.
+        One sentence each; empty if the model has no such modules.
     """
     lines = []
     if any("convolution" in operator for operator in operators):
         lines.append(
-            "Not counted: cuDNN's workspaces of convolutions, which exist while one runs. They "
-            "are from nothing to several GiB, and larger with `torch.backends.cudnn.benchmark`."
+            "Not counted: cuDNN's workspaces while a convolution runs: from nothing to several "
+            "GiB, and larger with `torch.backends.cudnn.benchmark`."
         )
     if any(isinstance(module, nn.RNNBase) for module in modules):
         lines.append(
-            "Recurrent layers keep for backward what they keep on a CPU; cuDNN's reserve space has "
-            "another layout, and may be 30 to 100 % larger or smaller. Its workspaces are not "
-            "counted."
+            "Recurrent layers are assumed to save for backward what they save on a CPU; cuDNN's "
+            "reserve space has another layout and may be 30 to 100 % larger or smaller. Its "
+            "workspaces are not counted."
         )
     return tuple(lines)

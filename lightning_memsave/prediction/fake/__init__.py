@@ -1,1 +1,1 @@
-"""Run a model without its data."""
+"""Run modules on fake tensors."""

@@ -1,4 +1,4 @@
-"""Copies of modules and batches that share what is large and have no part in the outside world."""
+"""Deep-copy modules and batches for simulation: share large data, replace locks and files."""
 
 import collections
 import copy
@@ -17,17 +17,17 @@ from lightning_memsave.core.nested import items_of
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 MAX_COPIED_ITEMS = 1000
-"""Of a longer container the items are shared: a replay buffer, the texts of a corpus."""
+"""Items of longer containers are shared, such as those of a replay buffer."""
 MAX_COPIED_BYTES = 2**20
-"""A larger array is shared, and cannot be written to."""
+"""Larger numpy arrays are shared, as read-only views."""
 
 _UNCHANGED = (
     *(type(None), bool, int, float, complex, str, bytes, range, type, type(...)),
     *(types.ModuleType, types.CodeType, torch.dtype, torch.device, torch.Generator, weakref.ref),
 )
 _CONTAINERS = (list, dict, set, frozenset, collections.deque)
-# Copies of their objects would wait for threads, processes and answers that never come.
-_WAITING = {
+# Copies of their objects would block on threads, processes or sockets.
+_BLOCKING_PACKAGES = {
     *("threading", "_thread", "queue", "_queue", "multiprocessing", "concurrent", "asyncio"),
     *("subprocess", "socket", "ssl", "sqlite3", "tempfile"),
 }
@@ -36,16 +36,16 @@ _EMPTY: Any = object()
 
 
 class Copier:
-    """Makes a deep copy in which tensors are others and what is large is the same.
+    """Makes a deep copy with new tensors that shares large data with the original.
 
-    What steps may change is copied: modules, small containers, objects of Python classes. What has
-    its data outside of Python is shared, such as tokenizers and tables. What cannot be copied is
-    replaced by a `StandIn`: locks, open files, connections.
+    Everything that steps may change is copied: modules, small containers, objects of Python
+    classes. Objects with data outside of Python, such as tokenizers and tables, are shared. Locks,
+    open files and connections are replaced by a `StandIn`.
 
     Args:
-        make_tensor: Makes a tensor of the copy.
-        memo: Copies by the id of what they are copies of, as for `copy.deepcopy`.
-        deadline_s: On the clock of ``time.monotonic``, when to give up.
+        make_tensor: Returns the copy of a tensor.
+        memo: Copies by id of the original, as for `copy.deepcopy`.
+        deadline_s: ``time.monotonic()`` at which to abort.
         max_items: Items of longer containers are shared.
     """
 
@@ -60,26 +60,26 @@ class Copier:
         self._memo = memo
         self._deadline_s = deadline_s
         self._max_items = max_items
-        self._kept: list[Any] = []  # so that no other object gets the id of one that was copied
+        self._kept: list[Any] = []  # keeps originals alive, so that their ids stay unique
 
     def __call__(self, value: Any) -> Any:
-        """Give the copy of an object, always the same one.
+        """Copy an object; a second call returns the same copy.
 
         Args:
-            value: Anything.
+            value: Any object.
 
         Returns:
             The copy, or the object itself.
 
         Raises:
-            TimeoutError: If the deadline is over.
+            TimeoutError: If the deadline has passed.
         """
         if isinstance(value, _UNCHANGED):
             return value
         if id(value) not in self._memo:
             raise_if_interrupted()
             if time.monotonic() > self._deadline_s:
-                raise TimeoutError("copying the module takes longer than was allowed")
+                raise TimeoutError("copying the module takes longer than allowed")
             self._kept.append(value)
             self._memo[id(value)] = self._copy(value)
         return self._memo[id(value)]
@@ -98,10 +98,10 @@ class Copier:
         return self._object(value)
 
     def _tensor(self, tensor: Tensor) -> Tensor:
-        made = self._make_tensor(tensor)
+        copied = self._make_tensor(tensor)
         if isinstance(tensor, nn.Parameter):
-            setattr(made, _ORIGINALS, (id(tensor), *originals_of(tensor)))
-        return made
+            setattr(copied, _ORIGINALS, (id(tensor), *originals_of(tensor)))
+        return copied
 
     def _tuple(self, value: Any) -> Any:
         items = [self(item) for item in value]
@@ -116,30 +116,30 @@ class Copier:
         owner = self(function.__self__)
         return function if owner is function.__self__ else getattr(owner, function.__name__)
 
-    # With what it closes over: a hook that calls `self` must call the copy.
+    # With its closure: a hook that refers to `self` must refer to the copy.
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         if not function.__closure__ and not function.__defaults__:
             return function
         cells = tuple(types.CellType() for _ in function.__closure__ or ())
-        twin = types.FunctionType(
+        copied = types.FunctionType(
             function.__code__, function.__globals__, function.__name__, closure=cells or None
         )
-        self._memo[id(function)] = twin
+        self._memo[id(function)] = copied
         for cell, original in zip(cells, function.__closure__ or (), strict=True):
-            with_content = _content_of(original)
-            if with_content is not _EMPTY:
-                cell.cell_contents = self(with_content)
-        twin.__defaults__ = self(function.__defaults__)
-        twin.__kwdefaults__ = self(function.__kwdefaults__)
-        twin.__qualname__ = function.__qualname__
-        twin.__dict__.update(function.__dict__)
-        return twin
+            content = _content_of(original)
+            if content is not _EMPTY:
+                cell.cell_contents = self(content)
+        copied.__defaults__ = self(function.__defaults__)
+        copied.__kwdefaults__ = self(function.__kwdefaults__)
+        copied.__qualname__ = function.__qualname__
+        copied.__dict__.update(function.__dict__)
+        return copied
 
     def _object(self, value: Any) -> Any:
         cls = type(value)
         package = cls.__module__.partition(".")[0]
         is_module = isinstance(value, nn.Module)
-        if not is_module and (package in _WAITING or hasattr(cls, "__del__")):
+        if not is_module and (package in _BLOCKING_PACKAGES or hasattr(cls, "__del__")):
             return StandIn()
         if package == "numpy" and getattr(value, "nbytes", 0) > MAX_COPIED_BYTES:
             return _read_only(value)
@@ -153,33 +153,33 @@ class Copier:
             if is_module:
                 raise
             return StandIn()
-        return value if isinstance(reduced, str) else self._made_again(value, reduced)
+        return value if isinstance(reduced, str) else self._reconstruct(value, reduced)
 
-    def _made_again(self, value: Any, reduced: tuple[Any, ...]) -> Any:
+    def _reconstruct(self, value: Any, reduced: tuple[Any, ...]) -> Any:
         make, args, state, items, pairs = (*reduced, None, None, None)[:5]
         is_long = isinstance(value, _CONTAINERS) and len(value) > self._max_items
-        each = self._known if is_long else self
-        twin: Any
+        each = self._shared_item if is_long else self
+        copied: Any
         if isinstance(value, set | frozenset):
-            twin = type(value)(each(item) for item in value)
+            copied = type(value)(each(item) for item in value)
         else:
-            twin = make(*(self(argument) for argument in args))
-        self._memo[id(value)] = twin
+            copied = make(*(self(argument) for argument in args))
+        self._memo[id(value)] = copied
         for item in items or ():
-            twin.append(each(item))
+            copied.append(each(item))
         for key, item in pairs or ():
-            twin[each(key)] = each(item)
+            copied[each(key)] = each(item)
         if state is not None:
-            _set_state(twin, self(state))
-        return twin
+            _set_state(copied, self(state))
+        return copied
 
-    # Parameters in a long list are copied already, where they are a module's.
-    def _known(self, value: Any) -> Any:
+    # In a long container only modules and their parameters (copied already) are replaced.
+    def _shared_item(self, value: Any) -> Any:
         return self(value) if isinstance(value, nn.Module) else self._memo.get(id(value), value)
 
 
 class StandIn:
-    """Stands for what cannot be copied, such as a lock or an open file: calls do nothing."""
+    """Replaces what cannot be copied, such as a lock or an open file; calls do nothing."""
 
     def __getattr__(self, name: str) -> "StandIn":
         if name.startswith("__"):
@@ -197,35 +197,23 @@ class StandIn:
 
 
 def originals_of(parameter: Tensor) -> tuple[int, ...]:
-    """Give the ids of the parameters of which this is a copy, of a copy of one too.
-
-    Args:
-        parameter: Of a module that was copied, or any other.
-
-    Returns:
-        None of one that is no copy.
-    """
-    found: tuple[int, ...] = getattr(parameter, _ORIGINALS, ())
-    return found
+    """Return the ids of the parameters that this one was copied from, directly or not."""
+    ids: tuple[int, ...] = getattr(parameter, _ORIGINALS, ())
+    return ids
 
 
 def keep_originals(parameter: Tensor, converted: Tensor) -> None:
-    """Let a parameter that takes the place of another one be a copy of the same.
-
-    Args:
-        parameter: The one before.
-        converted: The one that takes its place.
-    """
+    """Record for a converted parameter the same originals."""
     setattr(converted, _ORIGINALS, originals_of(parameter))
 
 
 def with_parameters_of(module: nn.Module, configured: Any) -> Any:
-    """Let optimizers train a copy of the module that they were made for.
+    """Let optimizers train the copy of their module.
 
     Args:
         module: The copy.
-        configured: What ``configure_optimizers`` gave, which may hold parameters of the original
-            where the function was set on the instance.
+        configured: Result of ``configure_optimizers``; it holds parameters of the original if the
+            function was set on the instance.
 
     Returns:
         The same, or a copy whose optimizers hold parameters of the module and have no state.
@@ -252,7 +240,7 @@ def _optimizers_in(value: Any) -> Iterator[Optimizer]:
 def _content_of(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # nothing was assigned yet
+    except ValueError:  # not assigned yet
         return _EMPTY
 
 
@@ -262,7 +250,7 @@ def _read_only(array: Any) -> Any:
     return view
 
 
-# Not what counts on, such as an iterator, which would go on for the original too.
+# Iterators are not shared: using the copy would advance the original.
 def _has_data_outside_of_python(value: Any) -> bool:
     cls = type(value)
     if isinstance(value, _CONTAINERS) or hasattr(value, "__dict__") or hasattr(cls, "__next__"):
@@ -277,12 +265,12 @@ def _has_data_outside_of_python(value: Any) -> bool:
     return is_reduced_by_itself and not is_pythons and cls.__module__.partition(".")[0] != "numpy"
 
 
-def _set_state(twin: Any, state: Any) -> None:
-    if hasattr(twin, "__setstate__"):
-        twin.__setstate__(state)
+def _set_state(copied: Any, state: Any) -> None:
+    if hasattr(copied, "__setstate__"):
+        copied.__setstate__(state)
         return
     attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, {})
     if attributes:
-        vars(twin).update(attributes)
+        vars(copied).update(attributes)
     for name, value in (slots or {}).items():
-        object.__setattr__(twin, name, value)
+        object.__setattr__(copied, name, value)

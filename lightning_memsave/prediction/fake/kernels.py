@@ -1,4 +1,4 @@
-"""Where torch's kernels for tensors without data differ from the real ones, and what to do."""
+"""Correct meta kernels whose outputs differ from the real kernels."""
 
 import functools
 import math
@@ -9,45 +9,35 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_memsave.prediction.fake import shape_cache as _remembered_kernels
+from lightning_memsave.prediction.fake import shape_cache
 
 MAX_MEASURED_NUMEL = 2**24
-"""Up to here a recurrent layer is run once to see what it keeps; larger ones keep in proportion."""
+"""Output elements up to which a recurrent layer is run to measure what it saves for backward;
+larger ones are scaled in proportion."""
 
 aten = torch.ops.aten
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on tensors without data, as its real kernel would.
-
-    Args:
-        func: The operator.
-        args: Its arguments.
-        kwargs: More of them.
-
-    Returns:
-        Its result: shapes, types and sizes are those of the real kernel.
-    """
-    correct = _CORRECTIONS.get(func)
-    run_it = _remembered_kernels.run if correct is None else correct
-    return run_it(func, args, kwargs)
+    """Run an operator on fake tensors; shapes, types and sizes are those of the real kernel."""
+    return _CORRECTIONS.get(func, shape_cache.run)(func, args, kwargs)
 
 
-# With parameters of another type than the input, CPUs keep statistics in that of the parameters.
+# If parameters and input differ in type, CPU kernels keep statistics in that of the parameters.
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = _remembered_kernels.run(func, args, kwargs)
+    result = shape_cache.run(func, args, kwargs)
     weight = args[2 if func is aten.native_layer_norm.default else 1]
     if weight is None or weight.dtype == args[0].dtype:
         return result
     return (result[0], *(part.new_empty(part.shape, dtype=weight.dtype) for part in result[1:]))
 
 
-# The one for tensors without data refuses what is not bfloat16.
+# The meta kernel only accepts bfloat16.
 def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     a, b = args[:2]
     if a.dtype is torch.bfloat16 and b.dtype is torch.bfloat16:
-        made: Tensor = func(*args, **kwargs)
-        return made
+        result: Tensor = func(*args, **kwargs)
+        return result
     offsets = args[2] if len(args) > 2 else kwargs.get("offs")
     groups = () if offsets is None else (len(offsets),)
     shape: tuple[int, ...] = (a.shape[-2], b.shape[-1])
@@ -58,31 +48,31 @@ def _grouped_mm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Ten
     return torch.empty(shape, dtype=kwargs.get("out_dtype") or a.dtype, device=a.device)
 
 
-# What oneDNN keeps for backward is an opaque block, and has no bytes where there is no data.
+# oneDNN saves an opaque workspace for backward, which is empty in the meta kernel.
 def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     *outputs, kept = func(*args, **kwargs)
     names = [argument.name for argument in func._schema.arguments]
     is_training = dict(zip(names, args, strict=False)).get("train", False)
     if not is_training or not torch.is_grad_enabled():
         return (*outputs, kept)
-    described = tuple(_Described(a) if isinstance(a, Tensor) else _hashable(a) for a in args)
+    described = tuple(_TensorSpec(a) if isinstance(a, Tensor) else _hashable(a) for a in args)
     numel = outputs[0].numel()
     if numel > MAX_MEASURED_NUMEL:
         first = args[0]
         shorter = max(1, len(first) * MAX_MEASURED_NUMEL // numel)
-        described = (_Described(first[:shorter]), *described[1:])
-        num_bytes = math.ceil(_bytes_kept(func, described) * len(first) / shorter)
+        described = (_TensorSpec(first[:shorter]), *described[1:])
+        num_bytes = math.ceil(_workspace_bytes(func, described) * len(first) / shorter)
     else:
-        num_bytes = _bytes_kept(func, described)
+        num_bytes = _workspace_bytes(func, described)
     return (*outputs, kept.new_empty(num_bytes))
 
 
-class _Described(tuple[Any, ...]):
-    """Shape and type of a tensor, to make another one like it."""
+class _TensorSpec(tuple[Any, ...]):
+    """Shape and type of a tensor, as a cache key."""
 
     __slots__ = ()
 
-    def __new__(cls, tensor: Tensor) -> "_Described":
+    def __new__(cls, tensor: Tensor) -> "_TensorSpec":
         return super().__new__(cls, (tuple(tensor.shape), tensor.dtype))
 
     def make(self) -> Tensor:
@@ -90,9 +80,9 @@ class _Described(tuple[Any, ...]):
 
 
 @functools.cache
-def _bytes_kept(func: Any, described: tuple[Any, ...]) -> int:
+def _workspace_bytes(func: Any, described: tuple[Any, ...]) -> int:
     with _disable_current_modes():
-        arguments = [d.make() if isinstance(d, _Described) else d for d in described]
+        arguments = [d.make() if isinstance(d, _TensorSpec) else d for d in described]
         return int(func(*arguments)[-1].numel())
 
 

@@ -1,4 +1,4 @@
-"""Run operators on tensors without data, remembering what came out for which shapes."""
+"""Cache the results of operators on fake tensors by the shapes of their arguments."""
 
 import functools
 from typing import Any
@@ -11,10 +11,10 @@ MAX_REMEMBERED = 100_000
 _CPU = torch.device("cpu")
 
 aten = torch.ops.aten
-# For each operator and what it was given: the type of the result, and for each tensor in it whether
-# it is a view of the first argument, and shape, stride, offset and type.
+# By operator and arguments: the type of the result, and for each of its tensors whether it is a
+# view of the first argument, then shape, stride, offset and type.
 _results: dict[tuple[Any, ...], tuple[type, tuple[tuple[Any, ...], ...]]] = {}
-# They change numbers alone, which are not there.
+# They only change values, which fake tensors do not have.
 _IN_PLACE = frozenset(
     getattr(getattr(aten, name), overload)
     for name, overload in (
@@ -28,16 +28,7 @@ _IN_PLACE = frozenset(
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator; the second time with the same shapes in a fifth of the time.
-
-    Args:
-        func: The operator.
-        args: Its arguments.
-        kwargs: More of them.
-
-    Returns:
-        What torch would give.
-    """
+    """Run an operator on fake tensors through the cache: hits need a fifth of the time."""
     if func in _IN_PLACE and _is_of_one_shape((*args, *kwargs.values())):
         return args[0]
     if (for_each := _kind_of_list(func)) and all(map(_is_dense, args[0])):
@@ -60,7 +51,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-# Operators over lists of tensors, of which optimizers give them hundreds.
+# `_foreach_*` operators, which optimizers call with hundreds of tensors.
 @functools.cache
 def _kind_of_list(func: Any) -> str:
     name = str(func).removeprefix("aten._foreach_").partition(".")[0]
@@ -110,7 +101,7 @@ def _is_function_of_shapes(func: Any) -> bool:
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     if not args or type(args[0]) is not FakeTensor or args[0].fake_device != _CPU:
         return None
-    # Numbers that are not tensors become tensors of the default type.
+    # Python numbers become tensors of the default type.
     key: list[Any] = [func, torch.get_default_dtype()]
     for value in (*args, *kwargs, *kwargs.values()):
         if type(value) is FakeTensor:
@@ -122,7 +113,7 @@ def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any,
                 return None
             key.append((*value, *map(type, value)))
         elif isinstance(value, _PLAIN):
-            # 1, 1.0 and True are equal, and make different tensors.
+            # 1, 1.0 and True are equal, but give tensors of different types.
             key.append((type(value), value))
         else:
             return None
@@ -145,7 +136,7 @@ def _description(tensor: Any, first: Tensor) -> tuple[Any, ...] | None:
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         reach = 1 + sum(stride * (size - 1) for size, stride in sizes)
         num_bytes = reach * tensor.element_size() if tensor.numel() else 0
-        # Not if it is a view of another argument.
+        # Otherwise it may be a view of another argument.
         if storage.nbytes() != num_bytes or tensor.storage_offset():
             return None
     return is_view, *place, tensor.dtype

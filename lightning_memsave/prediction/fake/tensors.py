@@ -1,4 +1,4 @@
-"""Copies of modules and batches without data, and what lets training code run on them."""
+"""Copy modules and batches to fake tensors, and let training code run on them."""
 
 import contextlib
 import math
@@ -29,42 +29,38 @@ from lightning_memsave.prediction.fake.values import (
 
 @contextlib.contextmanager
 def allow_construction() -> Iterator[None]:
-    """Let modules be made under a ``FakeTensorMode``, if there is one.
-
-    Yields:
-        Nothing.
-    """
+    """Let modules be constructed under the active ``FakeTensorMode``, if any."""
     modes = _get_current_dispatch_mode_stack()
     fake = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
     if fake is None:
         yield
         return
-    # Other threads get what was replaced for real tensors, as they had it.
+    # The replacements are process-wide; for real tensors they call the originals.
     with PROCESS_WIDE, contextlib.ExitStack() as stack:
-        # A module that copies its layers would copy the mode with them, and two modes do not mix.
+        # A module that copies its layers would copy the mode too, and modes cannot be mixed.
         stack.enter_context(_replaced(FakeTensorMode, "__deepcopy__", lambda mode, memo: mode))
-        stack.enter_context(_replaced(Tensor, "__deepcopy__", _deepcopy_without_data))
-        # Draws until no number lies outside, which never ends where there are no numbers.
+        stack.enter_context(_replaced(Tensor, "__deepcopy__", _deepcopy_fake))
+        # Redraws until all values are in range, which never ends on fake tensors.
         stack.enter_context(_replaced(nn.init, "_no_grad_trunc_normal_", _trunc_normal))
         if not any(isinstance(mode, KnownValues) for mode in modes):
-            # Rates of dropout that are read from `torch.linspace`, for example.
+            # Constructors read values, such as dropout rates from `torch.linspace`.
             stack.enter_context(KnownValues(fake))
         yield
 
 
 _MISSING: Any = object()
 _deepcopy_tensor: Any = Tensor.__deepcopy__
-_trunc_normal_of_numbers: Any = vars(nn.init)["_no_grad_trunc_normal_"]
+_real_trunc_normal: Any = vars(nn.init)["_no_grad_trunc_normal_"]
 
 
 def _trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     if hasattr(tensor, "fake_mode"):
         return tensor
-    return _trunc_normal_of_numbers(tensor, *args, **kwargs)
+    return _real_trunc_normal(tensor, *args, **kwargs)
 
 
-# torch's own asks where the data lies, and warns.
-def _deepcopy_without_data(tensor: Any, memo: dict[int, Any]) -> Any:
+# torch's own reads the data pointer, and warns.
+def _deepcopy_fake(tensor: Any, memo: dict[int, Any]) -> Any:
     if not hasattr(tensor, "fake_mode") or not tensor.is_leaf:
         return _deepcopy_tensor(tensor, memo)
     if id(tensor) not in memo:
@@ -97,12 +93,12 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass
 class FakeTensors:
-    """Makes modules and batches without data; see `fake_tensors`.
+    """Copies modules and batches to fake tensors; see `fake_tensors`.
 
     Args:
-        values: Knows the numbers that follow from the batch.
-        deadline_s: On the clock of ``time.monotonic``, when to give up copying.
-        gradients: Those of the modules that were copied, which have them again afterwards.
+        values: Tracks values that follow from the batch.
+        deadline_s: ``time.monotonic()`` at which to abort copying.
+        gradients: Gradients of the copied modules, restored at the end.
     """
 
     values: KnownValues
@@ -111,23 +107,22 @@ class FakeTensors:
 
     @property
     def guesses(self) -> tuple[str, ...]:
-        """What was guessed so far, one line each."""
+        """Guessed values so far, one line each."""
         return tuple(self.values.guesses)
 
     def copy_module(self, module: ModuleT, without: Sequence[object] = ()) -> ModuleT:
-        """Copy a module without the data of its tensors; ties between parameters stay.
+        """Copy a module to fake tensors; tied parameters stay tied.
 
         Args:
             module: Any module, on any device; the copy is on the CPU.
-            without: Objects it refers to and that the copy shall have ``None`` in place of, such as
-                a Trainer.
+            without: Objects that the copy replaces by ``None``, such as a Trainer.
 
         Returns:
             The copy.
 
         Raises:
             ConfigurationError: If it has lazy parameters, or cannot be copied.
-            TimeoutError: If it takes too long.
+            TimeoutError: If the deadline passes.
         """
         memo: dict[int, Any] = {id(thing): None for thing in without}
         storages: dict[Any, Tensor] = {}
@@ -136,46 +131,39 @@ class FakeTensors:
             if isinstance(tensor, UninitializedParameter | UninitializedBuffer):
                 raise ConfigurationError(
                     f"`{type(module).__name__}` has lazy parameters, whose shapes are not known "
-                    "yet. Run one batch through it first."
+                    "yet. Run one batch through the module first."
                 )
             return self._like(tensor, storages)
 
-        # A global name, or what a copy still refers to, may reach the original and train it.
+        # A global, or an object that the copy shares, may still train the original.
         self.gradients += [(p, p.grad) for p in module.parameters()]
         copier = Copier(make, memo, self.deadline_s)
         for tensor in (*module.parameters(), *module.buffers()):
             copier(tensor)
         try:
-            twin: ModuleT = copier(module)
+            copy: ModuleT = copier(module)
         except (ConfigurationError, TimeoutError):
             raise
         except Exception as error:
             raise ConfigurationError(
                 f"`{type(module).__name__}` cannot be copied ({type(error).__name__}: {error}). "
-                "Let `copy.deepcopy` of it work."
+                "Make `copy.deepcopy` of the module work."
             ) from error
-        return twin
+        return copy
 
     def copy_batch(self, batch: Any) -> Any:
-        """Copy a batch without its data; small integers stay known.
+        """Copy a batch to fake tensors; the values of small integer tensors stay known.
 
         Args:
             batch: Tensors in any nesting, or an object that holds them.
 
         Returns:
-            The same form.
+            The batch in the same nesting.
         """
         return map_tensors(batch, self._make_once, in_objects=True)
 
     def copy_whole_batch(self, batch: Any) -> Any:
-        """Copy a batch with all that is no tensor, which steps may change too.
-
-        Args:
-            batch: Anything.
-
-        Returns:
-            The copy.
-        """
+        """Copy a batch with all its non-tensor objects, which steps may change too."""
         return Copier(self._make_once, {}, self.deadline_s, max_items=sys.maxsize)(batch)
 
     def _make_once(self, tensor: Tensor) -> Tensor:
@@ -183,7 +171,7 @@ class FakeTensors:
 
     def _make(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == "cuda" and is_kept(tensor):
-            # One copy of few bytes: masks and lengths decide about the shapes of a step.
+            # A small copy: masks and lengths determine shapes in the step.
             with _disable_current_modes():
                 tensor = tensor.detach().cpu()
         if tensor.device.type == "cpu":
@@ -192,37 +180,33 @@ class FakeTensors:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
     def _like(self, tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
-        # In memory of its own, which is free again when the copy lets go of it.
+        # In a storage of its own, which is freed with the copy.
         is_fake = isinstance(tensor, FakeTensor)
-        fake = _elsewhere(tensor, storages) if is_fake else self._make(tensor)
+        fake = _clone_fake(tensor, storages) if is_fake else self._make(tensor)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else fake
 
 
 def real_tensors() -> contextlib.AbstractContextManager[None]:
-    """Let tensors that are made inside `fake_tensors` have data.
-
-    Returns:
-        A context.
-    """
+    """Return a context in which real tensors are made inside `fake_tensors`."""
     return _disable_current_modes()
 
 
-def again(batch: Any) -> Any:
-    """Make a batch once more.
+def clone_batch(batch: Any) -> Any:
+    """Clone a fake batch into new storages.
 
     Args:
-        batch: What `FakeTensors.copy_batch` gave.
+        batch: Result of `FakeTensors.copy_batch`.
 
     Returns:
-        The same numbers, as far as they are known, in other memory. What shares memory does so.
+        The clone, with the same known values; tensors that share memory still do.
     """
     storages: dict[Any, Tensor] = {}
-    return map_tensors(batch, lambda tensor: _elsewhere(tensor, storages), in_objects=True)
+    return map_tensors(batch, lambda tensor: _clone_fake(tensor, storages), in_objects=True)
 
 
-def _elsewhere(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
+def _clone_fake(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
     storage = tensor.untyped_storage()
     key = storage._cdata, tensor.dtype
     if key not in storages:
@@ -235,19 +219,18 @@ def _elsewhere(tensor: Tensor, storages: dict[Any, Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
-    """Let modules be made and trained without the memory and the time that it takes.
+    """Construct and train modules on fake tensors, without their memory and compute.
 
-    Inside, new tensors have shape, type and device but no data. Random numbers of torch, Python and
-    numpy are as before afterwards.
+    Random states of torch, Python and numpy are restored afterwards.
 
     Args:
-        deadline_s: On the clock of ``time.monotonic``, when to give up copying.
+        deadline_s: ``time.monotonic()`` at which to abort copying.
 
     Yields:
-        What copies modules and batches.
+        Copies modules and batches to fake tensors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with _random_numbers_kept(), _modules_convertible(), _no_tracing(), mode:
+    with _random_states_restored(), _modules_convertible(), _no_tracing(), mode:
         values = KnownValues(mode)
         with values, allow_construction(), KnownInFunctions():
             fakes = FakeTensors(values, deadline_s)
@@ -259,22 +242,23 @@ def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
                         parameter.grad = gradient
 
 
-# `Module.to` exchanges the data of parameters, which torch refuses for tensors without data.
+# `Module.to` replaces `.data` of parameters, which torch refuses for fake tensors.
 @contextlib.contextmanager
 def _modules_convertible() -> Iterator[None]:
     original: Any = nn.Module._apply  # untyped in torch
-    # What was converted, under the id of what it was: ties stay. Old ones stay, so that ids do.
+    # Converted tensors by the id of the original, to keep ties; originals are kept alive so that
+    # their ids stay unique.
     converted: dict[int, tuple[Tensor, Tensor]] = {}
     num_running = 0
 
     def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         nonlocal num_running
-        if not any(isinstance(t, FakeTensor) for part in self.modules() for t in _own(part)):
+        if not any(isinstance(t, FakeTensor) for m in self.modules() for t in _own_tensors(m)):
             original(self, fn, recurse)
             return self
         num_running += 1
         try:
-            # By their own methods: metrics convert their states, recurrent layers a list.
+            # By their own methods: metrics also convert their states, recurrent layers a list.
             for child in self.children() if recurse else ():
                 child._apply(fn)
             for table in (self._parameters, self._buffers):
@@ -296,7 +280,7 @@ def _modules_convertible() -> Iterator[None]:
         nn.Module._apply = original  # type: ignore[method-assign]
 
 
-def _own(module: nn.Module) -> Iterator[Tensor]:
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
     for table in (module._parameters, module._buffers):
         for tensor in table.values():
             if tensor is not None:
@@ -315,8 +299,8 @@ def _converted(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     return parameter
 
 
-# Hugging Face takes tensors without data for the tracing of a graph, and then makes masks that a
-# real step does without.
+# transformers mistakes fake tensors for graph tracing, and then builds masks that a real step does
+# not need.
 @contextlib.contextmanager
 def _no_tracing() -> Iterator[None]:
     def is_tracing(tensor: object = None) -> bool:
@@ -334,7 +318,7 @@ def _no_tracing() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def _random_states_restored() -> Iterator[None]:
     states: list[tuple[Callable[[Any], object], Any]]
     states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
     if "numpy" in sys.modules:
@@ -348,22 +332,22 @@ def _random_numbers_kept() -> Iterator[None]:
 
 
 def remedy_for(error: BaseException) -> str:
-    """Say what to do about an error that comes from where the code runs, not from what it does.
+    """Return a remedy for errors of user code that only occur on fake tensors or without a GPU.
 
     Args:
-        error: Whatever code of the user raised on tensors without data.
+        error: Exception of user code.
 
     Returns:
         Two sentences; empty for any other error.
     """
     if _ABOUT_GPU.search(str(error)):
         return (
-            "It asks for a GPU, and none is used here. Make the device an argument, guard it with "
-            "`torch.cuda.is_available()`, or leave it to the Trainer."
+            "The code requires a GPU, and predictions run without one. Make the device an "
+            "argument, guard it with `torch.cuda.is_available()`, or leave it to the Trainer."
         )
     if _ABOUT_DATA.search(str(error)):
         return (
-            "It asks for the data of a tensor, and tensors have none here. Compute with torch "
-            "instead of numpy or a kernel of its own."
+            "The code reads the data of a tensor, and fake tensors have none. Compute with torch "
+            "instead of numpy or custom kernels."
         )
     return ""

@@ -1,4 +1,4 @@
-"""Results whose shape depends on numbers that are not there: as large as they can be."""
+"""Upper bounds for data-dependent output shapes."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,30 +11,30 @@ aten = torch.ops.aten
 
 
 def largest_result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make the result of an operator that chooses among its input, as if it chose everything.
+    """Return the largest possible result of an operator that selects elements.
 
     Args:
         func: The operator.
-        args: Its arguments, tensors without data.
-        kwargs: More of them.
+        args: Its arguments, with fake tensors.
+        kwargs: Its keyword arguments.
 
     Returns:
-        Tensors without data, or ``NotImplemented`` for an operator that is not known here.
+        Fake tensors, or ``NotImplemented`` for other operators.
     """
     make = _LARGEST.get(func)
     return NotImplemented if make is None else make(*args, **kwargs)
 
 
 def packed_sequence(tensor: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Make what ``pack_padded_sequence`` makes of sequences.
+    """Pack sequences as ``pack_padded_sequence`` does.
 
     Args:
         tensor: The padded sequences.
-        lengths: Of the sequences, the longest first.
+        lengths: Lengths of the sequences, longest first.
 
     Returns:
-        The packed tensor, and how many sequences each step has: with data, which the kernels of
-        recurrent layers read.
+        The packed tensor, and the number of sequences per step as a real tensor, which the kernels
+        of recurrent layers read.
     """
     sizes = [sum(length > step for length in lengths) for step in range(max(lengths))]
     packed = tensor.new_empty((sum(sizes), *tensor.shape[2:]))
@@ -49,14 +49,14 @@ def padded_sequence(
     padding: float,
     total_length: int,
 ) -> tuple[Tensor, Tensor]:
-    """Do what torch's ``_pad_packed_sequence`` does, which reads its input's memory.
+    """Pad sequences as ``_pad_packed_sequence`` does, without reading the input's memory.
 
     Args:
         data: The packed tensor.
-        batch_sizes: How many sequences each step has.
-        is_batch_first: Whether the first axis of the result is that of the sequences.
-        padding: What fills up shorter sequences.
-        total_length: Of the result, if it is more than that of the longest sequence.
+        batch_sizes: Number of sequences per step.
+        is_batch_first: Whether the sequences are the first axis of the result.
+        padding: Value behind the end of shorter sequences.
+        total_length: Length of the result, if longer than the longest sequence.
 
     Returns:
         The padded sequences and their lengths.

@@ -1,4 +1,4 @@
-"""Give training code on tensors without data the numbers that it asks for."""
+"""Compute the values that training code on fake tensors reads."""
 
 import functools
 import math
@@ -31,19 +31,15 @@ from lightning_memsave.prediction.fake.unknown_shapes import (
     padded_sequence,
 )
 
-# Code whose branches do not change what is allocated: it logs, counts and updates.
+# Packages whose branches do not affect memory: they log, count and update.
 _NOT_REPORTED = (
     *("torch", "torchmetrics", "lightning", "pytorch_lightning", "lightning_fabric"),
     *("lightning_utilities", "lightning_memsave"),
 )
 
 
-def is_asked_by_scaler() -> bool:
-    """Say whether a ``GradScaler`` asks, and not the optimizer that it calls.
-
-    Returns:
-        True if it does.
-    """
+def is_called_by_scaler() -> bool:
+    """Return whether a ``GradScaler`` reads the value, not an optimizer that it calls."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -53,18 +49,18 @@ def is_asked_by_scaler() -> bool:
     return False
 
 
-def asking_line() -> str | None:
-    """Find the innermost line outside of torch and its helpers, which is the model's own.
+def calling_line() -> str | None:
+    """Find the line of user code that reads a value: the innermost one outside of torch.
 
     Returns:
-        File and line, or module and line of an optimizer of torch; ``None`` for code whose
-        branches do not change what is allocated.
+        File and line, or module and line of a torch optimizer; ``None`` for packages whose
+        branches do not affect memory.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         package = name.partition(".")[0]
-        # What an optimizer does next may depend on it, such as whether it asks for more gradients.
+        # The optimizer's next operations may depend on it, such as another closure call.
         if package == "torch" and isinstance(frame.f_locals.get("self"), torch.optim.Optimizer):
             return f"{name}, line {frame.f_lineno}"
         if package not in ("torch", "lightning_memsave", "contextlib"):
@@ -77,9 +73,9 @@ def asking_line() -> str | None:
 
 MAX_KNOWN_NUMEL = 2**20
 MAX_ASKED = 10_000
-"""A line that has guessed more often than that waits for an answer that does not come."""
+"""After this many guesses, a line is assumed to be in a loop that waits for another value."""
 _VALUE = "_memsave_value"
-# On a storage of such numbers: they were replaced by unknown ones, through some view of it.
+# Set on the storage of known values after an in-place change with unknown ones, through any view.
 _STALE = "_memsave_stale"
 _RANDOM = "_memsave_random"
 _WITH_DATA = (Tensor, nn.Parameter)
@@ -88,16 +84,15 @@ aten = torch.ops.aten
 
 
 class KnownValues(TorchDispatchMode):
-    """Computes, beside tensors without data, the small ones that follow from the batch alone.
+    """Computes the values of small tensors that depend on the batch alone, beside the fake ones.
 
-    A mask of padding, the number of labels that count, positions: what a model computes from token
-    ids and asks for in Python, or what decides about the shape of a tensor, is what it would be in
-    the real step. What depends on weights or random numbers is guessed - a condition holds, all
-    elements are chosen - and noted in ``guesses``; so is what depends on values that
-    `mark_placeholder` marked.
+    Padding masks, the number of valid labels, positions: what a model computes from token ids and
+    reads in Python, or uses as a shape, has the value of the real step. Values that depend on
+    weights or random numbers are guessed (conditions are true, all elements are selected) and
+    listed in ``guesses``, as are those that depend on values marked by `mark_placeholder`.
 
     Args:
-        mode: The mode under which the tensors without data are made; entered already.
+        mode: The active mode that makes the fake tensors.
     """
 
     supports_higher_order_operators = True
@@ -110,27 +105,20 @@ class KnownValues(TorchDispatchMode):
 
     @property
     def guesses(self) -> list[str]:
-        """What was guessed so far and where, each once."""
+        """Guesses so far with their lines, each once."""
         return list(self._num_asked)
 
     @property
     def most_asked(self) -> str:
-        """Of the guesses the one that was asked for most often, and how often; else empty."""
+        """The most frequent guess and its count; empty if there is none."""
         return next((f"{guess} ({n:,} times)" for guess, n in self._num_asked.most_common(1)), "")
 
     def make(self, tensor: Tensor) -> Tensor:
-        """Make a tensor without data, and remember its numbers if they are integers and few.
-
-        Args:
-            tensor: A real one.
-
-        Returns:
-            One of the same shape, strides, type and device.
-        """
+        """Convert a real tensor to a fake one; small integer tensors keep known values."""
         original = tensor
         with _disable_current_modes():
             tensor = tensor.detach()
-            # A copy: steps may change their batch in place.
+            # Steps may change their batch in place.
             value = _copy(original) if is_kept(tensor) else None
         fake = self.mode.from_tensor(tensor, static_shapes=True)
         if value is not None:
@@ -147,18 +135,18 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         inputs = [*operands(args), *operands(kwargs.values())]
-        # What Python numbers are made into is known.
+        # Tensors made from Python numbers are known.
         is_constant = func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
         if not is_constant and any(type(tensor) in _WITH_DATA for tensor in inputs):
-            args, kwargs = tree_map_only(_WITH_DATA, self._without_data, (args, kwargs))
+            args, kwargs = tree_map_only(_WITH_DATA, self._fake_of_shared, (args, kwargs))
             inputs = [*operands(args), *operands(kwargs.values())]
         is_known = is_constant or all(_value_of(tensor) is not None for tensor in inputs)
         if (answer := _answer_for_finite(func, args)) is not None:
-            return self._made_known(self._run(func, args, kwargs, is_known=False), answer)
+            return self._fill_known(self._run(func, args, kwargs, is_known=False), answer)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return self._scalar(args[0])
         if _is_composite(func):
-            # Its parts must come here too: what they ask for may be known.
+            # The operators it decomposes into must be seen here too: their values may be known.
             with self:
                 parts = func.decompose(*args, **kwargs)
             if parts is not NotImplemented:
@@ -170,9 +158,9 @@ class KnownValues(TorchDispatchMode):
             _invalidate(func, args, kwargs)
         return result
 
-    # Of one that the copy of a module shares with it: steps must not change it, and what it is
-    # changed to must be there when they use it again.
-    def _without_data(self, tensor: Tensor) -> Tensor:
+    # A real tensor that the module's copy shares with the original: steps must not change it, but
+    # must see their own changes.
+    def _fake_of_shared(self, tensor: Tensor) -> Tensor:
         if type(tensor) not in _WITH_DATA:
             return tensor
         if tensor not in self._shared:
@@ -186,7 +174,7 @@ class KnownValues(TorchDispatchMode):
         return self._shared[tensor]
 
     @staticmethod
-    def _made_known(result: Tensor, answer: bool) -> Tensor:
+    def _fill_known(result: Tensor, answer: bool) -> Tensor:
         with _disable_current_modes():
             setattr(result, _VALUE, torch.tensor(answer).expand(result.shape))
         return result
@@ -199,7 +187,7 @@ class KnownValues(TorchDispatchMode):
         try:
             return _fake_kernels.run(func, args, kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException):
-            result = self._of_unknown_shape(func, args, kwargs, is_known=is_known)
+            result = self._run_data_dependent(func, args, kwargs, is_known=is_known)
             if result is NotImplemented:
                 raise
             return result
@@ -212,14 +200,15 @@ class KnownValues(TorchDispatchMode):
                 known: bool | int | float = value.item()
                 return known
         if tensor.dtype is torch.bool:
-            self._guess("a condition on data was taken as true")
+            self._guess("a condition on data was assumed to be true")
             return True
-        if is_asked_by_scaler():
-            return 0.0  # no gradient overflows, so that the optimizer steps
-        self._guess("a number that depends on data was taken as 1")
+        if is_called_by_scaler():
+            return 0.0  # found_inf: no gradient overflows, so the optimizer steps
+        self._guess("a value that depends on data was assumed to be 1")
         return 1.0 if tensor.is_floating_point() else 1
 
-    # Indexing with a mask chooses as many elements as the mask has; fake tensors cannot say.
+    # The result of indexing with a mask has as many elements as the mask has true ones, which fake
+    # tensors do not know.
     def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         for index in indices:
@@ -227,18 +216,18 @@ class KnownValues(TorchDispatchMode):
                 found.append(index)
                 continue
             is_known = _value_of(index) is not None
-            places = self._of_unknown_shape(aten.nonzero.default, (index,), {}, is_known=is_known)
+            places = self._run_data_dependent(aten.nonzero.default, (index,), {}, is_known=is_known)
             found += [aten.select.int(places, 1, axis) for axis in range(index.ndim)]
         return found
 
-    def _of_unknown_shape(
+    def _run_data_dependent(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_known: bool
     ) -> Any:
         if func is aten._pack_padded_sequence.default:
             lengths = _value_of(args[1])
             self._note_random(args[1])
             if lengths is None:
-                self._guess("all sequences were taken to be as long as the longest")
+                self._guess("all sequences were assumed to be as long as the longest")
                 steps, num_sequences = args[0].shape[:2][:: -1 if args[2] else 1]
                 return packed_sequence(args[0], [steps] * num_sequences)
             with _disable_current_modes():
@@ -257,7 +246,7 @@ class KnownValues(TorchDispatchMode):
             return args[0].new_empty(num_chosen)
         result = largest_result(func, args, kwargs)
         if result is not NotImplemented:
-            self._guess(f"`{func}` was taken to choose everything")
+            self._guess(f"`{func}` was assumed to select every element")
         return result
 
     @staticmethod
@@ -266,34 +255,34 @@ class KnownValues(TorchDispatchMode):
             real = func(*_values(args), **_values(kwargs))
         fakes, reals = tree_leaves(result), tree_leaves(real)
         if "empty" in func._schema.name:
-            reals = [value.zero_() for value in reals]  # code that is right writes before it reads
+            reals = [value.zero_() for value in reals]  # correct code writes before it reads
         if _is_random(args, kwargs):
             for value in reals:
                 mark_placeholder(value)
         for fake, value in zip(fakes, reals, strict=True):
-            # What was changed in place has its numbers, which were changed in place too.
+            # After an in-place operator, the known values were changed in place too.
             if isinstance(fake, FakeTensor) and not hasattr(fake, _VALUE):
                 setattr(fake, _VALUE, value)
 
     def _note_random(self, *arguments: Any) -> None:
         if _is_random(*arguments):
-            self._guess("depends on integers of the batch, which are random ones", math.inf)
+            self._guess("depends on integers of the batch, which are random here", math.inf)
 
     def _guess(self, what: str, limit: float | None = None) -> None:
-        where = asking_line()
+        where = calling_line()
         if where is None:
             return
         guess = f"{where}: {what}"
         self._num_asked[guess] += 1
         if self._num_asked[guess] > (limit or MAX_ASKED):
             raise TimeoutError(
-                f"{guess}, {MAX_ASKED:,} times: a loop that waits for other data never ends on "
-                "tensors without data. Give the loop a largest number of rounds"
+                f"{guess}, {MAX_ASKED:,} times: a loop that waits for another value never ends on "
+                "fake tensors. Limit its number of iterations"
             )
 
 
 class KnownInFunctions(TorchFunctionMode):
-    """Gives functions of torch that read memory the numbers that `KnownValues` knows."""
+    """Passes known values to torch functions that read memory below the dispatcher."""
 
     @override
     def __torch_function__(
@@ -314,7 +303,7 @@ def _number_of(tensor: Tensor) -> Any:
     return tensor.detach().item() if tensor.ndim == 0 else tensor.tolist()
 
 
-# Code that looks out for numbers that are no finite ones is asked about a step that has none.
+# All values are assumed to be finite.
 def _answer_for_finite(func: Any, args: tuple[Any, ...]) -> bool | None:
     if func in _NEVER_FINITE:
         return False
@@ -335,14 +324,7 @@ _NEVER_FINITE = (
 
 
 def is_kept(tensor: Tensor) -> bool:
-    """Say whether the numbers of a tensor are remembered: integers, and few.
-
-    Args:
-        tensor: A real one.
-
-    Returns:
-        True if so.
-    """
+    """Return whether the values of a real tensor stay known: small integer tensors."""
     return not tensor.is_floating_point() and tensor.numel() <= MAX_KNOWN_NUMEL
 
 
@@ -364,11 +346,7 @@ def _invalidate(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
 
 
 def mark_placeholder(value: Any) -> None:
-    """Let it be known that nobody has these numbers: they stand for those of a real batch.
-
-    Args:
-        value: A tensor with data; anything else has no numbers.
-    """
+    """Mark the values of a real tensor as placeholders for those of a real batch."""
     if isinstance(value, Tensor):
         setattr(value, _RANDOM, True)
 
@@ -385,15 +363,7 @@ def _copy(value: Tensor) -> Tensor:
 
 
 def copy_value(tensor: Tensor, other: Tensor) -> Tensor:
-    """Let a tensor without data have the numbers of another one.
-
-    Args:
-        tensor: The one.
-        other: The other, with numbers or without.
-
-    Returns:
-        The first.
-    """
+    """Copy the known values of another tensor, if it has any, to a fake tensor and return it."""
     value = _value_of(other)
     if value is not None:
         with _disable_current_modes():
@@ -405,7 +375,7 @@ def _is_computable(func: Any, result: Any) -> bool:
     if torch.Tag.nondeterministic_seeded in func.tags:
         return False
     if result is None and func._schema.is_mutable:
-        return True  # it changed lists of tensors, such as the numbers of steps of an optimizer
+        return True  # it changed lists of tensors, such as an optimizer's step counts
     tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
     if "empty" in func._schema.name and any(t.is_floating_point() for t in tensors):
         return False

@@ -1,4 +1,4 @@
-"""Run a part of a model again in backward, with the same result and no second side effect."""
+"""Recompute activations in backward, bit for bit and without repeating side effects."""
 
 import contextlib
 import copy
@@ -26,18 +26,18 @@ from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import c
 
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
-# Of each module: names of all its buffers, and of those that its forward changes. Not kept in the
-# module: a copy of it learns for itself, and a pickle of it has nothing of ours.
+# By module: names of all its buffers, and of those that its forward changes. Not stored in the
+# module, so that copies and pickles of it are unaffected.
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[tuple[str, ...], frozenset[str]]] = WeakKeyDictionary()
 
 
 class ChangedBuffers:
-    """Buffers as they were before the forward pass.
+    """Copies of the buffers that the forward pass changes.
 
-    Batch normalisation updates its running statistics in forward. The second run must not update
+    Batch normalisation updates its running statistics in forward. Recomputation must not update
     them again, and a module that reads what it updates (spectral normalisation) must read the
-    values of the first run. Which buffers change is learned in the first training forward, in which
-    all are copied for its duration.
+    values of the first run. The first training forward copies all buffers, to find out which ones
+    change.
 
     Args:
         modules: The modules that will run.
@@ -58,16 +58,16 @@ class ChangedBuffers:
 
     @property
     def can_change(self) -> bool:
-        """Whether there is any buffer at all."""
+        """Whether there is any buffer."""
         return bool(self._before)
 
     def learn(self) -> None:
-        """Find out, after the forward pass, what changed, and free the other copies."""
+        """Find the buffers that the forward pass changed, and free the other copies."""
         changed = []
         for module, name, buffer, version, saved in self._before:
             now = _buffer(module, name)
             is_changed = now is not buffer or buffer._version != version
-            # Kernels of normalisation layers change statistics without counting up the version.
+            # Kernels of normalisation layers change statistics without bumping the version counter.
             if saved is not None and (
                 is_changed or module in _KNOWN or name in _statistics(module)
             ):
@@ -83,10 +83,10 @@ class ChangedBuffers:
                 _KNOWN[module] = (names, before | found | _statistics(module))
 
     def contexts(self, inner: Callable[[], Contexts]) -> Contexts:
-        """Give contexts for ``torch.utils.checkpoint``.
+        """Return contexts for ``torch.utils.checkpoint``.
 
         Args:
-            inner: The context function to go on with.
+            inner: The context function to wrap.
 
         Returns:
             A context for the forward pass and one for its recomputation.
@@ -95,10 +95,10 @@ class ChangedBuffers:
         return in_forward, _PutBack(self, in_recomputation)
 
     def put_back(self) -> list[tuple[nn.Module, str, Tensor | None]]:
-        """Give the modules their buffers of before.
+        """Restore the buffers to their values before the forward pass.
 
         Returns:
-            Module, name and buffer of now, to be restored by ``set_buffer``.
+            Module, name and current buffer, for ``set_buffer``.
         """
         now = [(module, name, _buffer(module, name)) for module, name, *_ in self._before]
         for module, name, _, _, saved in self._before:
@@ -108,7 +108,7 @@ class ChangedBuffers:
 
 
 class _PutBack(contextlib.AbstractContextManager[None]):
-    # Not a generator: with `retain_graph=True` it is entered once per backward pass.
+    # A class: with `retain_graph=True` it is entered once per backward pass.
     def __init__(
         self, buffers: ChangedBuffers, inner: contextlib.AbstractContextManager[Any]
     ) -> None:
@@ -128,13 +128,7 @@ class _PutBack(contextlib.AbstractContextManager[None]):
 
 
 def set_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
-    """Put a buffer into a module or a module inside it.
-
-    Args:
-        module: The outer module.
-        name: Dotted name of the buffer.
-        buffer: The buffer.
-    """
+    """Set the buffer with a dotted name in a module."""
     path, _, leaf = name.rpartition(".")
     module.get_submodule(path)._buffers[leaf] = buffer
 
@@ -148,7 +142,7 @@ def _buffer_names(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in module.named_buffers())
 
 
-# Statistics of normalisation layers, which change or not as the layer is in training mode or not.
+# Statistics of normalisation layers, which change in training mode only.
 def _statistics(module: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{path}.{name}".lstrip(".")
@@ -161,8 +155,8 @@ def _statistics(module: nn.Module) -> frozenset[str]:
 def _warn_of_late_change(module: nn.Module, name: str) -> None:
     warnings.warn(
         f"The buffer `{name}` of `{type(module).__name__}` was changed in forward for the first "
-        "time. In this step its block is recomputed with the new value; from the next step on with "
-        "the value of before. Leave this block out with `blocks=` if that matters.",
+        "time. In this step its block is recomputed with the new value; from the next step on, "
+        "with the value from before forward. Exclude this block with `blocks=` if that matters.",
         ExactnessWarning,
         stacklevel=2,
     )
@@ -190,7 +184,7 @@ _KEPT_OPS = frozenset(
 def _matmul_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
-    except RuntimeError:  # torch refuses to tell once `fp32_precision` of one backend was set
+    except RuntimeError:  # raised if `fp32_precision` of one backend was set
         return None
 
 
@@ -207,8 +201,8 @@ def _set_cudnn(is_enabled: bool) -> None:
     torch.backends.cudnn.enabled = is_enabled
 
 
-# Settings of the process that decide what an operator computes. `checkpoint` itself restores
-# autocast, the default device and the random state.
+# Process-wide settings that change the result of operators. `checkpoint` itself restores autocast,
+# the default device and the random state.
 _SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     # Lightning sets it around `training_step`, not around backward: "64-true", "bf16-true" ...
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -236,36 +230,36 @@ def recompute(
     *,
     is_selective: bool = False,
 ) -> Any:
-    """Call a function whose activations are dropped and computed again in backward.
+    """Call a function, drop its activations and recompute them in backward.
 
     Args:
         run: The function.
-        modules: The modules that it runs; their buffers change once, as without recomputation.
+        modules: The modules that it runs; their buffers are updated once only.
         args: Positional arguments of ``run``.
         kwargs: Keyword arguments of ``run``.
         is_selective: Keep the outputs of matrix products, convolutions and attention.
 
     Returns:
-        What ``run`` returns.
+        The result of ``run``.
     """
     context_fn = _selective_contexts if is_selective else noop_context_fn
     if torch.compiler.is_compiling():
-        # The compiler replays operations, not side effects, so neither buffers nor arguments need
-        # care; and it knows our context function, but not the default one when it is passed.
+        # The compiler replays operations, not side effects, so buffers and arguments are safe. It
+        # supports our own context function, but not the default one when passed explicitly.
         bound = functools.partial(run, **kwargs)
         if is_selective:
             return checkpoint(bound, *args, use_reentrant=False, context_fn=context_fn)
         return checkpoint(bound, *args, use_reentrant=False)
     if _is_functional(modules):
         warnings.warn(
-            f"activation_checkpointing does nothing for `{type(modules[0]).__name__}` here: "
-            "`torch.func` runs it with tensors that are gone in backward. Set "
+            f"activation_checkpointing has no effect on `{type(modules[0]).__name__}` here: "
+            "`torch.func` runs it with tensors that no longer exist in backward. Set "
             "`activation_checkpointing=None` to train without this warning.",
             NoEffectWarning,
             stacklevel=3,
         )
         return run(*args, **kwargs)
-    # Not in the block, where what computing them keeps would count as the block's.
+    # Outside of the block: tensors that this saves for backward do not belong to the block.
     args, kwargs = computed((args, kwargs))
     call = _Call(run, modules, args, kwargs)
     buffers = ChangedBuffers(modules)
@@ -277,7 +271,7 @@ def recompute(
     return output
 
 
-# `functional_call` replaces parameters by tensors; transforms wrap what a block is given.
+# `functional_call` replaces parameters by tensors; transforms wrap the arguments of a block.
 def _is_functional(modules: Sequence[nn.Module]) -> bool:
     return torch._C._are_functorch_transforms_active() or any(
         not isinstance(p, nn.Parameter) for module in modules for p in module.parameters()
@@ -285,7 +279,7 @@ def _is_functional(modules: Sequence[nn.Module]) -> bool:
 
 
 class _Call:
-    """A call that can be repeated with the arguments and the settings of the first time."""
+    """A call that can be repeated with the same arguments and process-wide settings."""
 
     def __init__(
         self,
@@ -298,15 +292,15 @@ class _Call:
         self._settings = [get() for get, _ in _SETTINGS]
         self._first: tuple[Any, Any] | None = (tuple(args), dict(kwargs))
         leaves, self._structure = tree_flatten(self._first)
-        # One that comes twice comes twice again: torch's attention asks whether query is key.
+        # A tensor passed twice is passed twice again: torch's attention checks `query is key`.
         unique = {id(leaf): leaf for leaf in leaves if _is_saved(leaf)}
         places = {key: _Place(index) for index, key in enumerate(unique)}
-        # Tensors are not kept here: `checkpoint` keeps them, and hooks may move them elsewhere.
+        # `checkpoint` holds the tensors, not this object, so that saved-tensor hooks may move them.
         self._leaves = [places.get(id(leaf)) or _shallow_copy(leaf) for leaf in leaves]
         self.tensors: list[Tensor] = [*unique.values()]
         device = next((p.device for module in modules for p in module.parameters()), None)
         if device is not None and all(tensor.device != device for tensor in self.tensors):
-            # From its arguments, torch learns of which device to save the random state.
+            # torch saves the random state of the devices of these arguments.
             self.tensors.append(torch.empty(0, device=device))
         self._versions = [tensor._version for tensor in self.tensors]
         self._held = [*self._find_held()]
@@ -315,7 +309,7 @@ class _Call:
         if self._first is not None:
             (args, kwargs), self._first = self._first, None
             return self._run(*args, **kwargs)
-        # Objects are copied again because a graph can be gone through twice.
+        # Copy objects again, as backward may run twice through a graph.
         leaves = [
             tensors[leaf.index] if isinstance(leaf, _Place) else _shallow_copy(leaf)
             for leaf in self._leaves
@@ -326,7 +320,7 @@ class _Call:
             return self._run(*args, **kwargs)
 
     def end_first(self) -> None:
-        """Refuse changes that the first run made, which torch would find in backward."""
+        """Raise if the first run changed its arguments, which torch would only find in backward."""
         self._refuse_changes([tensor._version for tensor in self.tensors] != self._versions)
         self.tensors = []
 
@@ -337,8 +331,8 @@ class _Call:
         if is_changed or any(a is not b or m != n for (a, m), (b, n) in pairs):
             problem = Problem(
                 f"a block of class `{self._name}`",
-                "what it is given is changed in place, so that it cannot be computed again",
-                "Write `x = x + y` in place of `x += y` there, leave these blocks out with "
+                "it changes its arguments in place, so it cannot be recomputed",
+                "Write `x = x + y` instead of `x += y` there, exclude these blocks with "
                 "`blocks=`, or set `activation_checkpointing=None`.",
             )
             raise IncompatibleError("activation_checkpointing", [problem])
@@ -351,7 +345,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Of a tensor among those that are passed to ``checkpoint``."""
+    """Index of a tensor in the arguments of ``checkpoint``."""
 
     index: int
 
@@ -372,7 +366,7 @@ def _settings(values: Sequence[Any]) -> Iterator[None]:
             put(now)
 
 
-# Those of inference mode cannot change, and cannot be saved for backward.
+# Inference tensors cannot be saved for backward.
 def _is_saved(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_inference()
 
@@ -382,11 +376,11 @@ def _shallow_copy(value: Any) -> Any:
         return value
     try:
         return copy.copy(value)
-    except TypeError:  # a lock, a process group: nothing that a forward pass would change
+    except TypeError:  # such as a lock or a process group, which a forward pass does not change
         return value
 
 
-# What an object holds, to three levels: items that are not copied with it.
+# Objects inside a value, up to three levels deep, which a shallow copy shares.
 def _held_by(value: Any, levels: int = 3) -> Iterator[tuple[Any, int]]:
     for _, item in (items_of(value) or attributes_of(value)) if levels else ():
         yield item, item._version if _is_saved(item) else 0

@@ -1,4 +1,4 @@
-"""Activation checkpointing of repeated blocks, chosen one by one."""
+"""Activation checkpointing of selected repeated blocks."""
 
 import difflib
 import functools
@@ -36,14 +36,7 @@ T = TypeVar("T")
 
 
 def parts_of(blocks: Sequence[Block]) -> list[Block]:
-    """Find what blocks are made of, such as attention and the feed-forward network.
-
-    Args:
-        blocks: The blocks.
-
-    Returns:
-        Their children that have layers with weights of their own inside.
-    """
+    """Return the submodules of blocks with layers inside, such as attention and feed-forward."""
     return [
         Block(f"{block.name}.{name}", child)
         for block in blocks
@@ -54,43 +47,22 @@ def parts_of(blocks: Sequence[Block]) -> list[Block]:
 
 
 def is_chain(module: nn.Module) -> bool:
-    """Say whether a module runs its layers one after the other.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True for an ``nn.Sequential`` of four or more.
-    """
+    """Return whether a module is an ``nn.Sequential`` of four or more layers."""
     has_own_forward = type(module).forward is not nn.Sequential.forward
     return isinstance(module, nn.Sequential) and len(module) >= 4 and not has_own_forward
 
 
 def no_chain(model: nn.Module) -> Problem:
-    """Say that there is nothing to cut up.
-
-    Args:
-        model: The model.
-
-    Returns:
-        The problem.
-    """
+    """Return the problem that a model has no chain to split into segments."""
     return Problem(
         '`activation_checkpointing="sqrt"`',
-        f"`{type(model).__name__}` has no `nn.Sequential` of four or more layers to cut up",
+        f"`{type(model).__name__}` has no `nn.Sequential` of four or more layers to split",
         'Use "all", which needs less memory for transformer blocks at the same recomputation.',
     )
 
 
 def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
-    """Find layers that overwrite what another one has given.
-
-    Args:
-        blocks: The blocks.
-
-    Returns:
-        All problems.
-    """
+    """Return a problem for each in-place layer inside blocks."""
     return [
         Problem(
             f"`{block.name}.{name}` has `inplace=True`",
@@ -113,22 +85,22 @@ _VALUES = (
 class ActivationCheckpointing(Technique[nn.Module]):
     """Recompute the activations of each block in the backward pass.
 
-    Of a chosen block only the input is kept; everything inside is computed a second time. With all
-    blocks chosen, activation memory falls from the sum over blocks to one block plus the block
-    inputs, for about one third more compute.
+    Only the input of a checkpointed block is saved; everything inside is computed a second time.
+    With all blocks checkpointed, activation memory falls from the sum over blocks to one block plus
+    the block inputs, for about one third more compute.
 
     Args:
         which: ``"all"`` blocks; a whole number m for the first m blocks, which is the best simple
-            choice when not all are needed; a share between 0.0 and 1.0 for that part of the blocks,
-            first ones first, rounded up; ``"every:k"`` for each k-th block; ``"nested"`` for all
-            blocks, and for their parts (attention, feed-forward) once more while a block is
-            recomputed, so that the inside of one part is there at a time; ``"selective"`` for all
-            blocks, but the outputs of matrix products, convolutions and attention are kept and only
-            the rest is recomputed; ``"sqrt"`` to cut each long ``nn.Sequential`` into about sqrt(n)
-            segments (Chen et al.). For transformer blocks ``"all"`` needs less memory than
-            ``"sqrt"`` for the same recomputation, because the inside of a block is far larger than
-            its input.
-        blocks: Which modules are blocks: class names, classes, ``"re:..."`` regular expressions
+            choice when not all are needed; a share between 0.0 and 1.0 for that share of the
+            blocks, first ones first, rounded up; ``"every:k"`` for each k-th block; ``"nested"``
+            for all blocks, and for their submodules (attention, feed-forward) once more while a
+            block is recomputed, so that the activations of one submodule exist at a time;
+            ``"selective"`` for all blocks, but the outputs of matrix products, convolutions and
+            attention are saved and only the rest is recomputed; ``"sqrt"`` to split each long
+            ``nn.Sequential`` into about sqrt(n) segments (Chen et al.). For transformer blocks
+            ``"all"`` needs less memory than ``"sqrt"`` for the same recomputation, because the
+            activations inside a block are far larger than its input.
+        blocks: Selectors of blocks: class names, classes, ``"re:..."`` regular expressions
             over module names, compiled expressions, or functions of name and module. ``None`` finds
             them: see `find_blocks`.
 
@@ -138,15 +110,15 @@ class ActivationCheckpointing(Technique[nn.Module]):
     Note:
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
         the same state, and buffers that a block changes in ``forward`` are changed once. Hugging
-        Face models are trained with ``use_cache=False``, so ``past_key_values`` comes back as
-        ``None`` in training; blocks of a model inside of another that asks it for a cache, as in
-        Pi0, run plainly, with a warning. Blocks that checkpoint themselves already are left alone.
-        A block whose forward draws on state outside of torch (a Python counter, random numbers of
-        Python or numpy, a ``torch.Generator`` of its own) is not repeatable and must not be chosen.
-        A block that changes a tensor argument in place is refused; under ``torch.func`` blocks run
-        plainly, with a warning. Hooks on modules inside a block run once more in backward.
-        ``"selective"`` is refused for blocks with ``inplace=True`` layers, which would overwrite
-        the kept outputs; torch raises the same for other in-place changes.
+        Face models are trained with ``use_cache=False``, so they return ``past_key_values=None`` in
+        training; if a model inside another one must return a cache, as in Pi0, its blocks run
+        without checkpointing, with a warning. Blocks that checkpoint themselves are skipped. A
+        block whose forward uses state outside of torch (a Python counter, random numbers of Python
+        or numpy, its own ``torch.Generator``) is not repeatable and must not be checkpointed. A
+        block that changes a tensor argument in place is refused; under ``torch.func`` blocks run
+        without checkpointing, with a warning. Hooks on modules inside a block run again in
+        backward. ``"selective"`` is refused for blocks with ``inplace=True`` layers, which would
+        overwrite the saved outputs; for other in-place changes torch raises an error.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
@@ -177,8 +149,8 @@ class ActivationCheckpointing(Technique[nn.Module]):
     def __post_init__(self) -> None:
         if not _is_valid(self.which):
             raise ConfigurationError(
-                f"`activation_checkpointing={self.which!r}` does not say which blocks to "
-                f"recompute. Use {_VALUES}."
+                f"`activation_checkpointing={self.which!r}` is not a valid choice of blocks. "
+                f"Use {_VALUES}."
             )
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))
@@ -222,7 +194,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         if self.which == "sqrt":
-            return _patched(target, self._chains(target), _Segments.forward, "cut into segments")
+            return _patched(target, self._chains(target), _Segments.forward, "split into segments")
         blocks = self._blocks(target)
         if not blocks:
             return Handle(target, (), [self._nothing_found(target)])
@@ -255,7 +227,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         )
 
     def choose(self, blocks: list[T]) -> list[T]:
-        """Give those of all blocks that are checkpointed."""
+        """Select the checkpointed blocks from all blocks."""
         if isinstance(self.which, str):
             kind, _, every = self.which.partition(":")
             return blocks[:: int(every)] if kind == "every" else blocks
@@ -267,8 +239,8 @@ class ActivationCheckpointing(Technique[nn.Module]):
         name, repeated = type(model).__name__, repeated_classes(model)
         if self.blocks is None:
             return (
-                f"no repeated block was found in `{name}`: no class of modules that hold layers of "
-                "their own is used twice, and recomputing single layers saves nothing"
+                f"no repeated block was found in `{name}`: no module class with layers inside is "
+                "used twice, and recomputing single layers saves nothing"
             )
         selectors = ", ".join(
             s if isinstance(s, str) else repr(s) for s in as_selectors(self.blocks)
@@ -280,7 +252,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
         return f"nothing in `{name}` matches `blocks={selectors!r}`{guess}{others}"
 
 
-# `patch_method` needs functions of the name "forward", one per way of recomputing.
+# `patch_method` needs functions named "forward", one per kind of recomputation.
 class _Full:
     @staticmethod
     def forward(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -303,7 +275,7 @@ class _Segments:
         for start in range(0, len(layers), size):
             segment = layers[start : start + size]
             run = functools.partial(_run_chain, segment)
-            # Recomputing the last segment would keep as much alive as never freeing it.
+            # Backward would recompute the last segment at once, which saves nothing.
             is_last = start + size >= len(layers)
             input = run(input) if is_last else recompute(run, segment, (input,), {})
         return input
@@ -319,37 +291,36 @@ def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) ->
     return recompute(run, [block], args, kwargs, is_selective=is_selective)
 
 
-# Writing to a key-value cache a second time would be wrong.
+# Recomputation would write to a key-value cache a second time.
 def _is_given_cache(block: nn.Module, args: Any, kwargs: Any) -> bool:
-    # Where transformers was never imported there can be no instance of its classes.
+    # Without an import of transformers there is no instance of its classes.
     cache_utils = sys.modules.get("transformers.cache_utils")
     is_given = cache_utils is not None and any(
         isinstance(value, cache_utils.Cache) for value in (*args, *kwargs.values())
     )
     if is_given and block.training:
         warnings.warn(
-            f"activation_checkpointing does nothing for `{type(block).__name__}`: it is given a "
-            "key-value cache, such as a learned prefix or one that another part of the model "
-            "reads. Train without one, or set `activation_checkpointing=None`.",
+            f"activation_checkpointing has no effect on `{type(block).__name__}`: it is called "
+            "with a key-value cache, such as a learned prefix or a cache that another part of the "
+            "model reads. Train without a cache, or set `activation_checkpointing=None`.",
             NoEffectWarning,
             stacklevel=3,
         )
     return is_given
 
 
-# Hugging Face's own checkpointing does the same, for all models that make caches by default.
+# As Hugging Face's own checkpointing does, for all models that create caches by default.
 def _without_cache(model: nn.Module, args: Any, kwargs: Any, *, is_inner: bool) -> tuple[Any, Any]:
     is_given = kwargs.get("past_key_values") is not None
     if is_given or not model.training or not torch.is_grad_enabled():
         return args, kwargs
-    # A model that asks its inner one for a cache reads it, as that of Pi0 does.
+    # An outer model that passes `use_cache=True` to an inner one reads the cache, as Pi0 does.
     if is_inner and kwargs.get("use_cache"):
         return args, kwargs
     if kwargs.get("use_cache"):
         warnings.warn(
-            f"`use_cache=True` has no effect in training of `{type(model).__name__}`: blocks that "
-            "are recomputed cannot fill a cache. Leave it out, or set "
-            "`activation_checkpointing=None`.",
+            f"`use_cache=True` has no effect in training of `{type(model).__name__}`: checkpointed "
+            "blocks cannot fill a cache. Remove it, or set `activation_checkpointing=None`.",
             NoEffectWarning,
             stacklevel=3,
         )

@@ -1,1 +1,1 @@
-"""Attention without the matrix of its scores."""
+"""Attention kernels that do not save the scores for backward."""

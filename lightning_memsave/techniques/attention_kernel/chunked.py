@@ -1,4 +1,4 @@
-"""Attention of Hugging Face models a few samples at a time, for where no kernel does it whole."""
+"""Attention of Hugging Face models for a few samples at a time, if no fused kernel is available."""
 
 import functools
 from typing import Any
@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 CHUNKED = "chunked_sdpa"
-"""Its name among the attention functions of transformers."""
+"""Its name in the registry of attention functions of transformers."""
 
 _SCORE_BYTES = 16 * 2**20
 
 
 def register() -> None:
-    """Make it known to transformers; again does nothing."""
+    """Register it in transformers; idempotent."""
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415
     from transformers.masking_utils import sdpa_mask  # noqa: PLC0415
 
@@ -30,18 +30,18 @@ def attend(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers' ``"sdpa"`` does; scores are there for some samples at a time.
+    """Compute attention as transformers' ``"sdpa"`` does, with scores for a few samples at a time.
 
     Args:
         module: The attention layer.
-        query: (samples, heads, tokens, features), as transformers passes it.
-        key: The same for the keys.
-        value: The same for the values.
-        attention_mask: Broadcast to (samples, heads, queries, keys), or ``None``.
-        settings: What else transformers passes, such as ``dropout``.
+        query: (samples, heads, tokens, features).
+        key: Keys, of the same layout.
+        value: Values, of the same layout.
+        attention_mask: Broadcastable to (samples, heads, queries, keys), or ``None``.
+        settings: Further arguments of transformers, such as ``dropout``.
 
     Returns:
-        (samples, tokens, heads, features), and no attention weights.
+        Output of shape (samples, tokens, heads, features), and ``None`` for attention weights.
     """
     from transformers.integrations.sdpa_attention import (  # noqa: PLC0415 - on first use
         sdpa_attention_forward,
@@ -54,13 +54,13 @@ def attend(
         output: tuple[Tensor, None] = run(query, key, value, attention_mask, **settings)
         return output
 
-    def of_samples(given: Any, start: int) -> Any:
-        has_samples = isinstance(given, Tensor) and given.ndim == 4 and len(given) == num_samples
-        return given[start : start + size] if has_samples else given
+    def pick(value: Any, start: int) -> Any:
+        has_samples = isinstance(value, Tensor) and value.ndim == 4 and len(value) == num_samples
+        return value[start : start + size] if has_samples else value
 
     outputs = []
     for start in range(0, num_samples, size):
-        some = [of_samples(t, start) for t in (query, key, value, attention_mask)]
-        own = {name: of_samples(given, start) for name, given in settings.items()}
-        outputs.append(checkpoint(run, *some, use_reentrant=False, **own)[0])
+        tensors = [pick(t, start) for t in (query, key, value, attention_mask)]
+        own_settings = {name: pick(setting, start) for name, setting in settings.items()}
+        outputs.append(checkpoint(run, *tensors, use_reentrant=False, **own_settings)[0])
     return torch.cat(outputs), None

@@ -1,4 +1,4 @@
-"""Run the attention of Hugging Face models in a kernel that does not keep its scores."""
+"""Choose the attention kernel of Hugging Face models."""
 
 import difflib
 import sys
@@ -18,48 +18,48 @@ from lightning_memsave.units import format_bytes
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 _KERNELS = ("sdpa", CHUNKED, *_FLASH, "flex_attention")
-# On a Hugging Face model: configurations with the kernel that each had.
+# Attribute of a Hugging Face model: its configurations with their former kernels.
 _BEFORE = "_memsave_attention_before"
-# On one until the padding of its first batch was checked.
+# Attribute of a Hugging Face model until the padding of its first batch was checked.
 _IS_NEW = "_memsave_attention_is_new"
-_IGNORED = -100  # the label that Hugging Face's losses leave out
+_IGNORED = -100  # the label that Hugging Face's losses ignore
 
 
 @dataclass(frozen=True)
 class AttentionKernel(Technique[nn.Module]):
-    """Compute the attention of Hugging Face models in a kernel that does not keep its scores.
+    """Compute the attention of Hugging Face models in a kernel that does not save the scores.
 
-    Eager attention keeps three tensors of (batch, heads, tokens, tokens) for backward: the scores
-    after softmax, those after dropout, and dropout's mask. A fused kernel keeps one number for each
-    row of them, and takes less time. `PreTrainedModel.set_attn_implementation` sets it.
+    Eager attention saves three tensors of (batch, heads, tokens, tokens) for backward: the scores
+    after softmax, those after dropout, and dropout's mask. A fused kernel saves one value per row
+    of them, and is faster. `PreTrainedModel.set_attn_implementation` sets it.
 
     Args:
-        kernel: ``"sdpa"``, torch's own, replaces eager attention. Any other kernel replaces
-            whatever there is: ``"chunked_sdpa"``, the same for a few samples at a time, which are
-            computed again in backward, for where torch has no kernel without scores, as on a CPU
-            with dropout; ``"flash_attention_2"``, ``"flash_attention_3"``, ``"flash_attention_4"``,
+        kernel: ``"sdpa"``, torch's own, replaces eager attention. Any other kernel replaces any
+            current one: ``"chunked_sdpa"``, the same for a few samples at a time, recomputed in
+            backward, if torch has no fused kernel, as on a CPU with dropout;
+            ``"flash_attention_2"``, ``"flash_attention_3"``, ``"flash_attention_4"``,
             ``"flex_attention"``, a kernel of the hub such as ``"kernels-community/flash-attn2"``,
-            or what you registered with ``AttentionInterface.register``.
+            or one that you registered with ``AttentionInterface.register``.
 
     Raises:
         ConfigurationError: If ``kernel`` is none of these.
 
     Note:
-        Exactness is *rounding*: sums are taken in another order. With dropout on the scores other
-        random masks are drawn. Where all keys of a query are masked, as at the padding of a decoder
-        with padding on the left, its output is another one. Hugging Face's causal loss depends on
-        it, as the first real token is predicted from the padding before it: set the label of that
-        token to -100, or pad on the right. A warning names the first such batch.
+        Exactness is *rounding*: sums are computed in another order. With dropout on the scores,
+        other random masks are drawn. For queries whose keys are all masked, such as padding on the
+        left in a decoder, kernels give different outputs. Hugging Face's causal loss depends on
+        them, as the first real token is predicted from the padding before it: set the label of that
+        token to -100, or pad on the right. A warning is shown for the first such batch.
 
         Unchanged, with the reason in ``Handle.skipped``: models whose class does not support the
         kernel, models that return attention weights (``config.output_attentions``), GPT-2 with
         ``reorder_and_upcast_attn``, models that use such a kernel already, and models of other
         libraries. A model that is called with ``output_attentions=True`` (or, in old versions of
         transformers, ``head_mask``) returns to its former kernel from that call on, with a warning.
-        A part that is called directly and is no model of transformers, such as the encoder inside
-        BERT, is not watched: it returns ``None`` for attention weights.
+        A submodule that is not a model of transformers, such as the encoder inside BERT, is not
+        watched: called directly, it returns ``None`` for attention weights.
 
-        On fake tensors all kernels are predicted as ``"sdpa"``, which keeps as much.
+        On fake tensors all kernels are predicted as ``"sdpa"``, which saves as much for backward.
 
     Example:
         >>> from transformers import BertConfig, BertModel
@@ -107,8 +107,8 @@ class AttentionKernel(Technique[nn.Module]):
             target: The model, or what it is in.
 
         Returns:
-            The packages that are missing, and dropout with ``"flex_attention"``, which has none. A
-            model that does not support the kernel is no problem: it stays unchanged.
+            Missing packages, and dropout with ``"flex_attention"``, which does not support it. A
+            model that does not support the kernel is not a problem: it stays unchanged.
         """
         parts = _find_parts(target)
         _, problems = self._set(parts)
@@ -130,7 +130,7 @@ class AttentionKernel(Technique[nn.Module]):
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         parts = _find_parts(target)
         if not parts:
-            why_not = f"there is no model of Hugging Face in `{type(target).__name__}`"
+            why_not = f"`{type(target).__name__}` contains no Hugging Face model"
             return Handle(target, (), [why_not])
         skipped, _ = self._set(parts)
         changed = [part for part in parts if part.kernel != part.before]
@@ -157,10 +157,10 @@ class AttentionKernel(Technique[nn.Module]):
             except Exception as error:  # packages, drivers, the hub: of any class
                 what = f'`attention="{self.kernel}"`'
                 why = f"transformers says: {str(error).strip().rstrip('.')}"
-                fix = 'Install what it needs, or use `attention="sdpa"`, which comes with torch.'
+                fix = 'Install that package, or use `attention="sdpa"`, which comes with torch.'
                 problems[why] = Problem(what, why, fix)
             if why_not is not None:
-                part.restore()  # a model around it may have set it
+                part.restore()  # an outer model may have set it
                 skipped.append(f"{part}: {why_not}")
             elif self.kernel == "flex_attention":
                 problems |= {problem.why: problem for problem in _problems_of_dropout(part)}
@@ -168,14 +168,14 @@ class AttentionKernel(Technique[nn.Module]):
 
 
 def _why_unknown(kernel: object) -> str | None:
-    # What a user has registered; without transformers imported, nothing. Paged is for generation.
+    # Kernels that the user registered, if transformers is imported. Paged ones are for generation.
     transformers = sys.modules.get("transformers.modeling_utils")
     registered = getattr(transformers, "ALL_ATTENTION_FUNCTIONS", {})
     known = dict.fromkeys([*_KERNELS, *(n for n in registered if not n.startswith("paged|"))])
     if kernel in known or (isinstance(kernel, str) and "/" in kernel):
         return None
     if kernel == "eager":
-        return "is what keeps the scores. Use `None` to leave attention unchanged."
+        return "is the implementation that saves the scores. Use `None` to keep it."
     close = difflib.get_close_matches(str(kernel), known, n=1)
     guess = f"Did you mean {close[0]!r}? " if close else ""
     return f"is not an attention kernel. {guess}Use one of {', '.join(map(repr, known))}."
@@ -187,7 +187,7 @@ class _Part:
 
     name: str
     model: Any
-    root: Any  # the Hugging Face model that it is in, which is in no other one
+    root: Any  # the outermost Hugging Face model around it
 
     def __post_init__(self) -> None:
         self.config = self.model.config
@@ -210,16 +210,16 @@ class _Part:
             return False
         if kernel == CHUNKED:
             register()
-        # A prediction has neither the packages nor the GPU of the others.
+        # Predictions run without the packages and the GPU of the other kernels.
         elif any(is_fake(tensor) for tensor in self.root.parameters()):
             kernel = "sdpa"
-        # Not its sub-configurations, which are parts of their own.
+        # Without its sub-configurations, which have a `_Part` of their own.
         self.model.set_attn_implementation({"": kernel})
         self.after = self.kernel
         return self.after != self.before
 
     def restore(self) -> None:
-        # Not what a user has set since. The property sets sub-configurations as well.
+        # Only if the user has not changed it since. The property would set sub-configurations too.
         if self.kernel == self.after:
             self.config._attn_implementation_internal = self.before
 
@@ -237,7 +237,7 @@ def _find_parts(module: nn.Module) -> list[_Part]:
 
 
 def _is_model(module: nn.Module) -> bool:
-    # Where transformers was never imported there can be no instance of its classes.
+    # Without an import of transformers there is no instance of its classes.
     transformers = sys.modules.get("transformers.modeling_utils")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
@@ -249,9 +249,11 @@ def _why_unchanged(part: _Part, parts: list[_Part], kernel: str) -> str | None:
         return f"its attention is `{part.before}`, not `eager`"
     same_root = [other.config for other in parts if other.root is part.root]
     if any(getattr(config, "output_attentions", False) for config in same_root):
-        return "it returns attention weights (`output_attentions=True`), as only `eager` can"
+        return (
+            "it returns attention weights (`output_attentions=True`), which only `eager` supports"
+        )
     if getattr(part.config, "reorder_and_upcast_attn", False):  # GPT-2's
-        return "it computes attention in float32 (`reorder_and_upcast_attn`), as only `eager` can"
+        return "it uses `reorder_and_upcast_attn` (float32 attention), which only `eager` supports"
     return None
 
 
@@ -259,7 +261,7 @@ def _problems_of_dropout(part: _Part) -> list[Problem]:
     return [
         Problem(
             '`attention="flex_attention"`',
-            f"it has no dropout, and `{type(part.config).__name__}.{name}={rate}`",
+            f"it does not support dropout, and `{type(part.config).__name__}.{name}={rate}`",
             f'Build the model with `{name}=0.0`, or use `attention="sdpa"`.',
         )
         for name, rate in _attention_dropouts(part)
@@ -267,16 +269,16 @@ def _problems_of_dropout(part: _Part) -> list[Problem]:
 
 
 def _scores_left_out(part: _Part) -> str:
-    """Say how much memory the scores take that eager attention keeps and a kernel does not."""
+    """Describe the memory of the scores that eager attention saves and the kernel does not."""
     names = ("num_hidden_layers", "num_attention_heads", "max_position_embeddings")
     sizes: list[Any] = [getattr(part.config, name, None) for name in names]
     if part.before != "eager" or not all(isinstance(size, int) and size > 0 for size in sizes):
         return ""
     num_layers, num_heads, length = sizes
     saved = format_bytes(4 * num_layers * num_heads * length**2)
-    # Where torch has no kernel for dropout.
+    # On a CPU torch has no fused kernel with dropout.
     is_partial = part.kernel == "sdpa" and _attention_dropouts(part)
-    where = 'on a GPU (with "chunked_sdpa" on a CPU, too) ' if is_partial else ""
+    where = 'on a GPU or with "chunked_sdpa" ' if is_partial else ""
     return f"{where}no scores: at least {saved} less for a sample of {length:,} tokens in float32"
 
 
@@ -303,7 +305,7 @@ def _watch(model: nn.Module, before: list[_Part]) -> Callable[[], None]:
     return undo
 
 
-# A function of the module, so that copies of the model work.
+# A module-level function, so that copies of the model work.
 def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
     _restore_for_weights(model, kwargs)
     if _IS_NEW in vars(model) and _can_be_checked(model, kwargs):
@@ -311,9 +313,8 @@ def _before_forward(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None
         _warn_of_left_padding(model, kwargs)
 
 
-# Kernels give no attention weights, and transformers would leave them out with no more than a line
-# in its log. For good, as a block that is checkpointed must find in backward what it found in
-# forward.
+# Fused kernels do not return attention weights, and transformers only logs that. Permanent, as a
+# checkpointed block must use the same kernel in forward and in recomputation.
 def _restore_for_weights(model: nn.Module, kwargs: dict[str, Any]) -> None:
     asked = [n for n in ("output_attentions", "head_mask") if kwargs.get(n) not in (None, False)]
     before = vars(model).get(_BEFORE)
@@ -321,17 +322,18 @@ def _restore_for_weights(model: nn.Module, kwargs: dict[str, Any]) -> None:
         return
     for config, kernel in before:
         config._attn_implementation_internal = kernel
-    before.clear()  # of all models that are in the same one
+    before.clear()  # shared by all models of the same root
     warnings.warn(
         f"attention_kernel has no effect any more: `{type(model).__name__}` was called with "
-        f"`{asked[0]}`, which its kernel does not support. Leave that out, or set `attention=None`",
+        f"`{asked[0]}`, which its kernel does not support. Remove `{asked[0]}`, or set "
+        "`attention=None`",
         NoEffectWarning,
         stacklevel=3,
     )
 
 
 def _can_be_checked(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call computes a shifted loss over a masked batch whose values are there."""
+    """Return whether a call computes a shifted loss over a masked batch of real tensors."""
     if not type(model).__name__.endswith(("ForCausalLM", "LMHeadModel")):
         return False
     mask, labels = kwargs.get("attention_mask"), kwargs.get("labels")
@@ -340,7 +342,7 @@ def _can_be_checked(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
     return mask.ndim == 2 and mask.shape == labels.shape
 
 
-# It waits for the GPU once.
+# Synchronizes with the GPU once.
 def _warn_of_left_padding(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     is_real, labels = kwargs["attention_mask"] != 0, kwargs["labels"]
     first = is_real.int().argmax(dim=1, keepdim=True)
@@ -348,10 +350,10 @@ def _warn_of_left_padding(model: nn.Module, kwargs: Mapping[str, Any]) -> None:
     # A sequence of nothing but padding has no first token.
     if bool((~is_real[:, 0] & is_real.any(dim=1) & counts).any()):
         warnings.warn(
-            f"`{type(model).__name__}` is trained on padding on the left: the first token of a "
-            "sequence that counts in the loss is predicted from the padding before it, where each "
-            "attention kernel computes something else. Set the label of the first token that is "
-            "not masked to -100, or pad on the right.",
+            f"`{type(model).__name__}` is trained with padding on the left: the loss includes the "
+            "first token of a sequence, predicted from the padding before it, where attention "
+            "kernels give different results. Set the label of the first token that is not masked "
+            "to -100, or pad on the right.",
             MemsaveWarning,
             stacklevel=2,
         )

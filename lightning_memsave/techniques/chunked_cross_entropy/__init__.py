@@ -1,1 +1,1 @@
-"""The loss of a language model without its logits."""
+"""Compute the loss of a language model without materializing its logits."""

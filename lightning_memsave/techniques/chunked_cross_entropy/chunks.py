@@ -1,4 +1,4 @@
-"""Losses and gradients of a linear layer with cross-entropy, some rows of logits at a time."""
+"""Compute losses and gradients of a linear layer with cross-entropy, in chunks of rows."""
 
 import functools
 import math
@@ -17,20 +17,20 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     scaled,
 )
 
-# Of N rows with D numbers, M count; the layer has V classes, and R rows make a chunk.
+# N rows of D features, M of them with a label; V classes; R rows per chunk.
 
 _MIN_CHUNK_BYTES = 2**20
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The arguments of ``F.cross_entropy``, and how many rows to take at once.
+    """The arguments of ``F.cross_entropy``, and the chunk size.
 
     Args:
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: Rows with this target do not count.
+        ignore_index: Rows with this target are ignored.
         label_smoothing: As for ``F.cross_entropy``.
-        chunk_size: Rows at once; ``None`` chooses.
+        chunk_size: Rows per chunk; ``None`` for automatic.
     """
 
     reduction: str = "mean"
@@ -41,17 +41,15 @@ class LossSettings:
 
 @dataclass(frozen=True)
 class Operands:
-    """A linear layer and what goes in: ``logits = sum(inputs[i] @ weights[i].T) + bias``.
-
-    The logits are multiplied with a number and added to a vector then.
+    """Operands of ``logits = scale * (sum(inputs[i] @ weights[i].T) + bias) + shift``.
 
     Args:
         inputs: Each (N, D).
         weights: Each (V, D).
-        bias: (V,), or none.
-        autocast_dtype: What to compute products in; ``None`` takes the type of the inputs.
-        scale: The number.
-        shift: (V,), or none.
+        bias: (V,), or ``None``.
+        autocast_dtype: Type in which products are computed; ``None`` for that of the inputs.
+        scale: Factor of the logits.
+        shift: (V,), or ``None``.
     """
 
     inputs: tuple[Tensor, ...]
@@ -63,24 +61,16 @@ class Operands:
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """What sums are computed in: 32 bits or more."""
+        """Type of sums: 32 bits or more."""
         return functools.reduce(torch.promote_types, self.dtypes, torch.float32)
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """What products are computed in."""
+        """Types of the products."""
         return [self.autocast_dtype or tensor.dtype for tensor in self.inputs]
 
     def cast(self, tensor: Tensor, of: Tensor) -> Tensor:
-        """Give a factor of a product in the type that the product is computed in.
-
-        Args:
-            tensor: The factor.
-            of: The input of the product.
-
-        Returns:
-            The same numbers.
-        """
+        """Cast a factor to the type of its product, whose input is ``of``."""
         return tensor.to(self.autocast_dtype or of.dtype)
 
 
@@ -91,8 +81,8 @@ class Call:
     Args:
         operands: The linear layer.
         target: (M,) classes.
-        rows: (M,) which of the N rows the targets are for; ``None`` if M = N and in order.
-        class_weight: (V,), in the wide type, or none.
+        rows: (M,) row index of each target; ``None`` if M = N, in order.
+        class_weight: (V,), in the wide type, or ``None``.
         settings: As for ``F.cross_entropy``.
     """
 
@@ -103,10 +93,10 @@ class Call:
     settings: LossSettings
 
     def chunk_size(self, *, has_gradients: bool) -> int:
-        """Choose how many rows to take at once.
+        """Choose the number of rows per chunk, R.
 
         A chunk is about as large as the inputs, or a share of the weight in 32 bits. With fewer
-        rows, the time would go into reading the weight and writing its gradient.
+        rows, reading the weight and writing its gradient would dominate.
 
         Args:
             has_gradients: Whether gradients are computed too.
@@ -122,12 +112,12 @@ class Call:
         least = x.shape[1] // (4 if has_gradients else 8)
         size = max(least, max(input_bytes, _MIN_CHUNK_BYTES) // (4 * self.num_classes), 1)
         num_chunks = max(1, round(num_rows / size))
-        # Kernels for low precision like multiples of eight.
+        # Low-precision kernels are faster with multiples of eight.
         return max(1, min(num_rows, 8 * math.ceil(num_rows / num_chunks / 8)))
 
     @property
     def tile_size(self) -> int:
-        """How many classes to take at once: at most as many logits as in a chunk of rows."""
+        """Classes per tile: at most as many logits as in a chunk of rows."""
         width = self.operands.inputs[0].shape[1]
         chunk = self.chunk_size(has_gradients=True) * self.num_classes
         size = min(2 * width, chunk // max(1, len(self.target)))
@@ -135,31 +125,24 @@ class Call:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether gradients wait for the backward pass, and are computed by tiles of classes.
+        """Whether gradients are computed in backward, by tiles of classes.
 
-        With low precision that takes half the memory. Logits are computed twice then, which is no
-        slower than the ordinary computation if a quarter of the rows does not count.
+        With low precision that needs half the memory. Logits are computed twice, which is no slower
+        than the ordinary computation if a quarter of the rows is ignored.
         """
         has_low_precision = any(d.itemsize < 4 for d in self.operands.dtypes)
         return has_low_precision and 4 * len(self.target) <= 3 * len(self.operands.inputs[0])
 
     @property
     def num_classes(self) -> int:
-        """V."""
+        """Number of classes, V."""
         return len(self.operands.weights[0])
 
     def weights_of_rows(self) -> Tensor:
-        """Give what each row counts.
-
-        Returns:
-            (M,), the weight of its class, or 1.
-        """
+        """Return the weight of each row (M,): that of its class, or 1."""
         if self.class_weight is not None:
             return self.class_weight.index_select(0, self.target)
         return self.target.new_ones(len(self.target), dtype=self.operands.wide_dtype)
-
-
-# Of N rows with D numbers, M count; the layer has V classes, and R rows make a chunk.
 
 
 class Gradients:
@@ -167,7 +150,7 @@ class Gradients:
 
     Args:
         call: The loss.
-        needs: For inputs, weights and bias in one row, which have a gradient.
+        needs: For each input, each weight and the bias, whether it needs a gradient.
     """
 
     def __init__(self, call: Call, needs: tuple[bool, ...]) -> None:
@@ -194,13 +177,13 @@ class Gradients:
     def add(
         self, gradient: Tensor, parts: list[Tensor], weights: list[Tensor], place: slice
     ) -> None:
-        """Take a chunk in.
+        """Add the gradients of a chunk.
 
         Args:
-            gradient: (R, V) of the logits, in the wide type.
-            parts: Of each input, (R, D).
+            gradient: (R, V) gradient of the logits, in the wide type.
+            parts: Rows of each input, (R, D).
             weights: Each (V, D), in the type of the product.
-            place: Which of the rows that count these are.
+            place: Slice of the M rows.
         """
         rows = None if self._rows is None else self._rows[place]
         for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
@@ -218,10 +201,10 @@ class Gradients:
         self._is_first = False
 
     def finish(self, factor: Tensor) -> list[Tensor | None]:
-        """Multiply all sums and give them away, one after the other.
+        """Scale the sums and release them.
 
         Args:
-            factor: One number, in the wide type.
+            factor: A scalar in the wide type.
 
         Returns:
             Gradients of inputs, weights and bias, each in the type of its tensor.
@@ -242,17 +225,17 @@ def run(
     """Compute the losses of rows and, with the same products, gradients of their weighted sum.
 
     Args:
-        call: What to compute.
-        coefficients: (M,) what to multiply the losses with in the sum; ``None`` for no gradients.
-        needs: For inputs, weights and bias in one row, which have a gradient.
+        call: The loss.
+        coefficients: (M,) factors of the losses in the sum; ``None`` for no gradients.
+        needs: For each input, each weight and the bias, whether it needs a gradient.
 
     Returns:
-        (M,) losses, (M,) logarithms of the sum of exp(logits), and the gradients.
+        Losses (M,), normalizers log(sum(exp(logits))) (M,), and the gradients.
     """
     operands = call.operands
     losses = call.target.new_empty(len(call.target), dtype=operands.wide_dtype)
     normalizers, row_weights = torch.empty_like(losses), call.weights_of_rows()
-    with plain_numbers(call):
+    with without_autograd(call):
         gradients = None if coefficients is None else Gradients(call, needs)
         for chunk in chunks_of_logits(call, has_gradients=gradients is not None):
             logits, place = chunk.logits, chunk.place
@@ -268,24 +251,24 @@ def run(
 
 
 class Chunk(NamedTuple):
-    """Some rows of logits."""
+    """A chunk of rows of logits."""
 
     place: slice
-    """Which of the rows that count."""
+    """Slice of the M rows."""
     logits: Tensor
     """(R, V), in the wide type; overwritten by the next chunk."""
     parts: list[Tensor]
-    """Of each input, (R, D)."""
+    """Rows of each input, (R, D)."""
     weights: list[Tensor]
     """Each (V, D), in the type of its part."""
 
 
 def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chunk]:
-    """Compute logits chunk by chunk; to be run within `plain_numbers`.
+    """Compute logits chunk by chunk; call it inside `without_autograd`.
 
     Args:
-        call: Says which.
-        has_gradients: Whether gradients of them will be computed.
+        call: The loss.
+        has_gradients: Whether gradients will be computed.
 
     Yields:
         The chunks, in order.
@@ -306,25 +289,18 @@ def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chu
 
 
 @contextmanager
-def plain_numbers(call: Call) -> Iterator[None]:
-    """Compute without graph and autocast.
-
-    Args:
-        call: Says on which device.
-
-    Yields:
-        Nothing.
-    """
+def without_autograd(call: Call) -> Iterator[None]:
+    """Disable autograd and autocast on the device of a call."""
     with torch.no_grad(), torch.autocast(call.target.device.type, enabled=False):
         yield
 
 
 class Shares:
-    """What probabilities, targets and smoothing count in the gradient of the logits.
+    """Coefficients of probabilities, targets and smoothing in the gradient of the logits.
 
     Args:
         call: The loss.
-        coefficients: (R,) what the losses of the rows are multiplied with.
+        coefficients: (R,) factors of the losses of the rows.
         counts: (R,) weights of their targets.
     """
 
@@ -338,12 +314,7 @@ class Shares:
             self.of_all = self.of_target + self._of_each * _sum_of_weights(call)
 
     def subtract_from(self, gradient: Tensor, class_weight: Tensor | None) -> None:
-        """Take the part of label smoothing off.
-
-        Args:
-            gradient: (R, classes) of the logits.
-            class_weight: (classes,), or none.
-        """
+        """Subtract the term of label smoothing from the gradient (R, classes) of the logits."""
         if self._of_each is None:
             return
         if class_weight is None:

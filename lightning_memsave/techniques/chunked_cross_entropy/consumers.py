@@ -1,4 +1,4 @@
-"""What can be computed of logits without all of them at once: cross-entropy, and arg-max."""
+"""Functions of deferred logits: cross-entropy, arg-max, views and conversions."""
 
 import functools
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     Call,
     LossSettings,
     chunks_of_logits,
-    plain_numbers,
+    without_autograd,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 from lightning_memsave.techniques.chunked_cross_entropy.products import Layout, Part, is_plain
@@ -32,13 +32,13 @@ def cross_entropy_of(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute ``F.cross_entropy``, whose arguments these are.
+    """Compute ``F.cross_entropy``, with its arguments.
 
     Args:
         part: The logits.
         target: Classes.
-        weight: Of the classes, or none.
-        *later: What may be given by name too.
+        weight: Weights of the classes, or ``None``.
+        *later: Further positional arguments.
         size_average: Not supported.
         ignore_index: As in torch.
         reduce: Not supported.
@@ -46,7 +46,7 @@ def cross_entropy_of(
         label_smoothing: As in torch.
 
     Returns:
-        The loss, or ``NotImplemented`` for what needs ordinary logits.
+        The loss; ``NotImplemented`` if the arguments need materialized logits.
     """
     if later:
         return cross_entropy_of(part, target, weight, **dict(zip(_LATER, later, strict=False)))
@@ -54,7 +54,6 @@ def cross_entropy_of(
     if not is_usual or not 0.0 <= label_smoothing <= 1.0 or not _fits(part, target, weight):
         return NotImplemented
     product = part.product
-    # In training the loss stands between forward and backward, where a GPU must not be waited for.
     product.check_unchanged()
     chunk_size = product.settings.chunk_size
     settings = LossSettings(reduction, ignore_index, label_smoothing, chunk_size)
@@ -75,7 +74,7 @@ def cross_entropy_of(
 
 
 def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
-    """Find the class with the largest logit of each row.
+    """Compute ``torch.argmax`` over classes.
 
     Args:
         part: The logits.
@@ -83,7 +82,7 @@ def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
         **kwargs: As for ``torch.argmax``.
 
     Returns:
-        The classes, or ``NotImplemented`` for another axis, or if there are logits already.
+        The classes; ``NotImplemented`` for another axis, or if the logits are materialized.
     """
     dim, keepdim = _dim_and_keepdim(*args, **kwargs)
     layout, product = part.layout, part.product
@@ -97,9 +96,9 @@ def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
     num_rows = len(operands.inputs[0] if rows is None else rows)
     found = torch.empty(num_rows, dtype=torch.int64, device=product.device)
     call = Call(operands, found, rows, None, LossSettings(chunk_size=product.settings.chunk_size))
-    with plain_numbers(call):
+    with without_autograd(call):
         for chunk in chunks_of_logits(call):
-            # Rounded as they would be, so that what is equal stays so.
+            # Rounded to the type of the logits, to keep ties.
             rounded = chunk.logits.to(product.dtype).to(part.dtype)
             found[chunk.place] = rounded.argmax(1)
     found = found.view(lead)
@@ -136,7 +135,7 @@ _COPIES = frozenset(
 )
 _AFFINE = frozenset(("mul", "multiply", "div", "divide", "true_divide", "add"))
 VIEWS = _VIEWS | _COPIES | _AFFINE
-"""Names of the functions for which `view_of` may have an answer."""
+"""Names of the functions that `view_of` may support."""
 
 _BY_SHAPE: dict[str, Any] = {
     "view_as": Tensor.view,
@@ -149,19 +148,19 @@ _ERRORS = (RuntimeError, IndexError, TypeError, ValueError)
 def view_of(
     part: Part, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Say what a function would give for logits that have not been computed.
+    """Apply a view, conversion or scaling to deferred logits.
 
     Args:
         part: The logits.
         name: Name of the function, one of `VIEWS`.
         func: The function.
         args: Its arguments after the first.
-        kwargs: More of them.
+        kwargs: Its keyword arguments.
 
     Returns:
-        What parts the results show, one or a list; ``NotImplemented`` if they are not whole rows.
+        One part or a list of them; ``NotImplemented`` if the results are not whole rows.
     """
-    if name == "add":  # whoever has the vector may change it
+    if name == "add":  # copy the vector, which may be changed later
         args = tuple(a.detach().clone() if _is_vector(part, a) else a for a in args)
     affine = _affine(part, name, args, kwargs)
     if affine is None:
@@ -171,17 +170,17 @@ def view_of(
         return NotImplemented
     func, args, kwargs = plain
     with _disable_current_modes(), torch.no_grad():
-        twin = part.layout.twin(part.dtype)
+        meta = part.layout.to_meta(part.dtype)
         try:
-            found = func(twin, *tree_map_only(Tensor, _without_data, args), **kwargs)
+            found = func(meta, *tree_map_only(Tensor, _to_meta, args), **kwargs)
         except _ERRORS:
-            return NotImplemented  # the ordinary tensor raises it in its own words
-    if found is twin:
+            return NotImplemented  # the materialized tensor raises the right error
+    if found is meta:
         return part
     has_graph = part.requires_grad and torch.is_grad_enabled() and func is not Tensor.detach
     parts = []
     for i, tensor in enumerate((found,) if isinstance(found, Tensor) else found):
-        layout = _layout_of(part.layout, twin, tensor, name)
+        layout = _layout_of(part.layout, meta, tensor, name)
         if layout is None or layout.class_dim is None or not tensor.is_floating_point():
             return NotImplemented
         index = None if isinstance(found, Tensor) else i
@@ -192,7 +191,7 @@ def view_of(
     return parts[0] if isinstance(found, Tensor) else parts
 
 
-# Some heads end with logits times a number, or plus a vector over the classes.
+# Some models scale the logits, or add a vector over the classes.
 def _affine(
     part: Part, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[float, Tensor | None] | None:
@@ -227,17 +226,17 @@ def _is_vector(part: Part, other: object) -> bool:
     )
 
 
-def _without_data(tensor: Tensor) -> Tensor:
+def _to_meta(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _layout_of(layout: Layout, twin: Tensor, tensor: Tensor, name: str) -> Layout | None:
-    if tensor.untyped_storage()._cdata == twin.untyped_storage()._cdata:
+def _layout_of(layout: Layout, meta: Tensor, tensor: Tensor, name: str) -> Layout | None:
+    if tensor.untyped_storage()._cdata == meta.untyped_storage()._cdata:
         return layout.of_view(tensor)
     return layout.of_copy(tensor) if name in _COPIES | _AFFINE else None
 
 
-# The twin is on no device and cannot be combined with tensors that are on one.
+# A meta tensor cannot be combined with tensors on a device.
 def _without_tensors(
     part: Part, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]] | None:

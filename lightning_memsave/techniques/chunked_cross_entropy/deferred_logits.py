@@ -1,4 +1,4 @@
-"""Logits that are computed only when something other than cross-entropy asks for them."""
+"""Logits that are materialized only if something other than cross-entropy uses them."""
 
 import warnings
 from typing import Any
@@ -24,12 +24,12 @@ from lightning_memsave.techniques.chunked_cross_entropy.products import (
 from lightning_memsave.units import format_bytes
 
 
-def warn_of_materialized_logits(part: Part, who: str) -> None:
-    """Warn, once for each head, that training needs its logits themselves.
+def warn_of_materialized_logits(part: Part, user: str) -> None:
+    """Warn, once per head, that its logits are materialized in training.
 
     Args:
-        part: What is about to be computed.
-        who: What needs them.
+        part: The logits.
+        user: The operation that needs them.
     """
     settings = part.product.settings
     is_training = torch.is_grad_enabled() and part.product.has_graph
@@ -37,28 +37,24 @@ def warn_of_materialized_logits(part: Part, who: str) -> None:
         return
     settings.has_warned = True
     warnings.warn(
-        f"`chunked_cross_entropy` saves nothing while the logits of `{settings.name}` are there: "
-        f"{who} needs them, so that {format_bytes(_num_bytes(part.product))} were computed. "
-        "`F.cross_entropy` and `argmax` do without; see the limits in "
-        "docs/techniques/chunked_cross_entropy.md.",
+        f"`chunked_cross_entropy` saves nothing for `{settings.name}`: {user} needs its full "
+        f"logits, which were materialized ({format_bytes(_num_bytes(part.product))}). Compute the "
+        "loss with `F.cross_entropy`, which does not need them (nor does `argmax`); see the limits "
+        "in docs/techniques/chunked_cross_entropy.md.",
         NoEffectWarning,
         stacklevel=2,
     )
 
 
 def materialize_referenced_logits(model: nn.Module) -> None:
-    """Compute logits that somebody holds, before the weights that they are made of change.
-
-    Args:
-        model: Whose heads are meant.
-    """
+    """Materialize logits of a model that are still referenced, before its weights change."""
     own = {id(parameter) for parameter in model.parameters()}
     for product in live_products():
         if not any(id(weight) in own for weight in product.operands.weights):
             continue
         for part in list(product.parts):
             if part.shown() is not None and not part.is_computed:
-                warn_of_materialized_logits(part, "what was kept of a training step")
+                warn_of_materialized_logits(part, "a reference kept after the training step")
                 part.compute()
 
 
@@ -67,7 +63,7 @@ def _num_bytes(product: Product) -> int:
     return num_rows * len(product.operands.weights[0]) * product.dtype.itemsize
 
 
-# What is known without the numbers; all properties but these are known too.
+# Functions that need no values. Neither do all properties except those below.
 _KNOWN = frozenset(
     (
         *("size", "dim", "ndimension", "stride", "numel", "nelement", "element_size", "dim_order"),
@@ -78,24 +74,24 @@ _KNOWN = frozenset(
 )
 _PROPERTIES_OF_DATA = frozenset(("data", "grad", "T", "mT", "H", "mH", "real", "imag"))
 _HOOKS = frozenset(("register_hook", "retain_grad"))
-# What is given away may be written to by code that torch does not see.
+# Memory exposed by these may be written to without torch's knowledge.
 _EXPOSING = frozenset(
     ("numpy", "__array__", "data_ptr", "storage", "untyped_storage", "__dlpack__", "to_dlpack")
 )
 
 
 class DeferredLogits(Tensor):
-    """Stands for the output of a linear layer, or for a part of it.
+    """The output of a linear layer, or a view of it, that has not been computed.
 
-    It has shape, type, device and graph. Views and changes of type give another of its kind,
-    ``F.cross_entropy`` needs no more, and for anything else it becomes an ordinary tensor.
+    It has shape, type, device and autograd graph. Views and type conversions return deferred logits
+    again, ``F.cross_entropy`` needs no more, and any other function materializes them.
     """
 
     part: Part
 
     @staticmethod
     def __new__(cls, part: Part) -> "DeferredLogits":
-        """Make it: it has the shape of the logits, and no data."""
+        """Make a wrapper with the shape of the logits, without memory."""
         make: Any = Tensor._make_wrapper_subclass
         layout = part.layout
         logits: DeferredLogits = make(
@@ -110,13 +106,13 @@ class DeferredLogits(Tensor):
         part.shown = TensorWeakRef(logits)
         return logits
 
-    # So that counters of memory see what is there, and not what stands for nothing.
+    # Lets memory counters see the memory that this tensor really holds.
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["deferred_input"], None
 
     @property
     def deferred_input(self) -> Tensor:
-        """What the layer was given."""
+        """The input of the layer."""
         return self.part.product.operands.inputs[0]
 
     @classmethod
@@ -130,7 +126,7 @@ class DeferredLogits(Tensor):
             return _ask(func, args, kwargs)
         result: Any = NotImplemented
         if func is nn.functional.cross_entropy:
-            # The names are those of torch; the first may be given by name.
+            # The first argument may be passed by name.
             first = args[:1] or (kwargs.pop("input"),)
             if isinstance(first[0], DeferredLogits):
                 result = _consume(cross_entropy_of, first[0], args[1:], kwargs)
@@ -146,43 +142,29 @@ class DeferredLogits(Tensor):
             result = _ask(func, args, kwargs) if computed is None else computed.grad
         return _call_materialized(name, func, args, kwargs) if result is NotImplemented else result
 
-    # Reached only by code that passes torch's functions by.
+    # Only reached by code that bypasses `__torch_function__`.
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(DeferredLogits, _numbers, (args, kwargs or {}))
+        args, kwargs = tree_map_only(DeferredLogits, _values_of, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def defer(product: Product) -> Tensor:
-    """Make a tensor that stands for a product.
-
-    Args:
-        product: Its inputs and weights are held until the tensor is gone.
-
-    Returns:
-        The tensor.
-    """
-    return _made(product.whole())
+    """Return deferred logits for a product; they keep its inputs and weights alive."""
+    return _wrap(product.whole())
 
 
 def computed(values: Any) -> Any:
-    """Put ordinary tensors in place of deferred logits.
-
-    Args:
-        values: Tensors and others in any nesting.
-
-    Returns:
-        The same; itself where there are none.
-    """
+    """Materialize deferred logits in any nesting of values; others are unchanged."""
     if not any(isinstance(value, DeferredLogits) for value in tree_leaves(values)):
         return values
     return tree_map_only(DeferredLogits, _ordinary, values)
 
 
 class _Deferred(torch.autograd.Function):
-    """Gives deferred logits a place in the graph, for code that takes them from there."""
+    """Node of deferred logits in the autograd graph."""
 
     @staticmethod
     def forward(ctx: Any, part: Part, *tensors: Tensor) -> Tensor:
@@ -193,33 +175,33 @@ class _Deferred(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         tensors = ctx.part.product.tensors()
-        if gradients[0] is None:  # it is an output that nobody has used
+        if gradients[0] is None:  # the logits were not used
             return None, *(None for _ in tensors)
-        is_more_wanted = torch.is_grad_enabled()
+        creates_graph = torch.is_grad_enabled()
         with torch.enable_grad():
-            # Of their own: what goes in may depend on the weight too.
+            # Views as separate inputs: the layer's input may depend on the weight too.
             tensors = [tensor.view_as(tensor) for tensor in tensors]
-            numbers = ctx.part.compute_from(ctx.part.product.compute(tensors))
-            wanted = [tensor for tensor in tensors if tensor.requires_grad]
-            found = torch.autograd.grad(numbers, wanted, gradients, create_graph=is_more_wanted)
+            logits = ctx.part.compute_from(ctx.part.product.compute(tensors))
+            inputs = [tensor for tensor in tensors if tensor.requires_grad]
+            found = torch.autograd.grad(logits, inputs, gradients, create_graph=creates_graph)
         each = iter(found)
         return None, *(next(each) if tensor.requires_grad else None for tensor in tensors)
 
 
 class _Linked(torch.autograd.Function):
-    """The numbers of deferred logits that have a graph of somebody else's making."""
+    """Materialized values of deferred logits that are the output of a custom autograd function."""
 
     @staticmethod
     def forward(ctx: Any, logits: DeferredLogits) -> Tensor:
         ctx.set_materialize_grads(False)
-        return _numbers(logits)
+        return _values_of(logits)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients
 
 
-def _made(part: Part) -> Tensor:
+def _wrap(part: Part) -> Tensor:
     if part.requires_grad:
         apply: Any = _Deferred.apply  # untyped in torch
         logits: Tensor = apply(part, *part.product.tensors())
@@ -238,15 +220,15 @@ def _name_of(func: Any) -> tuple[str, bool]:
 def _ask(func: Any, args: Any, kwargs: Any) -> Any:
     part: Part | None = getattr(args[0], "part", None) if args else None
     if part is not None and part.product.is_pinned and part.computed is not None:
-        # What was changed may have another graph now.
+        # After a change in place, the graph may be another one.
         is_hash = getattr(func, "__name__", "") == "__hash__"
         args = args if is_hash else (part.computed, *args[1:])
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-# Below autograd, where no graph can be made.
-def _numbers(logits: DeferredLogits) -> Tensor:
+# Below autograd, without a graph.
+def _values_of(logits: DeferredLogits) -> Tensor:
     part = logits.part
     if part.computed is None:
         with torch.no_grad():
@@ -254,7 +236,7 @@ def _numbers(logits: DeferredLogits) -> Tensor:
     return part.computed.detach()
 
 
-# Not if it is the output of a function that somebody wrote, which has a backward of its own.
+# False for the output of a custom autograd function, which has its own backward.
 def _has_own_graph(logits: DeferredLogits) -> bool:
     with torch._C.DisableTorchFunctionSubclass():
         node = logits.grad_fn
@@ -289,11 +271,11 @@ def _call_materialized(name: str, func: Any, args: Any, kwargs: Any) -> Any:
     return found
 
 
-# What shares memory with logits may be changed in place.
-def _shares_memory(found: Any, numbers: Tensor | None) -> bool:
-    if numbers is None or not is_plain(numbers):
+# Tensors that share memory with logits may be changed in place.
+def _shares_memory(found: Any, values: Tensor | None) -> bool:
+    if values is None or not is_plain(values):
         return False
-    storage = numbers.untyped_storage()._cdata
+    storage = values.untyped_storage()._cdata
     return any(
         isinstance(tensor, Tensor)
         and is_plain(tensor)
@@ -310,7 +292,7 @@ def _changes_its_input(name: str, kwargs: Any) -> bool:
     return is_changing or bool(kwargs.get("inplace")) or kwargs.get("out") is not None
 
 
-# All that share memory must do so, and copies must be of what was there before.
+# Materialize all views, before a change in place: views must see it, copies must not.
 def _pin(product: Product) -> None:
     for part in list(product.parts):
         part.compute()
@@ -321,7 +303,7 @@ def _pin_for_hook(product: Product) -> None:
     if product.has_loss:
         problem = Problem(
             "a hook on logits after the loss",
-            "the loss was computed without them, so that they get no gradient",
+            "the loss was computed without materializing them, so they get no gradient",
             "Call `register_hook` or `retain_grad` before the loss.",
         )
         raise IncompatibleError("chunked_cross_entropy", [problem])
@@ -333,10 +315,10 @@ def _view(name: str, func: Any, logits: DeferredLogits, args: Any, kwargs: Any) 
         return NotImplemented
     found = view_of(logits.part, name, func, args, kwargs)
     if isinstance(found, list):
-        return tuple(_made(part) for part in found)
+        return tuple(_wrap(part) for part in found)
     if found is NotImplemented or found is logits.part:
         return logits if found is logits.part else found
-    return _made(found)
+    return _wrap(found)
 
 
 def _consume(func: Any, logits: DeferredLogits, args: Any, kwargs: Any) -> Any:

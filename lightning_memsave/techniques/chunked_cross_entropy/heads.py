@@ -1,4 +1,4 @@
-"""Find the linear layers that give the logits of classes, and read what they compute."""
+"""Find the linear layers that compute logits, and their operands."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import Operands
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
 
 MIN_CLASSES = 1024
-"""A layer with fewer outputs is not taken for a head by itself: its logits are small."""
+"""Layers with fewer outputs are not treated as heads by default: their logits are small."""
 
 
 def find_heads(
@@ -22,11 +22,11 @@ def find_heads(
 
     Args:
         model: Any module.
-        selectors: Which modules are heads; without, Hugging Face's output embeddings, and where a
-            model has none, layers outside of its blocks with many more outputs than inputs.
+        selectors: Selectors of heads; ``None`` for Hugging Face's output embeddings, and in other
+            models layers outside of the blocks with more outputs than inputs.
 
     Returns:
-        The heads, and what cannot be treated and why, one line each.
+        The heads, and a line for each layer that is not supported, with the reason.
     """
     named = dict(model.named_modules())
     if selectors is not None:
@@ -43,20 +43,20 @@ def find_heads(
             why = _why_not(module) or _why_not_in(model, module)
             if why is None:
                 heads[id(module)] = Block(name, module)
-            elif (line := f"`{name}` stays as it is: {why}") not in skipped:
+            elif (line := f"`{name}` stays unchanged: {why}") not in skipped:
                 skipped.append(line)
     return list(heads.values()), skipped
 
 
 def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | None:
-    """Read what a head is about to compute.
+    """Return the operands of a head for an input.
 
     Args:
-        head: One that `find_heads` gave.
-        input: What it was called with.
+        head: A head from `find_heads`.
+        input: Its input.
 
     Returns:
-        Its operands and the type of its output, or ``None`` if that is no plain matrix product.
+        The operands and the type of the output; ``None`` if it is not a plain matrix product.
     """
     if is_traced():
         return None
@@ -85,15 +85,8 @@ def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | 
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Say whether a module is a linear layer with PEFT's low-rank adapters.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True if it is.
-    """
-    # Where PEFT was never imported there can be no instance of its classes.
+    """Return whether a module is a linear layer with PEFT's low-rank adapters."""
+    # Without an import of PEFT there is no instance of its classes.
     layer = sys.modules.get("peft.tuners.lora.layer")
     return layer is not None and isinstance(module, layer.Linear)
 
@@ -111,21 +104,14 @@ def _predicate(selector: BlockSelector) -> Any:
 def _output_embeddings(model: nn.Module) -> Iterator[nn.Module]:
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        # Adapters pass the question on to what they wrap.
+        # Adapters forward this call to the wrapped model.
         head = get() if callable(get) and is_hugging_face(module) else None
         if isinstance(head, nn.Module):
             yield head
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Say whether a module is one of Hugging Face's models.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True if it is.
-    """
+    """Return whether a module is a Hugging Face model."""
     utils = sys.modules.get("transformers.modeling_utils")
     return utils is not None and isinstance(module, utils.PreTrainedModel)
 
@@ -140,7 +126,7 @@ def _large_layers(model: nn.Module) -> Iterator[nn.Module]:
             yield module
 
 
-# Something may be around the layer, such as copies of it that PEFT trains.
+# The layer may be wrapped, for example with copies of it that PEFT trains.
 def _linear_layers(head: nn.Module) -> list[nn.Module]:
     return [m for m in head.modules() if isinstance(m, nn.Linear)] or [head]
 
@@ -167,9 +153,9 @@ def _why_not_in(model: nn.Module, head: nn.Module) -> str | None:
             continue
         of = f"`{name or type(module).__name__}`"
         if is_compiled:
-            return f"{of} is compiled, and the compiler wants ordinary logits"
+            return f"{of} is compiled, and the compiler needs ordinary logits"
         if is_hugging_face(module):
-            return f"`final_logit_softcapping={cap}` of {of} puts its logits through `tanh`"
+            return f"`final_logit_softcapping={cap}` of {of} applies `tanh` to its logits"
     return None
 
 
@@ -194,11 +180,7 @@ def _add_adapters(head: Any, input: Tensor, inputs: list[Tensor], weights: list[
 
 
 def is_traced() -> bool:
-    """Say whether a compiler, a tracer or ``torch.func`` looks on.
-
-    Returns:
-        True where only ordinary tensors should be used.
-    """
+    """Return whether a compiler, a tracer, ``torch.func`` or forward-mode AD is active."""
     torch_c: Any = torch._C
     is_transformed = torch_c._functorch.peek_interpreter_stack() is not None
     is_tracing = torch_c._get_tracing_state() is not None

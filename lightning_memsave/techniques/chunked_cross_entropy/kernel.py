@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer without its outputs, as one node of autograd's graph."""
+"""Cross-entropy of a linear layer without its outputs, as one autograd node."""
 
 import weakref
 from typing import Any
@@ -14,8 +14,8 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     LossSettings,
     Operands,
     Shares,
-    plain_numbers,
     run,
+    without_autograd,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.tied_embedding import share_gradient
 from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
@@ -25,22 +25,22 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     scaled,
 )
 
-# Of N rows with D numbers, M count; the layer has V classes, of which T make a tile.
+# N rows of D features, M of them with a label; V classes, T per tile.
 
 
 class TiledGradients:
-    """Gradients of a loss whose normalizers are known.
+    """Gradients of a loss with known normalizers, by tiles of classes.
 
     Args:
         call: The loss.
-        needs: For inputs, weights and bias in one row, which have a gradient.
-        scale: What the gradients are multiplied with in the end, in the wide type.
+        needs: For each input, each weight and the bias, whether it needs a gradient.
+        scale: Final factor of the gradients, in the wide type.
     """
 
     def __init__(self, call: Call, needs: tuple[bool, ...], scale: Tensor) -> None:
         operands, num = call.operands, len(call.operands.inputs)
         self._call, self._scale = call, scale
-        self._parts = [operands.cast(_counted(x, call.rows), of=x) for x in operands.inputs]
+        self._parts = [operands.cast(_select_rows(x, call.rows), of=x) for x in operands.inputs]
         self._inputs = [
             torch.zeros(part.shape, dtype=operands.wide_dtype, device=part.device) if need else None
             for part, need in zip(self._parts, needs, strict=False)
@@ -53,11 +53,11 @@ class TiledGradients:
         self._bias = None if bias is None or not needs[-1] else torch.empty_like(bias)
 
     def run(self, normalizers: Tensor, coefficients: Tensor) -> list[Tensor | None]:
-        """Compute them.
+        """Compute the gradients.
 
         Args:
-            normalizers: (M,) logarithms of the sum of exp(logits).
-            coefficients: (M,) what to multiply the losses with.
+            normalizers: (M,) log(sum(exp(logits))).
+            coefficients: (M,) factors of the losses.
 
         Returns:
             Gradients of inputs, weights and bias, each in the type of its tensor.
@@ -122,23 +122,23 @@ def tiled_gradients(
 
     Args:
         call: The loss.
-        normalizers: (M,) logarithms of the sum of exp(logits).
-        coefficients: (M,) what to multiply the losses with.
-        scale: What to multiply the result with, in the wide type.
-        needs: For inputs, weights and bias in one row, which have a gradient.
+        normalizers: (M,) log(sum(exp(logits))).
+        coefficients: (M,) factors of the losses.
+        scale: Factor of the result, in the wide type.
+        needs: For each input, each weight and the bias, whether it needs a gradient.
 
     Returns:
         Gradients of inputs, weights and bias, each in the type of its tensor.
     """
-    with plain_numbers(call):
+    with without_autograd(call):
         return TiledGradients(call, needs, scale).run(normalizers, coefficients)
 
 
-def _counted(x: Tensor, rows: Tensor | None) -> Tensor:
+def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-# Targets in other tiles take nothing away.
+# Targets in other tiles subtract nothing.
 def _subtract_targets(gradient: Tensor, target: Tensor, of_target: Tensor) -> None:
     width = gradient.shape[1]
     is_here = (target >= 0) & (target < width)
@@ -146,8 +146,7 @@ def _subtract_targets(gradient: Tensor, target: Tensor, of_target: Tensor) -> No
     gradient.scatter_add_(1, place, torch.where(is_here, -of_target, 0.0).unsqueeze(1))
 
 
-# Weights whose gradient lies ready for a backward pass that is to come, and where it lies. By
-# weight and weakly: other threads train other weights.
+# Gradients computed in forward that wait for backward, by weight and weakly referenced.
 _READY: Any = WeakIdKeyDictionary()
 
 
@@ -161,22 +160,22 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``F.cross_entropy(logits[rows], target)`` without the logits.
 
-    Chunks of rows pass one after the other, in 32 bits. Where gradients are wanted they are
-    computed on the way, with three matrix products in all as in the ordinary computation, and
-    backward only scales them. Rows that do not count are left out.
+    Chunks of rows are processed one after the other, in 32 bits. If gradients are needed, they are
+    computed in forward too, with three matrix products in total as in the ordinary computation, and
+    backward only scales them. Ignored rows are skipped.
 
     Args:
         operands: The linear layer.
         target: (M,) classes.
-        rows: (M,) the row of the logits that each target is for; ``None`` if M = N, in order.
-        class_weight: (V,), or none.
+        rows: (M,) row index of each target; ``None`` if M = N, in order.
+        class_weight: (V,), or ``None``.
         settings: As for ``F.cross_entropy``.
 
     Returns:
         The loss, in 32 bits or more.
     """
     num_targets = len(target)
-    # One wait for the device, in each call: how many rows count decides the shapes of all chunks.
+    # Synchronizes with the device once per call: the number of rows determines shapes of chunks.
     counted = (target != settings.ignore_index).nonzero().squeeze(1)
     if len(counted) < num_targets:
         target = target.index_select(0, counted)
@@ -198,7 +197,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss over rows that all count."""
+    """The loss over rows without ignored ones."""
 
     @staticmethod
     def forward(
@@ -228,8 +227,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        # Not `once_differentiable`: it says nothing where the gradient that comes in has no graph,
-        # as in the first of two passes, and a part of the second would be missing.
+        # Not `once_differentiable`: it raises nothing if the incoming gradient has no graph, as in
+        # the first of two passes, and a term of the second derivative would be missing.
         if torch.is_grad_enabled():
             raise IncompatibleError("chunked_cross_entropy", [_twice()])
         (gradient,) = gradients
@@ -250,7 +249,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
     call = _call_of(ctx, ctx.saved_tensors)
-    if ctx.normalizers is None:  # the gradients that were ready have been used
+    if ctx.normalizers is None:  # the gradients from forward have been used
         _, ctx.normalizers, _ = run(call)
     if call.settings.reduction == "none":
         one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
@@ -259,10 +258,10 @@ def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[T
     return tiled_gradients(call, ctx.normalizers, share, gradient * ctx.scale, needs=needs)
 
 
-# The probability of one class of many is below what half precision holds in full.
+# Small probabilities of many classes would be subnormal in half precision.
 _LARGER = 64
 
-# What stands before the inputs in the arguments of the function.
+# Number of arguments of the function before the inputs.
 _NUM_OTHERS = 7
 
 
@@ -278,9 +277,9 @@ def _denominator(call: Call) -> Tensor:
     return call.weights_of_rows().sum()
 
 
-# What a row counts in the loss, in two factors: the second is a power of two. Gradients wait for
-# backward multiplied with the first, so that even half precision holds them, and the second and
-# what scales the loss, mostly another power of two, round nothing.
+# The weight of a row in the loss, as two factors, the second one a power of two. Gradients are
+# stored multiplied by the first, which keeps them in the range of half precision; multiplying by
+# the second and by a loss scale, usually a power of two as well, is exact.
 def _share_and_scale(call: Call) -> tuple[Tensor, Tensor]:
     one = torch.ones((), dtype=call.operands.wide_dtype, device=call.target.device)
     share, scale = one, one
@@ -297,7 +296,7 @@ def _trained_weights(call: Call, needs: tuple[bool, ...]) -> list[Tensor]:
     return [w for w, need in zip(weights, needs[len(weights) :], strict=False) if need]
 
 
-# A model that adds up many losses would hold a gradient of the weight for each of them.
+# A model that sums many losses would hold a gradient of the weight for each of them.
 def _is_ready(call: Call, needs: tuple[bool, ...]) -> bool:
     refs = [_READY.get(weight) for weight in _trained_weights(call, needs)]
     return any(ref is not None and ref() is not None for ref in refs)
@@ -310,7 +309,7 @@ def _note(call: Call, needs: tuple[bool, ...], ready: Gradients) -> None:
 
 def _twice() -> Problem:
     return Problem(
-        "gradients with a graph of their own (`create_graph=True`)",
-        "the loss of chunks has a first derivative only",
+        "gradients of gradients (`create_graph=True`)",
+        "the chunked loss only has a first derivative",
         "Set `chunked_cross_entropy=None`.",
     )

@@ -1,4 +1,4 @@
-"""A matrix product that waits to be asked for, and what is known of it meanwhile."""
+"""A lazily computed matrix product, and the layout of its views."""
 
 import math
 import weakref
@@ -15,15 +15,15 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import Operands
 
 @dataclass(frozen=True)
 class Layout:
-    """Place of a tensor in a matrix (N, V), or in a copy of such a tensor.
+    """Layout of a view of a matrix (N, V), or of a copy of such a view.
 
     Args:
         size: Shape of the tensor.
-        stride: In numbers of the matrix, as torch has it.
-        offset: Where the tensor begins.
+        stride: Strides in elements of the matrix.
+        offset: Storage offset in elements.
         num_rows: N, of the matrix that it is a view of.
         num_classes: V.
-        copied: What that matrix is a copy of, row by row; ``None`` for the layer's own output.
+        copied: Layout that the matrix is a row-by-row copy of; ``None`` for the layer's own output.
     """
 
     size: tuple[int, ...]
@@ -35,7 +35,7 @@ class Layout:
 
     @classmethod
     def of_whole(cls, lead: tuple[int, ...], num_classes: int) -> "Layout":
-        """Describe the output of a layer.
+        """Return the layout of the output of a layer.
 
         Args:
             lead: Shape of its input without the last axis.
@@ -44,50 +44,36 @@ class Layout:
         Returns:
             The layout.
         """
-        twin = torch.empty((*lead, num_classes), device="meta")
-        return cls(tuple(twin.shape), tuple(twin.stride()), 0, math.prod(lead), num_classes)
+        meta = torch.empty((*lead, num_classes), device="meta")
+        return cls(tuple(meta.shape), tuple(meta.stride()), 0, math.prod(lead), num_classes)
 
     @property
     def class_dim(self) -> int | None:
-        """The axis of the classes, or ``None`` if the tensor does not hold whole rows."""
+        """The axis of the classes; ``None`` if the tensor does not consist of whole rows."""
         places = list(enumerate(zip(self.size, self.stride, strict=True)))
         dims = [i for i, place in places if place == (self.num_classes, 1)]
         others = [stride for i, (size, stride) in places if i not in dims and size > 1]
         is_whole = all(stride % self.num_classes == 0 for stride in (*others, self.offset))
         return dims[0] if len(dims) == 1 and is_whole else None
 
-    def twin(self, dtype: torch.dtype) -> Tensor:
-        """Make a tensor without memory of the same shape and place.
-
-        Args:
-            dtype: Its type.
-
-        Returns:
-            A tensor on the device "meta".
-        """
+    def to_meta(self, dtype: torch.dtype) -> Tensor:
+        """Make a meta tensor with this layout."""
         matrix = torch.empty(self.num_rows * self.num_classes, dtype=dtype, device="meta")
         return matrix.as_strided(self.size, self.stride, self.offset)
 
     def of_view(self, view: Tensor) -> "Layout":
-        """Describe a view.
-
-        Args:
-            view: Of the twin.
-
-        Returns:
-            Its layout.
-        """
+        """Return the layout of a view of the tensor from `to_meta`."""
         size, stride, offset = tuple(view.shape), tuple(view.stride()), view.storage_offset()
         return Layout(size, stride, int(offset), self.num_rows, self.num_classes, self.copied)
 
     def of_copy(self, copy: Tensor) -> "Layout | None":
-        """Describe a copy, in the same order and perhaps another shape.
+        """Return the layout of a copy, perhaps reshaped, of the tensor from `to_meta`.
 
         Args:
-            copy: Of the twin.
+            copy: The copy.
 
         Returns:
-            Its layout, or ``None`` if rows are not whole or not in order any more.
+            Its layout; ``None`` if its rows are not whole or in another order.
         """
         same_place = (tuple(copy.shape), copy.stride()) == (self.size, self.stride)
         if same_place and copy.numel() == self.num_rows * self.num_classes:
@@ -100,13 +86,13 @@ class Layout:
         return Layout(size, stride, 0, num_rows, self.num_classes, copied=self)
 
     def rows(self, device: torch.device) -> Tensor | None:
-        """List the rows of the layer's output that the tensor shows, in order.
+        """Return the indices of the rows of the layer's output that the tensor consists of.
 
         Args:
-            device: Where to put the list.
+            device: Device of the result.
 
         Returns:
-            (M,), or ``None`` if these are all rows in order.
+            Indices of shape (M,); ``None`` for all rows in order.
         """
         before = None if self.copied is None else self.copied.rows(device)
         kept = [i for i in range(len(self.size)) if i != self.class_dim]
@@ -123,7 +109,7 @@ class Layout:
         return before.as_strided(size, stride, start).flatten()
 
 
-# Not seen: numbers written through `.data`, and in inference mode, where torch counts no versions.
+# Does not detect writes through `.data`, and in inference mode, where there is no version counter.
 def _state_of(tensor: Tensor) -> tuple[int, int]:
     version = 0 if tensor.is_inference() else tensor._version
     return version, 0 if is_fake(tensor) else tensor.data_ptr()
@@ -133,7 +119,7 @@ _LIVE: "weakref.WeakValueDictionary[int, Product]" = weakref.WeakValueDictionary
 
 
 def live_products() -> "list[Product]":
-    """List all products that a tensor or a graph still holds, whatever other threads make."""
+    """List all products that a tensor or a graph still holds, safe against other threads."""
     return [product for ref in _LIVE.valuerefs() if (product := ref()) is not None]
 
 
@@ -143,7 +129,7 @@ class Product:
     Args:
         operands: The layer, and inputs of shape (..., D).
         dtype: Type of the output.
-        settings: Of its head.
+        settings: Settings of its head.
     """
 
     def __init__(self, operands: Operands, dtype: torch.dtype, settings: "HeadSettings") -> None:
@@ -152,45 +138,30 @@ class Product:
         self.settings = settings
         self.device = operands.weights[0].device
         self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
-        """All that stands for the output or a part of it."""
+        """The output and its views."""
         self.is_pinned = False
-        """Whether a loss must use computed logits: they were changed, or a hook is on them."""
+        """Whether losses must use materialized logits: they were changed, or have a hook."""
         self.has_loss = False
-        """Whether a loss was computed without logits."""
+        """Whether a loss was computed without materializing logits."""
         self.has_graph = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors())
-        """Whether gradients can be asked for."""
+        """Whether it is part of an autograd graph."""
         self._states = [_state_of(tensor) for tensor in self.tensors()]
         _LIVE[id(self)] = self
 
     def whole(self) -> "Part":
-        """Describe the whole output.
-
-        Returns:
-            The first part.
-        """
+        """Return the part for the whole output."""
         lead, num_classes = self.operands.inputs[0].shape[:-1], len(self.operands.weights[0])
         layout = Layout.of_whole(lead, num_classes)
         return Part(self, layout, self.dtype, requires_grad=self.has_graph)
 
     def flat_operands(self, affine: tuple[float, Tensor | None]) -> Operands:
-        """Give what it is computed from as matrices.
-
-        Args:
-            affine: As of a part.
-
-        Returns:
-            The layer, with inputs of shape (N, D).
-        """
+        """Return the operands as matrices, with the scale and shift of a part."""
         scale, shift = affine
         inputs = tuple(x.reshape(-1, x.shape[-1]) for x in self.operands.inputs)
         return replace(self.operands, inputs=inputs, scale=scale, shift=shift)
 
     def tensors(self) -> list[Tensor]:
-        """List what it is computed from.
-
-        Returns:
-            Inputs, weights and bias.
-        """
+        """Return the operands as a list: inputs, weights and bias."""
         operands = self.operands
         found = (*operands.inputs, *operands.weights, operands.bias)
         return [tensor for tensor in found if tensor is not None]
@@ -199,10 +170,10 @@ class Product:
         """Compute the output as the layer does.
 
         Args:
-            tensors: What to take in place of `tensors`.
+            tensors: Operands to use instead of `tensors`.
 
         Returns:
-            The logits, with their graph where gradients are on.
+            The logits, with their graph if gradients are enabled.
 
         Raises:
             IncompatibleError: If inputs or weights have changed since.
@@ -211,7 +182,7 @@ class Product:
         dtype, num = self.operands.autocast_dtype, len(self.operands.inputs)
         tensors = self.tensors() if tensors is None else tensors
         bias = None if self.operands.bias is None else tensors[-1]
-        # The cache would keep a copy of the weight.
+        # The autocast cache would keep a copy of the weight.
         with torch.autocast(
             self.device.type, dtype, enabled=dtype is not None, cache_enabled=False
         ):
@@ -222,10 +193,10 @@ class Product:
             return logits.to(self.dtype)
 
     def check_unchanged(self) -> None:
-        """Make sure that what is computed now is what was meant.
+        """Raise if inputs or weights have changed since the product was deferred.
 
         Raises:
-            IncompatibleError: If inputs or weights have changed since.
+            IncompatibleError: If they have.
         """
         for i, (tensor, state) in enumerate(zip(self.tensors(), self._states, strict=True)):
             if _state_of(tensor) != state:
@@ -236,29 +207,29 @@ class Product:
 
 @dataclass
 class HeadSettings:
-    """What is kept with a head.
+    """Settings and state of a head.
 
     Args:
         name: Name of its module.
-        chunk_size: Rows at once in the loss; ``None`` chooses.
+        chunk_size: Rows per chunk of the loss; ``None`` for automatic.
     """
 
     name: str
     chunk_size: int | None = None
     has_warned: bool = False
-    """Whether it has been said that its logits were computed."""
+    """Whether the warning on materialized logits was shown."""
 
 
 class Part:
-    """A tensor that shows a product or a part of it.
+    """A deferred tensor: a product, or a view or conversion of it.
 
     Args:
         product: The product.
-        layout: Which part.
+        layout: Its layout in the product.
         dtype: Type of the tensor.
         requires_grad: Whether it has a graph.
-        parent: What it was made of; ``None`` for the whole product.
-        make: Makes its numbers from those of the parent.
+        parent: The part that it is derived from; ``None`` for the whole product.
+        make: Computes its values from those of the parent.
     """
 
     def __init__(
@@ -279,21 +250,17 @@ class Part:
         self._parent = parent
         self._make = make
         self.affine: tuple[float, Tensor | None] = (1.0, None)
-        """What the rows are multiplied with, and the vector that is added then."""
+        """Factor of the rows, and the vector that is added afterwards."""
         self.computed: Tensor | None = None
-        """The ordinary tensor, once something has asked for it."""
+        """The materialized tensor, if any."""
         self.shown: Callable[[], Tensor | None] = _nothing
-        """Gives the tensor that stands for it, as long as somebody has it."""
+        """Weak reference to its `DeferredLogits`."""
         product.parts.add(self)
 
     def compute(self) -> Tensor:
-        """Make an ordinary tensor of it; the same one each time.
-
-        Returns:
-            The tensor, with the graph that it would have had.
-        """
+        """Materialize it, once; the tensor has the graph that it would have had."""
         if self.computed is None:
-            # Not as things are where it is asked for, but as they were where it was made.
+            # With the grad mode of its creation, not the current one.
             is_inference = self.product.operands.inputs[0].is_inference()
             with torch.inference_mode(is_inference), torch.set_grad_enabled(self._had_grad):
                 self.computed = self.compute_from(None)
@@ -301,19 +268,12 @@ class Part:
 
     @property
     def is_computed(self) -> bool:
-        """Whether there are ordinary logits that this can be taken from."""
+        """Whether it or a parent is materialized."""
         parent = self._parent
         return self.computed is not None or (parent is not None and parent.is_computed)
 
     def compute_from(self, output: Tensor | None) -> Tensor:
-        """Make an ordinary tensor from the whole product.
-
-        Args:
-            output: The product; ``None`` computes it.
-
-        Returns:
-            The tensor.
-        """
+        """Compute its values from the whole output; ``None`` computes that, too."""
         if self._parent is not None:
             parent = self._parent
             return self._make(parent.compute() if output is None else parent.compute_from(output))
@@ -325,29 +285,22 @@ def _nothing() -> None:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is an ordinary one, with memory of its own.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        False for subclasses that mean something else, such as DTensor.
-    """
+    """Return whether a tensor is an ordinary or fake one, not a subclass such as DTensor."""
     return type(tensor) in (Tensor, nn.Parameter) or is_fake(tensor)
 
 
 def _changed_weights() -> Problem:
     return Problem(
-        "logits that are first looked at after a step of the optimizer",
-        "they are computed when they are asked for, and the weights have changed, in a step or by "
-        "an exchange for others such as averages",
+        "logits that are first used after an optimizer step",
+        "they are computed on first use, and the weights have changed since, in a step or by "
+        "swapping in others such as averages",
         "Use them, or call `.clone()` on them, before that.",
     )
 
 
 def _changed_input(name: str) -> Problem:
     return Problem(
-        f"an in-place change of what `{name}` was given",
-        "logits are computed when they are asked for, and would be those of other inputs",
-        f"Change a copy, call `.clone()` on the logits first, or leave `{name}` out of `heads`.",
+        f"an in-place change of the input of `{name}`",
+        "logits are computed on first use, and would be those of other inputs",
+        f"Change a copy, call `.clone()` on the logits first, or exclude `{name}` with `heads`.",
     )

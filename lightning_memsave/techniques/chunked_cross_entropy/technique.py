@@ -1,4 +1,4 @@
-"""Cross-entropy on a linear head, without the logits."""
+"""Compute cross-entropy on a linear head in chunks, without materializing the logits."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -29,34 +29,34 @@ _SETTINGS = "_memsave_head"
 
 @dataclass(frozen=True)
 class ChunkedCrossEntropy(Technique[nn.Module]):
-    """Compute the loss of a linear head in chunks, so that its logits are never there.
+    """Compute the loss of a linear head in chunks, without materializing the logits.
 
-    Logits and what cross-entropy makes of them take up to 16 bytes per token and word of the
-    vocabulary; one chunk of them takes a quarter of the head's weight. Tokens without a label are
-    left out, which for masked language models makes the head several times faster.
+    Logits and the tensors of cross-entropy need up to 16 bytes per token and vocabulary entry; one
+    chunk of them needs a quarter of the head's weight. Tokens without a label are skipped, which
+    for masked language models makes the head several times faster.
 
     Args:
         heads: The linear layers: names, class names, classes, ``"re:..."`` regular expressions
             over module names, compiled expressions, or functions of name and module. ``None``
-            finds them: what Hugging Face's ``get_output_embeddings`` gives, and in other models
+            finds them: the result of Hugging Face's ``get_output_embeddings``, and in other models
             layers outside of the blocks with at least 1,024 outputs and more outputs than inputs.
-        chunk_size: Rows (tokens) of logits at once. ``"auto"`` makes a chunk about as large as the
-            inputs of the head or a quarter of its weight in 32 bits. Smaller ones take longer.
+        chunk_size: Rows (tokens) of logits per chunk. ``"auto"`` makes a chunk about as large as
+            the inputs of the head or a quarter of its weight in 32 bits. Smaller chunks are slower.
 
     Raises:
-        ConfigurationError: If ``heads`` or ``chunk_size`` is none of these.
+        ConfigurationError: If ``heads`` or ``chunk_size`` is invalid.
 
     Note:
         Exactness is *rounding*: sums over tokens have another order, and in low precision losses
-        and gradients are closer to those of 32 bits. The head returns a tensor that stands for the
-        logits. ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` take it as it is, through views,
-        slices, transpositions and changes of type, and so does ``argmax`` over classes. Any other
-        use makes ordinary logits of it, once and for all uses, and saves nothing. So do targets
-        that are probabilities, hooks on the logits, and losses built by hand from ``log_softmax``.
-        Logits that are first looked at after the optimizer's step are an error.
-        ``torch.autograd.grad`` of the loss with respect to the logits does not find them. LoRA on
-        the head is part of it; 8-bit and 4-bit heads, DTensor weights and ``torch.compile`` run as
-        they are. An ``nn.Embedding`` with the head's weight adds its gradient to the head's.
+        and gradients are closer to those in float32. The head returns deferred logits.
+        ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` accept them directly, also through views,
+        slices, transpositions and type conversions, and so does ``argmax`` over classes. Any other
+        use materializes the logits, once for all uses, and saves nothing; so do targets that are
+        probabilities, hooks on the logits, and losses written with ``log_softmax``. Logits that are
+        first used after the optimizer step raise an error. ``torch.autograd.grad`` of the loss with
+        respect to the logits does not find them. LoRA on the head is supported; 8-bit and 4-bit
+        heads, DTensor weights and ``torch.compile`` run unchanged. An ``nn.Embedding`` tied to the
+        head adds its gradient to the head's.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(5000, 16), nn.Linear(16, 5000))
@@ -96,7 +96,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
 
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
-        """Read True, or how many rows are computed at once."""
+        """Convert True, or a number of rows per chunk."""
         is_size = type(value) is int and value > 0
         return cls(chunk_size=value) if is_size else super().from_value(value)
 
@@ -144,7 +144,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         tied = _tied_embeddings(target, heads)
         undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
         names = ", ".join(f"`{block.name}`" for block in heads)
-        # A wide layer is taken for a head by its shape alone.
+        # Wide layers are treated as heads by their shape, even if no cross-entropy follows.
         summary = f"no logits of {names} where a cross-entropy follows" if heads else ""
         if tied:
             names = ", ".join(f"`{block.name}`" for block in tied)
@@ -156,7 +156,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         found, skipped = find_heads(target, heads)
         free = [block for block in found if not _is_replaced(block.module)]
         skipped += [
-            f"`{block.name}` stays as it is: somebody has replaced its `forward`"
+            f"`{block.name}` stays unchanged: its `forward` has been replaced"
             for block in found
             if _is_replaced(block.module)
         ]
@@ -172,21 +172,12 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         )
 
 
-# The name is the one of the method that it replaces.
+# Named like the method that it replaces.
 def forward(head: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Give what stands for the head's output.
-
-    Args:
-        head: A linear layer.
-        *args: Its input.
-        **kwargs: Or its input by name.
-
-    Returns:
-        The logits.
-    """
+    """Return deferred logits; replaces the ``forward`` of a linear layer."""
     run = previous_method(head, "forward")
     values = (*args, *kwargs.values())
-    settings = vars(head).get(_SETTINGS)  # not after `undo`, for a method that was put over ours
+    settings = vars(head).get(_SETTINGS)  # None after `undo`, if `forward` was wrapped once more
     if settings is None or len(values) != 1 or not isinstance(values[0], torch.Tensor):
         return run(*args, **kwargs)
     found = read_head(head, values[0])
@@ -222,6 +213,6 @@ def _as_heads(heads: Any) -> tuple[BlockSelector, ...]:
         return as_selectors(heads)
     except ConfigurationError as error:
         raise ConfigurationError(
-            f'`heads={heads!r}` does not choose heads. Pass a name such as "lm_head", a class, '
+            f'`heads={heads!r}` does not select heads. Pass a name such as "lm_head", a class, '
             '"re:" and a regular expression over module names, or a function of name and module.'
         ) from error

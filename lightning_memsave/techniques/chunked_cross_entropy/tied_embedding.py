@@ -1,8 +1,8 @@
-"""One gradient for a weight that is both embedding and head.
+"""Use a single gradient for a weight that is tied between embedding and head.
 
-Backward comes to the head first. Its gradient of the weight is handed to the embedding, which adds
-its own to the rows of the words that occurred. Otherwise the embedding would make a gradient of
-the whole vocabulary to be added to that of the head.
+Backward reaches the head first. It passes its gradient of the weight to the embedding, which adds
+its own to the rows of the tokens that occurred. Otherwise the embedding would allocate a gradient
+of the whole vocabulary, to be added to that of the head.
 """
 
 from typing import Any
@@ -17,27 +17,18 @@ from lightning_memsave.techniques.chunked_cross_entropy.heads import is_traced
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
 
 aten = torch.ops.aten
-# The nodes in graphs that stand for a use of a weight as embedding; by weight and weakly, as what
-# other threads train are other weights.
+# Autograd nodes of embeddings, by weight and weakly referenced.
 _NODES: Any = WeakIdKeyDictionary()
 
 
-# Without them each makes a gradient of its own, as ever.
+# Without these functions of torch, embedding and head have separate gradients, as usual.
 _HAS_ENGINE = all(
     hasattr(torch._C, name) for name in ("_current_graph_task_id", "_will_engine_execute_node")
 )
 
 
 def can_share(module: nn.Module, weight: Tensor) -> bool:
-    """Say whether a module is an embedding that can add its gradient to that of a head.
-
-    Args:
-        module: Any module.
-        weight: Of the head.
-
-    Returns:
-        True if it is a plain embedding with this weight.
-    """
+    """Return whether a module is a plain embedding with this weight of a head."""
     return (
         _HAS_ENGINE
         and isinstance(module, nn.Embedding)
@@ -49,17 +40,9 @@ def can_share(module: nn.Module, weight: Tensor) -> bool:
     )
 
 
-# The name is the one of the method that it replaces.
+# Named like the method that it replaces.
 def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
-    """Look words up.
-
-    Args:
-        embedding: An embedding with the weight of a head.
-        input: Numbers of words.
-
-    Returns:
-        Their vectors.
-    """
+    """Look up token ids in an embedding that is tied to a head."""
     weight = embedding.weight
     has_graph = torch.is_grad_enabled() and weight.requires_grad
     if not has_graph or is_traced() or not is_plain(weight):
@@ -72,14 +55,14 @@ def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
 
 
 def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
-    """Give the gradient of a head's weight to the embeddings that come later in this backward pass.
+    """Pass the gradient of a head's weight to embeddings that run later in this backward pass.
 
     Args:
         weight: The weight.
         gradient: Its gradient, in its type; it will be changed.
 
     Returns:
-        ``None`` if it was given to them, and the gradient if there are none.
+        ``None`` if it was passed on; the gradient if there are no such embeddings.
     """
     if gradient is None or torch.is_grad_enabled():
         return gradient
@@ -89,7 +72,7 @@ def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
     if not nodes:
         return gradient
     held = nodes[0].held
-    if held is not None and held.task == task:  # of another loss
+    if held is not None and held.task == task:  # from another loss
         held.gradient += gradient
         return None
     held = _SharedGradient(task, gradient, len(nodes))
@@ -99,7 +82,7 @@ def share_gradient(weight: Tensor, gradient: Tensor | None) -> Tensor | None:
 
 
 class _SharedGradient:
-    """A gradient on its way; the graph holds it, so that it is gone when the graph is."""
+    """A gradient between head and embedding; held by the graph, so that it is freed with it."""
 
     def __init__(self, task: int, gradient: Tensor, num_waiting: int) -> None:
         self.task = task
@@ -134,10 +117,10 @@ class _Embedding(torch.autograd.Function):
         return None if held.num_waiting else held.gradient, None, None
 
 
-# Sums per word first: always in the same order, and rounded once.
+# Sums per token id first: deterministic, and rounded once.
 def _add_rows(total: Tensor, gradient: Tensor, words: Tensor, padding: int) -> None:
     wide = torch.promote_types(total.dtype, torch.float32)
-    # One wait for the device, in each backward pass: the number of different words is a shape.
+    # Synchronizes with the device once per backward pass: the number of unique ids is a shape.
     rows, index = torch.unique(words, return_inverse=True)
     sums = aten.embedding_dense_backward(gradient.to(wide), index, len(rows), -1, False)
     if padding >= 0:

@@ -1,4 +1,4 @@
-"""Matrix products of low precision whose results are wide, and sums of them."""
+"""Matrix products of low-precision factors that are summed in a wider type."""
 
 import functools
 import math
@@ -10,7 +10,7 @@ from torch import Tensor
 AddProduct = Callable[[Tensor, Tensor, Tensor, int], None]
 """Writes ``beta * total + a @ b`` to ``total``, which is of a wider type than ``a`` and ``b``."""
 
-# So many rows or columns at a time are converted from one type to another.
+# Tiles of rows or columns are converted from one type to another.
 _NUM_TILES = 16
 _MIN_TILE = 512
 
@@ -21,10 +21,10 @@ def compute_logits(
     """Compute ``sum(parts[i] @ weights[i].T) + bias``.
 
     Args:
-        logits: Where to, of a wide type.
+        logits: (R, V), the result, in a wide type.
         parts: Each (R, D).
         weights: Each (V, D), in the type of its part.
-        bias: (V,), or none.
+        bias: (V,), or ``None``.
     """
     for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
         if part.dtype != logits.dtype:
@@ -39,13 +39,7 @@ def compute_logits(
 
 
 def scale_and_shift(logits: Tensor, scale: float, shift: Tensor | None) -> None:
-    """Multiply logits and add to them.
-
-    Args:
-        logits: (R, V), overwritten.
-        scale: A number.
-        shift: (V,), or none.
-    """
+    """Scale logits (R, V) and add ``shift`` (V,), in place."""
     if scale != 1.0:
         logits *= scale
     if shift is not None:
@@ -55,14 +49,14 @@ def scale_and_shift(logits: Tensor, scale: float, shift: Tensor | None) -> None:
 def add_product(
     total: Tensor, factors: tuple[Tensor, Tensor], other: Tensor, *, is_first: bool
 ) -> None:
-    """Add ``factor @ other`` to a sum of a wide type.
+    """Add ``factor @ other`` to a sum in a wide type.
 
     Args:
         total: The sum.
-        factors: The factor in the wide type, and in the type of the other, which is used where it
-            makes the product fast.
+        factors: The factor in the wide type, and in the type of ``other``, which is used where the
+            product is fast.
         other: The other factor.
-        is_first: Nothing has been added yet; ``total`` may hold anything.
+        is_first: Whether ``total`` is uninitialized.
     """
     wide, narrow = factors
     if total.device.type == "cuda" and other.dtype != total.dtype:  # pragma: no cover (gpu)
@@ -72,16 +66,7 @@ def add_product(
 
 
 def scaled(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Multiply in the type of the factor, which is wide, and round once.
-
-    Args:
-        value: Is overwritten where that is possible.
-        factor: One number.
-        dtype: Type of the result.
-
-    Returns:
-        The product.
-    """
+    """Multiply by a scalar in its wide type and round once to ``dtype``; may change ``value``."""
     if value.dtype == dtype == factor.dtype:
         return value.mul_(factor)
     result = value if value.dtype == dtype else torch.empty_like(value, dtype=dtype)
@@ -100,7 +85,7 @@ def _add_low_precision_product(total: Tensor, a: Tensor, b: Tensor, *, is_first:
 
 @functools.cache
 def find_product(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -> AddProduct:
-    """Find by a small product which operator this torch has; GPUs multiply low precision widely."""
+    """Find, by trying a small product, the fastest operator that sums in the wide type."""
     for add in (_add_by_addmm, _add_by_mm):
         total = torch.ones(8, 8, device=device, dtype=wide)
         ones = torch.ones(8, 8, device=device, dtype=narrow)
@@ -120,7 +105,7 @@ def _add_by_addmm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
 
 
-# From torch 2.8 on; the product of a tile of columns is there beside the sum.
+# From torch 2.8 on; needs memory for the product of a tile of columns.
 def _add_by_mm(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
     for columns, part in _tiles(total, b):
         product = torch.mm(a, part, out_dtype=total.dtype)

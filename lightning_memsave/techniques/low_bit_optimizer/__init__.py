@@ -1,1 +1,1 @@
-"""Optimizers whose state has 8 bits."""
+"""Optimizers with 8-bit state."""

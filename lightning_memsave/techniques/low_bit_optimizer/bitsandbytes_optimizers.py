@@ -1,4 +1,4 @@
-"""bitsandbytes' optimizers with the number of bits chosen per parameter, imported on first use."""
+"""bitsandbytes optimizers with 8 or 32 bits per parameter, imported on first use."""
 
 import contextlib
 import functools
@@ -27,12 +27,12 @@ from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
 def update_all(optimizer: Any) -> None:
     """Update every parameter that has a gradient.
 
-    bitsandbytes waits for the GPU after each parameter. Its kernels and copies of pages all go to
-    CUDA's default stream, one after the other. Work of torch on another stream is put in order with
-    them on the GPU; the host waits for paged state only, which it may read at once.
+    bitsandbytes synchronizes with the GPU after each parameter. All its kernels and page copies run
+    on CUDA's default stream, so it is enough to synchronize that stream with the current one. Only
+    for paged state, which the host may read at once, the host waits.
 
     Args:
-        optimizer: One of bitsandbytes'; gradients are switched off.
+        optimizer: A bitsandbytes optimizer; call it under ``torch.no_grad``.
     """
     if not optimizer.initialized:
         optimizer.check_overrides()
@@ -49,11 +49,11 @@ def update_all(optimizer: Any) -> None:
                     optimizer.init_state(group, param, group_index, param_index)
                 optimizer.prefetch_state(param)
                 optimizer.update_step(group, param, group_index, param_index)
-            if param.device.type == "xpu":  # where nobody has tried to do without
+            if param.device.type == "xpu":  # not tested without
                 _synchronize(param.device)
             elif optimizer.is_paged and param.device.type == "cuda":
                 paged_on.add(param.device)
-                # The host writes to new pages, which on some systems it must not beside a kernel.
+                # The host writes to new pages; some systems forbid that while a kernel runs.
                 if is_new:
                     _synchronize(param.device)
     for device in paged_on:
@@ -62,7 +62,7 @@ def update_all(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def _in_order(device: torch.device) -> Iterator[None]:
-    """Put kernels on CUDA's default stream in order with the work on the current one."""
+    """Order kernels on CUDA's default stream with the work on the current one."""
     if device.type != "cuda":
         yield
         return
@@ -84,9 +84,9 @@ if TYPE_CHECKING:
 else:
     _Base = object
 
-# Its optimizers read other settings before, and had no kernels for the CPU.
+# Older versions read other settings, and have no CPU kernels.
 _LOWEST = (0, 50)
-# What is used and is not documented, beside attributes that the tiny step needs.
+# Undocumented names that are used, in addition to those that `_try_step` tests.
 _PRIVATE_NAMES = {
     "bitsandbytes.functional": (
         "GlobalPageManager",
@@ -112,10 +112,10 @@ _MIN_PAGED_NUMEL = 100_000
 
 
 class _PerParameterBits(_Base):
-    """What every optimizer that we make adds to its bitsandbytes class.
+    """Mixin for bitsandbytes classes: number of bits per parameter, and torch's group settings.
 
-    The groups stay in the words of torch's class (``momentum``, not ``betas``, for SGD), so that
-    schedulers, loggers and the user's own code go on finding what they look for.
+    Groups keep the names of torch's class (``momentum``, not ``betas``, for SGD), so that
+    schedulers, loggers and user code still find them.
     """
 
     memsave_kind: str
@@ -131,32 +131,32 @@ class _PerParameterBits(_Base):
         """Return whether the state of this parameter has 8 bits."""
         if param.numel() < self.min_8bit_size:
             return False
-        # A parameter that came later, from `add_param_group`, is not in the table.
+        # Parameters from `add_param_group` are not in the table.
         return self.bits_by_param.get(param, 8 if param.ndim > 1 else 32) == 8
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Return what the closure gives, after updating the parameters."""
+        """Update the parameters and return the result of the closure."""
         self._opt_called = True
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # Not `super().step`, which waits for the GPU after each parameter.
+        # Not `super().step`, which synchronizes with the GPU after each parameter.
         with torch.no_grad():
             update_all(self)
         return loss
 
-    # Learning rate schedulers look for this mark, and for `_opt_called`, to see that steps are
-    # counted. They would put a closure on the instance, which cannot be pickled.
+    # Learning rate schedulers check this mark and `_opt_called`. Without the mark they would set a
+    # closure on the instance, which cannot be pickled.
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
     def check_overrides(self) -> None:
-        """Ignore bitsandbytes' process-wide overrides: they are meant for other optimizers."""
+        """Ignore bitsandbytes' process-wide overrides."""
 
     def get_config(
         self, group_index: int, param_index: int, group: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the settings of one parameter in the words of bitsandbytes."""
+        """Return the settings of one parameter under bitsandbytes' names."""
         param = self.param_groups[group_index]["params"][param_index]
         family = KIND_BY_WORD[self.memsave_kind].family
         betas = {"momentum": ("momentum",), "rmsprop": ("alpha",)}.get(family)
@@ -177,8 +177,8 @@ class _PerParameterBits(_Base):
     def init_state(
         self, group: dict[str, Any], p: torch.Tensor, group_index: int, param_index: int
     ) -> None:
-        """Make the state of one parameter."""
-        # The kernels go by the order in memory; the state is made with the parameter's strides.
+        """Allocate the state of one parameter."""
+        # The kernels assume contiguous memory; the state gets the parameter's strides.
         p.data = p.data.contiguous()
         super().init_state(group, p, group_index, param_index)  # type: ignore[misc]
 
@@ -193,8 +193,8 @@ class _PerParameterBits(_Base):
         if not self._couples(group) or group["weight_decay"] == 0:
             super().update_step(group, p, group_index, param_index)  # type: ignore[misc]
             return
-        # torch's Adam adds the decay to the gradient; bitsandbytes' Adam shrinks the parameter.
-        # One parameter at a time, so that there is never a second copy of all gradients.
+        # torch's Adam adds weight decay to the gradient; bitsandbytes' Adam shrinks the parameter.
+        # One parameter at a time, to avoid a second copy of all gradients.
         grad = p.grad
         assert grad is not None, "bitsandbytes only comes here with a gradient"
         try:
@@ -204,14 +204,14 @@ class _PerParameterBits(_Base):
             p.grad = grad
 
     def load_state_dict(self, state_dict: dict[str, Any], move_to_device: bool = True) -> None:
-        """Load a state, after a check that its tensors are as large as the parameters."""
+        """Load a state, after checking that its tensors have the shapes of the parameters."""
         check_structure(state_dict)
         sizes, own = (
             [len(g["params"]) for g in d] for d in (state_dict["param_groups"], self.param_groups)
         )
-        if sizes == own:  # otherwise bitsandbytes refuses it, in torch's words
+        if sizes == own:  # otherwise bitsandbytes raises torch's error
             check_states(state_dict, self.param_groups)
-        # A paged state may be larger than the GPU: it goes from the host to its pages.
+        # A paged state may be larger than the GPU: it is copied from the host to its pages.
         super().load_state_dict(  # type: ignore[call-arg]
             state_dict, move_to_device and not self.is_paged
         )
@@ -219,7 +219,7 @@ class _PerParameterBits(_Base):
             self._page_all()
 
     def prefetch_state(self, p: torch.Tensor) -> None:
-        """Bring the state near, after paging again what a checkpoint load has put on the GPU."""
+        """Prefetch the state, after moving state from a checkpoint back to pages."""
         if self.is_paged and p.device.type != "cpu":
             for key in ("state1", "state2"):
                 self._page(p, key)
@@ -230,7 +230,7 @@ class _PerParameterBits(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         kept = {k: v for k, v in vars(self).items() if k not in _NOT_COPIED}
-        # Not those of the whole module: a copy of this optimizer must not copy a frozen model.
+        # Own parameters only: a copy of this optimizer must not copy a frozen model.
         own = {p for group in self.param_groups for p in group["params"]}
         kept["bits_by_param"] = {p: n for p, n in self.bits_by_param.items() if p in own}
         return {k: v for k, v in kept.items() if not k.startswith("_optimizer_")}
@@ -245,7 +245,7 @@ class _PerParameterBits(_Base):
             self.page_mng = GlobalPageManager.get_instance()
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # The class is made at run time, so pickle cannot find it by name.
+        # The class is created at run time, so pickle cannot find it by name.
         args = (self.memsave_kind, self.memsave_class_name, type(self).__name__)
         return _empty, args, self.__getstate__()
 
@@ -253,7 +253,7 @@ class _PerParameterBits(_Base):
         return self.couples_weight_decay and not group.get("decoupled_weight_decay", False)
 
     def _lacks_kernel(self, p: torch.Tensor) -> bool:
-        # bitsandbytes' CUDA kernels for one 32-bit state take bfloat16 for Lion only.
+        # bitsandbytes' CUDA kernels for one 32-bit state support bfloat16 for Lion only.
         return (
             p.is_cuda
             and p.dtype == torch.bfloat16
@@ -306,11 +306,11 @@ class _PerParameterBits(_Base):
 
 
 def import_bitsandbytes(setting: str) -> Any:
-    """Import bitsandbytes, which must not happen before a fit; `setting` is what needs it."""
+    """Import bitsandbytes on first use; `setting` is the one that needs it, for the error."""
     why = _find_wrong_version()
     if why is not None:
         raise _unusable(setting, why)
-    # Without the package `kernels` it warns about a 4-bit CPU kernel, which no optimizer uses.
+    # Without the package `kernels` it warns about a 4-bit CPU kernel that no optimizer uses.
     logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -324,9 +324,9 @@ def import_bitsandbytes(setting: str) -> Any:
 
 
 def find_obstacle(device: torch.device) -> tuple[str, str] | None:
-    """Find what keeps bitsandbytes from running on a device, and what to do about it."""
+    """Return why bitsandbytes cannot run on a device, and what to do about it."""
     why = _find_wrong_version()
-    # For a CPU the import, which takes seconds, can wait until an optimizer is made.
+    # For a CPU the import, which needs seconds, can wait until an optimizer is made.
     if why is None and device.type == "cuda":
         try:
             import_bitsandbytes("8-bit optimizer state")
@@ -336,15 +336,16 @@ def find_obstacle(device: torch.device) -> tuple[str, str] | None:
     return None if why is None else (why, f"{_INSTALL}, or set `optimizer=None`.")
 
 
-# Kernels read the parameter as of the gradient's type, unchecked.
+# Kernels assume, without a check, that parameter and gradient have the same type.
 def _check_gradient(param: torch.Tensor) -> None:
     grad = param.grad
     if grad is None or grad.dtype == param.dtype:
         return
     problem = Problem(
         f"a parameter of shape {tuple(param.shape)}",
-        f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels take one type",
-        "Let gradients have the type of their parameters, or apply "
+        f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels need the same "
+        "type",
+        "Cast gradients to the type of their parameters, or apply "
         "`LowPrecisionWeights().round_updates(optimizer)`.",
     )
     raise IncompatibleError("low_bit_optimizer", [problem])
@@ -368,7 +369,7 @@ def _find_wrong_version() -> str | None:
     return f"bitsandbytes {version} is older than {'.'.join(map(str, _LOWEST))}"
 
 
-# Then importing it succeeds, and the first kernel raises.
+# Without its library, importing bitsandbytes succeeds and the first kernel raises.
 def _find_lost_library() -> str | None:
     import bitsandbytes.cextension  # noqa: PLC0415
 
@@ -383,7 +384,7 @@ def _find_lost_library() -> str | None:
 
 @functools.cache
 def find_changed_names() -> str | None:
-    """Find what of bitsandbytes' undocumented side is not as in the versions that were tested."""
+    """Describe how bitsandbytes' undocumented names differ from the tested versions, if they do."""
     missing = [
         f"{module}.{name}"
         for module, names in _PRIVATE_NAMES.items()
@@ -400,9 +401,7 @@ def find_changed_names() -> str | None:
     if not missing and error is None:
         return None
     what = f"{', '.join(missing)} is missing" if missing else f"a step on the CPU fails ({error})"
-    return (
-        f"version {importlib.metadata.version('bitsandbytes')} is unknown to this package: {what}"
-    )
+    return f"version {importlib.metadata.version('bitsandbytes')} is not supported: {what}"
 
 
 def _try_step() -> str | None:
@@ -424,16 +423,16 @@ def _try_step() -> str | None:
 
 @functools.cache
 def low_bit_class(kind_word: str, class_name: str, shown_name: str) -> type[_PerParameterBits]:
-    """Make the class of an 8-bit optimizer.
+    """Create the class of an 8-bit optimizer.
 
     Args:
-        kind_word: Its ``Kind``.
+        kind_word: Word of its ``Kind``.
         class_name: The class in bitsandbytes, paged or not.
         shown_name: Name of the new class. A converted optimizer keeps the name of its class,
             because ``LearningRateMonitor`` logs under it.
 
     Returns:
-        The class. Its qualified name is local, so command lines do not offer it beside torch's.
+        The class. Its qualified name is local, so that command lines do not list it.
     """
     base = getattr(import_bitsandbytes('optimizer="8bit"').optim, class_name)
     namespace = {
@@ -454,7 +453,7 @@ def build(
     paged: bool,
     shown_name: str,
 ) -> torch.optim.Optimizer:
-    """Make the 8-bit optimizer that shares the group dictionaries of another one from now on."""
+    """Construct the 8-bit optimizer, sharing the group dictionaries of another one."""
     import_bitsandbytes('optimizer="8bit"')
     on_gpu = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
     why = (on_gpu and _find_lost_library()) or find_changed_names()
@@ -476,7 +475,7 @@ def _make(
     class_name = kind.paged_class_name if paged and kind.paged_class_name else kind.class_name
     cls: Any = low_bit_class(kind.word, class_name, shown_name)
     momentum = {"momentum": 0.9} if kind.word == "sgd" else {}
-    # With a stand-in parameter: the constructor would write bitsandbytes' own keys into the groups.
+    # With a dummy parameter: the constructor would write bitsandbytes' own keys into the groups.
     new = cls([torch.nn.Parameter(torch.zeros(1))], lr=1e-3, **momentum)
     new.state.clear()
     new.param_groups = list(optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""The optimizer states of a checkpoint in 8 or in 32 bits, rewritten without the module."""
+"""Convert the optimizer states of a checkpoint to 8 or 32 bits, without the module."""
 
 import glob
 import warnings
@@ -30,22 +30,22 @@ from lightning_memsave.units import format_bytes
 Width = Literal["8bit", "32bit"]
 StateDict = Mapping[str, Any]
 
-# A checkpoint has names and shapes, not classes: what could be an embedding stays 32-bit. Resuming
-# with `MemSaveCallback` converts the rest; the other way round, precision would be lost.
+# A checkpoint has names and shapes, not classes: possible embeddings stay 32-bit. Resuming with
+# `MemSaveCallback` converts the rest; the other way round, precision would be lost.
 KEPT_32BIT = ("*bias", "*emb*", "*wte*", "*wpe*")
 
 _TORCH_CLASSES: dict[str, type[Optimizer]] = {"adam": AdamW, "momentum": SGD, "rmsprop": RMSprop}
-# Others keep state of the same names (RAdam, LAMB, Muon), but not this setting.
+# Other optimizers (RAdam, LAMB, Muon) have state of the same names, but not this setting.
 _MARKS = {"adam": "amsgrad", "momentum": "dampening", "rmsprop": "centered"}
 
 
 @dataclass(frozen=True, slots=True)
 class StateChange:
-    """What became of one optimizer's state.
+    """Result of the conversion for one optimizer.
 
     Args:
-        is_converted: Whether it was rewritten.
-        text: What was done, or why nothing was done.
+        is_converted: Whether its state was converted.
+        text: Summary of the conversion, or why nothing was converted.
     """
 
     is_converted: bool
@@ -55,23 +55,23 @@ class StateChange:
 def convert_optimizer_states(
     checkpoint: Mapping[str, Any], to: Width, keep_32bit: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], list[StateChange]]:
-    """Rewrite the optimizer states of a Lightning checkpoint in another format.
+    """Convert the optimizer states of a Lightning checkpoint.
 
     Args:
-        checkpoint: As loaded; it is not changed. Its ``state_dict`` gives names to the states:
-            a state may belong to every parameter of its shape, unless the optimizer was made from
-            ``named_parameters()`` and its groups say it.
-        to: ``"8bit"`` is the format of `LowBitOptimizer`, ``"32bit"`` that of ``torch.optim``.
-        keep_32bit: Shell patterns of parameter names whose state stays 32-bit beside the 8-bit
-            ones; ``None`` stands for names that look like embeddings and biases.
+        checkpoint: As loaded; it is not changed. Its ``state_dict`` gives names to the states: a
+            state may belong to any parameter of its shape, unless the groups have names, as those
+            of an optimizer made from ``named_parameters()``.
+        to: ``"8bit"`` for the format of `LowBitOptimizer`, ``"32bit"`` for that of ``torch.optim``.
+        keep_32bit: Shell patterns over names of parameters whose state stays 32-bit; ``None`` for
+            names that look like embeddings and biases.
 
     Returns:
-        A new checkpoint that shares what did not change, and a line for each optimizer.
+        A new checkpoint that shares unchanged values, and the result for each optimizer.
 
     Raises:
         ConfigurationError: If a pattern matches no parameter.
-        IncompatibleError: If no state can be converted, or one of several cannot be brought into
-            the format of ``torch.optim``; the message says why.
+        IncompatibleError: If no state can be converted, or if one of several cannot be converted
+            to the format of ``torch.optim``; the message says why.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(512, 512))
@@ -99,7 +99,7 @@ def convert_optimizer_states(
         for state_dict, own_names in zip(states, names, strict=True)
     ]
     kept = {i: result for i, result in enumerate(results) if isinstance(result, _Kept)}
-    # An optimizer without an 8-bit form stays as it is under `MemSaveCallback` too.
+    # An optimizer without an 8-bit form stays unchanged under `MemSaveCallback` too.
     refused = {i: k for i, k in kept.items() if to == "32bit" and not k.is_right}
     if len(kept) == len(results):
         refused = kept
@@ -116,23 +116,23 @@ def convert_optimizer_states(
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """Why a state stays as it is, and whether it is right like that."""
+    """Why a state stays unchanged, and whether it has the requested format already."""
 
     why: str
     is_right: bool = False
 
 
-_NO_STATE = _Kept("it keeps no state, or has made no step yet", is_right=True)
+_NO_STATE = _Kept("it has no state, or has made no step yet", is_right=True)
 
 
 def _fix(to: Width, kept: _Kept) -> str:
     if to == "8bit" or kept.is_right:
-        return "Resume from the checkpoint as it is."
-    return "Resume from the checkpoint as it is, with `MemSaveCallback` and the same settings."
+        return "Resume from the original checkpoint."
+    return "Resume from the original checkpoint, with `MemSaveCallback` and the same settings."
 
 
 def _to_32bit(state_dict: StateDict) -> tuple[StateDict, str] | _Kept:
-    """Return the state dict in torch's format and what was done, or why it stays."""
+    """Return the state dict in torch's format and a summary, or why it stays unchanged."""
     states = [flat_state(state) for state in state_dict["state"].values() if state]
     if not states:
         return _NO_STATE
@@ -153,7 +153,7 @@ def _to_32bit(state_dict: StateDict) -> tuple[StateDict, str] | _Kept:
 def _to_8bit(
     state_dict: StateDict, names: Mapping[Any, Sequence[str]], keep_32bit: Sequence[str]
 ) -> tuple[StateDict, str] | _Kept:
-    """Return the state dict in bitsandbytes' format and what was done, or why it stays."""
+    """Return the state dict in bitsandbytes' format and a summary, or why it stays unchanged."""
     states = [state for state in state_dict["state"].values() if state]
     if not states:
         return _NO_STATE
@@ -171,22 +171,22 @@ def _to_8bit(
     if not handle.changes:
         return _Kept("; ".join(handle.skipped))
     for group in handle.target.param_groups:
-        del group["param_names"]  # ours, not the checkpoint's
+        del group["param_names"]  # added above, not in the checkpoint
     return convert_state_dict(dict(state_dict), handle.target), handle.summary
 
 
 def _stand_in(state_dict: StateDict) -> Optimizer | _Kept:
-    """Return a torch optimizer as the one that has written this, over parameters without memory."""
+    """Return a torch optimizer like the one that wrote this, over meta parameters."""
     saved, states = state_dict["param_groups"], state_dict["state"]
     pairs = [(states[key], g) for g in saved for key in g["params"] if states.get(key)]
     families = {family_of(state, group) for state, group in pairs}
     if len(families) > 1:
-        return _Kept(f"it keeps state of several kinds ({', '.join(sorted(families))})")
+        return _Kept(f"it has state of several kinds ({', '.join(sorted(families))})")
     if not families:
         return _Kept("its state belongs to no parameter of its groups")
     family = families.pop()
     if family not in _TORCH_CLASSES:
-        why = f"its state is that of {FAMILY_NAMES.get(family, family)}"
+        why = f"its state was written by {FAMILY_NAMES.get(family, family)}"
         return _Kept(why + ", which torch.optim does not have" * (family in FAMILY_NAMES))
     cls: Any = _TORCH_CLASSES[family]
     is_from_torch = not any(is_bitsandbytes(state) for state, _ in pairs)
@@ -206,7 +206,7 @@ def _stand_in(state_dict: StateDict) -> Optimizer | _Kept:
 
 
 def _empty_parameter(state: Mapping[str, Any] | None) -> torch.nn.Parameter:
-    """Return a parameter with the shape of its state; without state one that is not trained."""
+    """Return a meta parameter with the shape of its state; without state a frozen one."""
     flat = flat_state(state or {})
     other = ("step", *OWN_STATE)
     tensors = (v for k, v in flat.items() if k not in other and isinstance(v, torch.Tensor))
@@ -226,7 +226,7 @@ def _names(state_dict: StateDict, checkpoint: Mapping[str, Any]) -> dict[Any, Se
             by_shape[tuple(tensor.shape)].append(name)
     names: dict[Any, Sequence[str]] = {}
     for group in state_dict["param_groups"]:
-        # FSDP has names in place of numbers.
+        # FSDP uses names instead of indices.
         known = group.get("param_names", group["params"])
         for key, name in zip(group["params"], known, strict=True):
             shape = tuple(_empty_parameter(state_dict["state"].get(key)).shape)

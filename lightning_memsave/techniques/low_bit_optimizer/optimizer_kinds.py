@@ -1,4 +1,4 @@
-"""Which optimizers have an 8-bit form that computes the same, and what each of them keeps."""
+"""Optimizers with an equivalent 8-bit form in bitsandbytes, and their state."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ from lightning_memsave.errors import Problem
 
 @dataclass(frozen=True)
 class Kind:
-    """One optimizer that bitsandbytes has in 8 bits.
+    """An 8-bit optimizer of bitsandbytes.
 
     Args:
-        word: Stem of the names that users write, as in ``"adamw_8bit"``.
+        word: Stem of its names, as in ``"adamw_8bit"``.
         class_name: The class in ``bitsandbytes.optim``.
         paged_class_name: Its paged form, if there is one.
-        family: Optimizers of one family keep the same state.
+        family: Optimizers of one family have the same state.
         state_keys: Names of the state tensors in torch's class; ``()`` if torch has none.
         defaults: Settings besides the learning rate, with their default values.
         has_step_tensor: Whether torch's class also keeps its step count as a tensor.
@@ -91,7 +91,7 @@ _FLAGS = {
     "differentiable": "a bitsandbytes step cannot be differentiated",
     "capturable": "bitsandbytes counts steps outside the CUDA graph",
 }
-# What each setting must be, or why the optimizer stays.
+# Required values of settings, and why the optimizer stays 32-bit otherwise.
 _NUMBERS: tuple[tuple[str, str, Callable[[float], bool], str], ...] = (
     ("sgd", "momentum", lambda x: x != 0, "without momentum it has no state"),
     ("sgd", "dampening", lambda x: x == 0, "bitsandbytes has no dampening"),
@@ -100,19 +100,19 @@ _NUMBERS: tuple[tuple[str, str, Callable[[float], bool], str], ...] = (
 
 
 def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
-    """Find the 8-bit optimizer that computes the same as this one.
+    """Find the 8-bit form of an optimizer.
 
     Args:
         optimizer: Any optimizer.
 
     Returns:
-        The kind, or the sentence that says why there is none.
+        The kind, or a sentence that says why there is none.
     """
     name = type(optimizer).__name__
     if type(optimizer).__module__.startswith("bitsandbytes."):
-        return f"`{name}` is left as it is: it is a bitsandbytes optimizer already"
+        return f"`{name}` stays unchanged: it is a bitsandbytes optimizer already"
     if is_low_bit(optimizer):
-        return f"`{name}` is left as it is: its state has 8 bits already"
+        return f"`{name}` stays unchanged: its state has 8 bits already"
     kind = KIND_BY_TYPE.get(type(optimizer))
     if kind is None:
         return f"`{name}` stays 32-bit: {_why_unknown(optimizer)}"
@@ -125,26 +125,19 @@ def find_kind(optimizer: torch.optim.Optimizer) -> Kind | str:
 
 
 def is_low_bit(optimizer: torch.optim.Optimizer) -> bool:
-    """Say whether the optimizer was made by ``LowBitOptimizer``.
-
-    Args:
-        optimizer: Any optimizer.
-
-    Returns:
-        True if it was.
-    """
+    """Return whether an optimizer was made by ``LowBitOptimizer``."""
     return hasattr(optimizer, "memsave_kind")
 
 
 def wrapper_problems(optimizer: torch.optim.Optimizer) -> list[Problem]:
-    """Find whether `fabric.setup` has wrapped an optimizer, whose steps no wrapper makes."""
+    """Return a problem if `fabric.setup` has wrapped the optimizer."""
     if not type(optimizer).__module__.endswith("fabric.wrappers"):
         return []
     inner = type(optimizer.optimizer).__name__  # type: ignore[attr-defined]
     return [
         Problem(
             f"`{type(optimizer).__name__}`",
-            f"it is what `fabric.setup` made of an `{inner}`, and the `{inner}` makes the steps",
+            f"it is the wrapper of `fabric.setup` around an `{inner}`, which makes the steps",
             f"Apply the technique to the `{inner}` first, then call "
             "`model, optimizer = fabric.setup(model, handle.target)`.",
         )
@@ -171,7 +164,7 @@ def _why_not(kind: Kind, group: Mapping[str, Any]) -> tuple[str, str] | None:
         if any(
             isinstance(v, torch.Tensor) for v in (value if key == "betas" and value else [value])
         ):
-            return f"{key}=tensor", "bitsandbytes needs numbers"
+            return f"{key}=tensor", "bitsandbytes needs Python numbers"
     for word, setting, fits, why in _NUMBERS:
         if kind.word == word and not fits(group[setting]):
             return f"{setting}={group[setting]}", why

@@ -1,4 +1,4 @@
-"""Optimizer state between 32 bits as torch keeps it and 8 bits as bitsandbytes does, both ways."""
+"""Convert optimizer state between torch's 32-bit and bitsandbytes' 8-bit format."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -39,22 +39,22 @@ FAMILY_NAMES = {
 
 
 def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> StateDict:
-    """Translate an optimizer's ``state_dict`` into the format of the optimizer that will load it.
+    """Convert an optimizer's ``state_dict`` to the format of the optimizer that will load it.
 
-    Each parameter gets the width, 8 or 32 bits, that the target keeps it in. What has that width
-    already passes as it is, bit for bit.
+    The state of each parameter gets the target's width, 8 or 32 bits. State that has that width
+    already is unchanged, bit for bit.
 
     Args:
         state_dict: From a torch or bitsandbytes optimizer; it is not changed.
-        target: The optimizer whose ``load_state_dict`` comes next.
+        target: The optimizer that will load it.
 
     Returns:
-        The same object if there is nothing to translate, otherwise a new one that shares what did
-        not change.
+        The same object if there is nothing to convert, otherwise a new one that shares unchanged
+        values.
 
     Raises:
-        IncompatibleError: If the state was made by another kind of optimizer, for example the
-            momentum of SGD for AdamW, is malformed, or belongs to parameters of other shapes.
+        IncompatibleError: If the state is of another kind of optimizer, for example the momentum
+            of SGD for AdamW, is malformed, or belongs to parameters of other shapes.
 
     Example:
         >>> from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
@@ -72,7 +72,7 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
     to_bitsandbytes = hasattr(target, "optimizer_name")
     sizes = [len(group["params"]) for group in groups]
     if sizes != [len(group["params"]) for group in target.param_groups]:
-        return state_dict  # torch's own message for that is good
+        return state_dict  # torch raises a good error for it
     check_rests(state_dict, target.param_groups)
     kind = _kind_of(target)
     if from_bitsandbytes == to_bitsandbytes and (not to_bitsandbytes or kind is None):
@@ -99,19 +99,12 @@ def convert_state_dict(state_dict: StateDict, target: torch.optim.Optimizer) -> 
 
 
 def is_bitsandbytes(state: object) -> bool:
-    """Say whether the state of a parameter is in bitsandbytes' format.
-
-    Args:
-        state: One value of ``state_dict["state"]``.
-
-    Returns:
-        True for 8-bit state, and for 32-bit state that bitsandbytes keeps beside it.
-    """
+    """Return whether one value of ``state_dict["state"]`` is in bitsandbytes' format."""
     return isinstance(state, Mapping) and (NESTED in state or "state1" in state)
 
 
 def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
-    """Return how the optimizer keeps its state, also if it is a subclass."""
+    """Return the kind of an optimizer, also of a subclass."""
     word = getattr(optimizer, "memsave_kind", None)
     if word is not None:
         return KIND_BY_WORD[word]
@@ -122,14 +115,14 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> Kind | None:
 
 
 def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
-    """Find out which family of optimizers has written the state of a parameter.
+    """Find the family of optimizers that wrote the state of a parameter.
 
     Args:
         state: One value of ``state_dict["state"]``; not empty.
-        group: The saved group that the parameter is in.
+        group: The saved group of the parameter.
 
     Returns:
-        The family as in `Kind`, or what an unknown optimizer keeps, in words.
+        The family as in `Kind`, or a description of an unknown optimizer's state.
     """
     flat = flat_state(state)
     if "state2" in flat:
@@ -149,12 +142,12 @@ def family_of(state: Mapping[str, Any], group: Mapping[str, Any]) -> str:
 
 
 def _family_of_one_state(group: Mapping[str, Any]) -> str:
-    # The state of all three is one tensor; only their settings tell them apart, among which are
-    # those of torch's class whose groups an optimizer chosen by name has taken over.
+    # All three have one state tensor; only their settings differ. A named optimizer keeps settings
+    # of the torch class whose groups it uses.
     has_betas = group.get("betas", (0.0, 0.0))[1] > 0
     if has_betas and ("nesterov" in group or "centered" in group):
         return "lion"
-    if "centered" in group:  # RMSprop with momentum of its own has no 8-bit form
+    if "centered" in group:  # RMSprop with momentum has no 8-bit form
         return "momentum" if group.get("momentum") else "rmsprop"
     if "momentum" in group:
         return "momentum"
@@ -173,7 +166,7 @@ def _wants_8bit(target: Any, group_index: int, param_index: int) -> bool:
 def _convert(
     saved: Mapping[str, Any], kind: Kind, group: Mapping[str, Any], wants_8bit: bool | None
 ) -> Mapping[str, Any]:
-    """Return the state in 8 bits, in bitsandbytes' 32 bits, or (None) as torch keeps it."""
+    """Convert the state to 8 bits, to bitsandbytes' 32 bits, or (None) to torch's format."""
     flat = flat_state(saved)
     moments = _moments(flat, kind)
     if not moments:  # SGD writes `momentum_buffer=None` for a parameter without momentum
@@ -181,7 +174,7 @@ def _convert(
     has_8bit = flat["state1"].dtype == torch.uint8 if "state1" in flat else None
     if has_8bit == wants_8bit:
         return saved
-    # torch's SGD counts no steps; bitsandbytes would forget the momentum at the first one.
+    # torch's SGD does not count steps; at step 0 bitsandbytes would discard the momentum.
     step = int(flat.get("step", 1))
     rounding = {key: flat[key] for key in OWN_STATE if key in flat}
     if wants_8bit is None:
@@ -197,7 +190,7 @@ def _convert(
 
 
 def _moments(flat: Mapping[str, Any], kind: Kind) -> list[torch.Tensor]:
-    """Return the state tensors in float32 and in the order of bitsandbytes."""
+    """Return the state tensors in float32, in bitsandbytes' order."""
     if "state1" not in flat:
         found = [flat.get(key) for key in kind.state_keys]
         return [tensor.float().contiguous() for tensor in found if tensor is not None]
@@ -223,7 +216,7 @@ def _quantized(moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     functional = import_bitsandbytes("8-bit optimizer state").functional
     result: dict[str, torch.Tensor] = {}
     for i, moment in enumerate(moments, 1):
-        # The second moment has no sign; everything else uses the signed table, as bitsandbytes.
+        # As in bitsandbytes: an unsigned table for the second moment, else the signed one.
         table = functional.create_dynamic_map(signed=i == 1).to(moment.device)
         values, scales = functional.quantize_blockwise(
             moment.contiguous(), code=table, blocksize=BLOCKSIZE
@@ -235,11 +228,11 @@ def _quantized(moments: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 def _fill_group(
     saved: Mapping[str, Any], own: Mapping[str, Any], kind: Kind | None
 ) -> Mapping[str, Any]:
-    """Return the saved group with every key that the target reads."""
+    """Return the saved group, completed with the keys of the target's group."""
     missing = {key: value for key, value in own.items() if key not in saved}
     if not missing:
         return saved
-    # bitsandbytes writes the momentum of SGD and the decay of RMSprop as `betas[0]`.
+    # bitsandbytes stores the momentum of SGD and the decay of RMSprop as `betas[0]`.
     word = {"momentum": "momentum", "rmsprop": "alpha"}.get(kind.family if kind else "", "")
     if word in missing and "betas" in saved:
         missing[word] = saved["betas"][0]
@@ -252,7 +245,7 @@ def _other_family(family: str, target: torch.optim.Optimizer) -> Problem:
     name = FAMILY_NAMES.get(family, family)
     return Problem(
         "The checkpoint's optimizer state",
-        f"it was written by {name}, and this run has {type(target).__name__}, "
-        "which keeps something else",
+        f"it was written by {name}, and this run uses {type(target).__name__}, which has other "
+        "state",
         f"Use the optimizer of the checkpoint, or {WEIGHTS_ONLY}",
     )

@@ -1,4 +1,4 @@
-"""Refuse an optimizer state that is malformed or belongs to other parameters."""
+"""Validate optimizer states: structure, types and shapes."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,13 +25,13 @@ WEIGHTS_ONLY = (
 
 
 def flat_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Lay out the state of one parameter without bitsandbytes' nesting, in a new dictionary."""
+    """Return the state of one parameter without bitsandbytes' nesting, as a new dictionary."""
     outer = {key: value for key, value in state.items() if key != NESTED}
     return {**outer, **state.get(NESTED, {})}
 
 
 def check_structure(state_dict: Any) -> None:
-    """Refuse what is not the ``state_dict`` of an optimizer, or has nonsense under our keys."""
+    """Raise unless this is the ``state_dict`` of an optimizer, with valid values for our keys."""
     check_type(state_dict, Mapping, "it")
     for key, kind in (("state", Mapping), ("param_groups", Sequence)):
         if key not in state_dict:
@@ -67,7 +67,7 @@ def _check_group(where: str, group: Any) -> None:
 
 
 def check_rests(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse what rounding has kept for parameters of other shapes."""
+    """Raise if the state of rounding has another shape than its parameter."""
     for key, state, param in _pairs(state_dict, groups):
         rest = state.get(COMPENSATION)
         if rest is not None and rest.shape != param.shape:
@@ -78,7 +78,7 @@ def check_rests(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any
 
 
 def check_states(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states that the parameters of these groups cannot use; kernels would not notice."""
+    """Raise if states do not fit the parameters of these groups; kernels do not check that."""
     for key, state, param in _pairs(state_dict, groups):
         _check_state(f"`state[{key!r}]`", flat_state(state), param)
 
@@ -101,7 +101,7 @@ def _check_state(where: str, flat: Mapping[str, Any], param: torch.Tensor) -> No
         check_type(step, int | float | torch.Tensor, f"{where}: `step`")
         if isinstance(step, torch.Tensor) and step.numel() != 1:
             raise _malformed(f"{where}: `step` has {step.numel()} values, not 1")
-    for key in sorted(flat.keys() & _MOMENTS, reverse=True):  # the plain shape first
+    for key in sorted(flat.keys() & _MOMENTS, reverse=True):  # `state2` first: it has one shape
         moment = flat[key]
         if moment is None and key == "momentum_buffer":  # SGD's before its first step
             continue
@@ -120,8 +120,8 @@ def _check_shape(where: str, key: str, moment: torch.Tensor, param: torch.Tensor
         return
     problem = Problem(
         "The checkpoint's optimizer state",
-        f"{where} is that of a parameter of shape {tuple(moment.shape)}, and the parameter in its "
-        f"place has shape {tuple(param.shape)}",
+        f"{where} belongs to a parameter of shape {tuple(moment.shape)}, but the parameter at this "
+        f"position has shape {tuple(param.shape)}",
         "Give the optimizer its parameters in the order and with the sizes of the run that wrote "
         f"the checkpoint, or {WEIGHTS_ONLY}",
     )
@@ -140,7 +140,7 @@ def _check_scales(where: str, number: str, flat: Mapping[str, Any], moment: torc
 
 
 def check_type(value: object, kind: Any, where: str) -> None:
-    """Refuse a value of a checkpoint that has another type; a text is no sequence here."""
+    """Raise if a value of a checkpoint has another type; a string does not count as a sequence."""
     if isinstance(value, kind) and not (kind is Sequence and isinstance(value, str)):
         return
     name = type(value).__name__
@@ -150,7 +150,7 @@ def check_type(value: object, kind: Any, where: str) -> None:
 def _malformed(why: str) -> IncompatibleError:
     problem = Problem(
         "The checkpoint's optimizer state",
-        f"{why}, so no optimizer has written it as it is now",
+        f"{why}, so it is damaged or was not written by an optimizer",
         f"Use an earlier checkpoint, or {WEIGHTS_ONLY}",
     )
     return IncompatibleError("optimizer", [problem])

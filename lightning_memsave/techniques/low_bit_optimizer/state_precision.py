@@ -1,4 +1,4 @@
-"""Which parameters keep 32-bit optimizer state, and how many bytes each choice takes."""
+"""Choose the parameters that keep 32-bit optimizer state, and compute bytes of state."""
 
 import fnmatch
 from collections import Counter
@@ -23,14 +23,14 @@ _OF_MATRICES = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, _ConvNd)
 def parameter_names(
     optimizer: torch.optim.Optimizer, module: nn.Module | None
 ) -> dict[torch.Tensor, tuple[str, ...]]:
-    """Collect the names of the parameters, as far as they are known.
+    """Collect all known names of each parameter.
 
     Args:
-        optimizer: Its groups hold names if it was made from ``named_parameters()``.
+        optimizer: Its groups have names if it was made from ``named_parameters()``.
         module: The owner of the parameters.
 
     Returns:
-        All names of each parameter; a tied one has several.
+        Names by parameter; a tied one has several.
     """
     names: dict[torch.Tensor, tuple[str, ...]] = {}
     if module is not None:
@@ -44,15 +44,7 @@ def parameter_names(
 
 
 def matches(names: Iterable[str], patterns: Sequence[str]) -> bool:
-    """Say whether one of the names fits one of the shell patterns.
-
-    Args:
-        names: Names of one parameter.
-        patterns: For example ``("*.lm_head.weight",)``.
-
-    Returns:
-        True if any fits.
-    """
+    """Return whether any of the names matches any of the shell patterns."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
@@ -63,17 +55,16 @@ def reasons_for_32bit(
     keep_32bit: Sequence[str],
     force_8bit: Sequence[str],
 ) -> dict[torch.Tensor, str]:
-    """Decide for each parameter whether its state must have 32 bits.
+    """Decide for each parameter whether its state stays 32-bit.
 
     Args:
-        optimizer: Whose parameters are asked for.
-        module: Their owner; all its parameters are decided, for groups that are added later.
-        keep_32bit: Patterns of names that stay 32-bit; they win over ``force_8bit``.
-        force_8bit: Patterns of names to which the rule for embeddings, norms and biases does not
-            apply.
+        optimizer: The optimizer.
+        module: Owner of the parameters; all of them are decided, for groups that are added later.
+        keep_32bit: Patterns of names that stay 32-bit; they have priority over ``force_8bit``.
+        force_8bit: Patterns of names of embeddings, norms and biases that become 8-bit, too.
 
     Returns:
-        One word that says why for each parameter, ``""`` for 8 bits.
+        The reason for each parameter in one word, ``""`` for 8 bits.
     """
     names = parameter_names(optimizer, module)
     kinds = _special_parameters(module)
@@ -97,35 +88,28 @@ def reasons_for_32bit(
 def count_tensors(
     reasons: Mapping[torch.Tensor, str], trained: Sequence[torch.Tensor], min_8bit_size: int
 ) -> Counter[str]:
-    """Count the trained tensors by why they stay 32-bit.
+    """Count tensors by the reason why they stay 32-bit.
 
     Args:
-        reasons: What ``reasons_for_32bit`` gave.
+        reasons: Result of ``reasons_for_32bit``.
         trained: The parameters to count.
-        min_8bit_size: Smaller tensors stay 32-bit for that reason.
+        min_8bit_size: Smaller tensors count as ``"small"``.
 
     Returns:
-        Counts by word; those in 8 bits under ``""``.
+        Counts by reason; those in 8 bits under ``""``.
     """
     return Counter(reasons[p] or ("small" if p.numel() < min_8bit_size else "") for p in trained)
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """List the parameters that get optimizer state.
-
-    Args:
-        optimizer: Any optimizer.
-
-    Returns:
-        Those that require a gradient.
-    """
+    """Return the parameters that get optimizer state: those that require a gradient."""
     return [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad]
 
 
 def frozen_parameters(
     reasons: Mapping[torch.Tensor, str], module: nn.Module | None
 ) -> list[torch.Tensor]:
-    """List the parameters that may be trained later; PEFT's never trains what its adapters hold."""
+    """Return the parameters that may be trained later; under PEFT the base stays frozen."""
     if module is not None and any(hasattr(child, "peft_config") for child in module.modules()):
         return []
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -133,14 +117,14 @@ def frozen_parameters(
 
 
 def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -> str | None:
-    """Find parameters that no bitsandbytes optimizer takes.
+    """Return why bitsandbytes does not support parameters of an optimizer.
 
     Args:
         optimizer: Any optimizer.
-        module: The owner of the parameters; without it sparse gradients are not foreseen.
+        module: The owner of the parameters; without it sparse gradients are not detected.
 
     Returns:
-        Why the optimizer must stay, or ``None``.
+        The reason, or ``None``.
     """
     trained = set(trained_parameters(optimizer))
     if any(is_lazy(param) for param in trained):
@@ -148,18 +132,18 @@ def why_unsuitable(optimizer: torch.optim.Optimizer, module: nn.Module | None) -
     for name, child in module.named_modules() if module is not None else ():
         is_table = isinstance(child, nn.Embedding | nn.EmbeddingBag)
         if is_table and child.sparse and child.weight in trained:
-            return f"`{name}` has sparse gradients, which bitsandbytes does not take"
+            return f"`{name}` has sparse gradients, which bitsandbytes does not support"
     return None
 
 
 def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
-    """Compute what a torch optimizer will keep after its first step.
+    """Compute the state size of a torch optimizer after its first step.
 
     Args:
-        optimizer: Without state yet.
+        optimizer: An optimizer without state.
 
     Returns:
-        Bytes of all state tensors, the step counts included; ``None`` for an unknown class.
+        Bytes of all state tensors, including step counts; ``None`` for an unknown class.
     """
     kind = KIND_BY_TYPE.get(type(optimizer))
     if kind is None:
@@ -179,12 +163,7 @@ def torch_state_bytes(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
-    """Note that updates of a bfloat16 parameter are rounded, so that its state is float32.
-
-    Args:
-        param: The parameter. Copies of it are not marked.
-        is_rounded: False takes the mark away.
-    """
+    """Mark (or unmark) a bfloat16 parameter as updated in float32, so that its state is float32."""
     if is_rounded:
         vars(param)[_ROUNDED] = True
     else:
@@ -194,17 +173,16 @@ def mark_rounded(param: torch.Tensor, is_rounded: bool) -> None:
 def low_bit_state_bytes(
     kind: Kind, trained: Sequence[torch.Tensor], in_8bit: Iterable[torch.Tensor]
 ) -> int:
-    """Compute what an 8-bit optimizer will keep after its first step.
+    """Compute the state size of an 8-bit optimizer after its first step.
 
     Args:
         kind: The optimizer.
         trained: The parameters that get state.
-        in_8bit: Those of them whose state has 8 bits.
+        in_8bit: Those of them with 8-bit state.
 
     Returns:
-        Bytes of all state tensors: one byte per element and moment, 4 for each block of 256, and
-        the tables of the quantisation, which all parameters share; 4 bytes per element where the
-        state has 32 bits.
+        Bytes of all state tensors: 1 per element and moment, 4 per block of 256, and the shared
+        quantization tables; 4 per element and moment for 32-bit state.
     """
     quantized = set(in_8bit)
     num_tables = 0 if kind.num_moments == 0 or not quantized else 1 + (kind.num_moments > 1)
@@ -219,14 +197,7 @@ def low_bit_state_bytes(
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Say whether a module is a normalization layer, of torch's or of other packages.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True if its class is named so and is not one of matrices, such as ``LogNormalHead``.
-    """
+    """Return whether a module is a normalization layer, judged by its class name."""
     return "Norm" in type(module).__name__ and not isinstance(module, _OF_MATRICES)
 
 

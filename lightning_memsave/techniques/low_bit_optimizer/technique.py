@@ -1,4 +1,4 @@
-"""Optimizer state in 8 bits."""
+"""Keep optimizer state in 8 bits."""
 
 import difflib
 import sys
@@ -48,33 +48,19 @@ NAMES: tuple[str, ...] = (
 
 
 def named_kind(optimizer: str) -> Kind | None:
-    """Look up the optimizer that a setting names.
-
-    Args:
-        optimizer: One of ``NAMES``.
-
-    Returns:
-        The kind, or ``None`` for the 8-bit form of the optimizer that is there.
-    """
+    """Return the kind of a name such as ``"lion_8bit"``; ``None`` for those in ``SAME``."""
     return KIND_BY_WORD.get(optimizer.removeprefix("paged_").removesuffix("_8bit"))
 
 
 def problems_of_name(optimizer: object) -> list[Problem]:
-    """Check the setting ``optimizer``.
-
-    Args:
-        optimizer: What the user wrote.
-
-    Returns:
-        At most one problem.
-    """
+    """Check the setting ``optimizer``; return at most one problem."""
     if isinstance(optimizer, str) and optimizer in NAMES:
         return []
     is_class = isinstance(optimizer, type)
     cls: type = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(cls, Optimizer):
         what = "an optimizer class" if is_class else "an optimizer"
-        why = f"it is {what}, and the one that is changed is what `configure_optimizers` returns"
+        why = f"it is {what}, not a setting: the optimizer is the one of `configure_optimizers`"
         fix = 'Return it there, and use `optimizer="8bit"` for its 8-bit form, or `optimizer=None`.'
         return [Problem(f"`optimizer={cls.__name__}{'' if is_class else '(...)'}`", why, fix)]
     what, choices = f"`optimizer={optimizer!r}`", ", ".join(f'"{name}"' for name in NAMES)
@@ -90,15 +76,7 @@ def problems_of_name(optimizer: object) -> list[Problem]:
 
 
 def problems_of_kwargs(optimizer: str, kwargs: object) -> list[Problem]:
-    """Check ``optimizer_kwargs`` against the optimizer that is named.
-
-    Args:
-        optimizer: One of ``NAMES``.
-        kwargs: What the user wrote.
-
-    Returns:
-        All problems.
-    """
+    """Check ``optimizer_kwargs`` against the named optimizer; return all problems."""
     if not isinstance(kwargs, Mapping):
         what, why = f"`optimizer_kwargs={kwargs!r}`", "it must be a dict of settings"
         return [Problem(what, why, 'Write for example `optimizer_kwargs={"weight_decay": 0.1}`.')]
@@ -118,15 +96,7 @@ def problems_of_kwargs(optimizer: str, kwargs: object) -> list[Problem]:
 
 
 def problems_of_patterns(setting: str, patterns: object) -> list[Problem]:
-    """Check ``keep_32bit`` or ``force_8bit``.
-
-    Args:
-        setting: Its name.
-        patterns: What the user wrote.
-
-    Returns:
-        At most one problem.
-    """
+    """Check a setting of name patterns, such as ``keep_32bit``; return at most one problem."""
     if isinstance(patterns, str):
         return [
             Problem(
@@ -165,7 +135,8 @@ def _problem_of_key(kind: Kind, key: str, value: Any) -> tuple[str, str]:
         return "it is a setting of its own", f"Write `LowBitOptimizer(..., min_8bit_size={value})`."
     close = difflib.get_close_matches(str(key), kind.defaults, n=1)
     hint = f"Did you mean `{close[0]}`? " if close else ""
-    return f"{kind.class_name} has no such setting", f"{hint}It takes {', '.join(kind.defaults)}."
+    choices = ", ".join(kind.defaults)
+    return f"{kind.class_name} has no such setting", f"{hint}Its settings are {choices}."
 
 
 def _problem_of_betas(value: Any, length: int) -> tuple[str, str] | None:
@@ -184,33 +155,33 @@ def _is_number(value: object) -> bool:
 class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     """Keep the state of the optimizer in 8 bits instead of 32.
 
-    AdamW's state falls from 8 bytes per parameter to 2.03. The state is expanded block by block
+    AdamW's state falls from 8 bytes per parameter to 2.03. The state is dequantized block by block
     inside the step, which costs no memory on a GPU.
 
     Args:
-        optimizer: ``"8bit"`` is the 8-bit form of the optimizer that is there, with the same
-            meaning of every setting; ``"paged_8bit"`` also lets CUDA move the state to host memory
-            when the GPU is full. A name such as ``"lion_8bit"`` takes another optimizer for the
-            same parameter groups: learning rates and weight decay stay, ``betas``, ``eps`` and
-            ``momentum`` stay if both optimizers mean the same by them.
-        optimizer_kwargs: Settings of a named optimizer. ``weight_decay`` is for the groups that
-            have no value of their own.
-        keep_32bit: Shell patterns (``fnmatch``) over parameter names, whose state stays 32-bit.
-        force_8bit: Patterns of names to which the rule for embeddings, norms, biases and other
-            vectors does not apply. ``keep_32bit`` wins over it.
-        min_8bit_size: Tensors with fewer elements stay 32-bit: they save nothing worth having.
-        min_saved_bytes: The optimizer stays as it is if its whole state shrinks by less.
-        module: Owner of the parameters, to know names, embeddings and norms. Without it only what
-            the tensors show is known: vectors stay 32-bit, embeddings do not.
+        optimizer: ``"8bit"`` is the 8-bit form of the given optimizer, with the same meaning of
+            every setting; ``"paged_8bit"`` also lets CUDA move the state to host memory when the
+            GPU is full. A name such as ``"lion_8bit"`` uses another optimizer for the same
+            parameter groups: learning rates and weight decay are kept, ``betas``, ``eps`` and
+            ``momentum`` if they have the same meaning in both optimizers.
+        optimizer_kwargs: Settings of a named optimizer. ``weight_decay`` applies to groups without
+            a value of their own.
+        keep_32bit: Shell patterns (``fnmatch``) over names of parameters whose state stays 32-bit.
+        force_8bit: Patterns over names of embeddings, norms, biases and other vectors whose state
+            becomes 8-bit, too. ``keep_32bit`` has priority.
+        min_8bit_size: Tensors with fewer elements stay 32-bit, as they would save next to nothing.
+        min_saved_bytes: The optimizer stays unchanged if its whole state shrinks by less.
+        module: Owner of the parameters, which tells names, embeddings and norms. Without it,
+            vectors stay 32-bit, but embeddings do not.
 
     Raises:
-        ConfigurationError: If an argument is wrong; the message lists all that are.
+        ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *approximate*: follow the loss. What has no 8-bit form of the same meaning
-        (``amsgrad``, ``nesterov``, ``maximize``, unknown classes and subclasses) stays as it is and
-        ``Handle.skipped`` says why. The groups are shared with the optimizer that was given: use
-        ``Handle.target`` from now on, and give it to learning rate schedulers. Not for DTensor
+        Exactness is *approximate*: monitor the loss. Optimizers without an equivalent 8-bit form
+        (``amsgrad``, ``nesterov``, ``maximize``, unknown classes and subclasses) stay unchanged,
+        with the reason in ``Handle.skipped``. The groups are shared with the given optimizer: use
+        ``Handle.target`` from now on, and pass it to learning rate schedulers. Not for DTensor
         parameters, and not for an optimizer that has made steps already.
 
     Example:
@@ -250,7 +221,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if not problems and self.optimizer_kwargs is not None:
             problems += problems_of_kwargs(self.optimizer, self.optimizer_kwargs)
         if not problems and self.optimizer_kwargs is not None:
-            # A copy, and betas that come from YAML as a list are a tuple.
+            # A copy; YAML gives betas as a list.
             kwargs = {
                 key: tuple(value) if isinstance(value, list) else value
                 for key, value in self.optimizer_kwargs.items()
@@ -292,7 +263,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             target: An optimizer before its first step.
 
         Returns:
-            All problems. That an optimizer has no 8-bit form is none: it is left as it is.
+            All problems. An optimizer without an 8-bit form is not one: it stays unchanged.
         """
         if wrapped := wrapper_problems(target):
             return wrapped
@@ -303,7 +274,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             problems.append(
                 Problem(
                     f"`{name}` with state",
-                    "it has made steps already, and they would be forgotten",
+                    "it has made steps already, and its state would be lost",
                     "Switch to 8 bits before the first step, or resume from a checkpoint.",
                 )
             )
@@ -311,7 +282,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
             problems.append(
                 Problem(
                     f"`{name}` over DTensor parameters",
-                    "bitsandbytes' kernels do not take them",
+                    "bitsandbytes' kernels do not support them",
                     "Set `optimizer=None` under FSDP2 and tensor parallelism.",
                 )
             )
@@ -338,8 +309,8 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if self.min_saved_bytes > max(saved, 0):
             why = (
                 f"8 bits would save {format_bytes(max(saved, 0))}; less than "
-                f"{format_bytes(self.min_saved_bytes)}, which CUDA's allocator takes at once, need "
-                "not change whether a run fits"
+                f"{format_bytes(self.min_saved_bytes)}, a segment of CUDA's allocator, need not "
+                "change whether a run fits"
             )
             return Handle(target, (), (f"`{old_name}` stays 32-bit: {why}",))
 
@@ -391,7 +362,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         )
 
     def _kind_for(self, target: torch.optim.Optimizer) -> Kind | str:
-        """Return what the target becomes, or why it stays."""
+        """Return the kind that replaces the target, or why it stays unchanged."""
         found = find_kind(target)
         named = named_kind(self.optimizer)
         is_done = is_low_bit(target) or type(target).__module__.startswith("bitsandbytes.")
@@ -401,7 +372,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
         if why is None and named is not None:
             why = _why_not_replaced(target)
         if why is not None:
-            return f"`{type(target).__name__}` stays as it is: {why}"
+            return f"`{type(target).__name__}` stays unchanged: {why}"
         return found if named is None else named
 
     def _unmatched_patterns(self, target: torch.optim.Optimizer) -> list[Problem]:
@@ -424,7 +395,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
 
 
 def _why_not_replaced(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return what keeps an optimizer from being replaced by one of another kind."""
+    """Return why an optimizer cannot be replaced by one of another kind."""
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), float | int):
             return "its learning rate is not a number"
@@ -441,6 +412,6 @@ def _kept(counts: Mapping[str, int]) -> str:
 
 
 def _is_dtensor(param: torch.Tensor) -> bool:
-    # If nobody has imported it, nothing is one; the import would take a second.
+    # Without an import there is no instance; importing it needs a second.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(param, module.DTensor)

@@ -1,1 +1,1 @@
-"""Weights in bfloat16, rounded so that small updates count."""
+"""Keep weights in bfloat16, with updates that are not lost in rounding."""

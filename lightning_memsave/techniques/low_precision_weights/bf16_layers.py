@@ -1,4 +1,4 @@
-"""Layers that give bfloat16 for bfloat16, where autocast would have them give float32."""
+"""Keep the outputs of normalization layers and GELU in bfloat16 under autocast."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,39 +12,39 @@ from lightning_memsave.core.patching import patch_method, previous_method
 
 _RMSNorm = getattr(nn, "RMSNorm", None)
 _NORMS = tuple(kind for kind in (nn.LayerNorm, nn.GroupNorm, _RMSNorm) if kind is not None)
-# Hugging Face's, which are the tanh form of GELU in several operators.
-_WRITTEN_OUT = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
+# Hugging Face's tanh-approximated GELUs, which consist of several operators.
+_COMPOSITE_GELUS = ("NewGELUActivation", "FastGELUActivation", "GELUTanh")
 
 
 def keep_in_bfloat16(module: nn.Module) -> list[Callable[[], None]]:
-    """Let layers give what they are given, also where autocast would widen it.
+    """Let normalization layers and GELUs return bfloat16 for bfloat16 inputs.
 
-    On CUDA autocast runs normalization in float32, and so a power of its input, with which GPT-2's
-    activation begins: outputs are float32 then and kept so. Here normalization takes its float32
-    weights cast, and that activation is torch's own kernel. Inside, both compute in float32.
+    On CUDA, autocast runs normalization and powers (the first operator of GPT-2's activation) in
+    float32, so their outputs are float32 and saved as such. Here normalization uses bfloat16 copies
+    of its weights, and the activation uses torch's kernel. Both compute in float32 inside.
 
     Args:
-        module: Its layers of torch's own classes and of Hugging Face's are meant.
+        module: The model; layers of torch's own and of Hugging Face's classes are patched.
 
     Returns:
-        Functions that take it back.
+        Functions that undo it.
     """
     undo = []
     for child in module.modules():
-        if "forward" in vars(child):  # somebody has replaced it
+        if "forward" in vars(child):  # patched already
             continue
         if type(child) in _NORMS:
             undo.append(patch_method(child, _Norm.forward))
-        elif type(child).__name__ in _WRITTEN_OUT and _is_of_hugging_face(child):
+        elif type(child).__name__ in _COMPOSITE_GELUS and _is_of_hugging_face(child):
             undo.append(patch_method(child, _GELU.forward))
     return undo
 
 
-# `patch_method` needs functions of the name "forward".
+# `patch_method` needs functions named "forward".
 class _Norm:
     @staticmethod
     def forward(layer: Any, /, input: Tensor) -> Tensor:
-        if not _is_meant(layer, input):
+        if not _keeps_bfloat16(layer, input):
             return _as_before(layer, input)
         weight = None if layer.weight is None else layer.weight.to(input.dtype)
         bias = getattr(layer, "bias", None)
@@ -61,12 +61,12 @@ class _Norm:
 class _GELU:
     @staticmethod
     def forward(layer: Any, /, input: Tensor) -> Tensor:
-        if not _is_meant(layer, input):
+        if not _keeps_bfloat16(layer, input):
             return _as_before(layer, input)
         return functional.gelu(input, approximate="tanh")
 
 
-def _is_meant(layer: nn.Module, input: Tensor) -> bool:
+def _keeps_bfloat16(layer: nn.Module, input: Tensor) -> bool:
     device = input.device.type
     return (
         input.dtype is torch.bfloat16
@@ -85,13 +85,13 @@ def _is_of_hugging_face(layer: nn.Module) -> bool:
 
 
 def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
-    """Let gradients of bfloat16 parameters be summed in float32 from now on.
+    """Accumulate the gradients of bfloat16 parameters in float32 from now on.
 
     Args:
-        params: Parameters; those of other types are left alone. Frozen ones may be trained later.
+        params: Parameters; those of other types are skipped. Frozen ones may be trained later.
 
     Returns:
-        Functions that end it. What has not been used by then is rounded.
+        Functions that undo it; gradients that exist then are rounded to bfloat16.
     """
     chosen = [p for p in params if p.dtype is torch.bfloat16]
     refs = [weakref.ref(p) for p in chosen if p.grad_dtype is not torch.float32]
@@ -99,7 +99,7 @@ def sum_in_float32(params: Iterable[nn.Parameter]) -> list[Callable[[], None]]:
     def set_dtype(dtype: torch.dtype) -> None:
         for ref in refs:
             param = ref()
-            # Weights that are in float32 again need none of this.
+            # Skip weights that are float32 again.
             if param is not None and (param.dtype is torch.bfloat16 or dtype is torch.float32):
                 _set_grad_dtype(param, dtype)
 

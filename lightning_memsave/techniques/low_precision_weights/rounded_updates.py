@@ -1,4 +1,4 @@
-"""Optimizers that update bfloat16 parameters in float32 and round the result."""
+"""Let optimizers update bfloat16 parameters in float32 and round the result."""
 
 import functools
 import math
@@ -26,20 +26,20 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     step_without_hooks,
 )
 
-_LOW_BITS = 0xFFFF  # what bfloat16 lacks of float32
+_LOW_BITS = 0xFFFF  # the bits of float32 that bfloat16 lacks
 
 
 def round_stochastically(param: Tensor, values: Tensor, generator: torch.Generator) -> None:
-    """Round each number up or down, up with the probability that makes the mean right.
+    """Round each value up or down at random, unbiased.
 
-    What bfloat16 can hold already stays as it is, infinities and NaN too.
+    Values that bfloat16 represents exactly are unchanged, including infinities and NaN.
 
     Args:
-        param: Where the numbers go, in bfloat16.
+        param: Result, in bfloat16.
         values: In float32, contiguous or strided like ``param``; overwritten.
-        generator: Of the same device.
+        generator: Random generator of the same device.
     """
-    # To a GPU's NaN, which has all bits set, the noise would carry into the sign.
+    # A GPU's NaN has all bits set: noise would overflow into the sign.
     is_nan = values.isnan()
     bits = values.view(torch.int32)
     bits.add_(_noise(values, generator)).add_(_LOW_BITS // 2 + 1).bitwise_and_(~_LOW_BITS)
@@ -47,42 +47,28 @@ def round_stochastically(param: Tensor, values: Tensor, generator: torch.Generat
 
 
 def round_with_rest(param: Tensor, values: Tensor, rest: Tensor) -> None:
-    """Round to the nearest and keep what was lost, to be added before the next update.
+    """Round to nearest and store the rounding error, to be added before the next update.
 
     Args:
-        param: Where the numbers go, in bfloat16.
+        param: Result, in bfloat16.
         values: In float32; overwritten.
-        rest: Where the rest goes, in bfloat16.
+        rest: The rounding error, in bfloat16.
     """
     param.copy_(values)
     rest.copy_(values.sub_(param))
 
 
 def next_seed(seed: int) -> int:
-    """Step to the seed of a parameter's next update.
-
-    Args:
-        seed: A number of 32 bits, as many as the generator of a CPU takes.
-
-    Returns:
-        Another one; all 2**32 come before one comes again.
-    """
+    """Return the seed of a parameter's next update: 32 bits, with a period of 2**32."""
     return (seed * 1664525 + 1013904223) % 2**32
 
 
 def first_seed(index: int) -> int:
-    """Choose the seed of a parameter's first update.
-
-    Args:
-        index: Position of the parameter in its optimizer.
-
-    Returns:
-        A number of 32 bits.
-    """
+    """Return the 32-bit seed of the first update of the parameter at this optimizer index."""
     return (index + 1) * 2654435761 % 2**32
 
 
-# Four numbers of 16 bits from each draw of 64, from -2**15 to 2**15 - 1.
+# Four 16-bit integers from each 64-bit draw, from -2**15 to 2**15 - 1.
 def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
     numel = like.numel()
     drawn = torch.empty(-(-numel // 4), dtype=torch.int64, device=like.device)
@@ -93,15 +79,15 @@ def _noise(like: Tensor, generator: torch.Generator) -> Tensor:
 COMPENSATION = "compensation"
 SEED = "rounding_seed"
 OWN_STATE = (COMPENSATION, SEED)
-"""What is kept beside the optimizer's own state, whatever the width of that."""
+"""Keys of the state that rounding adds to that of the optimizer."""
 _PATCHED = ("step", "load_state_dict", "__reduce_ex__")
-# Where torch's own optimizers keep 16 bits, it is because the parameter has 16.
+# torch's own optimizers keep state in the type of the parameter.
 _TORCH = "torch.optim."
 
 
 @dataclass(frozen=True)
 class RoundedStep:
-    """Updates one parameter; those in bfloat16 in float32.
+    """Updates one parameter, a bfloat16 one in float32.
 
     Args:
         rounding: ``"stochastic"`` or ``"kahan"``.
@@ -111,17 +97,12 @@ class RoundedStep:
 
     @torch.no_grad()
     def __call__(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        """Update a parameter.
-
-        Args:
-            optimizer: Its owner.
-            param: The parameter, with a gradient.
-        """
+        """Update a parameter that has a gradient."""
         if param.dtype is not torch.bfloat16:
             plain_step(optimizer, param)
             return
         state = optimizer.state[param]
-        # Optimizers take a state that is not empty for one of theirs.
+        # Optimizers initialize their state only if it is empty.
         own = {key: state.pop(key) for key in OWN_STATE if key in state}
         try:
             _prepare_state(optimizer, param)
@@ -133,12 +114,7 @@ class RoundedStep:
             state.update(own)
 
     def allocate(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        """Give what the optimizer keeps the width that it has from the first update on.
-
-        Args:
-            optimizer: Its owner, which has made its state as for a bfloat16 parameter.
-            param: The parameter.
-        """
+        """Convert newly allocated state of a parameter to the width that updates need."""
         if param.dtype is not torch.bfloat16:
             return
         _widen_state(optimizer, param)
@@ -157,8 +133,8 @@ class RoundedStep:
                 lambda part: data[part].float().add_(rest[part]),
                 lambda part, new: round_with_rest(data[part], new, rest[part]),
             )
-        # By position and number of updates alone: the same in each process, after a resume, and
-        # whatever order backward has; dropout and the order of data are left alone.
+        # Seeds depend on position and number of updates only: they are the same in each process,
+        # after a resume and for any order of backward, and global random states are not used.
         seed = own.get(SEED)
         if seed is None:
             seed = first_seed(_position(optimizer, param))
@@ -171,14 +147,14 @@ class RoundedStep:
 
 
 def install(optimizer: Optimizer, step: RoundedStep) -> Callable[[], None]:
-    """Let an optimizer step this way, as a whole and parameter by parameter; its copies too.
+    """Let an optimizer and its copies use a rounded step, as a whole and per parameter.
 
     Args:
         optimizer: The optimizer.
-        step: The way.
+        step: The step of one parameter.
 
     Returns:
-        A function that restores it.
+        A function that restores the optimizer.
     """
     undo = [set_parameter_step(optimizer, step)]
     undo += [patch_method(optimizer, globals()[name]) for name in _PATCHED]
@@ -186,34 +162,26 @@ def install(optimizer: Optimizer, step: RoundedStep) -> Callable[[], None]:
     return functools.partial(undo_all, undo)
 
 
-# Not after `undo`, where a scheduler or somebody else has wrapped the method and still calls it.
+# False after `undo`; a scheduler that wrapped the method may still call it.
 def _rounds(optimizer: Optimizer) -> bool:
     return isinstance(vars(optimizer).get("memsave_parameter_step"), RoundedStep)
 
 
-def _made_again(make: Callable[..., Optimizer], args: Any, parameter_step: RoundedStep) -> Any:
+def _reconstruct(make: Callable[..., Optimizer], args: Any, parameter_step: RoundedStep) -> Any:
     optimizer = make(*args)
     install(optimizer, parameter_step)
     return optimizer
 
 
 def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Update all parameters; the name is that of the method that it replaces.
-
-    Args:
-        self: The optimizer.
-        closure: Computes loss and gradients.
-
-    Returns:
-        What the closure gives.
-    """
+    """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
     if not _rounds(self):
         return previous_method(self, "step")(closure)
     self._opt_called = True  # type: ignore[attr-defined] # for schedulers
     return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
 
 
-# Schedulers that come later would wrap the method in a closure, which cannot be copied.
+# Without this mark, schedulers would wrap the method in a closure, which cannot be copied.
 step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
@@ -240,14 +208,7 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
 
 # torch casts the state of a bfloat16 parameter to bfloat16 when it is loaded.
 def load_state_dict(self: Optimizer, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-    """Load a state; the name is that of the method that it replaces.
-
-    Args:
-        self: The optimizer.
-        state_dict: What ``state_dict`` gave, with this technique or without.
-        args: Of the method.
-        kwargs: Of the method.
-    """
+    """Load a state, saved with this technique or without; replaces the method of this name."""
     previous_method(self, "load_state_dict")(state_dict, *args, **kwargs)
     if not _rounds(self):
         return
@@ -258,23 +219,15 @@ def load_state_dict(self: Optimizer, state_dict: dict[str, Any], *args: Any, **k
 
 
 def __reduce_ex__(self: Optimizer, protocol: Any) -> Any:  # noqa: N807 - replaces that method
-    """Say how to copy or pickle it; the name is that of the method that it replaces.
-
-    Args:
-        self: The optimizer.
-        protocol: Of pickle.
-
-    Returns:
-        What pickle asks for.
-    """
+    """Reduce the optimizer for copies and pickles; replaces the method of this name."""
     reduced: tuple[Any, ...] = previous_method(self, "__reduce_ex__")(protocol)
     own = vars(self).get("memsave_parameter_step")
     if not isinstance(own, RoundedStep):
         return reduced
     make, args, state, *rest = reduced
-    # Some keep all attributes in their pickles, ours among them.
+    # Some optimizers pickle all attributes, including those of this module.
     state = {k: v for k, v in state.items() if k not in _PATCHED and "memsave_p" not in k}
-    return _made_again, (make, args, own), state, *rest
+    return _reconstruct, (make, args, own), state, *rest
 
 
 def _restore(state: dict[str, Any], saved: Mapping[str, Any], param: Tensor) -> None:
@@ -287,7 +240,7 @@ def _restore(state: dict[str, Any], saved: Mapping[str, Any], param: Tensor) -> 
 
 
 def _prepare_state(optimizer: Any, param: nn.Parameter) -> None:
-    """Let state that comes from a bfloat16 parameter be as for a float32 one."""
+    """Convert the state of a bfloat16 parameter to that of a float32 one."""
     state = optimizer.state[param]
     if hasattr(optimizer, "init_state"):  # bitsandbytes chooses the bits by the parameter
         if not state:

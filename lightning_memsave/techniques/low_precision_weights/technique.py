@@ -1,4 +1,4 @@
-"""Weights in bfloat16, with updates that are not lost in rounding."""
+"""Keep weights in bfloat16, with updates that are not lost in rounding."""
 
 import difflib
 import sys
@@ -48,15 +48,15 @@ _KEPT = (*_RULES, *_LAYERS)
 
 
 def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Parameter, str]:
-    """Decide for each parameter whether it becomes bfloat16.
+    """Decide for each parameter whether it is converted to bfloat16.
 
     Args:
-        module: Their owner.
+        module: Owner of the parameters.
         patterns: Shell patterns over names of parameters that stay float32.
 
     Returns:
-        One word that says why for each parameter that stays, ``""`` for the others; the name of
-        its type for one that is not float32.
+        The reason for each parameter that is not converted, in one word or as the name of a type
+        other than float32; ``""`` for converted ones.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -81,30 +81,23 @@ def reasons_to_leave(module: nn.Module, patterns: tuple[str, ...]) -> dict[nn.Pa
 
 
 def describe_left(reasons: dict[nn.Parameter, str]) -> str:
-    """Count the parameters that do not become bfloat16.
+    """Summarize the parameters that are not converted.
 
     Args:
-        reasons: What `reasons_to_leave` gave.
+        reasons: Result of `reasons_to_leave`.
 
     Returns:
-        Those that are kept float32 and those of other types, in words; empty if there are none.
+        Counts by reason, as text; empty if there are none.
     """
     counts = sorted(Counter(why for why in reasons.values() if why).items())
     kept = ", ".join(f"{n} {why}" for why, n in counts if why in _KEPT)
     others = ", ".join(f"{n} {why}" for why, n in counts if why not in _KEPT)
     parts = [f"kept float32: {kept}"] if kept else []
-    return "; ".join([*parts, f"left as they are: {others}"] if others else parts)
+    return "; ".join([*parts, f"unchanged: {others}"] if others else parts)
 
 
 def is_lazy(param: Tensor) -> bool:
-    """Say whether a parameter gets its shape in the first forward pass.
-
-    Args:
-        param: Any parameter.
-
-    Returns:
-        True if it has none yet.
-    """
+    """Return whether a parameter is lazy: without a shape before the first forward pass."""
     return isinstance(param, UninitializedParameter)
 
 
@@ -114,22 +107,22 @@ def _owned_by_special_modules(module: nn.Module) -> dict[Tensor, str]:
         if is_norm(child):
             why = "norm"
         elif isinstance(child, nn.RNNBase):
-            why = "recurrent"  # cuDNN takes all weights of a layer in one type
+            why = "recurrent"  # cuDNN needs all weights of a layer in one type
         elif isinstance(child, nn.Bilinear):
-            why = "bilinear"  # autocast leaves it alone, and it takes one type
+            why = "bilinear"  # it needs one type, and autocast does not cast it
         elif isinstance(child, nn.EmbeddingBag):
-            why = "embedding bag"  # the same, with weights per sample
+            why = "embedding bag"  # the same, if it has weights per sample
         elif isinstance(child, nn.Embedding) and child.sparse:
-            why = "sparse"  # a rounded update would make the whole table in float32
+            why = "sparse"  # a rounded update would convert the whole table to float32
         elif isinstance(child, ParametrizationList) or _is_reparametrized(child):
-            why = "parametrized"  # computed with before autocast sees them
+            why = "parametrized"  # used by operators that autocast does not cast
         else:
             continue
         found.update(dict.fromkeys(child.parameters(recurse=False), why))
     return found
 
 
-# By the functions of `torch.nn.utils` that came before parametrizations.
+# By the older functions of `torch.nn.utils`, before parametrizations.
 def _is_reparametrized(module: nn.Module) -> bool:
     hooks = module._forward_pre_hooks.values()
     return any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks)
@@ -138,7 +131,7 @@ def _is_reparametrized(module: nn.Module) -> bool:
 ROUNDINGS = ("stochastic", "kahan")
 _HOW = {
     "stochastic": "rounded up or down at random",
-    "kahan": "with what rounding loses kept in bfloat16",
+    "kahan": "rounded with a bfloat16 compensation",
 }
 
 
@@ -146,32 +139,31 @@ _HOW = {
 class LowPrecisionWeights(Technique[nn.Module]):
     """Keep weights in bfloat16, and their gradients with them.
 
-    Weights and gradients take 2 bytes per parameter in place of 4, and autocast makes no copies of
-    weights any more. An update is often smaller than the distance of two bfloat16 numbers and
-    would be lost: `round_updates` computes it in float32, tile by tile, and rounds so that it
-    counts.
+    Weights and gradients need 2 bytes per parameter instead of 4, and autocast needs no copies of
+    weights. An update is often smaller than the spacing of bfloat16 values and would be lost:
+    `round_updates` computes it in float32, tile by tile, and rounds it so that it is not lost.
 
     Args:
-        rounding: ``"stochastic"`` rounds up or down at random, right on average, and needs no
-            memory. ``"kahan"`` keeps what rounding loses, in 2 more bytes per parameter.
-        keep_fp32: Shell patterns (``fnmatch``) over names of parameters that stay float32, beside
-            norms and vectors such as biases, which always do: they are small and matter.
+        rounding: ``"stochastic"`` rounds up or down at random, unbiased, and needs no memory.
+            ``"kahan"`` stores the rounding error, in 2 more bytes per parameter.
+        keep_fp32: Shell patterns (``fnmatch``) over names of parameters that stay float32, in
+            addition to norms and vectors such as biases, which are small and sensitive.
 
     Raises:
-        ConfigurationError: If an argument is wrong; the message lists all that are.
+        ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *approximate*: follow the loss. The forward pass must run under
+        Exactness is *approximate*: monitor the loss. The forward pass must run under
         ``torch.autocast(device, torch.bfloat16)``, as with Lightning's ``"bf16-mixed"``: outside of
-        it layers refuse weights of two types. The output of an embedding is bfloat16, and so is
-        that of normalization layers and activations for an input in bfloat16, on CUDA too, where
-        autocast alone would widen it: sums of residual connections are bfloat16, unless
-        ``keep_fp32`` makes the embeddings float32. Parameters of recurrent and bilinear layers, of
-        ``EmbeddingBag`` and ``Embedding(sparse=True)``, of parametrizations, and such as share
-        memory without being one parameter stay float32. Not for DTensor. After ``undo`` weights are
-        float32 and have the values that they had in bfloat16; where the device has no memory for
-        that, they stay bfloat16 and a warning says so. A checkpoint has bfloat16 weights and loads
-        everywhere; ``load_state_dict(..., assign=True)`` would replace the weights.
+        it, layers fail on weights of two types. The output of an embedding is bfloat16, and so is
+        that of normalization layers and activations for bfloat16 inputs, also on CUDA, where
+        autocast alone would return float32: residual sums are bfloat16, unless ``keep_fp32`` keeps
+        the embeddings in float32. Parameters of recurrent and bilinear layers, of ``EmbeddingBag``
+        and ``Embedding(sparse=True)``, of parametrizations, and different parameters that share
+        memory stay float32. Not for DTensor. After ``undo`` weights are float32, with their
+        bfloat16 values; if the device has too little memory for that, they stay bfloat16, with a
+        warning. A checkpoint has bfloat16 weights and loads everywhere;
+        ``load_state_dict(..., assign=True)`` would replace the weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
@@ -223,7 +215,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
 
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
-        """Read how updates are rounded."""
+        """Convert the name of a rounding."""
         is_rounding = isinstance(value, str) and value in ROUNDINGS
         return cls(value) if is_rounding else super().from_value(value)
 
@@ -271,7 +263,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
                     f"Use a pattern over names such as `{close[0]}`.",
                 )
             )
-        # If nobody has imported it, nothing is one; the import would take a second.
+        # Without an import there is no instance; importing it needs a second.
         dtensor = sys.modules.get("torch.distributed.tensor")
         if dtensor is not None and any(isinstance(p, dtensor.DTensor) for p in target.parameters()):
             problems.append(
@@ -284,22 +276,22 @@ class LowPrecisionWeights(Technique[nn.Module]):
         return problems
 
     def round_updates(self, optimizer: Optimizer) -> Handle[Optimizer]:
-        """Let an optimizer update bfloat16 parameters in float32, and round as chosen.
+        """Let an optimizer update bfloat16 parameters in float32 and round the result.
 
-        Others are updated as before. Optimizers that compute each number on its own (torch's, but
-        for Adafactor, Muon and LBFGS, and those of `LowBitOptimizer`) update parameters of more
-        than 1 Mi numbers in tiles of at most 4 Mi, so that only tiles are ever there in float32.
-        Their state has the width that it has for a float32 parameter.
+        Other parameters are updated as before. Elementwise optimizers (torch's except Adafactor,
+        Muon and LBFGS, and those of `LowBitOptimizer`) update parameters of more than 1 Mi elements
+        in tiles of at most 4 Mi, so that only one tile is in float32. The state has the width that
+        it has for a float32 parameter.
 
         Args:
             optimizer: Before or after its first step. Copies of it update in the same way.
 
         Returns:
-            The same optimizer, and ``undo``.
+            A handle with the same optimizer and ``undo``.
 
         Raises:
-            IncompatibleError: If the optimizer is LBFGS, rounds its updates already, or is what
-                `fabric.setup` gave.
+            IncompatibleError: If the optimizer is LBFGS, rounds its updates already, or is a
+                wrapper of `fabric.setup`.
         """
         problems = _problems_of(optimizer)
         if problems:
@@ -309,23 +301,24 @@ class LowPrecisionWeights(Technique[nn.Module]):
         return Handle(optimizer, (change,), undo=(undo,))
 
     def sum_gradients_in_fp32(self, module: nn.Module) -> Handle[nn.Module]:
-        """Let gradients of several backward passes be summed in float32, for 4 bytes each.
+        """Accumulate gradients in float32, for 4 bytes per element.
 
-        A sum in bfloat16 stops growing when each part is less than 1/256 of it. Use the handle as a
-        context around all micro-batches of a step and the step itself, or leave it on. What is not
-        used when it ends becomes bfloat16.
+        A sum in bfloat16 stops growing when each addend is less than 1/256 of it. Use the handle as
+        a context around all micro-batches of a step and the step itself, or leave it on. Gradients
+        that exist at its end are rounded to bfloat16.
 
         Args:
-            module: All of its bfloat16 parameters are meant.
+            module: The model; this applies to all of its bfloat16 parameters.
 
         Returns:
-            The module, and ``undo``.
+            A handle with the module and ``undo``.
 
         Raises:
             IncompatibleError: In a process group, as DDP fixes the type of gradients.
         """
         if dist.is_available() and dist.is_initialized():
-            what, why = "`sum_gradients_in_fp32` in a process group", "DDP fixes the type of them"
+            what = "`sum_gradients_in_fp32` in a process group"
+            why = "DDP fixes the type of gradients"
             fix = "Use float32 weights there: leave `LowPrecisionWeights` out."
             raise IncompatibleError(self.name, [Problem(what, why, fix)])
         return Handle(
@@ -336,7 +329,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
         reasons = reasons_to_leave(target, self.keep_fp32)
         chosen = [param for param, why in reasons.items() if not why]
         left = describe_left(reasons)
-        # Those that were bfloat16 before are rounded as well.
+        # Parameters that were bfloat16 before are rounded as well.
         marked = [p for p, why in reasons.items() if why in ("", "bfloat16")]
         known = [p for p in reasons if not is_lazy(p)]
         before = sum(p.nbytes for p in known)
@@ -352,7 +345,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
             _widen([param for param in chosen if param.dtype is torch.bfloat16])
 
         if not chosen:
-            skipped = f"no tensor is left to convert: {left or 'no parameters'}"
+            skipped = f"there is no tensor to convert: {left or 'no parameters'}"
             return Handle(target, (), (skipped,), undo=(undo,))
         change = (
             f"{len(chosen)} of {len(reasons)} tensors in bfloat16: parameters "
@@ -363,15 +356,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
 
 
 def describe_updates(optimizer: Optimizer, rounding: str) -> str:
-    """Say what becomes of the updates of an optimizer.
-
-    Args:
-        optimizer: When its parameters are bfloat16.
-        rounding: How they are rounded.
-
-    Returns:
-        One line.
-    """
+    """Describe the updates of an optimizer over bfloat16 parameters in one line."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     num_rounded = sum(map(_is_rounded, params))
     return (
@@ -381,14 +366,7 @@ def describe_updates(optimizer: Optimizer, rounding: str) -> str:
 
 
 def rounds_any(optimizer: Optimizer) -> bool:
-    """Say whether an optimizer that rounds has anything to round.
-
-    Args:
-        optimizer: When its parameters are bfloat16.
-
-    Returns:
-        True if it trains a bfloat16 parameter.
-    """
+    """Return whether an optimizer trains a bfloat16 parameter."""
     return any(_is_rounded(p) for group in optimizer.param_groups for p in group["params"])
 
 
@@ -413,8 +391,8 @@ def _widen(params: list[nn.Parameter]) -> None:
             if not is_out_of_memory(error, outside):
                 raise
             warnings.warn(
-                f"{len(params) - index} of {len(params)} weights stay in bfloat16, as there is no "
-                "memory for them in float32. Free memory and call `model.float()`.",
+                f"{len(params) - index} of {len(params)} weights stay in bfloat16, as there is not "
+                "enough memory for them in float32. Free memory and call `model.float()`.",
                 MemsaveWarning,
                 stacklevel=3,
             )
@@ -427,7 +405,7 @@ def _problems_of(optimizer: Optimizer) -> list[Problem]:
         problems.append(
             Problem(
                 what,
-                "it tries several updates in one step and takes them back",
+                "it tries several updates in one step and reverts them",
                 "Use another optimizer, or set `low_precision_weights=None`.",
             )
         )

@@ -1,4 +1,4 @@
-"""Updates of bfloat16 parameters in float32, of large ones tile by tile."""
+"""Update bfloat16 parameters in float32, large ones tile by tile."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ MIN_TILE_NUMEL = 2**20
 MAX_TILE_NUMEL = 2**22
 """A tile is an eighth of its parameter between these limits: 4 to 16 MiB in float32."""
 
-# They compute each number of a parameter on its own. Exact types: a subclass may not.
+# Optimizers with elementwise updates. Exact types: a subclass may differ.
 ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
@@ -34,12 +34,12 @@ ELEMENTWISE = frozenset(
 
 
 class Weights(NamedTuple):
-    """A parameter as the optimizer sees it.
+    """Access to the values of a parameter in float32.
 
     Args:
-        load: Takes a part of the flat parameter, or ``...`` for all of it in its own shape, and
-            returns it in float32.
-        store: Takes the part and its new values, which it may overwrite.
+        load: Returns a slice of the flat parameter, or for ``...`` all of it in its own shape, in
+            float32.
+        store: Writes new values of a slice, which it may overwrite.
     """
 
     load: Callable[[Any], Tensor]
@@ -47,16 +47,16 @@ class Weights(NamedTuple):
 
 
 def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Say whether a parameter is updated tile by tile.
+    """Return whether a parameter is updated tile by tile.
 
     Args:
-        optimizer: Its owner.
+        optimizer: Its optimizer.
         param: The parameter, with a gradient.
 
     Returns:
-        True if it is larger than a tile and the optimizer computes each number on its own.
+        True if it is larger than a tile and the optimizer is elementwise.
     """
-    # From bitsandbytes, only those of ours are known to look at no norms.
+    # bitsandbytes' own classes may use norms of updates.
     is_elementwise = type(optimizer) in ELEMENTWISE or is_low_bit(optimizer)
     if not is_elementwise or param.numel() <= _tile_numel(param):
         return False
@@ -68,13 +68,13 @@ def is_tiled(optimizer: Optimizer, param: nn.Parameter) -> bool:
 def step_whole(
     optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
 ) -> None:
-    """Update a parameter at once.
+    """Update a whole parameter in float32.
 
     Args:
-        optimizer: Its owner.
+        optimizer: Its optimizer.
         group: Its group.
         param: The parameter, with a gradient.
-        weights: How its numbers are read and written.
+        weights: Access to its values.
     """
     values = weights.load(...)
     _step(optimizer, group, values, _gradient(param).float(), optimizer.state[param])
@@ -84,37 +84,37 @@ def step_whole(
 def step_in_tiles(
     optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter, weights: Weights
 ) -> None:
-    """Update a parameter part by part, so that only parts of it are there in float32.
+    """Update a parameter tile by tile, so that only one tile is in float32.
 
     Args:
-        optimizer: Its owner.
+        optimizer: Its optimizer.
         group: Its group.
         param: The parameter, with a gradient.
-        weights: How its numbers are read and written.
+        weights: Access to its values.
     """
     state, grad = optimizer.state[param], _gradient(param).reshape(-1)
-    made: dict[str, Any] = {}
+    new_state: dict[str, Any] = {}
     size, numel = _tile_numel(param), param.numel()
 
     def step_tile(part: slice) -> None:
         values = weights.load(part)
-        # Without state, each tile begins with what the optimizer makes for it.
+        # Without state, the optimizer initializes it for each tile.
         before = {key: _cut(key, value, numel, part) for key, value in state.items()}
         after = _step(optimizer, group, values, grad[part].float(), dict(before))
         weights.store(part, values)
         for key, value in after.items():
-            whole = made.get(key)
+            whole = new_state.get(key)
             whole = state.get(key) if whole is None else whole
             if whole is None and isinstance(value, Tensor) and value.numel() == values.numel():
                 whole = torch.empty_like(param, dtype=value.dtype)
             view = None if whole is None else _view(key, whole, numel, part)
             if view is not None and (value is not before.get(key) or not view.is_contiguous()):
                 view.copy_(value)
-            made[key] = value if view is None else whole
+            new_state[key] = value if view is None else whole
 
     for start in range(0, numel, size):
         step_tile(slice(start, min(start + size, numel)))
-    state.update(made)
+    state.update(new_state)
 
 
 def _step(
@@ -124,18 +124,7 @@ def _step(
     grad: Tensor,
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """Update these numbers.
-
-    Args:
-        optimizer: The owner.
-        group: Its settings.
-        values: Numbers in float32.
-        grad: Their gradient.
-        state: What the optimizer keeps for them.
-
-    Returns:
-        What it keeps now.
-    """
+    """Update float32 values with the settings of a group; return the new optimizer state."""
     values.grad = grad
     optimizer.state[values] = state
     try:
@@ -147,7 +136,7 @@ def _step(
 
 
 def _view(key: str, value: Any, numel: int, part: slice) -> Tensor | None:
-    """Return the part of a state that belongs to a part of the parameter, if it has parts."""
+    """Return the view of a state tensor for a slice of the parameter; ``None`` if it has none."""
     if not isinstance(value, Tensor) or key.startswith("qmap"):
         return None
     if key.startswith("absmax"):
@@ -159,24 +148,24 @@ def _view(key: str, value: Any, numel: int, part: slice) -> Tensor | None:
 
 
 def _cut(key: str, value: Any, numel: int, part: slice) -> Any:
-    """Return what the optimizer is given for a part of the parameter."""
+    """Return the state of a slice of the parameter, as the optimizer expects it."""
     view = _view(key, value, numel, part)
     if view is None:
         # A step count must not count tiles; tables are shared.
         return value.clone() if isinstance(value, Tensor) and value.numel() == 1 else value
     cut: Any = view.contiguous()
     if getattr(value, "is_paged", False):  # pragma: no cover (gpu)
-        # bitsandbytes' marks of memory that CUDA moves; without them it would make new memory.
+        # bitsandbytes' marks of paged memory; without them it would allocate new pages.
         cut.is_paged, cut.page_deviceid = True, value.page_deviceid
     return cut
 
 
 def _gradient(param: nn.Parameter) -> Tensor:
-    assert param.grad is not None, "only what has a gradient is updated"
+    assert param.grad is not None, "only parameters with a gradient are updated"
     return param.grad
 
 
 def _tile_numel(param: nn.Parameter) -> int:
-    # No block of 8-bit state may be cut.
+    # Tiles must not split a block of 8-bit state.
     eighth = param.numel() // 8 // BLOCKSIZE * BLOCKSIZE
     return max(MIN_TILE_NUMEL, min(eighth, MAX_TILE_NUMEL))

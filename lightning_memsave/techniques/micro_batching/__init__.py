@@ -1,1 +1,1 @@
-"""A batch in smaller parts."""
+"""Split batches into micro-batches."""

@@ -1,4 +1,4 @@
-"""Compute a training step without randomness, in float32, and see what its loss is divided by."""
+"""Run a training step deterministically in float32, and observe its loss functions."""
 
 import functools
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _SHARPENING = 8.0
 _LOGITS = ("aten::_log_softmax", "aten::binary_cross_entropy_with_logits")
 _CROSS_ENTROPY = ("aten::nll_loss_forward", "aten::nll_loss2d_forward")
 _COMPARISONS = ("aten::ne", "aten::eq")
-# They copy values, so that only the rows which are used need be in float32.
+# They copy values: converting their results to float32 needs less memory than their inputs.
 _COPIES = (
     *("aten::embedding", "aten::index_select", "aten::index", "aten::gather"),
     *("aten::_to_copy", "aten::clone"),
@@ -26,21 +26,21 @@ _COPIES = (
 
 
 class LossProbe(TorchDispatchMode):
-    """Makes the loss of some samples a function of these samples alone, as exact as float32 is.
+    """Makes the loss of some samples a deterministic function of these samples, in float32.
 
     Dropout is the identity, random numbers are the same for each sample, half precision is computed
-    in float32, and what is written to is saved before.
+    in float32, and tensors are saved before they are written to.
     """
 
     def __init__(self, state: ModuleState, *, is_sharp: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.denominators: list[Tensor] = []
-        """What calls of cross-entropy divide by."""
+        """Denominators of mean cross-entropies."""
         self.ignored: set[int] = set()
-        """Values of integer tensors that losses leave out, or that the step compares with."""
+        """Integers that losses ignore, or that the step compares tensors with."""
         self.class_weights: list[Tensor] = []
         self.has_logits = False
-        """The losses can be told apart better with larger logits."""
+        """Whether a loss has logits, which can be scaled to make losses of samples differ."""
         self._state, self._is_sharp = state, is_sharp
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,7 +61,7 @@ class LossProbe(TorchDispatchMode):
             args = (args[0] * _SHARPENING, *args[1:])
         return func(*args, **kwargs)
 
-    # A cast of a whole weight, which would be one in float32 now, is not copied.
+    # Casting a whole weight, now to float32, need not copy it.
     def _is_uncast(self, args: Any, kwargs: Any) -> bool:
         return (
             set(kwargs) == {"dtype"}
@@ -94,11 +94,11 @@ class LossProbe(TorchDispatchMode):
 
 @functools.cache
 def _facts_of(func: Any) -> tuple[str, frozenset[str], bool]:
-    """Give the name of an operator, the arguments that it writes to, and whether it has views."""
+    """Return an operator's name, the arguments that it writes to, and whether it has aliases."""
     arguments = func._schema.arguments
     aliased = {a.name: a.alias_info for a in arguments if a.alias_info is not None}
     written = {name for name, alias in aliased.items() if alias.is_write}
-    # Batch normalisation does not declare that it does.
+    # Batch normalisation does not declare these.
     written |= {a.name for a in arguments} & {"running_mean", "running_var"}
     return func._schema.name, frozenset(written), bool(aliased)
 
@@ -115,7 +115,7 @@ def _float(value: Any) -> Any:
 
 
 def _without_randomness(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a random operator so that every sample gets the same."""
+    """Run a random operator with the same result for every sample."""
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
     given = dict(_bound(func, args, kwargs))
     values = {argument.name: argument.default_value for argument in func._schema.arguments} | given
@@ -124,7 +124,7 @@ def _without_randomness(func: Any, args: Any, kwargs: Any) -> Any:
             return func(**{**given, rate: 0.0})
     if name == "native_dropout":
         return values["input"].clone(), torch.ones_like(values["input"], dtype=torch.bool)
-    if name == "randperm":  # neighbours meet, where samples of a batch are mixed
+    if name == "randperm":  # mixup with the neighbouring sample
         return func(*args, **kwargs).sort(descending=True).values
     if name == "multinomial":
         return values["self"].topk(values["num_samples"]).indices
@@ -134,14 +134,14 @@ def _without_randomness(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _evenly_spread(like: Tensor) -> Tensor:
-    """Make numbers between 0 and 1 that are the same for each index of the first dimension."""
+    """Return values between 0 and 1 that are the same for each index of the first dimension."""
     shape = like.shape[1:]
     count = torch.arange(1, shape.numel() + 1, dtype=torch.float32, device=like.device)
     return (count * 0.6180339887).frac().view(shape).expand(like.shape)
 
 
 def _bernoulli(u: Tensor, values: dict[str, Any]) -> Any:
-    """The expectation, so that what divides by it afterwards, as dropout does, is the identity."""
+    """Return the expectation, so that dropout written with ``bernoulli`` is the identity."""
     given = values.get("p", values["self"])
     return given if isinstance(given, Tensor) else torch.full_like(u, given)
 
@@ -165,7 +165,7 @@ def _exponential(u: Tensor, values: dict[str, Any]) -> Any:
     return -torch.log1p(-u) / values.get("lambd", 1.0)
 
 
-# Of other random operators the numbers stay random, so that nothing is proven with them.
+# Other random operators stay random, so that nothing can be proven with them.
 _CONSTANTS: dict[str, Callable[[Tensor, dict[str, Any]], Any]] = {
     "bernoulli": _bernoulli,
     **dict.fromkeys(("rand", "rand_like", "uniform"), _uniform),

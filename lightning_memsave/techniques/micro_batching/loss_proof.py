@@ -1,4 +1,4 @@
-"""Prove what the loss of a batch is the mean over, with two of its samples, before it is split."""
+"""Find the weighting of a loss by comparing the losses of a few samples, before splitting."""
 
 import contextlib
 import functools
@@ -43,31 +43,31 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UP
 
 ComputeLoss = Callable[[Any], Tensor | None]
 Whole = frozenset[Path]
-"""Leaves of a batch that belong to every micro-batch."""
+"""Leaves of a batch that are shared by all micro-batches."""
 
-# Two sums of the same float32 losses in another order differ by a few units of the last place; a
-# deep model adds some, as kernels for one sample and for two round differently.
+# In units of epsilon: sums in another order differ by a few of them, and in a deep model kernels
+# for one sample and for two round differently.
 _TOLERANCE = 64
 _NUM_LOOKED_AT, _NUM_LOOKED_AT_AGAIN = 16, 64
-"""Samples among which two are chosen, by all possible weights, and by the few that were left."""
+"""Samples among which two are chosen in the first proof, and in later ones."""
 _NUM_CONFIRMED = 8
-"""Samples that are compared with their halves: some losses need more than two to be what they are,
-as those of triplets and of the hardest samples."""
+"""Samples that are compared with their halves: some losses need more than two samples, such as
+triplet losses and those with hard-example mining."""
 _REFUSED, _OPEN, _PROVEN = range(3)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What is known of a loss.
+    """Result of a proof.
 
     Args:
-        weightings: What it is the mean over; several where the two samples do not tell them apart.
-        whole: Leaves of the batch that belong to every micro-batch.
-        reason: Why it cannot be split, as a clause; empty if it can, or if there was nothing to
-            prove it with.
-        fix: What to type instead, where another thing helps than with other reasons.
-        is_settled: There is one weighting, in every process.
-        seconds: What the proof took.
+        weightings: Weightings of the loss; several if the samples do not distinguish them.
+        whole: Leaves of the batch that are shared by all micro-batches.
+        reason: Why the loss cannot be split, as a clause; empty if it can, or if nothing could be
+            proven.
+        fix: Remedy, if it differs from that for other reasons.
+        is_settled: Whether there is exactly one weighting, in every process.
+        seconds: Time that the proof needed.
     """
 
     weightings: tuple[Weighting, ...] = ()
@@ -80,17 +80,17 @@ class Proof:
 
 @dataclass(frozen=True)
 class LossCheck:
-    """What is to be proven.
+    """Inputs of a proof.
 
     Args:
-        compute_loss: Gives the loss of some samples; ``None`` without one.
-        batch: A batch; nothing in it changes.
-        module: The model, which is afterwards as before.
-        loss_weight: What the user wrote.
+        compute_loss: Computes the loss of some samples; returns ``None`` if there is none.
+        batch: A batch; it is not changed.
+        module: The model, whose state is restored.
+        loss_weight: The setting `loss_weight`.
         split_batch: The user's function for batches that `split_samples` cannot split.
-        known: What was found with an earlier batch; only that is left.
-        needs_split: The user gave a size, so that no batch can pass whole.
-        subject: What the loss is called in reasons.
+        known: The proof with an earlier batch; only its weightings are tested.
+        needs_split: Whether the user set a size, so that batches must be split.
+        subject: Name of the loss in reasons.
     """
 
     compute_loss: ComputeLoss
@@ -104,7 +104,7 @@ class LossCheck:
     subject: str = "its loss"
 
     def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
-        """List what the loss may be the mean over."""
+        """List the weightings that the loss may have."""
         if self.known is not None:
             return list(self.known.weightings)
         extra = () if seen is None else (seen.ignored, seen.class_weights)
@@ -112,14 +112,14 @@ class LossCheck:
 
 
 def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -> Proof:
-    """Find what the losses of micro-batches must be weighted by.
+    """Find the weightings with which losses of micro-batches give the loss of the batch.
 
     Args:
-        check: What is to be proven.
-        agree: Of a number of this process: the smallest that any process has.
+        check: The inputs.
+        agree: Reduces a number of this process to the smallest one of all processes.
 
     Returns:
-        The proof; neither weightings nor a reason if the batch is one sample, or has no loss.
+        The proof; without weightings and reason if the batch has one sample or no loss.
     """
     start_s = time.perf_counter()
     shared: list[Whole] = [frozenset()]
@@ -134,7 +134,7 @@ def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -
     for whole in shared:
         found = _prove_with(check, whole)
         proof = found if found.weightings or not proof.reason else proof
-        # Every process makes as many forward passes.
+        # Every process runs the same number of forward passes.
         if agree(int(bool(found.weightings) or not found.reason)):
             break
     halves = _halves(check, proof) if proof.weightings else None
@@ -162,15 +162,15 @@ def _with_state_kept(check: LossCheck, find: Callable[[ModuleState], Proof]) -> 
         state = ModuleState(check.module, check.batch)
         try:
             return find(state)
-        except ConfigurationError:  # of what a function of the user's gives
+        except ConfigurationError:  # from the result of the user's function
             raise
         except IncompatibleError as error:
             problem = error.problems[0]
             return Proof(reason=f"{problem.what}: {problem.why}", fix=problem.fix)
         except Exception as error:
             if check.needs_split and find_out_of_memory(error) is not None:
-                raise  # two samples are too many: that says more than that nothing is proven
-            what = f"that {check.subject} can be split cannot be proven"
+                raise  # two samples do not fit: more informative than a failed proof
+            what = f"it cannot be proven that {check.subject} can be split"
             return Proof(reason=f"{what}: {_words(error)}")
         finally:
             state.restore()
@@ -187,7 +187,7 @@ class _Samples:
 
 
 def _two_samples(check: LossCheck, whole: Whole) -> _Samples | None:
-    """Choose two samples that possible weights tell apart best; ``None`` if there are not two."""
+    """Choose the two samples that distinguish weightings best; ``None`` if there are not two."""
     batch, split_batch = check.batch, check.split_batch
     if split_batch is not None:
         both = split_batch_with(split_batch, batch, 2)[0]
@@ -203,7 +203,7 @@ def _two_samples(check: LossCheck, whole: Whole) -> _Samples | None:
 
 
 def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, float, int]:
-    """Say how well two samples tell possible weights apart."""
+    """Measure how well two samples distinguish weightings."""
     shares = [round(r[i] / (r[i] + r[j]), 9) for r in rows if r[i] + r[j] > 0]
     distinct = {0.5, *shares}
     spread = sum(math.sqrt(abs(x - y)) for x, y in itertools.combinations(distinct, 2))
@@ -211,7 +211,7 @@ def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, f
 
 
 def _halves(check: LossCheck, proof: Proof) -> _Samples | None:
-    """Take the first samples and their halves; ``None`` of a batch of two."""
+    """Return the first samples and their halves; ``None`` for a batch of two samples."""
     batch, split_batch = check.batch, check.split_batch
     if split_batch is not None:
         both = split_batch_with(split_batch, batch, _NUM_CONFIRMED)[0]
@@ -225,7 +225,7 @@ def _halves(check: LossCheck, proof: Proof) -> _Samples | None:
 
 
 def _confirm(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
-    """Keep the weightings that hold for more samples, and after what earlier ones have changed."""
+    """Keep the weightings that hold for more samples, and with state changed by earlier ones."""
 
     def observe(*, is_carried: bool) -> _Observed | None:
         return _observe_with_graph_if_needed(check, samples, state, is_carried=is_carried)
@@ -237,7 +237,7 @@ def _confirm(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleSta
         if seen is None or not (any(seen.losses) or check.needs_split):
             return Proof()  # a later batch may have a loss
         if not any(seen.losses):
-            return Proof(reason="the loss of its first samples is 0, which proves nothing")
+            return Proof(reason="the loss of its first samples is 0, so nothing can be proven")
         held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
         if held:
             return replace(proof, weightings=tuple(held))
@@ -252,14 +252,14 @@ def _confirm(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleSta
 
 
 _CARRIED = (
-    "cannot be split: it depends on what the micro-batch before has changed, such as a "
-    "queue or running statistics"
+    "cannot be split: it depends on state that the previous micro-batch changed, such as a queue "
+    "or running statistics"
 )
 
 
 @dataclass(frozen=True)
 class _Observed:
-    losses: list[float]  # of both, of one, of the other
+    losses: list[float]  # of both samples, of the first, of the second
     epsilon: float
     denominators: list[list[float]]
     ignored: list[int]
@@ -275,7 +275,7 @@ def _find(check: LossCheck, samples: _Samples, state: ModuleState, whole: Whole)
     rows = read_weights(weightings, [*samples])
     found = [pair for pair in zip(weightings, rows, strict=True) if _holds(*pair, seen)]
     if found and seen.has_logits:
-        # Untrained models give all samples nearly the same loss. Larger logits make them differ.
+        # In untrained models all samples have nearly the same loss; larger logits make them differ.
         sharp = _observe_with_graph_if_needed(check, samples, state, is_sharp=True)
         if sharp is not None and math.isfinite(sharp.losses[0]):
             found = [pair for pair in found if _holds(*pair, sharp)]
@@ -299,7 +299,7 @@ def _observe_with_graph_if_needed(
         with torch.no_grad():
             return observe()
     except RuntimeError as error:
-        # A training step may ask for gradients itself, as for a gradient penalty.
+        # A training step may compute gradients itself, as for a gradient penalty.
         if is_out_of_memory(error) or "grad" not in str(error) or ACTIVE_UPDATES:
             raise
     with torch.enable_grad(), _own_gradients(check.module):
@@ -330,7 +330,7 @@ def _observe(
     losses, denominators = [], []
     for part in samples:
         probe.denominators = []
-        # Micro-batches find what those before them have changed, but draw other random numbers.
+        # Micro-batches see state changed by earlier ones; random numbers are reset nevertheless.
         if is_carried and part is samples.other:
             state.restore_random()
         else:
@@ -361,7 +361,7 @@ def _holds(weighting: Weighting, weights: Sequence[float], seen: _Observed) -> b
         return False
     both, *losses = seen.losses
     counted = [share * loss for share, loss in zip(shares, losses, strict=True) if share]
-    # A sample without a label has no loss; it counts for nothing where its share is zero.
+    # A sample without a label has no finite loss; it is ignored if its share is zero.
     scale = max(abs(loss) for loss in [both, *losses] if math.isfinite(loss) or loss is both)
     return abs(both - sum(counted)) <= _TOLERANCE * seen.epsilon * scale
 
@@ -369,7 +369,7 @@ def _holds(weighting: Weighting, weights: Sequence[float], seen: _Observed) -> b
 def _preferred(
     found: Sequence[tuple[Weighting, Sequence[float]]], denominators: Sequence[Sequence[float]]
 ) -> list[Weighting]:
-    """Leave out what does not agree with the calls of cross-entropy, if something agrees."""
+    """Prefer weightings that agree with the denominators of cross-entropy, if there are any."""
     _, one, other = denominators
     shares = {x / (x + y) for x, y in zip(one, other, strict=False) if x + y > 0}
     agreeing = [
@@ -388,13 +388,13 @@ def _reason(
     both, one, other = (f"{loss:.6g}" for loss in losses)
     each = "each" if of == "two" else "each half"
     if not math.isfinite(losses[0]):
-        return f"the loss of {of} samples is not finite ({both}, of {each} {one} and {other})"
+        return f"the loss of {of} samples is not finite ({both}; of {each} {one} and {other})"
     what = "a weighted mean or the sum"
     if check.loss_weight != "auto":
         what = f"the mean with the weights of `loss_weight={_shown(check.loss_weight)}`"
     return (
-        f"{check.subject} cannot be split: that of {of} samples together is {both}, which is "
-        f"not {what} of that of {each}, {one} and {other}"
+        f"{check.subject} cannot be split: the loss of {of} samples together is {both}, which is "
+        f"not {what} of the losses of {each}, {one} and {other}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How much each micro-batch counts in the loss of its batch."""
+"""Weights of micro-batches in the loss of their batch."""
 
 import math
 import operator
@@ -18,20 +18,20 @@ LossWeight: TypeAlias = (
 NAMES = ("auto", "samples", "tokens", "tokens_shifted")
 
 IGNORED = -100
-"""The label that torch's and Hugging Face's losses leave out."""
+"""The label that torch's and Hugging Face's losses ignore."""
 _USUALLY_IGNORED = (IGNORED, 0, -1)
 
 
 @dataclass(frozen=True)
 class Weighting:
-    """What the loss of a batch is the mean over; or its sum."""
+    """The elements that the loss of a batch is a mean over, or that it is a sum."""
 
     text: str
-    """What comes after "losses are"."""
+    """Description that completes "losses are"."""
     weigh: Callable[[Any], Any] | None = field(compare=False)
-    """The weight of a micro-batch's loss; ``None`` for a sum."""
+    """Computes the weight of a micro-batch's loss; ``None`` for a sum."""
     is_own: bool = False
-    """It is a function of the user's."""
+    """Whether it is the user's function."""
 
 
 def weightings_of(
@@ -41,20 +41,20 @@ def weightings_of(
     ignored: Iterable[int] = (),
     class_weights: Sequence[Tensor] = (),
 ) -> list[Weighting]:
-    """List what the loss of a batch can be the mean over, as far as it can be told from the batch.
+    """List the weightings that the loss of a batch may have.
 
     Args:
-        loss_weight: What the user wrote.
+        loss_weight: The setting `loss_weight`.
         part: A micro-batch.
-        whole: Leaves that belong to every micro-batch.
-        ignored: Labels that were seen to be left out.
-        class_weights: Weights of classes that were seen.
+        whole: Leaves that are shared by all micro-batches.
+        ignored: Labels that the loss was observed to ignore.
+        class_weights: Class weights that the loss was observed to use.
 
     Returns:
-        One for each possibility.
+        The candidates.
 
     Raises:
-        ConfigurationError: If tokens are to be counted and the batch has no labels.
+        ConfigurationError: If `loss_weight` counts tokens and the batch has no labels.
     """
     if callable(loss_weight):
         return [Weighting("weighted by `loss_weight`", loss_weight, is_own=True)]
@@ -79,38 +79,38 @@ def weightings_of(
     for path, leaf in leaves:
         for start in range(1 if leaf.ndim == 1 else 2):
             found += _of_leaf(path, leaf, start, (*_USUALLY_IGNORED, *ignored), class_weights)
-    return [*found, Weighting("added up, as the loss is a sum over samples", None)]
+    return [*found, Weighting("summed, as the loss is a sum over samples", None)]
 
 
 def guess(part: Any) -> Weighting:
-    """Guess where nothing can be proven, as in a plain loop.
+    """Guess the weighting without a proof, as in a plain loop.
 
     Args:
         part: A batch.
 
     Returns:
-        Entries of ``labels`` other than -100 where these have two or more dimensions and some of
-        them are -100, and samples otherwise.
+        Entries of ``labels`` other than -100 if labels have two or more dimensions and some of
+        them are -100; else samples.
     """
     labels = dict(leaves_of(part)).get(("labels",))
-    # A wait for the device, in each batch of a plain loop; `loss_weight="tokens"` has none here.
+    # Synchronizes with the device for each batch; `loss_weight="tokens"` avoids it.
     if isinstance(labels, Tensor) and labels.ndim > 1 and bool((labels == IGNORED).any()):
         return _entries(("labels",), IGNORED, 0)
     return Weighting("weighted by samples", count_samples)
 
 
 def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[list[float]]:
-    """Weigh micro-batches, waiting for the device once.
+    """Compute the weights of micro-batches, with one device synchronization.
 
     Args:
-        weightings: What they are weighted by.
+        weightings: The weightings.
         parts: Micro-batches.
 
     Returns:
-        For each weighting the weight of each micro-batch, 1 each for a sum.
+        For each weighting the weight of each micro-batch, 1 for a sum.
 
     Raises:
-        ConfigurationError: If a function of the user's gives no weights.
+        ConfigurationError: If the user's function does not return valid weights.
     """
     values = [[1.0 if w.weigh is None else w.weigh(part) for part in parts] for w in weightings]
     for weighting, row in zip(weightings, values, strict=True):
@@ -123,22 +123,23 @@ def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[
         is_usable = all(math.isfinite(w) and w >= 0 for w in row) and sum(row) > 0
         if weighting.is_own and not is_usable:
             raise ConfigurationError(
-                f"`loss_weight` gave the weights {', '.join(f'{w:g}' for w in row)} for the "
-                "micro-batches of a batch. Weights must be finite, not negative, and not all zero."
+                f"`loss_weight` returned the weights {', '.join(f'{w:g}' for w in row)} for the "
+                "micro-batches of a batch. Return weights that are finite, not negative, and not "
+                "all zero."
             )
     return rows
 
 
 def shares_of(weighting: Weighting, weights: Sequence[float]) -> list[float] | None:
-    """Make factors of losses from weights.
+    """Convert weights to factors of losses.
 
     Args:
-        weighting: What the weights are.
-        weights: Of each micro-batch.
+        weighting: The weighting.
+        weights: Weight of each micro-batch.
 
     Returns:
-        Factors with which the losses of micro-batches add up to that of the batch; ``None`` if the
-        weights are none.
+        Factors with which the losses of micro-batches sum to the loss of the batch; ``None`` if
+        the weights are invalid.
     """
     if weighting.weigh is None:
         return list(weights)
@@ -206,9 +207,9 @@ def _check_is_number(value: Any) -> None:
     if is_number and (not isinstance(value, Tensor) or value.numel() == 1):
         return
     raise ConfigurationError(
-        f"`loss_weight` gave {value!r} of type `{type(value).__name__}` for a micro-batch, which "
-        "is not a weight. Return a number, such as the number of tokens that its loss is the mean "
-        "over."
+        f"`loss_weight` returned {value!r} of type `{type(value).__name__}` for a micro-batch, "
+        "which is not a weight. Return a number, such as the number of tokens that its loss is the "
+        "mean over."
     )
 
 
@@ -217,7 +218,7 @@ def _read(values: Sequence[Any]) -> list[float]:
     if not tensors:
         return [float(value) for value in values]
     device = max((tensor.device for tensor in tensors), key=lambda device: device.type != "cpu")
-    # Metal and some others have no float64.
+    # MPS and other devices do not support float64.
     dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     scalars = [torch.as_tensor(value).detach().to(device, dtype).reshape(()) for value in values]
     result: list[float] = torch.stack(scalars).tolist()

@@ -1,4 +1,4 @@
-"""Pass batches in parts, and in smaller ones when memory runs out."""
+"""Run batches as micro-batches, with smaller ones after an out-of-memory error."""
 
 import math
 import sys
@@ -25,7 +25,7 @@ from lightning_memsave.techniques.micro_batching.loss_weights import (
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
-"""Of batch and size: a list of batches."""
+"""Function of a batch and a size that returns a list of batches."""
 
 
 def split_batch_with(
@@ -37,44 +37,37 @@ def split_batch_with(
         own: The user's function; ``None`` for `split_samples`.
         batch: A batch.
         size: Samples in each micro-batch.
-        whole: Leaves that belong to every micro-batch.
+        whole: Leaves that are shared by all micro-batches.
 
     Returns:
         At least one micro-batch.
 
     Raises:
-        ConfigurationError: If the user's function gives no list, or other samples than the batch.
+        ConfigurationError: If the user's function does not return a list, or returns more or fewer
+            samples than the batch has.
     """
     if own is None:
         return split_samples(batch, size, whole)
-    given: Any = own(batch, size)  # the user may return anything
-    parts = list(given) if isinstance(given, Iterable) and not isinstance(given, Tensor) else []
+    result: Any = own(batch, size)  # the user may return anything
+    parts = list(result) if isinstance(result, Iterable) and not isinstance(result, Tensor) else []
     if not parts:
-        shown = "an empty list" if isinstance(given, Sequence) else f"`{type(given).__name__}`"
+        shown = "an empty list" if isinstance(result, Sequence) else f"`{type(result).__name__}`"
         raise ConfigurationError(
-            f"`split_batch` gave {shown} for a batch of type `{type(batch).__name__}` and size "
+            f"`split_batch` returned {shown} for a batch of type `{type(batch).__name__}` and size "
             f"{size}. Return a list of batches, such as `[batch[:2], batch[2:]]`."
         )
     sizes = [samples_of(part) for part in parts]
     num_samples, found = samples_of(batch), sum(size or 0 for size in sizes)
     if None not in sizes and num_samples is not None and found != num_samples:
         raise ConfigurationError(
-            f"`split_batch` gave micro-batches of {found} samples together for a batch of "
+            f"`split_batch` returned micro-batches with {found} samples in total for a batch of "
             f"{num_samples} samples. Return each sample of the batch in exactly one of them."
         )
     return parts
 
 
 def samples_of(batch: Any, whole: frozenset[Path] = frozenset()) -> int | None:
-    """Count the samples of a batch.
-
-    Args:
-        batch: A batch.
-        whole: Leaves that belong to every micro-batch.
-
-    Returns:
-        The number; ``None`` where only `split_batch` knows what a batch is made of.
-    """
+    """Count the samples of a batch; ``None`` if only the user's `split_batch` can split it."""
     try:
         return count_samples(batch, whole)
     except IncompatibleError:
@@ -86,32 +79,32 @@ _ADVICE = (
     "shorter samples or a smaller model."
 )
 NO_LIMIT = 2**31 - 1
-"""What a process that had enough memory answers for the next size."""
+"""Next size of a process that did not run out of memory."""
 
 
 class PassPart(Protocol):
-    """Passes one part of a batch."""
+    """Runs forward and backward of one micro-batch."""
 
     def __call__(self, part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
-        """Pass it.
+        """Run one micro-batch.
 
         Args:
-            part: A batch.
-            weight: Its share in the loss of the whole batch.
-            num_samples: Its samples, if they can be counted.
-            is_last: It is the last part of the batch.
+            part: The micro-batch.
+            weight: Factor of its loss in the loss of the whole batch.
+            num_samples: Number of its samples, if they can be counted.
+            is_last: Whether it is the last one of the batch.
         """
 
 
 class MicroBatchRunner:
-    """Splits batches and repeats them; remembers the size that fits.
+    """Splits batches, repeats them after an out-of-memory error, and remembers the size that fits.
 
     Args:
-        size: Samples that pass at once, or ``"auto"``.
-        loss_weight: What a loss is the mean over.
+        size: Samples per micro-batch, or ``"auto"``.
+        loss_weight: Weights of micro-batches in the loss.
         split_batch: The user's function of batch and size; ``None`` for `split_samples`.
-        agree: Of the next size that this process wants, ``NO_LIMIT`` if it had enough memory: the
-            smallest one that any process wants.
+        agree: Reduces the next size of this process (``NO_LIMIT`` if it did not run out of memory)
+            to the smallest one of all processes.
     """
 
     def __init__(
@@ -124,24 +117,24 @@ class MicroBatchRunner:
         self.is_auto = size == "auto"
         """Whether the size shrinks when memory runs out."""
         self.size: int | None = None if self.is_auto else size
-        """Samples that pass at once; ``None`` for the whole batch."""
+        """Samples per micro-batch; ``None`` for the whole batch."""
         self.retries: list[str] = []
-        """One line for each time that memory ran out."""
+        """One line for each out-of-memory error."""
         self.weightings: Sequence[Weighting] = ()
-        """What losses can be weighted by, the first of them if they do not agree."""
+        """Possible weightings of losses; the first one is used if they differ."""
         self.whole: frozenset[Path] = frozenset()
-        """Leaves of batches that belong to every micro-batch."""
+        """Leaves of batches that are shared by all micro-batches."""
         self.needs_proof = False
-        """Batches pass whole while there are no weightings."""
+        """Whether batches are not split as long as there are no weightings."""
         self.prove: Callable[[Any], object] | None = None
-        """Called with a batch that will be split while there are no weightings."""
+        """Called with a batch that will be split, as long as there are no weightings."""
         self.tell_apart: Callable[[Any, bool], bool] | None = None
-        """Called with a batch and whether the weightings give its micro-batches other weights; says
-        whether the batch may be split."""
+        """Called with a batch and whether the weightings give its micro-batches different weights;
+        returns whether the batch may be split."""
         self.asks_together = False
-        """All processes call that, or none."""
+        """Whether `tell_apart` is a collective call of all processes."""
         self.advice = _ADVICE
-        """What to do where one sample is too many."""
+        """Remedy if a single sample does not fit."""
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
@@ -151,9 +144,8 @@ class MicroBatchRunner:
             batch: A batch.
 
         Returns:
-            Micro-batches, factors of their losses, and numbers of samples, as far as they can be
-            counted. Micro-batches without a valid token are left out: the mean over nothing is not
-            a number.
+            Micro-batches, factors of their losses, and their numbers of samples if they can be
+            counted. Micro-batches without a valid token are omitted, as their mean loss is NaN.
         """
         if self.size is None or (self.needs_proof and not self.weightings):
             return [batch], [1.0], [None]
@@ -196,14 +188,14 @@ class MicroBatchRunner:
         save_state: Callable[[], TrainingState | None],
         forget: Callable[[], None],
     ) -> None:
-        """Pass a batch, in smaller parts if memory runs out.
+        """Run a batch, with smaller micro-batches if memory runs out.
 
         Args:
             batch: A batch.
-            pass_part: Passes one part.
-            save_state: Gives the state before the batch, to be put back before it is repeated;
-                called for ``"auto"`` only, and again if memory was not enough for it.
-            forget: Takes back what ``pass_part`` noted elsewhere.
+            pass_part: Runs one micro-batch.
+            save_state: Saves the state before the batch, which is restored before it is repeated;
+                called for ``"auto"`` only, and again if it ran out of memory itself.
+            forget: Reverts side effects of ``pass_part``.
 
         Raises:
             MemoryExhaustedError: If memory runs out with one sample.
@@ -213,11 +205,11 @@ class MicroBatchRunner:
             failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
                 return
-            wanted = NO_LIMIT if failure is None else self.size_of(batch) // 2
-            size = self._agree(wanted)
+            next_size = NO_LIMIT if failure is None else self.size_of(batch) // 2
+            size = self._agree(next_size)
             if size == NO_LIMIT:
                 return
-            # Outside of the handler, whose traceback would keep the tensors of the step alive.
+            # Outside of the except block, whose traceback would keep tensors of the step alive.
             before.has_failed = True
             forget()
             if size == 0:
@@ -231,7 +223,7 @@ class MicroBatchRunner:
         for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
             pass_part(part, weight, size, index == len(parts) - 1)
 
-    # Gives what was said when memory ran out.
+    # Returns the first line of an out-of-memory error.
     def _failure_of(self, function: Callable[[], None]) -> str | None:
         outside = sys.exception()
         try:
@@ -244,7 +236,7 @@ class MicroBatchRunner:
         return None
 
     def size_of(self, batch: Any) -> int:
-        """Count the samples that pass at once."""
+        """Return the samples per micro-batch of a batch."""
         samples = count_samples(batch, self.whole)
         return samples if self.size is None else min(self.size, samples)
 
@@ -253,18 +245,18 @@ class MicroBatchRunner:
         self.retries.append(f"out of memory with {before} samples at once, repeated with {size}")
 
     def _report(self, failure: str | None) -> str:
-        said = failure or "another process ran out of memory"
+        why = failure or "another process ran out of memory"
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
-            f"Out of memory with one sample at once, and there is nothing smaller: {said}\n"
+            f"Out of memory with one sample per micro-batch, which cannot be reduced: {why}\n"
             f"Tried:{tried}\n{self.advice}"
         )
 
 
-# Saving and restoring need memory, too: they are part of a try, which fails where there is none.
+# Saving and restoring need memory too: they are part of an attempt, which may run out of memory.
 class _Before:
     def __init__(self, save_state: Callable[[], TrainingState | None]) -> None:
-        self.has_failed = False  # a try has failed
+        self.has_failed = False  # an attempt has run out of memory
         self._save_state = save_state
         self._state: TrainingState | None = None
 

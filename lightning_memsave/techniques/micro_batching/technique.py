@@ -1,4 +1,4 @@
-"""Pass a batch through the model in parts that fit, as if it had passed at once."""
+"""Split batches into micro-batches that fit, with the gradient of the whole batch."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -19,42 +19,41 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
 )
 
 Step: TypeAlias = Callable[[Any], Tensor]
-"""Of a batch: its loss, a mean over samples or tokens."""
+"""Function of a batch that returns its loss, a mean over samples or tokens."""
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class MicroBatching(Technique[Step]):
-    """Split each batch into micro-batches whose gradients add up to the gradient of the batch.
+    """Split each batch into micro-batches whose gradients sum to the gradient of the batch.
 
-    Activations exist for one micro-batch at a time. The number of optimizer steps and what they see
-    stay what they were. With ``"auto"`` the whole batch is tried first; when memory runs out, the
-    same batch is repeated with half the size, and the size is kept.
+    Activations exist for one micro-batch at a time. The number of optimizer steps and their
+    gradients are unchanged. With ``"auto"`` the whole batch is tried first; when memory runs out,
+    the same batch is repeated with half the size, and that size is kept.
 
     Args:
-        micro_batch_size: Samples that pass at once, or ``"auto"``.
-        loss_weight: What a loss is the mean over, so that the losses of micro-batches are weighted
-            right: ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the
-            same without the first of each sequence, as causal language models count; or a function
-            of a micro-batch. ``"auto"`` proves it with the first batch in a Trainer. In a plain
-            loop it counts tokens where a batch has ``labels`` of two or more dimensions, some of
-            them -100, and samples otherwise.
-        split_batch: A function of batch and size that gives a list of batches, for batches that
+        micro_batch_size: Samples per micro-batch, or ``"auto"``.
+        loss_weight: Weight of a micro-batch's loss, by the elements that the loss is a mean over:
+            ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the same
+            without the first of each sequence, as in causal language models; or a function of a
+            micro-batch. In a Trainer, ``"auto"`` finds it with the first batch. In a plain loop, it
+            means tokens if a batch has ``labels`` of two or more dimensions with some -100, and
+            samples otherwise.
+        split_batch: A function of batch and size that returns a list of batches, for batches that
             `split_samples` cannot split.
-        module: The model, whose gradients, buffers and metrics are put back before a batch is
-            repeated. Needed for ``"auto"``, and beside `OptimizerInBackward` where a process
+        module: The model, whose gradients, buffers and metrics are restored before a batch is
+            repeated. Required for ``"auto"``, and together with `OptimizerInBackward` if a process
             trains several models at once.
 
     Raises:
-        ConfigurationError: If an argument is wrong.
+        ConfigurationError: If an argument is invalid.
 
     Note:
         Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch; with
-        batch normalisation *approximate*, as its statistics are those of each micro-batch. A loss
-        that is neither a weighted mean nor a sum, such as a contrastive one, is refused in a
-        Trainer. Parameters in half precision are refused: their gradients would be summed in half
-        precision.
+        batch normalisation *approximate*, as statistics are computed per micro-batch. A loss that
+        is neither a weighted mean nor a sum, such as a contrastive loss, is refused in a Trainer.
+        Parameters in half precision are refused: their gradients would be summed in half precision.
 
     Example:
         >>> model = nn.Linear(3, 1)
@@ -66,7 +65,7 @@ class MicroBatching(Technique[Step]):
         True
 
     References:
-        Huang et al. (2019), GPipe, arXiv:1811.06965, for the word; BlackHC's toma for the retry.
+        Huang et al. (2019), GPipe, arXiv:1811.06965, for the term; BlackHC's toma for the retry.
     """
 
     name: ClassVar[str] = "micro_batching"
@@ -90,13 +89,13 @@ class MicroBatching(Technique[Step]):
             )
         if not callable(self.loss_weight) and self.loss_weight not in NAMES:
             raise ConfigurationError(
-                f"`loss_weight={self.loss_weight!r}` does not say what a loss is the mean over. "
+                f"`loss_weight={self.loss_weight!r}` is not a valid weight of losses. "
                 f"Use one of {', '.join(map(repr, NAMES))}, or a function of a micro-batch."
             )
         if self.split_batch is not None and not callable(self.split_batch):
             raise ConfigurationError(
-                f"`split_batch={self.split_batch!r}` is not a function. Pass one of batch and size "
-                "that gives a list of batches."
+                f"`split_batch={self.split_batch!r}` is not a function. Pass a function of batch "
+                "and size that returns a list of batches."
             )
 
     def check(self, target: Step) -> list[Problem]:
@@ -113,21 +112,14 @@ class MicroBatching(Technique[Step]):
             problems.append(
                 Problem(
                     '`micro_batch_size="auto"` without `module`',
-                    "a batch that is repeated needs gradients and buffers as they were before it",
+                    "to repeat a batch, gradients and buffers from before it must be restored",
                     "Pass `module=model`.",
                 )
             )
         return problems + self.check_module(self.module)
 
     def check_module(self, module: nn.Module | None) -> list[Problem]:
-        """Find what stands against micro-batches in a model.
-
-        Args:
-            module: The model, if it is known.
-
-        Returns:
-            All problems.
-        """
+        """Return the conflicts of a model, if it is known, with micro-batches."""
         parameters = [] if module is None else list(module.parameters())
         half = {p.dtype for p in parameters if p.requires_grad and _sums_in_half(p)}
         return [
@@ -142,13 +134,13 @@ class MicroBatching(Technique[Step]):
         ]
 
     def make_runner(self, agree: Callable[[int], int] = lambda size: size) -> MicroBatchRunner:
-        """Make what splits and repeats batches, for one training.
+        """Make the runner of one training.
 
         Args:
-            agree: Of the next size that this process wants: the smallest that any process wants.
+            agree: Reduces the next size of this process to the smallest one of all processes.
 
         Returns:
-            The runner.
+            The runner, which splits and repeats batches.
         """
         return MicroBatchRunner(self.micro_batch_size, self.loss_weight, self.split_batch, agree)
 
@@ -162,7 +154,7 @@ class MicroBatching(Technique[Step]):
             with contextlib.nullcontext() if is_last else _accumulating(module):
                 loss.backward()
             losses.append(loss.detach())
-            # A cast copy of each weight: around the step, `torch.autocast` would keep them alive.
+            # An outer `torch.autocast` would keep its cast copies of all weights alive.
             torch.clear_autocast_cache()
 
         def save_state() -> TrainingState | None:
@@ -181,40 +173,40 @@ class MicroBatching(Technique[Step]):
         change = (
             "whole batches, smaller ones after out-of-memory"
             if size == "auto"
-            else (f"batches pass in parts of {size}")
+            else f"micro-batches of {size}"
         )
         return Handle(step, [change])
 
 
-# Since torch 2.9 gradients can have a type of their own, as `LowPrecisionWeights` uses it.
+# Since torch 2.9 gradients can have another type than parameters, as `LowPrecisionWeights` uses.
 def _sums_in_half(param: nn.Parameter) -> bool:
     return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
 
 
 def check_repeatable(module: nn.Module | None = None) -> None:
-    """Make sure that a batch for which memory ran out can be repeated, and let it begin anew.
+    """Check that a batch can be repeated after an out-of-memory error, and discard its gradients.
 
     Args:
-        module: The model, if it is known: optimizers of others are left alone.
+        module: The model, if it is known; optimizers of other models are ignored.
 
     Raises:
-        MemoryExhaustedError: If `OptimizerInBackward` has used gradients of it already.
+        MemoryExhaustedError: If `OptimizerInBackward` has updated parameters already.
     """
     updates = _updates_of(module)
     for each in updates:
-        if each.held is not None:  # its gradients wait for the end of backward
+        if each.held is not None:  # its gradients are held until the end of backward
             each.forget()
     if any(each.has_taken for each in updates):
         raise MemoryExhaustedError(
             "Out of memory in a backward pass that has updated parameters already, as "
-            "`optimizer_in_backward` does, so the batch cannot be repeated in parts.\n"
+            "`optimizer_in_backward` does, so the batch cannot be repeated with micro-batches.\n"
             "Use a fixed size such as `micro_batch_size=4`, or `optimizer_in_backward=None`."
         )
 
 
 @contextlib.contextmanager
 def _accumulating(module: nn.Module | None) -> Iterator[None]:
-    """Let no optimizer update its parameters in backward: more parts of the batch will come."""
+    """Accumulate gradients without updates in backward: more micro-batches follow."""
     updates = [each for each in _updates_of(module) if not each.is_accumulating]
     for each in updates:
         each.is_accumulating = True
@@ -225,7 +217,7 @@ def _accumulating(module: nn.Module | None) -> Iterator[None]:
             each.is_accumulating = False
 
 
-# Another model of the same process may be trained meanwhile.
+# Another model of the same process may be trained at the same time.
 def _updates_of(module: nn.Module | None) -> list[GradientUpdates]:
     if module is None:
         return [updates for _, updates in all_in_backward()]

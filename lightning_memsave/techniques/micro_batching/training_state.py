@@ -1,4 +1,4 @@
-"""What a step changes beside parameters, saved and put back."""
+"""Save and restore the state that a step changes, except parameters."""
 
 import collections
 import contextlib
@@ -17,8 +17,8 @@ from lightning_memsave.core.memory import host_copies
 from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.errors import MemoryExhaustedError
 
-_MAX_STATE_BYTES = 2**20  # of a tensor that a module keeps as an attribute; a larger one is data
-# Not their subclasses, which may refuse to be changed, as outputs of Hugging Face's models do.
+_MAX_STATE_BYTES = 2**20  # larger tensors in attributes of modules are assumed to be data
+# Exact types: subclasses may not be mutable, such as Hugging Face's model outputs.
 _CONTAINERS = {
     *(list, dict, set, collections.deque),
     *(collections.OrderedDict, collections.defaultdict, collections.Counter),
@@ -27,17 +27,17 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 class TrainingState:
-    """Random states, buffers, modes and attributes of modules, and gradients at one moment.
+    """Snapshot of random states, buffers, modes and attributes of modules, and gradients.
 
-    An attribute is put back as it was: the same object, and in lists, dictionaries, sets and small
-    tensors the same values; a tensor that the module has dropped meanwhile, without its graph. What
-    lies deeper, as in an object of the user's own, is not known and stays; so do attributes of
-    torch's own modules, which keep no state there.
+    Attributes are restored to the same object, and lists, dictionaries, sets and small tensors to
+    the same values; tensors that the module has released meanwhile come back without their graph.
+    Deeper state, as inside the user's own objects, is not restored; nor are attributes of torch's
+    own modules, which have no state there.
 
     Args:
-        module: The model; metrics of torchmetrics inside it count.
+        module: The model, including metrics of torchmetrics.
         gradients: ``"keep"`` copies them to host memory; ``"drop"`` removes them when the state is
-            put back; ``"leave"``, for evaluation, does not touch them, and copies no large buffer.
+            restored; ``"leave"``, for evaluation, ignores them, and does not copy large buffers.
     """
 
     def __init__(self, module: nn.Module, *, gradients: Literal["keep", "drop", "leave"]) -> None:
@@ -49,7 +49,8 @@ class TrainingState:
         self._names = [
             (m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules if m._buffers
         ]
-        # Evaluation writes to small ones at most; those that are large, such as masks, are watched.
+        # Evaluation should only write to small buffers; versions of large ones, such as masks, are
+        # checked.
         large = {id(b) for b in module.buffers() if gradients == "leave" and _is_large(b)}
         self._watched = [(b, b._version) for b in module.buffers() if id(b) in large]
         self._buffers = [(b, b.detach().clone()) for b in module.buffers() if id(b) not in large]
@@ -64,17 +65,17 @@ class TrainingState:
                 ]
 
     def restore(self) -> None:
-        """Put everything back; may be called again.
+        """Restore everything; may be called again.
 
         Raises:
-            MemoryExhaustedError: If a large buffer was written, of which there is no copy.
+            MemoryExhaustedError: If the step wrote to a large buffer, of which there is no copy.
         """
         if any(buffer._version != version for buffer, version in self._watched):
             raise MemoryExhaustedError(
-                "A whole batch was too large, and it cannot be repeated in parts: its step has "
-                "written to a buffer of the module of over 1 MiB. Use a smaller batch."
+                "Out of memory with a whole batch, which cannot be repeated with micro-batches: "
+                "its step wrote to a buffer of the module of over 1 MiB. Use a smaller batch."
             )
-        for parameter, _ in self._gradients:  # first: what follows needs memory
+        for parameter, _ in self._gradients:  # first, to free memory
             parameter.grad = None
         self._random.restore()
         for module, is_training in self._modes:
@@ -94,7 +95,7 @@ class TrainingState:
 
 
 def _is_large(buffer: Tensor) -> bool:
-    # Those made under `torch.inference_mode` do not count what is written to them.
+    # Tensors made under `torch.inference_mode` have no version counter.
     return buffer.nbytes > _MAX_STATE_BYTES and not buffer.is_inference()
 
 
@@ -102,7 +103,7 @@ class _Attributes:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._values = dict(_own(module))
-        # Without the graph behind them, which would be alive during the whole step.
+        # Detached: their graph would be alive during the whole step.
         self._of_graphs = {
             name: (weakref.ref(value), value.detach())
             for name, value in self._values.items()
@@ -111,7 +112,7 @@ class _Attributes:
         self._values |= {name: value for name, (_, value) in self._of_graphs.items()}
         values = list(self._values.values())
         self._containers = [(v, copy.copy(v)) for v in values if type(v) in _CONTAINERS]
-        is_metric = _is_metric(module)  # its tensors are state, whatever their size
+        is_metric = _is_metric(module)  # its tensors are state, of any size
         self._tensors = [
             (value, value.detach().clone())
             for value in values
@@ -131,7 +132,7 @@ class _Attributes:
             _write(tensor, values)
 
 
-# Marks of this package are about what has happened, which a repeated batch does not undo.
+# Attributes of this package record events that repeating a batch does not undo.
 def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in vars(module).items():
         if name not in _OF_EVERY_MODULE and not name.startswith("_memsave"):
@@ -142,7 +143,7 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
-# In place: others may refer to it.
+# In place: other objects may refer to it.
 def _refill(container: Any, before: Any) -> None:
     if isinstance(container, list):
         container[:] = before
@@ -155,7 +156,7 @@ def _refill(container: Any, before: Any) -> None:
 
 
 def _write(tensor: Tensor, before: Tensor) -> None:
-    # Those made under `torch.inference_mode` can be written under it only.
+    # Tensors made under `torch.inference_mode` can only be written under it.
     with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         tensor.copy_(before)
 
@@ -171,7 +172,7 @@ class RandomState:
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
-        """Put them back; may be called again."""
+        """Restore them; may be called again."""
         torch.set_rng_state(self._cpu)
         random.setstate(self._python)
         if self._numpy is not None:
@@ -180,7 +181,7 @@ class RandomState:
             torch.cuda.set_rng_state(state, device)
 
 
-# torchmetrics is not imported for this: without it there is no metric.
+# Without an import of torchmetrics there is no metric.
 def _is_metric(module: nn.Module) -> bool:
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(module, torchmetrics.Metric)
@@ -207,21 +208,21 @@ class ModuleState:
         self._random = RandomState({p.device for p in module.parameters() if p.is_cuda})
 
     def owns(self, tensor: Tensor) -> bool:
-        """Say whether the module or the batch held this tensor before."""
+        """Return whether the tensor's storage belongs to the module or the batch."""
         return _key_of(tensor) in self._storages
 
     def save_before_write(self, tensor: Tensor) -> None:
-        """Copy the values of a tensor that is about to change."""
+        """Save the values of a tensor that is about to be written to."""
         key = _key_of(tensor)
         if key in self._storages and key not in self._saved:
             self._saved[key] = self._storages[key].clone()
 
     def has_changed(self) -> bool:
-        """Say whether something was written to, or put in or out of a container."""
+        """Return whether a tensor was written to or a container was changed."""
         return bool(self._saved) or not all(_is_same(*pair) for pair in self._containers)
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Restore everything."""
         for key, values in self._saved.items():
             self._storages[key].copy_(values)
         self._saved.clear()
@@ -234,14 +235,14 @@ class ModuleState:
         self.restore_random()
 
     def restore_random(self) -> None:
-        """Put random states back."""
+        """Restore random states."""
         for generator, state in self._generators:
             _set_generator(generator, state)
         self._random.restore()
 
     def _visit(self, value: Any) -> None:
         if isinstance(value, nn.Module):
-            # Sharded strategies exchange parameters in forward passes, and know which to put back.
+            # Sharded strategies replace parameters in forward, and restore them themselves.
             self._seen.add(id(value._parameters))
             for parameter in value._parameters.values():
                 self._visit(parameter)
@@ -264,7 +265,7 @@ class ModuleState:
 
 @contextlib.contextmanager
 def batch_norm_on_running_statistics(module: nn.Module) -> Iterator[None]:
-    """Let batch normalisation compute each sample by itself."""
+    """Let batch normalisation use running statistics, so that samples are independent."""
     norms = [m for m in module.modules() if isinstance(m, _BATCH_NORM) and m.training]
     for norm in norms:
         norm.training = False
@@ -277,11 +278,11 @@ def batch_norm_on_running_statistics(module: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def full_precision() -> Iterator[None]:
-    """Compute float32 products in float32, and nothing compiled."""
+    """Disable TF32 and compilation."""
     precision, in_cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # Only a program that compiles has it, and another batch size would compile once more.
+    # Only if the program compiles: another batch size would be compiled again.
     dynamo = "torch._dynamo" in sys.modules
     try:
         with torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext():
@@ -289,7 +290,7 @@ def full_precision() -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = in_cudnn
-        # Of what a mode has computed in float32 where autocast asked for less.
+        # It may hold float32 values, cast under `LossProbe`.
         torch.clear_autocast_cache()
 
 

@@ -1,1 +1,1 @@
-"""Update each parameter as soon as its gradient is there."""
+"""Update each parameter in backward as soon as its gradient is complete."""

@@ -1,4 +1,4 @@
-"""Gradients that wait on the host until all of them are there."""
+"""Hold gradients in host memory until all are complete, to clip them by their total norm."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -13,13 +13,12 @@ _FIRST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 2**20, 2**26
 
 
 class HeldGradients:
-    """Moves gradients to host memory and brings each one back when it is its turn.
+    """Moves gradients to host memory and returns them one at a time.
 
-    The norm of all of them together is known only when backward has ended; on the device there is
-    one gradient at a time all the same.
+    Their total norm is known only after backward, but the device holds one gradient at a time.
 
     Args:
-        clip_norm: Bound on the norm of all gradients together.
+        clip_norm: Bound on the total norm of all gradients.
     """
 
     def __init__(self, clip_norm: float) -> None:
@@ -34,25 +33,25 @@ class HeldGradients:
         return param in self._gradients
 
     def clear(self) -> None:
-        """Forget all gradients."""
+        """Discard all gradients."""
         self._gradients.clear()
         self._norms.clear()
         self._total_norm = None
 
     def take(self, param: nn.Parameter) -> None:
-        """Move the gradient of a parameter away."""
+        """Move the gradient of a parameter to the host."""
         grad = param.grad
-        assert grad is not None, "hooks come with a gradient"
+        assert grad is not None, "hooks run when there is a gradient"
         self._norms[param] = _norm(grad)
         with host_copies():
             self._gradients[param] = self._to_host(param, grad)
         param.grad = None
 
     def give_back(self, param: nn.Parameter) -> None:
-        """Put the gradient of a parameter where it was, clipped if all of them are there.
+        """Move the gradient of a parameter back to it, clipped if the total norm is known.
 
         Args:
-            param: One whose gradient was taken, or has not left it.
+            param: A parameter whose gradient is on the host or still in place.
         """
         host = self._gradients.pop(param, None)
         if isinstance(host, Tensor):
@@ -63,10 +62,10 @@ class HeldGradients:
             torch.nn.utils.clip_grads_with_norm_([param], self._clip_norm, self._total_norm)
 
     def find_norm(self, params: list[nn.Parameter]) -> None:
-        """Compute the norm of all gradients together, as ``clip_grad_norm_`` does.
+        """Compute the total norm of all gradients, as ``clip_grad_norm_`` does.
 
         Args:
-            params: All that have a gradient, in the order of the groups.
+            params: All parameters with a gradient, in the order of the groups.
         """
         if not params:
             return
@@ -74,7 +73,7 @@ class HeldGradients:
         device = norms[0].device
         self._total_norm = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]))
 
-    # The copy is filled again only after its gradient was read: both in the order of the stream.
+    # A copy is refilled only after its gradient was read: both are ordered by the stream.
     def _to_host(self, param: nn.Parameter, grad: Tensor) -> "Tensor | _HostCopy":
         if grad.layout != torch.strided:
             return grad.to("cpu", copy=True)
@@ -86,7 +85,7 @@ class HeldGradients:
 
 
 class _HostCopy:
-    """A gradient in pieces of host memory, in the order in which its entries lie on the device."""
+    """A gradient in pieces of host memory, in the memory order of the device."""
 
     def __init__(self, grad: Tensor, memory: "_HostMemory") -> None:
         like = torch.empty_like(grad, device="meta")  # without gaps, in the order of `grad`
@@ -117,8 +116,8 @@ class _HostCopy:
         return zip(self._pieces, as_bytes.split(sizes), strict=True)
 
 
-# torch rounds each request for page-locked memory up to a power of two: a buffer for each parameter
-# would take up to twice of what it holds.
+# torch rounds each request for page-locked memory up to a power of two: a buffer per parameter
+# would need up to twice its size.
 class _HostMemory:
     """Host memory, page-locked for a GPU, in chunks whose sizes are powers of two."""
 
@@ -127,7 +126,7 @@ class _HostMemory:
         self._chunk_bytes = _FIRST_CHUNK_BYTES
 
     def take(self, num_bytes: int, *, is_pinned: bool) -> Iterator[Tensor]:
-        """Give pieces of shape (bytes,) that make up a number of bytes together."""
+        """Yield pieces of shape (bytes,) with ``num_bytes`` in total."""
         while num_bytes:
             if not len(self._free):
                 self._free = torch.empty(
@@ -139,6 +138,6 @@ class _HostMemory:
             yield piece
 
 
-# With the operator that `clip_grad_norm_` uses on the device, for the same bits.
+# With the operator that `clip_grad_norm_` uses, to get the same bits.
 def _norm(grad: Tensor) -> Tensor:
     return torch.nn.utils.get_total_norm([grad])

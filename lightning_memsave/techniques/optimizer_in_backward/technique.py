@@ -1,4 +1,4 @@
-"""Each parameter updated in backward, as soon as its gradient is complete."""
+"""Update each parameter in backward, as soon as its gradient is complete."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
 )
 from lightning_memsave.units import format_bytes
 
-# Of torch's, only LBFGS looks at several parameters at once; Muon and newer ones need not be there.
+# Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name)
     for name in ("Adafactor", "Muon", "SparseAdam")
@@ -36,11 +36,11 @@ _KNOWN = ELEMENTWISE | {
 
 
 class InBackwardHandle(Handle[Optimizer]):
-    """What ``OptimizerInBackward.apply`` gives: says which backward pass updates.
+    """The handle of ``OptimizerInBackward.apply``: chooses which backward passes update.
 
     Args:
         target: The optimizer.
-        updates: What the hooks do.
+        updates: The updates in hooks.
         changes: As for ``Handle``.
         skipped: As for ``Handle``.
         undo: As for ``Handle``.
@@ -59,7 +59,7 @@ class InBackwardHandle(Handle[Optimizer]):
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether gradients add up in ``param.grad`` for now; may be set."""
+        """Whether gradients are accumulated in ``param.grad``, without updates; can be set."""
         return self._updates.is_accumulating
 
     @is_accumulating.setter
@@ -72,13 +72,13 @@ class InBackwardHandle(Handle[Optimizer]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        if exc is not None:  # gradients on the host must not come back to a device that is full
+        if exc is not None:  # do not move gradients from the host to a device that may be full
             self._updates.forget()
         super().__exit__(exc_type, exc, traceback)
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Let gradients add up; for every backward pass of a step but the last."""
+        """Accumulate gradients: for every backward pass of a step except the last."""
         before, self.is_accumulating = self.is_accumulating, True
         try:
             yield
@@ -90,31 +90,31 @@ class InBackwardHandle(Handle[Optimizer]):
 class OptimizerInBackward(Technique[Optimizer]):
     """Update each parameter in backward when its gradient is complete, and free the gradient.
 
-    Of all gradients one or two exist at a time. The optimizer stays what it is, with its state,
-    groups and schedulers, and so does the loop: ``backward``, ``optimizer.step()``, ``zero_grad``.
+    One or two gradients exist at a time. The optimizer, its state, groups and schedulers stay the
+    same, and so does the loop: ``backward``, ``optimizer.step()``, ``zero_grad``.
 
     Args:
-        clip_value: Bound on each element of a gradient, as ``clip_grad_value_`` sets it.
-        clip_param_norm: Bound on the norm of the gradient of each parameter by itself.
-        clip_norm: Bound on the norm of all gradients of this optimizer together, the same as
-            ``clip_grad_norm_``. Gradients wait in host memory until backward has ended: 4 bytes per
-            parameter there and twice over the bus, and on the device still one at a time.
-        trust_optimizer: Whether to use an optimizer that is not known: you vouch that its step
-            updates each parameter from that parameter, its gradient, its state and its group alone.
+        clip_value: Bound on each element of a gradient, as in ``clip_grad_value_``.
+        clip_param_norm: Bound on the norm of the gradient of each single parameter.
+        clip_norm: Bound on the total norm of all gradients of this optimizer, as in
+            ``clip_grad_norm_``. Gradients are held in host memory until backward has ended: 4 bytes
+            per parameter there and two transfers, but still one gradient at a time on the device.
+        trust_optimizer: Use an unknown optimizer: you guarantee that its step updates each
+            parameter from that parameter, its gradient, its state and its group only.
 
     Raises:
-        ConfigurationError: If an argument is wrong; the message lists all that are.
+        ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *bitwise*. What looks at gradients after backward finds none:
-        ``torch.nn.utils.clip_grad_norm_`` would do nothing and say so to nobody, so use the
-        arguments above. Learning rates are read in backward. There is one updating backward pass
-        per step; the others, and those whose gradients are to be thrown away, run inside
-        ``handle.accumulating()``, and a second one is an error. It cannot be taken back either: a
-        loop that leaves out a step after backward trains something else: not with a ``GradScaler``.
-        Known are the optimizers of torch but for LBFGS, those of bitsandbytes and of
-        `LowBitOptimizer`, and Adafactor of transformers; others are refused, as they may couple
-        parameters. Not for several processes.
+        Exactness is *bitwise*. Code that reads gradients after backward finds none:
+        ``torch.nn.utils.clip_grad_norm_`` would silently do nothing, so use the arguments above.
+        Learning rates are read in backward. There is one updating backward pass per step; all
+        others, and those whose gradients are discarded, run inside ``handle.accumulating()``, and a
+        second one is an error. Updates cannot be reverted: a loop that skips a step after backward
+        would train differently, so it cannot be used with a ``GradScaler``. Supported are the
+        optimizers of torch except LBFGS, those of bitsandbytes and of `LowBitOptimizer`, and
+        Adafactor of transformers; others are refused, as they may couple parameters. Not for
+        several processes.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -158,10 +158,10 @@ class OptimizerInBackward(Technique[Optimizer]):
             if (value := getattr(self, setting)) is not None
             and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
         ]
-        vouches: object = self.trust_optimizer
-        if not isinstance(vouches, bool):
-            what, fix = f"`trust_optimizer={vouches!r}`", "Use True or False."
-            problems.append(Problem(what, "it must be a truth value", fix))
+        trusts: object = self.trust_optimizer
+        if not isinstance(trusts, bool):
+            what, fix = f"`trust_optimizer={trusts!r}`", "Use True or False."
+            problems.append(Problem(what, "it must be a bool", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
 
@@ -203,7 +203,8 @@ class OptimizerInBackward(Technique[Optimizer]):
             problems.append(
                 Problem(
                     f"`{type(target).__name__}` with bitsandbytes' overrides",
-                    "they are for places in the groups, and one parameter would be in the first",
+                    "they refer to positions in the groups, which change when parameters are "
+                    "updated one by one",
                     'Use `optimizer="8bit"` with `keep_32bit=...`, or set '
                     "`optimizer_in_backward=None`.",
                 )
@@ -212,20 +213,20 @@ class OptimizerInBackward(Technique[Optimizer]):
             problems.append(
                 Problem(
                     f"`{type(target).__name__}(differentiable=True)`",
-                    "the graph of a step would hold all the gradients",
+                    "the graph of a step would keep all gradients alive",
                     "Set `differentiable=False`.",
                 )
             )
         return problems
 
     def apply(self, target: Optimizer) -> InBackwardHandle:
-        """Switch the technique on.
+        """Apply the technique.
 
         Args:
             target: The optimizer.
 
         Returns:
-            What was changed, ``undo`` and ``accumulating``.
+            The handle, with ``undo`` and ``accumulating``.
         """
         handle = super().apply(target)
         assert isinstance(handle, InBackwardHandle), "`_apply` makes it"
@@ -247,11 +248,12 @@ class OptimizerInBackward(Technique[Optimizer]):
 
 
 def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
-    """Say what becomes of the gradients of an optimizer, with the sizes that they have now.
+    """Describe the updates of an optimizer in backward and its gradient memory, in one line.
 
     Args:
-        optimizer: One whose parameters are updated in backward.
-        adding_up: What is added up before the last backward pass of a step; empty if nothing is.
+        optimizer: An optimizer whose parameters are updated in backward.
+        adding_up: Name of what accumulates before the last backward pass of a step; empty if
+            nothing does.
 
     Returns:
         One line.
@@ -260,12 +262,14 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
     if adding_up:
         how = (
             "the last backward pass of a step, "
-            f"all gradients ({format_bytes(sum(sizes))}) are alive while {adding_up} add up"
+            f"all gradients ({format_bytes(sum(sizes))}) are alive while {adding_up} accumulate"
         )
     else:
         gradients = f"gradients {format_bytes(sum(sizes))} -> {format_bytes(max(sizes, default=0))}"
         how = f"backward, {gradients} at a time"
-    where = " (they wait in host memory)" if ACTIVE_UPDATES[optimizer].held is not None else ""
+    where = (
+        " (held in host memory until then)" if ACTIVE_UPDATES[optimizer].held is not None else ""
+    )
     return f"{type(optimizer).__name__}: {len(sizes)} parameters updated in {how}{where}"
 
 
@@ -284,7 +288,7 @@ def _is_known(optimizer: Optimizer) -> bool:
     )
 
 
-# bitsandbytes finds them by the place of a parameter in the groups; those of ours have none.
+# bitsandbytes looks them up by position in the groups; our own optimizers ignore them.
 def _has_overrides(optimizer: Optimizer) -> bool:
     manager = getattr(optimizer, "mng", None)
     if manager is None or is_low_bit(optimizer):
@@ -310,7 +314,7 @@ def _problems_of_others(target: Optimizer) -> list[Problem]:
                 "Apply it once, or call `handle.undo()` first.",
             )
         ]
-    ours = {id(p) for group in target.param_groups for p in group["params"]}
+    own = {id(p) for group in target.param_groups for p in group["params"]}
     return [
         Problem(
             f"`{name}`",
@@ -318,5 +322,5 @@ def _problems_of_others(target: Optimizer) -> list[Problem]:
             "Give each parameter to one optimizer.",
         )
         for other, _ in all_in_backward()
-        if any(id(p) in ours for group in other.param_groups for p in group["params"])
+        if any(id(p) in own for group in other.param_groups for p in group["params"])
     ]

@@ -1,4 +1,4 @@
-"""Updates of parameters while backward runs, and what has to wait for its end."""
+"""Update parameters in backward through hooks on their gradients."""
 
 import functools
 import threading
@@ -19,7 +19,7 @@ ParameterStep = Callable[[Optimizer, nn.Parameter], None]
 _ATTRIBUTE = "memsave_parameter_step"
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
-# Where each parameter was found last, so that an update does not search all of them.
+# Cached positions of parameters in groups, so that an update does not search all of them.
 _POSITIONS: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -29,7 +29,7 @@ def step_parameter(optimizer: Optimizer, param: nn.Parameter) -> None:
     """Update one parameter as ``optimizer.step()`` would, and no other.
 
     Args:
-        optimizer: One that treats each parameter on its own.
+        optimizer: An optimizer that does not couple parameters.
         param: One of its parameters, with a gradient.
     """
     step = vars(optimizer).get(_ATTRIBUTE, plain_step)
@@ -37,14 +37,14 @@ def step_parameter(optimizer: Optimizer, param: nn.Parameter) -> None:
 
 
 def set_parameter_step(optimizer: Optimizer, step: ParameterStep) -> Callable[[], None]:
-    """Give an optimizer another way to update one parameter.
+    """Replace the function with which an optimizer updates one parameter.
 
     Args:
         optimizer: The optimizer.
-        step: Takes the optimizer and a parameter; it can be pickled.
+        step: Called with the optimizer and a parameter; must be picklable.
 
     Returns:
-        A function that takes it back.
+        A function that undoes it.
     """
     own = vars(optimizer)
     own[_ATTRIBUTE] = step
@@ -60,7 +60,7 @@ def plain_step(optimizer: Optimizer, param: nn.Parameter) -> None:
     """Update one parameter with the optimizer's own code.
 
     Args:
-        optimizer: One that treats each parameter on its own.
+        optimizer: An optimizer that does not couple parameters.
         param: One of its parameters, with a gradient.
     """
     run_step(optimizer, group_of(optimizer, param), param)
@@ -74,7 +74,7 @@ def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
         param: One of its parameters.
 
     Returns:
-        The group itself, so that what schedulers write into it is seen.
+        The group itself, with the current values of schedulers.
 
     Raises:
         KeyError: If the optimizer has no such parameter.
@@ -86,30 +86,22 @@ def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
 
 
 def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
-    """Say whether a parameter is in one of the groups.
-
-    Args:
-        optimizer: The optimizer.
-        param: Any parameter.
-
-    Returns:
-        True if it is there now.
-    """
+    """Return whether a parameter is in one of the optimizer's groups."""
     return _find(optimizer, param) is not None
 
 
 def run_step(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter) -> None:
     """Run the optimizer's step for one tensor under the settings of a group.
 
-    Hooks on the step, and the count that schedulers keep of it, are for steps of the whole
-    optimizer and do not see this one.
+    Step hooks and the step count of schedulers belong to steps of the whole optimizer and are
+    bypassed.
 
     Args:
-        optimizer: Its ``state[param]`` is used, and made if it is missing.
-        group: Settings; a copy of it takes the place of all groups during the step.
-        param: A tensor with a gradient, which need not be one of the optimizer's own.
+        optimizer: Its ``state[param]`` is used, and created if it is missing.
+        group: Settings; a copy of it replaces all groups during the step.
+        param: A tensor with a gradient, not necessarily one of the optimizer's own.
     """
-    # What bitsandbytes does in its first step needs all the parameters.
+    # The initialization of bitsandbytes needs all parameters.
     if getattr(optimizer, "initialized", True) is False and hasattr(optimizer, "to_gpu"):
         optimizer.check_overrides()  # type: ignore[attr-defined]
         optimizer.to_gpu()
@@ -123,13 +115,9 @@ def run_step(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Run a step that neither hooks nor schedulers see.
-
-    Args:
-        optimizer: All of its parameters that have a gradient are updated.
-    """
+    """Run a step of all parameters with a gradient, bypassing hooks and schedulers."""
     step = type(optimizer).step
-    # torch wraps the step of each class, once, in one that calls the hooks.
+    # torch wraps the step of each class, once, to call the hooks.
     step = step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
     # The step of a subclass may call that of its base, which is wrapped as well.
     hooks = {key: vars(optimizer).get(key, {}) for key in _HOOKS}
@@ -157,11 +145,11 @@ def _find(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any] | None:
 ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = (
     weakref.WeakKeyDictionary()
 )
-"""Every optimizer whose parameters are updated in backward: hooks on parameters hold none."""
+"""Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it."""
 
 
 def all_in_backward() -> list[tuple[Optimizer, "GradientUpdates"]]:
-    """List what is in `ACTIVE_UPDATES`, whatever other threads put there meanwhile."""
+    """List the items of `ACTIVE_UPDATES`, safe against changes by other threads."""
     optimizers = [ref() for ref in ACTIVE_UPDATES.keyrefs()]
     pairs = [(o, ACTIVE_UPDATES.get(o)) for o in optimizers if o is not None]
     return [(optimizer, updates) for optimizer, updates in pairs if updates is not None]
@@ -176,15 +164,15 @@ _ADVICE = (
 
 
 class GradientUpdates:
-    """Updates the parameters of one optimizer, each as its gradient is complete.
+    """Updates each parameter of one optimizer as soon as its gradient is complete.
 
-    Hooks on parameters are seen by no garbage collection, so nothing that they hold may hold the
-    optimizer or the parameters: they are referred to weakly.
+    The garbage collector does not traverse hooks on parameters, so they refer to the optimizer and
+    the parameters weakly.
 
     Args:
         optimizer: The optimizer.
         clip: Clips the gradient of one parameter.
-        held: Where gradients wait until all are there; ``None`` updates at once.
+        held: Holds gradients until all are complete; ``None`` to update at once.
     """
 
     def __init__(
@@ -196,17 +184,17 @@ class GradientUpdates:
         self.is_accumulating = False
         self.held = held
         self.advice = _ADVICE
-        """Where a second gradient in a step may come from, and what to do about it."""
+        """Cause of a second gradient in a step, and its remedy."""
         self._optimizer = weakref.ref(optimizer)
         self._clip = clip
         self._hooks: Any = WeakTensorKeyDictionary()
         self._taken: set[int] = set()
-        # Each GPU has a thread of its own in backward.
+        # In backward, each GPU has its own thread.
         self._lock = threading.RLock()
 
     @property
     def has_taken(self) -> bool:
-        """Whether gradients were taken since the last step of the optimizer."""
+        """Whether a gradient was processed since the last step of the optimizer."""
         return bool(self._taken)
 
     def start(self) -> list[Callable[[], None]]:
@@ -216,7 +204,7 @@ class GradientUpdates:
             Functions that remove them.
         """
         optimizer = self._optimizer()
-        assert optimizer is not None, "the caller holds it"
+        assert optimizer is not None, "the caller holds a reference"
         ACTIVE_UPDATES[optimizer] = self
         self._watch_parameters(optimizer)
         hooks = [
@@ -226,7 +214,7 @@ class GradientUpdates:
         return [self._stop, *(hook.remove for hook in hooks)]
 
     def forget(self) -> None:
-        """Start anew, as after a step."""
+        """Reset the state of the current step."""
         self._taken.clear()
         if self.held is not None:
             self.held.clear()
@@ -243,8 +231,7 @@ class GradientUpdates:
                     self.held.give_back(param)
         self.forget()
 
-    # A parameter that came later, or was frozen until now, is found after the step that updates it
-    # for the first time.
+    # Parameters that were added or unfrozen are found after their first step.
     def _watch_parameters(self, optimizer: Optimizer) -> None:
         for param in _parameters(optimizer):
             if param.requires_grad and param.is_leaf and param not in self._hooks:
@@ -285,7 +272,7 @@ class GradientUpdates:
         if closure is None:
             self._finish(optimizer)
             return None
-        # Backward may run inside, and only then are the gradients complete.
+        # Backward may run inside the closure: gradients are complete after it.
         closure = functools.partial(self._run_closure, optimizer, closure)
         if len(args) > 1:
             return (args[0], closure, *args[2:]), kwargs
@@ -298,7 +285,7 @@ class GradientUpdates:
 
     @torch.no_grad()
     def _finish(self, optimizer: Optimizer) -> None:
-        """Update what waits, and what has a gradient that no backward has completed."""
+        """Update parameters with held gradients, and those whose hook did not run."""
         waiting = []
         for param in _parameters(optimizer):
             if param.grad is not None:
