@@ -406,8 +406,16 @@ class TestOptimizerInBackward:
             ({}, {}, "updated in backward, gradients "),
             ({}, {"accumulate_grad_batches": 3}, "are alive while 3 batches accumulate"),
             ({"accumulate_grad_batches": 2}, {}, "are alive while 2 batches accumulate"),
-            ({"micro_batch_size": 2}, {}, "are alive while the micro-batches of a batch accumulate"),
-            ({"micro_batch_size": "auto"}, {}, "while the micro-batches of a halved batch accumulate"),
+            (
+                {"micro_batch_size": 2},
+                {},
+                "are alive while the micro-batches of a batch accumulate",
+            ),
+            (
+                {"micro_batch_size": "auto"},
+                {},
+                "while the micro-batches of a halved batch accumulate",
+            ),
         ],
     )
     def test_table_shows_when_all_gradients_are_alive(self, settings, of_trainer, text):
