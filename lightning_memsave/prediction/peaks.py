@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.prediction.recording import Event, Recording
 from lightning_memsave.prediction.result import PHASES, TensorMemory, Timeline
-from lightning_memsave.prediction.snapshot import StepTrace, StorageOrigin
+from lightning_memsave.prediction.snapshot import Origin, StepTrace
 
 MAX_POINTS = 1000
 NUM_LARGEST = 50
@@ -124,19 +124,13 @@ class Peaks:
         """Return the storages alive before the step with the peak, and each change in it."""
         numbers: dict[int, int] = {}
         at_start = [num_bytes for _, num_bytes in self.blocks]
-        storages = [StorageOrigin(category) for category, _ in self.blocks]
+        storages = [(category, Origin()) for category, _ in self.blocks]
         changes: list[tuple[int, int]] = []
         for position, event in enumerate(self.events[: self.end]):
             storage = event.storage
             number = numbers.setdefault(id(storage), len(storages))
             if number == len(storages):
-                origin = storage.origin
-                storages.append(
-                    StorageOrigin(
-                        storage.category,
-                        *(origin.module, origin.op, origin.phase, origin.shape, origin.dtype),
-                    )
-                )
+                storages.append((storage.category, storage.origin))
                 at_start.append(0)
             if position < self.start:
                 at_start[number] += event.change
@@ -171,15 +165,11 @@ class Peaks:
             sizes[key] = sizes.get(key, 0) + event.change
             storages[key] = event.storage
         return [
-            TensorMemory(
-                category=storages[key].category,
-                num_bytes=num_bytes,
-                module=storages[key].origin.module,
-                op=storages[key].origin.op,
-                phase=storages[key].origin.phase,
-                shape=storages[key].origin.shape,
-                dtype=storages[key].origin.dtype,
-            )
+            TensorMemory(storages[key].category, num_bytes, *_fields(storages[key].origin))
             for key, num_bytes in sizes.items()
             if num_bytes
         ]
+
+
+def _fields(origin: Origin) -> tuple[str, str, str, tuple[int, ...], str]:
+    return origin.module, origin.op, origin.phase, origin.shape, origin.dtype

@@ -19,28 +19,10 @@ from typing_extensions import override
 
 from lightning_memsave.measure.live_tensors import HOST, LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
+from lightning_memsave.prediction.snapshot import Origin
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 _OLDER = frozenset({"other", "input"})
-
-
-@dataclass(slots=True)
-class Origin:
-    """Module, operator and phase that allocated a storage.
-
-    Args:
-        module: Name of the module whose code allocated it, or that owns it.
-        op: The operator that allocated it; empty for tensors older than the recording.
-        phase: Phase in which it was allocated.
-        shape: Shape of its first tensor.
-        dtype: Type of its first tensor.
-    """
-
-    module: str
-    op: str
-    phase: str
-    shape: tuple[int, ...]
-    dtype: str
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning_memsave.errors import ConfigurationError
 
@@ -10,10 +10,18 @@ from lightning_memsave.errors import ConfigurationError
 _ALIGNMENT = 512
 
 
-class StorageOrigin(NamedTuple):
-    """Category and origin of a storage; fields as in `TensorMemory`."""
+@dataclass(slots=True)
+class Origin:
+    """Module, operator and phase that allocated a storage.
 
-    category: str
+    Args:
+        module: Name of the module whose code allocated it, or that owns it.
+        op: The operator that allocated it; empty for tensors older than the recording.
+        phase: Phase in which it was allocated.
+        shape: Shape of its first tensor.
+        dtype: Type of its first tensor.
+    """
+
     module: str = ""
     op: str = ""
     phase: str = ""
@@ -26,12 +34,12 @@ class StepTrace:
     """Allocations and frees of one step.
 
     Args:
-        storages: All storages that were ever alive.
+        storages: Category and origin of all storages that were ever alive.
         changes: Index in ``storages`` and change in bytes (negative when freed), in order,
             beginning with those alive before the step.
     """
 
-    storages: tuple[StorageOrigin, ...] = ()
+    storages: tuple[tuple[str, Origin], ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
 
     def to_snapshot(self) -> dict[str, Any]:
@@ -61,14 +69,14 @@ class StepTrace:
                 addresses.give_back(before["addr"], before["size"])
             size = change + (before["size"] if before else 0)
             if size:
-                origin = self.storages[index]
+                category, origin = self.storages[index]
                 alive[index] = {
                     "action": "alloc",
                     "addr": addresses.take(size),
                     "size": size,
                     "stream": 0,
-                    "frames": _frames(origin),
-                    "category": origin.category,
+                    "frames": _frames(category, origin),
+                    "category": category,
                 }
                 events.append(alive[index])
         blocks = list(_blocks(list(alive.values()), addresses.end))
@@ -111,10 +119,10 @@ def _rounded(size: int) -> int:
 
 
 # The viewer shows each frame as `filename:line:name`.
-def _frames(origin: StorageOrigin) -> list[dict[str, Any]]:
+def _frames(category: str, origin: Origin) -> list[dict[str, Any]]:
     tensor = f"{origin.dtype}[{','.join(map(str, origin.shape))}]" if origin.dtype else ""
     made_by = " ".join(filter(None, (origin.op, tensor)))
-    lines = [(origin.category, made_by), (origin.phase or "before the step", origin.module)]
+    lines = [(category, made_by), (origin.phase or "before the step", origin.module)]
     return [{"filename": where, "line": 0, "name": name} for where, name in lines]
 
 

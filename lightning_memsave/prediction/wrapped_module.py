@@ -106,7 +106,10 @@ def unwrap(prediction: MemoryPrediction, has_loss: bool) -> MemoryPrediction:
         peak_module=own(prediction.peak_module),
         trace=replace(
             prediction.trace,
-            storages=tuple(s._replace(module=own(s.module)) for s in prediction.trace.storages),
+            storages=tuple(
+                (category, replace(origin, module=own(origin.module)))
+                for category, origin in prediction.trace.storages
+            ),
         ),
         assumptions=(*(() if has_loss else (_LOSS,)), *prediction.assumptions),
         ineffective={

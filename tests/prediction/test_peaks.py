@@ -12,11 +12,11 @@ from lightning_memsave.prediction.predict import summarise
 from lightning_memsave.prediction.recording import (
     Event,
     ModuleInfo,
-    Origin,
     Recording,
     StepProfile,
 )
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.snapshot import Origin
 
 
 class Tape:

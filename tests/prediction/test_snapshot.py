@@ -12,7 +12,7 @@ from torch.cuda import _memory_viz as viewer
 from lightning_memsave import predict_memory
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.prediction.snapshot import StepTrace, StorageOrigin
+from lightning_memsave.prediction.snapshot import Origin, StepTrace
 
 # What MemoryViz.js of torch 2.13 unpickles.
 OPCODES = frozenset(
@@ -95,7 +95,7 @@ def test_each_allocation_says_who_made_it(prediction, snapshot):
 
 
 def test_a_storage_that_changes_its_size_is_allocated_again():
-    trace = StepTrace((StorageOrigin("activation"),), ((0, 100), (0, 1000), (0, -1050), (0, -50)))
+    trace = StepTrace((("activation", Origin()),), ((0, 100), (0, 1000), (0, -1050), (0, -50)))
     assert list(dict.fromkeys(live_bytes(trace.to_snapshot()))) == [0, 100, 1100, 50]
 
 
