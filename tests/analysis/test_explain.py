@@ -68,7 +68,7 @@ def test_a_vocabulary_that_dominates_is_named():
     costs = ModelStates.from_prediction(prediction).by_module
     table = costs["bert.embeddings.word_embeddings"]
     assert found.factor("vocabulary and labels").figures["table_bytes"] == table
-    assert f"it costs {format_bytes(table)} of the" in text_of(found)
+    assert f"it needs {format_bytes(table)} of the" in text_of(found)
     assert "`bert.embeddings.word_embeddings` (50,000 x 32) holds 9" in text_of(found)
     matters = max(found.factors, key=lambda s: s.num_bytes or 0)
     assert matters.name in {"vocabulary and labels", "model structure"}
@@ -134,7 +134,7 @@ def test_lightning_modules_train_in_their_own_way():
 
 def test_the_optimizer_of_a_lightning_module_is_named():
     found = explain(Lit(), torch.ones(4, 100))
-    assert "With SGD it costs" in text_of(found)
+    assert "With SGD it needs" in text_of(found)
     assert found.factor("model structure").sentence.startswith("Parameters and gradients:")
 
 

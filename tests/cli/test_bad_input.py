@@ -438,7 +438,7 @@ def test_explain_memory(arguments, said):
 @pytest.mark.parametrize(
     ("side", "said"),
     [
-        *((wrong, "Pass a module, a function that makes one") for wrong in (3, None, [1], True)),
+        *((wrong, "Pass a module, a function that returns one") for wrong in (3, None, [1], True)),
         (fail, ITSELF),
         (give_3, ITSELF),
         (nn.Linear, ITSELF),
@@ -447,7 +447,7 @@ def test_explain_memory(arguments, said):
         ("nowhere.json", FORMS),
         ("list.json", "or name the code: `module:Class`"),
         ("cut.json", "Write it again with `MemoryPrediction.to_dict()`"),
-        ("report.json", "Compare two of a kind"),
+        ("report.json", "Compare two of the same kind"),
         ({"a": "b"}, "a shape such as `(10, 4)`"),
         ({"a": (-3, 2)}, "a shape such as `(10, 4)`"),
         ({"a": ("x", 2)}, "a shape such as `(10, 4)`"),

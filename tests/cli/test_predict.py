@@ -371,7 +371,7 @@ class TestBadInput:
             (("net.py:Net", "--optimizer", "nowhere:make"), "Importing `nowhere` failed"),
             (("net.py:Net", "--optimizer", "torch.optim.Nope"), "has no optimizer `Nope`"),
             (("net.py:Net", "--optimizer", "SGD", "--optimizer-arg", "mu=1"), "--optimizer-arg"),
-            (("net.py:Net", "--optimizer", "builtins:list"), "made a list"),
+            (("net.py:Net", "--optimizer", "builtins:list"), "returned a list"),
             (("net.py:Net", "--optimizer-arg", "mu=1"), "Add --optimizer"),
             (("net.py:Manual", "--set", "micro_batch_size=2"), "automatic_optimization"),
             (("net.py:Lit", "--variant", "optimizer='8bit"), "No closing quotation"),

@@ -329,7 +329,7 @@ class OptimizerInBackwardSetting(Setting):
         details = [describe_updates(handle.target, adding_up)]
         if splits and self.halves_batches and not adding_up:
             details.append(
-                "all gradients are alive while the micro-batches of a halved batch add up"
+                "all gradients are alive while the micro-batches of a halved batch accumulate"
             )
         if self._clipping:
             details.append(self._clipping)
