@@ -1,5 +1,7 @@
 """Tiny models of every architecture family that transformers can build from a config."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -405,6 +407,24 @@ class Tiny(nn.Module):
                 if v.is_floating_point()
             ]
         ).sum()
+
+
+@contextlib.contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Set ``use_cache=False``, as Hugging Face's own checkpointing does.
+
+    Keys and values that were copied into a cache have other strides, for which some CPUs use other
+    kernels: on an AMD EPYC the last digits of some decoders then differ, without any technique.
+    """
+    configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
+    before = [(c, c.use_cache) for c in configs.values() if getattr(c, "use_cache", None)]
+    for config, _ in before:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config, value in before:
+            config.use_cache = value
 
 
 # Reason -> families.

@@ -110,15 +110,16 @@ class ActivationCheckpointing(Technique[nn.Module]):
     Note:
         Exactness is *bitwise*, dropout and BatchNorm included: random numbers are drawn again from
         the same state, and buffers that a block changes in ``forward`` are changed once. Hugging
-        Face models are trained with ``use_cache=False``, so they return ``past_key_values=None`` in
-        training; if a model inside another one must return a cache, as in Pi0, its blocks run
-        without checkpointing, with a warning. Blocks that checkpoint themselves are skipped. A
-        block whose forward uses state outside of torch (a Python counter, random numbers of Python
-        or numpy, its own ``torch.Generator``) is not repeatable and must not be checkpointed. A
-        block that changes a tensor argument in place is refused; under ``torch.func`` blocks run
-        without checkpointing, with a warning. Hooks on modules inside a block run again in
-        backward. ``"selective"`` is refused for blocks with ``inplace=True`` layers, which would
-        overwrite the saved outputs; for other in-place changes torch raises an error.
+        Face models are trained with ``use_cache=False``, and are equal to that: they return
+        ``past_key_values=None`` in training; if a model inside another one must return a cache, as
+        in Pi0, its blocks run without checkpointing, with a warning. Blocks that checkpoint
+        themselves are skipped. A block whose forward uses state outside of torch (a Python counter,
+        random numbers of Python or numpy, its own ``torch.Generator``) is not repeatable and must
+        not be checkpointed. A block that changes a tensor argument in place is refused; under
+        ``torch.func`` blocks run without checkpointing, with a warning. Hooks on modules inside a
+        block run again in backward. ``"selective"`` is refused for blocks with ``inplace=True``
+        layers, which would overwrite the saved outputs; for other in-place changes torch raises an
+        error.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
