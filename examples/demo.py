@@ -182,7 +182,7 @@ def compare(
     labels = torch.tensor([passage.group for passage in held_out])
 
     announce(1, f"Without memsave: {steps} steps of {batch_size} passages, 128 tokens each")
-    plain, module, _ = train("as it is", loader, GPUMemoryMonitor(), steps, folder)
+    plain, module, _ = train("without memsave", loader, GPUMemoryMonitor(), steps, folder)
     plain.predictions = predict(module, validation, folder)
 
     announce(2, "The same with one line added: callbacks=[MemSaveCallback()]")

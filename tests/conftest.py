@@ -1,8 +1,10 @@
 """Seeds, turns of two packages, and a check after each test that nothing global was left behind."""
 
+import datetime
 import gc
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=reason))
     take_turns(items)
+    leave_for_other_days(items, datetime.date.today().toordinal())
     # Two processes run the scenarios of these meanwhile.
     items.sort(key=_has_scenarios)
 
@@ -58,6 +61,19 @@ def take_turns(items: Sequence[pytest.Item]) -> None:
     pairs = [pair for pair in twins.values() if len(pair) == 2]
     for turn, pair in enumerate(pairs):
         pair[turn % 2].add_marker(pytest.mark.exhaustive)
+
+
+def leave_for_other_days(items: Sequence[pytest.Item], today: int) -> None:
+    """Of tests that are marked ``daily(n)``, leave all cases but each n-th one to `test-all`."""
+    numbers: Counter[str] = Counter()
+    for item in items:
+        marker = item.get_closest_marker("daily")
+        if marker is None or item.get_closest_marker("exhaustive") is not None:
+            continue
+        name = item.nodeid.partition("[")[0]
+        if (numbers[name] + today) % marker.args[0]:
+            item.add_marker(pytest.mark.exhaustive)
+        numbers[name] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.analysis.architectures import Architecture, Lit
 from tests.analysis.counting import count
-from tests.conftest import ProcessState, take_turns
+from tests.conftest import ProcessState, leave_for_other_days, take_turns
 
 
 class _Fails(Lit):
@@ -65,3 +65,23 @@ def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> No
         "test_a[pytorch_lightning-1]",
         "test_a[lightning-2]",
     ]
+
+
+def test_every_case_has_its_day(request) -> None:
+    def chosen(today: int) -> list[str]:
+        items = [
+            pytest.Function.from_parent(
+                request.node.parent, name=f"{name}[{n}]", callobj=lambda: None
+            )
+            for name in ("test_a", "test_b")
+            for n in range(5)
+        ]
+        for item in items[:5]:
+            item.add_marker(pytest.mark.daily(2))
+        leave_for_other_days(items, today)
+        return [item.name for item in items if item.get_closest_marker("exhaustive") is None]
+
+    others = [f"test_b[{n}]" for n in range(5)]
+    assert chosen(0) == ["test_a[0]", "test_a[2]", "test_a[4]", *others]
+    assert chosen(1) == ["test_a[1]", "test_a[3]", *others]
+    assert chosen(2) == chosen(0)

@@ -93,7 +93,7 @@ def test_demo_says_when_a_claim_does_not_hold(monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import _table
 
-    plain = _table.Run("as it is", 100, {}, accuracy=0.70)
+    plain = _table.Run("without memsave", 100, {}, accuracy=0.70)
     too_large = _table.Run("one line added", 51, {}, accuracy=0.70)
     too_bad = _table.Run("one line added", 40, {}, accuracy=0.67)
     good = _table.Run("one line added", 40, {}, accuracy=0.69)

@@ -109,7 +109,7 @@ def main() -> None:
         for name, counters in results.items()
         for counter, peak in counters.items()
     ]
-    table = markdown_table(["peak of a step", "as it is", "checkpointed", "ratio"], rows)
+    table = markdown_table(["peak of a step", "unmodified", "checkpointed", "ratio"], rows)
     print(table)
     path = write_results("checkpointing_cpu", {"cases": results}, table, folder=arguments.results)
     print(f"\nWritten to {path}")

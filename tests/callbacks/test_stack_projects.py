@@ -283,6 +283,7 @@ PROJECTS = {
         for number, stack in enumerate(STACKS)
     ],
 )
+@pytest.mark.daily(2)
 def test_no_project_is_refused(name, stack):
     project = PROJECTS[name]
     callback = MemSaveCallback(stack=stack, monitor=False)

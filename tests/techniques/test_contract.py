@@ -142,6 +142,7 @@ def standing_still(model: nn.Module) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize(("technique", "name"), TRAINED)
+@pytest.mark.daily(2)
 def test_trains_as_exactly_as_it_declares(technique, name):
     model = make_model(name)
     if technique.exactness is Exactness.BITWISE or technique == WHOLE:
@@ -331,6 +332,7 @@ def test_applying_twice_equals_once_or_is_refused(technique):
 
 
 @pytest.mark.parametrize(("technique", "name"), in_turns(lambda _: True))
+@pytest.mark.daily(2)
 def test_state_loads_with_and_without_it(technique, name):
     """Saved with, loaded without, and back; optimizer state goes through a file half-way."""
     model = make_model(name)
@@ -359,6 +361,7 @@ def test_state_loads_with_and_without_it(technique, name):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("technique", VARIANTS)
+@pytest.mark.daily(2)
 def test_a_copy_is_independent_and_pickles_load(technique, name):
     case = CASES[technique.name]
     if name not in case.only_on or (case.needs_blocks and name == "unrepeated"):

@@ -116,6 +116,7 @@ def reference(
 
 
 @pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)
+@pytest.mark.daily(2)
 def test_train_as_exactly_as_they_declare(techniques, name):
     model = make_model(name)
     if is_approximate(techniques):
