@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 from rich.table import Table
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from lightning_memsave.units import format_bytes
 
@@ -160,6 +160,19 @@ def host_copies() -> Iterator[None]:
 def is_host_copy() -> bool:
     """Return whether new tensors count as host memory: inside `host_copies`."""
     return _num_contexts > 0
+
+
+_HOST = "_memsave_host"
+
+
+def mark_as_host(tensor: Tensor) -> None:
+    """Mark the storage of a tensor as host memory for as long as it lives."""
+    setattr(tensor.untyped_storage(), _HOST, True)
+
+
+def is_host(storage: UntypedStorage) -> bool:
+    """Return whether a storage was marked with `mark_as_host`."""
+    return hasattr(storage, _HOST)
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_memsave.core.memory import MemoryBreakdown, is_host_copy
+from lightning_memsave.core.memory import MemoryBreakdown, is_host, is_host_copy
 from lightning_memsave.measure.storages import (
     LiveStorage,
     device_of,
@@ -327,6 +327,7 @@ class LiveTensors(TorchDispatchMode):
                 key = storage._cdata
                 entry = self._entries.get(key)
                 if entry is None:
+                    category = HOST if is_host(storage) else category
                     self._num_born += 1
                     entry = self._entries[key] = LiveStorage(category, self._num_born)
                     entry.ref = self._watch(storage, key)

@@ -427,6 +427,19 @@ def test_gradients_that_wait_are_on_the_host():
     assert peak.host_bytes == NUM_LAYERS * UNIT
 
 
+def test_memory_of_waiting_gradients_is_the_hosts_in_later_steps_too():
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    apply(optimizer, clip_norm=1.0)
+    for _ in range(2):  # it is allocated in the first step, before the second counting begins
+        with LiveTensors(model, [optimizer]) as live:
+            model(torch.ones(2, 256)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert live.peak.other_bytes == 0
+        assert live.peak.host_bytes == NUM_LAYERS * UNIT
+
+
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0, "clip_value": 0.5}])
 def test_predicts_on_fake_tensors_what_is_counted(settings):
     def peak(net: nn.Module) -> Any:

@@ -136,7 +136,7 @@ class ActivationCheckpointing(Technique[nn.Module]):
     name: ClassVar[str] = "activation_checkpointing"
     argument: ClassVar[str] = "activation_checkpointing"
     offers: ClassVar[tuple[Offer, ...]] = (
-        Offer("recompute selectively", "selective", "less than all: not the products", 0.1),
+        Offer("recompute selectively", "selective", "less than recomputing all blocks", 0.1),
         Offer("recompute half of the blocks", 0.5, "about 1/6 more compute", 1 / 6),
         Offer("recompute all blocks", "all", "about 1/3 more compute", 1 / 3),
     )

@@ -75,7 +75,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
     argument: ClassVar[str] = "chunked_cross_entropy"
     examples: ClassVar[str] = "True, 512"
     offers: ClassVar[tuple[Offer, ...]] = (
-        Offer("loss without logits", True, "several products, not one", 0.05),
+        Offer("chunked cross-entropy", True, "several small matrix products", 0.05),
     )
     exactness: ClassVar[Exactness] = Exactness.ROUNDING
     source: ClassVar[str] = "Wijmans et al. (2024), arXiv:2411.09009"

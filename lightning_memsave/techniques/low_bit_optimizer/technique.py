@@ -199,7 +199,7 @@ class LowBitOptimizer(Technique[torch.optim.Optimizer]):
     name: ClassVar[str] = "low_bit_optimizer"
     argument: ClassVar[str] = "optimizer"
     offers: ClassVar[tuple[Offer, ...]] = (
-        Offer("8-bit optimizer", "8bit", "a kernel of its own on a GPU, slower steps on a CPU"),
+        Offer("8-bit optimizer", "8bit", "a separate kernel on a GPU, slower steps on a CPU"),
     )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
     source: ClassVar[str] = (

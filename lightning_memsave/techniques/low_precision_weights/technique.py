@@ -188,7 +188,9 @@ class LowPrecisionWeights(Technique[nn.Module]):
     argument: ClassVar[str] = "low_precision_weights"
     examples: ClassVar[str] = '"stochastic", "kahan"'
     offers: ClassVar[tuple[Offer, ...]] = (
-        Offer("weights in bf16", "stochastic", "weights of 8 significant bits, rounded at random"),
+        Offer(
+            "weights in bf16", "stochastic", "weights with 8 significant bits, stochastic rounding"
+        ),
     )
     exactness: ClassVar[Exactness] = Exactness.APPROXIMATE
     source: ClassVar[str] = "Zamirai et al. (2020), Revisiting BFloat16 Training, arXiv:2010.06192"

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_memsave.core.memory import host_copies
+from lightning_memsave.core.memory import host_copies, mark_as_host
 
 _FIRST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 2**20, 2**26
 
@@ -132,6 +132,7 @@ class _HostMemory:
                 self._free = torch.empty(
                     self._chunk_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned
                 )
+                mark_as_host(self._free)
                 self._chunk_bytes = min(2 * self._chunk_bytes, _MAX_CHUNK_BYTES)
             piece, self._free = self._free[:num_bytes], self._free[num_bytes:]
             num_bytes -= len(piece)
