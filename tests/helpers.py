@@ -2,12 +2,13 @@
 
 import copy
 import dataclasses
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -220,14 +221,25 @@ def saved_bytes(compute_loss: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def restart_resident_peak() -> int:
-    """Let Linux count the largest resident memory of this process anew; give what it starts at."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return resident_peak_bytes()
+class ResidentGrowth:
+    """By how many bytes the resident memory of this process grows inside, looked at often."""
 
+    def __enter__(self) -> "ResidentGrowth":
+        self._process = psutil.Process()
+        self._start_bytes = self._process.memory_info().rss
+        self.num_bytes = 0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
 
-def resident_peak_bytes() -> int:
-    """Give the largest resident memory since `restart_resident_peak`."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    (line,) = (line for line in lines if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        is_over = False
+        while not is_over:
+            is_over = self._is_over.wait(0.002)
+            growth = self._process.memory_info().rss - self._start_bytes
+            self.num_bytes = max(self.num_bytes, growth)

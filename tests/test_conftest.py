@@ -10,6 +10,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.analysis.architectures import Architecture, Lit
 from tests.analysis.counting import count
 from tests.conftest import ProcessState, leave_for_other_days, take_turns
+from tests.helpers import ResidentGrowth
 
 
 class _Fails(Lit):
@@ -85,3 +86,10 @@ def test_every_case_has_its_day(request) -> None:
     assert chosen(0) == ["test_a[0]", "test_a[2]", "test_a[4]", *others]
     assert chosen(1) == ["test_a[1]", "test_a[3]", *others]
     assert chosen(2) == chosen(0)
+
+
+def test_memory_that_is_there_for_a_moment_is_seen() -> None:
+    with ResidentGrowth() as growth:
+        tensor = torch.ones(2**26)  # 256 MiB, which takes some ten milliseconds
+        del tensor
+    assert growth.num_bytes >= 2**26

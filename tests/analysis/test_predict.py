@@ -15,7 +15,7 @@ from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
 from tests.analysis.counting import count, count_by_category, predict, settings_for
-from tests.helpers import resident_peak_bytes, restart_resident_peak
+from tests.helpers import ResidentGrowth
 from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
 
 
@@ -273,10 +273,10 @@ def test_never_allocates_the_model() -> None:
     config = GPT2Config(n_embd=6400, n_layer=3, n_head=50)
     ids = torch.ones(1, 1024, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
-    before_bytes = restart_resident_peak()
-    prediction = predict_memory(lambda: GPT2LMHeadModel(config), batch, may_extrapolate=False)
+    with ResidentGrowth() as growth:
+        prediction = predict_memory(lambda: GPT2LMHeadModel(config), batch, may_extrapolate=False)
     assert prediction.num_parameters == 1_803_020_800
-    assert resident_peak_bytes() - before_bytes < 2**30  # the weights alone would be 6.7 GiB
+    assert growth.num_bytes < 2**30  # the weights alone would be 6.7 GiB
 
 
 def test_names_the_model_and_not_what_trains_it() -> None:

@@ -16,7 +16,7 @@ from lightning_memsave.prediction.batch_sizes import (
 )
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
-from tests.helpers import resident_peak_bytes, restart_resident_peak
+from tests.helpers import ResidentGrowth
 
 VOCABULARY, TOKENS, SAMPLES = 500, 64, 4
 
@@ -91,10 +91,10 @@ def test_largest_batch_fits_and_one_more_does_not():
 
 
 def test_a_guessed_batch_takes_no_memory():
-    before_bytes = restart_resident_peak()
-    found = ask("batch size", nn.Linear(100, 1), torch.ones(64, 100), gpu="A100-80GB")
+    with ResidentGrowth() as growth:
+        found = ask("batch size", nn.Linear(100, 1), torch.ones(64, 100), gpu="A100-80GB")
     assert found.figures["largest_batch"] * 400 > 10 * 2**30
-    assert resident_peak_bytes() - before_bytes < 200 * 2**20
+    assert growth.num_bytes < 200 * 2**20
 
 
 def test_not_even_one_sample_fits():

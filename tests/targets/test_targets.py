@@ -26,7 +26,7 @@ from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.target import Target, make_batch_spec
 from lightning_memsave.units import MIB
 from tests.callbacks.lit import make_trainer
-from tests.helpers import resident_peak_bytes, restart_resident_peak
+from tests.helpers import ResidentGrowth
 
 
 def shapes_of(target: Target) -> dict[str, tuple[Any, str]]:
@@ -771,8 +771,8 @@ class TestArguments:
 def test_large_models_take_no_memory(tmp_path):
     xl = GPT2Config(n_embd=1600, n_layer=48, n_head=25)
     path = write_config(tmp_path, xl, architectures=["GPT2LMHeadModel"])
-    before_bytes = restart_resident_peak()
-    model = load_target(path).module_without_data
+    with ResidentGrowth() as growth:
+        model = load_target(path).module_without_data
     assert sum(p.numel() for p in model.parameters()) == 1_557_611_200
     # The weights alone would be 5,942 MiB.
-    assert resident_peak_bytes() - before_bytes < 400 * MIB
+    assert growth.num_bytes < 400 * MIB
