@@ -267,7 +267,10 @@ PROJECTS = {
     ),
     "ddp of one process": Project(
         make_lit,
-        {UPDATES: "shares gradients between processes"},
+        {
+            UPDATES: "shares gradients between processes",
+            "low_precision_weights": "fixes the type of gradients",
+        },
         trainer=lambda: {"strategy": "ddp"},
     ),
 }
