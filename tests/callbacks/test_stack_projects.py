@@ -269,7 +269,7 @@ PROJECTS = {
         make_lit,
         {
             UPDATES: "shares gradients between processes",
-            "low_precision_weights": "fixes the type of gradients",
+            WEIGHTS: "fixes the type of gradients",
         },
         trainer=lambda: {"strategy": "ddp"},
     ),
