@@ -1,5 +1,6 @@
 """Predict which settings would have fitted the batch that ran out of memory."""
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +39,7 @@ def predict_remedies(
     """
     if obstacle(trainer, pl_module):
         return None
+    start_s = time.monotonic()
     callback = first_of(trainer, MemSaveCallback)
     given = MemSaveCallback(stack="off") if callback is None else callback
     has_begun = callback is not None and bool(callback.rows)
@@ -53,7 +55,7 @@ def predict_remedies(
             base = what_if.base()
         except (MemsaveError, TimeoutError):
             return None
-        return base, remedies_of(what_if, written, limit_s)
+        return base, remedies_of(what_if, written, start_s + limit_s - time.monotonic())
 
 
 def add_predictions(

@@ -13,12 +13,13 @@ import torch
 from jsonargparse import ArgumentParser
 from torch import nn
 
-from lightning_memsave.callbacks import oom_observer
+from lightning_memsave.callbacks import oom_observer, oom_remedies
 from lightning_memsave.callbacks import oom_report as _oom_facts
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
 from lightning_memsave.callbacks.oom_report import OutOfMemoryReport
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, MemsaveWarning
+from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.nvml import NvmlReading
 from lightning_memsave.units import GIB
@@ -431,6 +432,22 @@ class TestRemedies:
         found = json.loads(JSON.read_text())
         assert found["sections"] == {}
         assert "OutOfMemoryError" in found["notes"][0]
+
+    def test_the_prediction_of_the_step_counts_for_the_limit(self, package, monkeypatch):
+        """Nothing is left for remedies, and the report says what it knows."""
+        now_s = [0.0]
+        clock = SimpleNamespace(monotonic=lambda: now_s[0])
+        monkeypatch.setattr(oom_remedies, "time", clock)
+        base = WhatIf.base
+
+        def slow_base(what_if):
+            now_s[0] = 60.0
+            return base(what_if)
+
+        monkeypatch.setattr(WhatIf, "base", slow_base)
+        assert list(self.fit(package, predict=60)["sections"]["What would have helped"]) == [
+            "unchanged"
+        ]
 
     def test_can_be_left_out(self, package):
         assert self.fit(package, predict=False)["sections"] == {}
