@@ -1,4 +1,4 @@
-"""Memory of a training step by category, and marks for host memory."""
+"""Memory of a training step by category, marks for host memory, and what runs as on CUDA."""
 
 import contextlib
 import sys
@@ -180,3 +180,22 @@ def is_fake(tensor: Tensor) -> bool:
     # Without an import there is no instance.
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
+
+
+_num_emulations = 0
+
+
+@contextlib.contextmanager
+def emulating_cuda() -> Iterator[None]:
+    """Let fake tensors count as CUDA tensors, so that techniques choose what they do on a GPU."""
+    global _num_emulations  # noqa: PLW0603 - as for host copies
+    _num_emulations += 1
+    try:
+        yield
+    finally:
+        _num_emulations -= 1
+
+
+def on_cuda(tensor: Tensor) -> bool:
+    """Return whether a tensor is on a CUDA GPU, or a fake one inside `emulating_cuda`."""
+    return tensor.is_cuda or (_num_emulations > 0 and is_fake(tensor))

@@ -1,8 +1,10 @@
 import json
 
+import torch
 from rich.console import Console
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.core.memory import MemoryBreakdown
+from lightning_memsave.core.memory import MemoryBreakdown, emulating_cuda, on_cuda
 
 MIXED = MemoryBreakdown(
     parameter_bytes=300, gradient_bytes=100, activation_bytes=600, host_bytes=4096
@@ -56,3 +58,14 @@ def test_rich_draws_what_is_there():
     with console.capture() as capture:
         console.print(MemoryBreakdown())
     assert capture.get().splitlines()[1].split() == ["total", "0", "B"]
+
+
+def test_fake_tensors_count_as_cuda_tensors_while_cuda_is_emulated():
+    real = torch.ones(2)
+    with FakeTensorMode():
+        fake = torch.ones(2)
+    assert not on_cuda(fake)
+    with emulating_cuda(), emulating_cuda():
+        assert on_cuda(fake)
+        assert not on_cuda(real)
+    assert not on_cuda(fake)

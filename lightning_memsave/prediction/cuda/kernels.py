@@ -13,6 +13,7 @@ from torch.utils import _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
+from lightning_memsave.core.memory import emulating_cuda
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.cuda.attention import KERNELS, Attention
 from lightning_memsave.prediction.cuda.autocast import add_autocast
@@ -263,6 +264,7 @@ def cuda_kernels(
             add_scratch(overrides)
             undo.enter_context(foreach_optimizers())
         undo.enter_context(FloatStatistics())
+        undo.enter_context(emulating_cuda())
         yield
 
 
