@@ -270,6 +270,8 @@ FOREIGN_PRIVATE_NAMES = {
         "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
         "_local_scalar_dense _pack_padded_sequence _unique2 _foreach_utils "
         "_foreach_supported_types",
+        "techniques.optimizer_in_backward.held_gradients": "_foreach_utils _foreach_norm "
+        "_foreach_mul_ _has_foreach_support",
     },
     "a storage or a version has no public identity": {
         "explain": "_cdata",
@@ -282,6 +284,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.micro_batching.training_state": "_cdata _version",
     },
     "which backward pass runs, and what it will still come to": {
+        "techniques.optimizer_in_backward.updates": "_execution_engine",
         "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
         "prediction.recording": "_current_autograd_node _sequence_nr",
         "techniques.chunked_cross_entropy.tied_embedding": "_current_graph_task_id "

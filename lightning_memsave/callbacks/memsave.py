@@ -273,6 +273,9 @@ class MemSaveCallback(CallbackBase):
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
+            if self.prediction is not None:
+                updates = self._settings.find(OptimizerInBackwardSetting)
+                updates.keep_gradients(self.prediction.kept_gradient_bytes)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Materialize logits that are still referenced."""

@@ -230,7 +230,7 @@ def step_of(
             "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
             # Schedules ask for them.
             "max_epochs": trainer.max_epochs,
-            "max_steps": trainer.max_steps if trainer.max_steps < 0 else max(trainer.max_steps, 2),
+            "max_steps": trainer.max_steps if trainer.max_steps < 0 else max(trainer.max_steps, 3),
         },
         device=device.type,
         gpu=local_gpu(device) if device.type == "cuda" else None,

@@ -1,5 +1,6 @@
 """Find the peaks of a recording by category, phase and module, and its timeline."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 from lightning_memsave.core.memory import MemoryBreakdown
@@ -169,6 +170,34 @@ class Peaks:
             for key, num_bytes in sizes.items()
             if num_bytes
         ]
+
+
+def peak_bytes(recording: Recording) -> int:
+    """Return the highest number of live bytes."""
+    return max(itertools.accumulate(event.change for event in recording.events), default=0)
+
+
+def room_for_gradients(recording: Recording, taken: Sequence[tuple[int, int]]) -> int:
+    """Return how many bytes of gradients could stay on the device without a higher peak.
+
+    Args:
+        recording: Steps in which complete gradients move to the host until backward has ended.
+        taken: Gradients of the last step in order: number of events before, and bytes.
+
+    Returns:
+        Bytes of the last gradients. Updates after backward are left out of account.
+    """
+    levels = list(itertools.accumulate(event.change for event in recording.events))
+    peak = max(levels, default=0)
+    highest = kept = 0
+    ends = [at for at, _ in taken[1:]]
+    for (start, num_bytes), end in zip(reversed(taken), [None, *reversed(ends)], strict=True):
+        until = taken[-1][0] if end is None else end
+        highest = max([highest, *levels[start:until]]) + num_bytes
+        if highest > peak:
+            break
+        kept += num_bytes
+    return kept
 
 
 def _fields(origin: Origin) -> tuple[str, str, str, tuple[int, ...], str]:

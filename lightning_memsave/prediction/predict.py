@@ -97,6 +97,7 @@ def summarise(
         device=device,
         model=model,
         peak=replace(peaks.peak, host_bytes=recording.host_bytes),
+        kept_gradient_bytes=recording.kept_gradient_bytes,
         by_phase=peaks.by_phase,
         modules=tuple(
             ModuleMemory(

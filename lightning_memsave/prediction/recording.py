@@ -5,7 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 import torch
@@ -68,6 +68,8 @@ class Recording:
         events: Changes of storages in order, beginning with those alive before the first batch.
         batch_ends: Number of events at the end of each batch.
         host_bytes: Peak bytes that techniques kept on the host.
+        kept_gradient_bytes: Bytes of gradients that wait on the device in the last step, and in a
+            fit may do so.
         has_loss: Whether each batch had a loss; true for manual optimization.
     """
 
@@ -75,7 +77,12 @@ class Recording:
     events: list[Event] = field(default_factory=list)
     batch_ends: list[int] = field(default_factory=list)
     host_bytes: int = 0
+    kept_gradient_bytes: int = 0
     has_loss: bool = True
+
+    def copy(self) -> Self:
+        """Copy it as it is now; storages are shared."""
+        return replace(self, events=list(self.events), batch_ends=list(self.batch_ends))
 
 
 class StepProfile(LiveTensors):
@@ -132,6 +139,10 @@ class StepProfile(LiveTensors):
         """Mark the end of a batch."""
         self.recording.batch_ends.append(len(self.recording.events))
         self.recording.host_bytes = self._peak_host_bytes
+
+    def reset_host_peak(self) -> None:
+        """Reset the peak of host memory to what is there now."""
+        self._peak_host_bytes = self._host_bytes
 
     @override
     def __enter__(self) -> Self:

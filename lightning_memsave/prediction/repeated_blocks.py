@@ -166,6 +166,7 @@ def extrapolate(
         modules=_modules(checked, blocks, by_phase[phase]),
         timeline=_timeline(checked, by_phase, phase),
         trace=StepTrace(),
+        kept_gradient_bytes=0,  # does not grow linearly
         **_blocks(high, checked, _peak(by_phase), num_steps),
         is_extrapolated=True,
     )

@@ -173,6 +173,8 @@ class MemoryPrediction(JupyterMixin):
         least_reserved_bytes: The least that this allocator needs for the step: when memory runs
             out, it returns cached blocks to the driver and retries. ``None`` on a CPU.
         context_bytes: Bytes of the CUDA context; 0 on a CPU.
+        kept_gradient_bytes: Bytes of gradients that can stay on the device without a higher peak,
+            where `OptimizerInBackward` would else hold them on the host until the end of backward.
         workspace_bytes: Bytes of cuBLAS workspaces, a part of ``other``; 0 on a CPU.
         settings: Active settings, name and value as in the table at the start of fit.
         ineffective: Requested settings that are off or change nothing: name, and value with the
@@ -206,6 +208,7 @@ class MemoryPrediction(JupyterMixin):
     least_reserved_bytes: int | None = None
     context_bytes: int = 0
     workspace_bytes: int = 0
+    kept_gradient_bytes: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
     ineffective: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
@@ -273,6 +276,7 @@ class MemoryPrediction(JupyterMixin):
             "least_reserved_bytes": self.least_reserved_bytes,
             "context_bytes": self.context_bytes,
             "workspace_bytes": self.workspace_bytes,
+            "kept_gradient_bytes": self.kept_gradient_bytes,
             "by_phase": {
                 phase: {"peak_bytes": memory.total_bytes, "by_category": memory.by_category()}
                 for phase, memory in self.by_phase.items()
@@ -364,6 +368,7 @@ class MemoryPrediction(JupyterMixin):
             least_reserved_bytes=found.get("least_reserved_bytes"),
             context_bytes=found["context_bytes"],
             workspace_bytes=found.get("workspace_bytes", 0),
+            kept_gradient_bytes=found.get("kept_gradient_bytes", 0),
             settings=found["settings"],
             ineffective=found.get("ineffective", {}),
             assumptions=tuple(found["assumptions"]),

@@ -1,4 +1,4 @@
-"""Simulate two training steps in a Trainer, on fake tensors."""
+"""Simulate two or three training steps in a Trainer, on fake tensors."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +11,10 @@ import torch
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.copies import with_parameters_of
 from lightning_memsave.prediction.fake.tensors import clone_batch
+from lightning_memsave.prediction.peaks import peak_bytes, room_for_gradients
 from lightning_memsave.prediction.recording import Recording, StepProfile
+from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
+from lightning_memsave.techniques.optimizer_in_backward.updates import open_to_keep
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.nested_fit import (
     forget_metric_names,
@@ -22,6 +25,8 @@ from lightning_memsave.trainer.trainer import PACKAGES, has_configure_optimizers
 
 NUM_STEPS = 2
 """The first step creates the optimizer state; the second is like all later ones."""
+MAX_STEPS = 3
+"""One more tries how many gradients that wait for their total norm may stay on the device."""
 MAX_ACCUMULATED = 2
 """From the second batch of an accumulation window on, gradients exist."""
 
@@ -61,7 +66,7 @@ class SimulationSettings:
 def simulate_steps(
     pl_module: Any, batch: Any, callbacks: Sequence[Any], settings: SimulationSettings
 ) -> Recording:
-    """Train two optimizer steps on fake tensors and record live memory.
+    """Train two optimizer steps on fake tensors, or `MAX_STEPS`, and record live memory.
 
     Args:
         pl_module: A LightningModule on fake tensors, used for this simulation only.
@@ -85,7 +90,7 @@ def simulate_steps(
     _skip(pl_module, skipped)
     _train_own_parameters(pl_module)
     forget_metric_names(pl_module)
-    observer = _Observer(NUM_STEPS * accumulated, settings.deadline_s)
+    observer = _Observer(accumulated, settings.deadline_s)
     trainer = settings.package.Trainer(
         **{
             "accelerator": "cpu",
@@ -130,10 +135,14 @@ class _Repeated:
 class _Observer(CallbackBase):
     """Records from the first batch on, and stops the fit after the last one."""
 
-    def __init__(self, num_batches: int, deadline_s: float | None) -> None:
+    def __init__(self, accumulated: int, deadline_s: float | None) -> None:
         super().__init__()
-        self.num_batches = num_batches
+        self.accumulated = accumulated
+        self.num_batches = NUM_STEPS * accumulated
         self.deadline_s = deadline_s
+        self._before = Recording()
+        self._held: list[HeldGradients] = []
+        self._taken: list[tuple[int, int]] = []
         self._profile: StepProfile | None = None
         self._is_open = False
 
@@ -146,6 +155,11 @@ class _Observer(CallbackBase):
             profile = StepProfile(pl_module, trainer.optimizers, device, deadline_s=self.deadline_s)
             profile.__enter__()
             self._profile, self._is_open = profile, True
+            self._held = open_to_keep(trainer.optimizers)
+            for held in self._held:
+                held.on_take = self._note_taken
+        if batch_idx % self.accumulated == 0:
+            self._taken.clear()
         self._profile.track_input(batch)
 
     def on_train_batch_end(
@@ -156,9 +170,32 @@ class _Observer(CallbackBase):
         # Lightning turns None into an empty mapping.
         if not outputs and pl_module.automatic_optimization:
             self._profile.recording.has_loss = False
+        if batch_idx + 1 == self.num_batches and self._held:
+            self._keep_gradients(self._profile)
         if batch_idx + 1 == self.num_batches:
             self.close()
             trainer.should_stop = True
+
+    def _note_taken(self, num_bytes: int) -> None:
+        assert self._profile is not None, "there are no gradients before the first batch"
+        self._taken.append((len(self._profile.recording.events), num_bytes))
+
+    # Tried in one more step, as the updates after backward need memory, too.
+    def _keep_gradients(self, profile: StepProfile) -> None:
+        recording = profile.recording
+        if recording.kept_gradient_bytes:
+            if peak_bytes(recording) > peak_bytes(self._before):
+                profile.recording = self._before
+            return
+        num_bytes = room_for_gradients(recording, self._taken)
+        if not num_bytes:
+            return
+        self._before = recording.copy()
+        for held in self._held:
+            held.keep(num_bytes)
+        profile.reset_host_peak()
+        recording.kept_gradient_bytes = num_bytes
+        self.num_batches += self.accumulated
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         self.close()

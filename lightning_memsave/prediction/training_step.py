@@ -15,7 +15,7 @@ from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.constants import DETERMINISTIC_WORKSPACE
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.fake.tensors import FakeTensors, real_tensors
-from lightning_memsave.prediction.simulate import NUM_STEPS
+from lightning_memsave.prediction.simulate import MAX_STEPS
 from lightning_memsave.prediction.wrapped_module import installed_package, is_lightning, wrap
 from lightning_memsave.techniques.registry import with_stack
 from lightning_memsave.trainer.precision import full_name
@@ -114,7 +114,7 @@ class TrainingStep:
     def trainer_settings(self) -> dict[str, Any]:
         """The Trainer arguments that affect memory."""
         arguments = _select_memory_arguments(self.trainer_arguments)
-        if 0 <= arguments.get("max_steps", -1) < NUM_STEPS:
+        if 0 <= arguments.get("max_steps", -1) < MAX_STEPS:
             del arguments["max_steps"]
         return arguments
 

@@ -27,6 +27,8 @@ from lightning_memsave.callbacks.run_prediction import effective_settings
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
 from tests.callbacks.lit import PACKAGES, Vectors, loader, make_lit, make_trainer
 from tests.cases import WIDTH, make_model
 
@@ -165,6 +167,39 @@ class TestPredictedEqualsMeasured:
         fit(make_lit(model="dropout"), MemSaveCallback(optimizer=None), **settings)
         measured, predicted = measured_and_predicted()
         assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+
+    @pytest.mark.parametrize("accumulate_grad_batches", [1, 2])
+    def test_gradients_wait_on_the_device_where_that_does_not_raise_the_peak(
+        self, accumulate_grad_batches
+    ):
+        peaks, hosts, weights = [], [], []
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            held = ACTIVE_UPDATES[self.optimizers().optimizer].held
+            pieces = [p.untyped_storage() for copy in held._copies.values() for p in copy._pieces]
+            self.host_bytes = sum({s._cdata: s.nbytes() for s in pieces}.values())
+
+        for kept_bytes in (0, None):
+            technique = OptimizerInBackward(kept_bytes=kept_bytes)
+            callback = MemSaveCallback(stack="off", optimizer_in_backward=technique)
+            lit = lit_with(on_train_batch_end=on_train_batch_end)
+            lit.model = wide()
+            fit(
+                lit,
+                callback,
+                gradient_clip_val=0.1,
+                accumulate_grad_batches=accumulate_grad_batches,
+            )
+            measured, predicted = measured_and_predicted()
+            assert predicted["peak_bytes"] == pytest.approx(measured["peak_bytes"], rel=1e-3)
+            assert predicted["host_bytes"] == lit.host_bytes
+            peaks.append(measured["peak_bytes"])
+            hosts.append(lit.host_bytes)
+            weights.append(lit.model.state_dict())
+        assert peaks[0] == peaks[1]
+        assert hosts[1] < hosts[0]
+        assert callback.prediction.kept_gradient_bytes > 0
+        assert all(torch.equal(a, b) for a, b in zip(*(w.values() for w in weights), strict=True))
 
     def test_schedules_that_ask_the_trainer(self):
         def configure_optimizers(self) -> Any:

@@ -7,7 +7,7 @@ from torch import nn
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.storages import LiveStorage
 from lightning_memsave.prediction.cuda.gpus import Gpu
-from lightning_memsave.prediction.peaks import MAX_POINTS, Peaks
+from lightning_memsave.prediction.peaks import MAX_POINTS, Peaks, room_for_gradients
 from lightning_memsave.prediction.predict import summarise
 from lightning_memsave.prediction.recording import (
     Event,
@@ -245,3 +245,20 @@ def test_workspaces_are_blocks_of_their_own():
     assert (found.peak.other_bytes, found.workspace_bytes) == (43 * MIB, 18 * MIB)
     # A segment of 20 MiB for both workspaces, one of 26 for the rest, and a small one.
     assert found.reserved_bytes == (20 + 26 + 2) * MIB
+
+
+def test_room_for_gradients_that_wait_below_the_peak():
+    """Three gradients of 100, 80 and 60; the peak of 430 is before the first of them."""
+    for temporary, expected in [(0, 240), (250, 240), (251, 140), (350, 140), (351, 60)]:
+        tape, taken = Tape(), []
+        tape.make("h", 430, "activation", "a", "forward")
+        tape.free("h", "forward")
+        for name, size in (("a", 100), ("b", 80), ("c", 60)):
+            tape.make(name, size, "gradient", "a", "backward")
+            taken.append((len(tape.recording.events), size))
+            tape.free(name, "backward")  # moved to the host
+            if name == "b":
+                tape.make("t", temporary, "temporary", "a", "backward")
+                tape.free("t", "backward")
+        tape.end_batch()
+        assert room_for_gradients(tape.recording, taken) == expected, temporary

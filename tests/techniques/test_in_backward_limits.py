@@ -427,6 +427,16 @@ def test_gradients_that_wait_are_on_the_host():
     assert peak.host_bytes == NUM_LAYERS * UNIT
 
 
+@pytest.mark.parametrize("num_kept", [0, 8, NUM_LAYERS])
+def test_the_last_gradients_may_wait_on_the_device(num_kept):
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    peak = peak_of_a_step(model, optimizer, clip_norm=1.0, kept_bytes=num_kept * UNIT)
+    assert peak.gradient_bytes == max(num_kept, 1) * UNIT
+    # In chunks of 1, 2, ... MiB, each of four gradients.
+    assert peak.host_bytes == {0: 12, 8: 4, NUM_LAYERS: 0}[num_kept] * UNIT
+
+
 def test_memory_of_waiting_gradients_is_the_hosts_in_later_steps_too():
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -440,7 +450,11 @@ def test_memory_of_waiting_gradients_is_the_hosts_in_later_steps_too():
         assert live.peak.host_bytes == NUM_LAYERS * UNIT
 
 
-@pytest.mark.parametrize("settings", [{}, {"clip_norm": 1.0, "clip_value": 0.5}])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"clip_norm": 1.0, "clip_value": 0.5}, {"clip_norm": 1.0, "kept_bytes": 5 * UNIT}],
+    ids=repr,
+)
 def test_predicts_on_fake_tensors_what_is_counted(settings):
     def peak(net: nn.Module) -> Any:
         return peak_of_a_step(net, torch.optim.AdamW(net.parameters()), **settings)
@@ -476,9 +490,9 @@ def test_held_gradients_come_back_as_they_were(grad):
     held, parameter = HeldGradients(1.0), nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
     for factor in (1, 2):
         parameter.grad = grad.detach() if factor == 1 else grad * factor
-        held.take(parameter)
+        held.take([parameter])
         assert parameter.grad is None
-        held.give_back(parameter)
+        assert list(held.give_back([[parameter]])) == [[parameter]]
         found: Any = parameter.grad
         assert torch.equal(found, grad * factor)
         assert found.stride() == torch.empty_like(grad).stride()
@@ -490,7 +504,7 @@ def test_held_gradients_lie_in_chunks_of_powers_of_two():
     parameters = [nn.Parameter(torch.zeros(150_000)) for _ in range(100)]  # 57 MiB
     for parameter in parameters:
         parameter.grad = torch.ones(150_000)
-        held.take(parameter)
+        held.take([parameter])
     pieces = [piece for copy in held._copies.values() for piece in copy._pieces]
     chunks = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in pieces}
     assert list(chunks.values()) == [2**i for i in range(20, 26)]  # 63 MiB

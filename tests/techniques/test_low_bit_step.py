@@ -171,7 +171,7 @@ def test_step_of_one_parameter_does_not_wait(waits):
     optimizer = on_gpu(model, optimizer_for(model))
     give_gradients(model, NUM_TENSORS)
     for param in model.parameters():
-        plain_step(optimizer, param)
+        plain_step(optimizer, [param])
     assert waits == []
 
 
@@ -183,7 +183,7 @@ def test_paged_state_is_waited_for(waits):
     give_gradients(model, NUM_TENSORS)
     optimizer.step()
     assert len(waits) == 1
-    plain_step(optimizer, model.layers[0].weight)
+    plain_step(optimizer, [model.layers[0].weight])
     assert len(waits) == 2, "the host may read it at once"
 
 

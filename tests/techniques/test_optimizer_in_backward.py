@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
@@ -21,6 +22,7 @@ from tests.techniques.in_backward import (
     loops,
     step,
     train_both,
+    trained,
 )
 
 
@@ -98,11 +100,11 @@ def test_gradients_add_up_until_the_last_backward():
         with handle.accumulating():
             ours(make_batch(number), both=True).backward()
             assert ours.b.weight.grad is not None
-        before = ACTIVE_UPDATES[optimizers[0]].has_taken
+        before = ACTIVE_UPDATES[optimizers[0]].has_updated
         ours(make_batch(number + 10)).backward()
         assert ours.a.weight.grad is None
         assert ours.b.weight.grad is not None
-        assert (before, ACTIVE_UPDATES[optimizers[0]].has_taken) == (False, True)
+        assert (before, ACTIVE_UPDATES[optimizers[0]].has_updated) == (False, True)
         optimizers[0].step()
         assert ours.b.weight.grad is None
         theirs(make_batch(number), both=True).backward()
@@ -290,6 +292,50 @@ def test_clips_as_by_hand(clip, settings, make_optimizer):
     plain, _ = train_both(make_model("dropout"), make_optimizer)
     with pytest.raises(AssertionError):
         assert_same(clipped, plain)
+
+
+class Foreach(TorchDispatchMode):
+    """Counts calls of a kernel over many parameters that AdamW runs once in a step."""
+
+    num_calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += func is torch.ops.aten._foreach_lerp_.Scalar
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 1e-3])
+def test_parameters_are_updated_in_groups(clip_norm):
+    num_params = len(trained(make_model("dropout")))
+    found = {}
+    for group_bytes in (0, 2**11, 2**25):
+        settings = {"group_bytes": group_bytes, "clip_norm": clip_norm}
+        with Foreach() as counted:
+            train_both(
+                make_model("dropout"),
+                lambda params: adamw(params, foreach=True),
+                clip=Clipped.norm if clip_norm else None,
+                **settings,
+            )
+        found[group_bytes] = (counted.num_calls - 4) / 4  # four steps, the other model's too
+    # Nine weights are larger than the lower bound, eight as large as the higher, the largest weight.
+    assert found == {0: num_params, 2**11: 9 + 3, 2**25: 8 + 1}
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 2**13, 2**30])
+def test_gradients_that_stay_on_the_device_are_clipped_too(kept_bytes):
+    train_both(
+        make_model("dropout"), adamw, clip=Clipped.norm, clip_norm=1e-3, kept_bytes=kept_bytes
+    )
+
+
+def test_parameters_of_several_groups_are_updated_together():
+    def groups(params: list[nn.Parameter]) -> Optimizer:
+        is_bias = [{"params": p, "weight_decay": 0.0} for p in params if p.ndim < 2]
+        others = {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.3}
+        return adamw([others, *is_bias])
+
+    train_both(make_model("dropout"), groups)
 
 
 def test_clips_what_only_an_earlier_part_gave_a_gradient():

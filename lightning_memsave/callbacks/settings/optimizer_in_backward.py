@@ -19,7 +19,10 @@ from lightning_memsave.techniques.optimizer_in_backward.technique import (
     OptimizerInBackward,
     describe_updates,
 )
-from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from lightning_memsave.techniques.optimizer_in_backward.updates import (
+    ACTIVE_UPDATES,
+    open_to_keep,
+)
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
 from lightning_memsave.trainer.precision import gradient_scaler
 from lightning_memsave.trainer.trainer import facts_of, is_strategy
@@ -304,6 +307,12 @@ class OptimizerInBackwardSetting(Setting):
         for handle in self._state.handles:
             if handle.target in ACTIVE_UPDATES:
                 ACTIVE_UPDATES[handle.target].advice = advice_for(pl_module)
+
+    def keep_gradients(self, num_bytes: int) -> None:
+        """Let gradients that wait for their total norm stay on the device, up to ``num_bytes``."""
+        handles = [] if self._state is None else self._state.handles
+        for held in open_to_keep([handle.target for handle in handles]):
+            held.keep(num_bytes)
 
     def undo(self) -> None:
         """Restore everything, and let go of the optimizers; a second call does nothing."""

@@ -22,7 +22,7 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     group_of,
     plain_step,
     set_parameter_step,
-    step_parameter,
+    step_parameters,
     step_without_hooks,
 )
 
@@ -87,7 +87,7 @@ _TORCH = "torch.optim."
 
 @dataclass(frozen=True)
 class RoundedStep:
-    """Updates one parameter, a bfloat16 one in float32.
+    """Updates parameters, those in bfloat16 one by one in float32.
 
     Args:
         rounding: ``"stochastic"`` or ``"kahan"``.
@@ -96,11 +96,16 @@ class RoundedStep:
     rounding: str
 
     @torch.no_grad()
-    def __call__(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        """Update a parameter that has a gradient."""
-        if param.dtype is not torch.bfloat16:
-            plain_step(optimizer, param)
-            return
+    def __call__(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+        """Update parameters that have a gradient."""
+        others = [param for param in params if param.dtype is not torch.bfloat16]
+        if others:
+            plain_step(optimizer, others)
+        for param in params:
+            if param.dtype is torch.bfloat16:
+                self._update(optimizer, param)
+
+    def _update(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         state = optimizer.state[param]
         # Optimizers initialize their state only if it is empty.
         own = {key: state.pop(key) for key in OWN_STATE if key in state}
@@ -201,8 +206,7 @@ def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) 
     finally:
         for param, grad in held:
             param.grad = grad
-    for param, _ in held:
-        step_parameter(self, param)
+    step_parameters(self, [param for param, _ in held])
     return loss
 
 

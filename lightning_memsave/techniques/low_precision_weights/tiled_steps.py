@@ -128,7 +128,7 @@ def _step(
     values.grad = grad
     optimizer.state[values] = state
     try:
-        run_step(optimizer, group, values)  # type: ignore[arg-type] # need not be a parameter
+        run_step(optimizer, [{**group, "params": [values]}])
     finally:
         state = optimizer.state.pop(values)
         values.grad = None

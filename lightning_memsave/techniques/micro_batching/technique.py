@@ -194,9 +194,11 @@ def check_repeatable(module: nn.Module | None = None) -> None:
     """
     updates = _updates_of(module)
     for each in updates:
-        if each.held is not None:  # its gradients are held until the end of backward
+        if not each.has_updated:  # its gradients are held, or have only been gathered
             each.forget()
-    if any(each.has_taken for each in updates):
+        if each.held is not None:
+            each.held.keep(0)  # the device has no room for gradients that could wait elsewhere
+    if any(each.has_updated for each in updates):
         raise MemoryExhaustedError(
             "Out of memory in a backward pass that has updated parameters already, as "
             "`optimizer_in_backward` does, so the batch cannot be repeated with micro-batches.\n"

@@ -88,9 +88,9 @@ class InBackwardHandle(Handle[Optimizer]):
 
 @dataclass(frozen=True)
 class OptimizerInBackward(Technique[Optimizer]):
-    """Update each parameter in backward when its gradient is complete, and free the gradient.
+    """Update parameters in backward when their gradients are complete, and free the gradients.
 
-    One or two gradients exist at a time. The optimizer, its state, groups and schedulers stay the
+    A few gradients exist at a time. The optimizer, its state, groups and schedulers stay the
     same, and so does the loop: ``backward``, ``optimizer.step()``, ``zero_grad``.
 
     Args:
@@ -98,7 +98,12 @@ class OptimizerInBackward(Technique[Optimizer]):
         clip_param_norm: Bound on the norm of the gradient of each single parameter.
         clip_norm: Bound on the total norm of all gradients of this optimizer, as in
             ``clip_grad_norm_``. Gradients are held in host memory until backward has ended: 4 bytes
-            per parameter there and two transfers, but still one gradient at a time on the device.
+            per parameter there and two transfers, but still few gradients at a time on the device.
+        group_bytes: Gather gradients up to so many bytes, or those of the largest one if that is
+            less, and update their parameters in one call of the optimizer; 0 for one at a time.
+        kept_bytes: With ``clip_norm``, bytes of gradients that stay on the device: the last ones,
+            which take the place of activations. ``None``: as many as the prediction at the start of
+            fit finds room for below the peak; 0 in a loop without Trainer.
         trust_optimizer: Use an unknown optimizer: you guarantee that its step updates each
             parameter from that parameter, its gradient, its state and its group only.
 
@@ -145,6 +150,8 @@ class OptimizerInBackward(Technique[Optimizer]):
     clip_value: float | None = None
     clip_param_norm: float | None = None
     clip_norm: float | None = None
+    group_bytes: int = 2**25
+    kept_bytes: int | None = None
     trust_optimizer: bool = False
 
     def __post_init__(self) -> None:
@@ -157,6 +164,12 @@ class OptimizerInBackward(Technique[Optimizer]):
             for setting in ("clip_value", "clip_param_norm", "clip_norm")
             if (value := getattr(self, setting)) is not None
             and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
+        ]
+        problems += [
+            Problem(f"`{setting}={value!r}`", "it must be a number of bytes", f"Use {default}.")
+            for setting, default in (("group_bytes", f"`{2**25}`"), ("kept_bytes", "`None`"))
+            if (value := getattr(self, setting)) is not None
+            and (isinstance(value, bool) or not isinstance(value, int) or value < 0)
         ]
         trusts: object = self.trust_optimizer
         if not isinstance(trusts, bool):
@@ -233,18 +246,21 @@ class OptimizerInBackward(Technique[Optimizer]):
         return handle
 
     def _apply(self, target: Optimizer) -> InBackwardHandle:
-        held = None if self.clip_norm is None else HeldGradients(self.clip_norm)
-        updates = GradientUpdates(target, self._clip, held)
+        held = None
+        if self.clip_norm is not None:
+            held = HeldGradients(self.clip_norm, self.kept_bytes)
+        updates = GradientUpdates(target, self._clip, held, group_bytes=self.group_bytes)
         if not _trained(target):
             return InBackwardHandle(target, updates, (), ("no parameter is trained",))
         undo = updates.start()
         return InBackwardHandle(target, updates, (describe_updates(target),), undo=undo)
 
-    def _clip(self, param: nn.Parameter) -> None:
+    def _clip(self, params: list[nn.Parameter]) -> None:
         if self.clip_value is not None:
-            torch.nn.utils.clip_grad_value_([param], self.clip_value)
+            torch.nn.utils.clip_grad_value_(params, self.clip_value)
         if self.clip_param_norm is not None:
-            torch.nn.utils.clip_grad_norm_([param], self.clip_param_norm)
+            for param in params:
+                torch.nn.utils.clip_grad_norm_([param], self.clip_param_norm)
 
 
 def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:

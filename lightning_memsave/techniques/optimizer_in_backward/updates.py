@@ -3,7 +3,8 @@
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,11 +13,15 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
+from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
+    HeldGradients,
+    dense_bytes,
+)
 
-ParameterStep = Callable[[Optimizer, nn.Parameter], None]
+ParameterStep = Callable[[Optimizer, list[nn.Parameter]], None]
 
 _ATTRIBUTE = "memsave_parameter_step"
+_SMALL_BYTES = 2**20
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # Cached positions of parameters in groups, so that an update does not search all of them.
@@ -25,23 +30,23 @@ _POSITIONS: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = (
 )
 
 
-def step_parameter(optimizer: Optimizer, param: nn.Parameter) -> None:
-    """Update one parameter as ``optimizer.step()`` would, and no other.
+def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    """Update some parameters as ``optimizer.step()`` would, and no others.
 
     Args:
         optimizer: An optimizer that does not couple parameters.
-        param: One of its parameters, with a gradient.
+        params: Some of its parameters, each with a gradient.
     """
     step = vars(optimizer).get(_ATTRIBUTE, plain_step)
-    step(optimizer, param)
+    step(optimizer, params)
 
 
 def set_parameter_step(optimizer: Optimizer, step: ParameterStep) -> Callable[[], None]:
-    """Replace the function with which an optimizer updates one parameter.
+    """Replace the function with which an optimizer updates some of its parameters.
 
     Args:
         optimizer: The optimizer.
-        step: Called with the optimizer and a parameter; must be picklable.
+        step: Called with the optimizer and a list of parameters; must be picklable.
 
     Returns:
         A function that undoes it.
@@ -56,14 +61,18 @@ def set_parameter_step(optimizer: Optimizer, step: ParameterStep) -> Callable[[]
     return undo
 
 
-def plain_step(optimizer: Optimizer, param: nn.Parameter) -> None:
-    """Update one parameter with the optimizer's own code.
+def plain_step(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+    """Update some parameters with the optimizer's own code, in one step.
 
     Args:
         optimizer: An optimizer that does not couple parameters.
-        param: One of its parameters, with a gradient.
+        params: Some of its parameters, each with a gradient.
     """
-    run_step(optimizer, group_of(optimizer, param), param)
+    groups: dict[int, dict[str, Any]] = {}
+    for param in params:
+        group = group_of(optimizer, param)
+        groups.setdefault(id(group), {**group, "params": []})["params"].append(param)
+    run_step(optimizer, list(groups.values()))
 
 
 def group_of(optimizer: Optimizer, param: nn.Parameter) -> dict[str, Any]:
@@ -90,24 +99,23 @@ def owns(optimizer: Optimizer, param: nn.Parameter) -> bool:
     return _find(optimizer, param) is not None
 
 
-def run_step(optimizer: Optimizer, group: Mapping[str, Any], param: nn.Parameter) -> None:
-    """Run the optimizer's step for one tensor under the settings of a group.
+def run_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Run the optimizer's step for other groups than its own.
 
     Step hooks and the step count of schedulers belong to steps of the whole optimizer and are
     bypassed.
 
     Args:
         optimizer: Its ``state[param]`` is used, and created if it is missing.
-        group: Settings; a copy of it replaces all groups during the step.
-        param: A tensor with a gradient, not necessarily one of the optimizer's own.
+        groups: Settings with ``params``: tensors with a gradient, not necessarily the optimizer's
+            own. They replace its groups during the step.
     """
     # The initialization of bitsandbytes needs all parameters.
     if getattr(optimizer, "initialized", True) is False and hasattr(optimizer, "to_gpu"):
         optimizer.check_overrides()  # type: ignore[attr-defined]
         optimizer.to_gpu()
         optimizer.initialized = True  # type: ignore[attr-defined]
-    own_groups = optimizer.param_groups
-    optimizer.param_groups = [{**group, "params": [param]}]
+    own_groups, optimizer.param_groups = optimizer.param_groups, groups
     try:
         step_without_hooks(optimizer)
     finally:
@@ -148,6 +156,13 @@ ACTIVE_UPDATES: weakref.WeakKeyDictionary[Optimizer, "GradientUpdates"] = (
 """Every optimizer whose parameters are updated in backward; hooks on parameters do not hold it."""
 
 
+def open_to_keep(optimizers: Iterable[Optimizer]) -> list[HeldGradients]:
+    """Find the gradients that are held for these optimizers and may stay on the device."""
+    found = [ACTIVE_UPDATES.get(optimizer) for optimizer in optimizers]
+    held = [updates.held for updates in found if updates is not None]
+    return [each for each in held if each is not None and each.kept_bytes is None]
+
+
 def all_in_backward() -> list[tuple[Optimizer, "GradientUpdates"]]:
     """List the items of `ACTIVE_UPDATES`, safe against changes by other threads."""
     optimizers = [ref() for ref in ACTIVE_UPDATES.keyrefs()]
@@ -163,23 +178,41 @@ _ADVICE = (
 )
 
 
+@dataclass
+class _Gathered:
+    params: Any = field(default_factory=WeakTensorKeyDictionary)
+    num_bytes: int = 0
+
+    def take(self) -> list[nn.Parameter]:
+        params = list(self.params)
+        self.params.clear()
+        self.num_bytes = 0
+        return params
+
+
 class GradientUpdates:
-    """Updates each parameter of one optimizer as soon as its gradient is complete.
+    """Updates parameters of one optimizer in backward, as soon as their gradients are complete.
+
+    Complete gradients are gathered, so that one call of the optimizer updates several parameters:
+    on a GPU, a ``foreach`` step of one parameter needs as many kernels as that of a hundred.
 
     The garbage collector does not traverse hooks on parameters, so they refer to the optimizer and
     the parameters weakly.
 
     Args:
         optimizer: The optimizer.
-        clip: Clips the gradient of one parameter.
+        clip: Clips each gradient of some parameters.
         held: Holds gradients until all are complete; ``None`` to update at once.
+        group_bytes: Bytes up to which gradients are gathered, but no more than the largest has.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        clip: Callable[[nn.Parameter], None],
+        clip: Callable[[list[nn.Parameter]], None],
         held: HeldGradients | None = None,
+        *,
+        group_bytes: int = 0,
     ) -> None:
         self.is_accumulating = False
         self.held = held
@@ -187,15 +220,18 @@ class GradientUpdates:
         """Cause of a second gradient in a step, and its remedy."""
         self._optimizer = weakref.ref(optimizer)
         self._clip = clip
+        self._group_bytes = group_bytes
         self._hooks: Any = WeakTensorKeyDictionary()
         self._taken: set[int] = set()
+        self._gathered: dict[Any, _Gathered] = {}
+        self._has_updated = False
         # In backward, each GPU has its own thread.
         self._lock = threading.RLock()
 
     @property
-    def has_taken(self) -> bool:
-        """Whether a gradient was processed since the last step of the optimizer."""
-        return bool(self._taken)
+    def has_updated(self) -> bool:
+        """Whether a parameter was updated since the last step of the optimizer."""
+        return self._has_updated
 
     def start(self) -> list[Callable[[], None]]:
         """Register all hooks.
@@ -214,8 +250,10 @@ class GradientUpdates:
         return [self._stop, *(hook.remove for hook in hooks)]
 
     def forget(self) -> None:
-        """Reset the state of the current step."""
+        """Reset the state of the current step; parameters that were updated stay so."""
         self._taken.clear()
+        self._gathered.clear()
+        self._has_updated = False
         if self.held is not None:
             self.held.clear()
 
@@ -226,17 +264,26 @@ class GradientUpdates:
         optimizer = self._optimizer()
         if optimizer is not None:
             ACTIVE_UPDATES.pop(optimizer, None)
-            for param in _parameters(optimizer):
-                if self.held is not None and param in self.held:
-                    self.held.give_back(param)
+            if self.held is not None:
+                held = [[p] for p in _parameters(optimizer) if p in self.held]
+                for _ in self.held.give_back(held):
+                    pass
         self.forget()
 
     # Parameters that were added or unfrozen are found after their first step.
     def _watch_parameters(self, optimizer: Optimizer) -> None:
-        for param in _parameters(optimizer):
-            if param.requires_grad and param.is_leaf and param not in self._hooks:
+        trained = [p for p in _parameters(optimizer) if p.requires_grad and p.is_leaf]
+        for param in trained:
+            if param not in self._hooks:
                 register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
                 self._hooks[param] = register(self._take)
+        sizes = [gradient_bytes(param) for param in trained]
+        # More than the largest gradient would need more memory than one after the other.
+        self._max_bytes = min(self._group_bytes, max(sizes, default=0))
+        if not _updates_together(optimizer):
+            self._max_bytes = min(self._max_bytes, _SMALL_BYTES)
+        if self.held is not None:
+            self.held.expected_bytes = sum(sizes)
 
     def _take(self, param: nn.Parameter) -> None:
         optimizer = self._optimizer()
@@ -246,10 +293,7 @@ class GradientUpdates:
             if not owns(optimizer, param):
                 return
             self._mark_as_taken(optimizer, param)
-            if self.held is None:
-                self._update(optimizer, param)
-            else:
-                self.held.take(param)
+            self._gather(optimizer, param)
 
     def _mark_as_taken(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         if id(param) in self._taken:
@@ -260,10 +304,45 @@ class GradientUpdates:
             )
         self._taken.add(id(param))
 
-    def _update(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        self._clip(param)
-        step_parameter(optimizer, param)
-        param.grad = None
+    def _gather(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        assert param.grad is not None, "hooks run when there is a gradient"
+        # Per stream: kernels of another one may not have written their gradients yet.
+        key = torch.cuda.current_stream(param.device) if param.is_cuda else param.device
+        group = self._gathered.setdefault(key, _Gathered())
+        num_bytes = dense_bytes(param.grad)
+        if num_bytes >= self._max_bytes:
+            self._process(optimizer, [param])
+            return
+        if group.num_bytes + num_bytes > self._max_bytes:
+            self._process(optimizer, group.take())
+        if not group.params:
+            # At the end of backward, on the stream that called it, which waits for all others.
+            finish: Any = torch.autograd.Variable._execution_engine.queue_callback
+            finish(self._process_gathered)
+        group.params[param] = None
+        group.num_bytes += num_bytes
+
+    @torch.no_grad()
+    def _process_gathered(self) -> None:
+        optimizer = self._optimizer()
+        with self._lock:
+            for group in self._gathered.values():
+                params = [param for param in group.take() if param.grad is not None]
+                if optimizer is not None and params:
+                    self._process(optimizer, params)
+
+    def _process(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+        if self.held is None:
+            self._update(optimizer, params)
+        else:
+            self.held.take(params)
+
+    def _update(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
+        self._has_updated = True
+        self._clip(params)
+        step_parameters(optimizer, params)
+        for param in params:
+            param.grad = None
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -293,16 +372,46 @@ class GradientUpdates:
                 waiting.append(param)
             elif self.held is not None and param in self.held:
                 waiting.append(param)
+        groups = self._in_groups(waiting)
         if self.held is not None:
             self.held.find_norm(waiting)
-        for param in waiting:
-            if self.held is not None:
-                self.held.give_back(param)
-            self._update(optimizer, param)
+            groups = self.held.give_back(groups)
+        for group in groups:
+            self._update(optimizer, group)
+
+    # What is on the device comes first, which makes room for what comes back to it.
+    def _in_groups(self, params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+        group: list[nn.Parameter] = []
+        num_bytes, held = 0, self.held
+        for param in sorted(params, key=lambda p: held is not None and held.is_on_host(p)):
+            more = gradient_bytes(param)
+            if more >= self._max_bytes:
+                yield [param]
+                continue
+            if group and (num_bytes + more > self._max_bytes or param.device != group[0].device):
+                yield group
+                group, num_bytes = [], 0
+            group.append(param)
+            num_bytes += more
+        if group:
+            yield group
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.forget()
         self._watch_parameters(optimizer)
+
+
+# Others run a kernel for each parameter: only norms of gradients are computed together, and waiting
+# for the next gradients costs memory at the end of backward.
+def _updates_together(optimizer: Optimizer) -> bool:
+    is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
+    return is_of_torch and _ATTRIBUTE not in vars(optimizer)
+
+
+def gradient_bytes(param: nn.Parameter) -> int:
+    """Return the bytes of a parameter's gradient, which may have another type from torch 2.9 on."""
+    dtype = getattr(param, "grad_dtype", None) or param.dtype
+    return param.numel() * dtype.itemsize
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -1,0 +1,227 @@
+"""Count what a training step would ask of a GPU: operators, waits, copies and FLOP."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+from typing_extensions import override
+
+from lightning_memsave import predict_memory
+from lightning_memsave.core.memory import is_host
+from lightning_memsave.measure.live_tensors import in_backward
+
+# What gives a number to Python, or a tensor whose size depends on values.
+WAITING = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select")
+# Those do it too, and without an operator where the tensor is on the CPU.
+_METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
+# Allocate or describe memory without a kernel; views are known by their schema.
+_NO_KERNEL = frozenset(
+    {
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+        *("_local_scalar_dense", "_unsafe_view", "lift_fresh", "detach", "alias", "resize_"),
+        *(
+            "record_stream",
+            "is_pinned",
+            "_record_function_enter_new",
+            "_record_function_exit",
+            "promote_types",
+            "_reshape_alias",
+            "set_",
+            "sym_size",
+            "device",
+        ),
+    }
+)
+
+
+@dataclass
+class Counts:
+    """What was counted in a step.
+
+    Args:
+        operators: Kernels by name of the operator; a ``foreach`` over many tensors counts once.
+        waits: By name of the operator or method.
+        recomputed: Operators of forward passes that ran again in backward.
+        to_host_bytes: Copied from the device to memory that a technique keeps on the host.
+        from_host_bytes: Copied back.
+        flop: Floating-point operations of products, convolutions and attention.
+    """
+
+    operators: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    recomputed: int = 0
+    to_host_bytes: int = 0
+    from_host_bytes: int = 0
+    flop: int = 0
+
+    @property
+    def num_operators(self) -> int:
+        """All operators."""
+        return self.operators.total()
+
+    @property
+    def num_waits(self) -> int:
+        """All waits."""
+        return self.waits.total()
+
+
+class StepCounter(TorchDispatchMode):
+    """Counts what runs inside as if its tensors were on a GPU.
+
+    Args:
+        optimizers: Their counts of steps, which torch keeps on the CPU and reads without a wait.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = Counts()
+        self._optimizers = list(optimizers)
+        self._methods = _MethodCounter(self.counts.waits)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.rpartition("::")[2]
+        if (name in WAITING or _has_mask(name, args)) and not self._is_step_count(args[0]):
+            self.counts.waits[name] += 1
+        if name not in _NO_KERNEL and not func.is_view:
+            self.counts.operators[name] += 1
+            self.counts.recomputed += in_backward() and torch.is_grad_enabled()
+        if name == "copy_":
+            self._count_copy(*args[:2])
+        self.counts.flop += _flop(func, name, args, kwargs or {}, result)
+        return result
+
+    def __enter__(self) -> Self:
+        self._methods.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._methods.__exit__(*error)
+
+    def _is_step_count(self, tensor: Any) -> bool:
+        return any(
+            state.get("step") is tensor for o in self._optimizers for state in o.state.values()
+        )
+
+    def _count_copy(self, to: Tensor, source: Tensor) -> None:
+        if not isinstance(source, Tensor):
+            return
+        ends = is_host(to.untyped_storage()), is_host(source.untyped_storage())
+        if ends == (True, False):
+            self.counts.to_host_bytes += to.nbytes
+        elif ends == (False, True):
+            self.counts.from_host_bytes += to.nbytes
+
+
+class _MethodCounter(TorchFunctionMode):
+    def __init__(self, waits: Counter[str]) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METHODS:
+            self.waits[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _has_mask(name: str, args: tuple[Any, ...]) -> bool:
+    return name == "index" and any(i is not None and i.dtype is torch.bool for i in args[1])
+
+
+# The registry has no forms in place.
+def _flop(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
+    packet = func._overloadpacket
+    if packet not in flop_registry and name.endswith("_"):
+        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    count = flop_registry.get(packet)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+@dataclass
+class Setup:
+    """A step to count.
+
+    Args:
+        build: Makes the model, which gives its own loss.
+        batch: Keywords of the model.
+        settings: Arguments of `MemSaveCallback`; those that are not named are off.
+        clip: Bound on the total norm of all gradients; ``None`` for no clipping.
+        trainer: Further arguments of the Trainer.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: dict[str, Tensor]
+    settings: dict[str, Any] = field(default_factory=dict)
+    clip: float | None = None
+    trainer: dict[str, Any] = field(default_factory=dict)
+
+
+class _Counted(LightningModule):
+    """Counts each optimizer step of a simulated fit; the last is like all later ones."""
+
+    found: ClassVar[list[Counts]] = []
+
+    def __init__(self, model: nn.Module, accumulated: int) -> None:
+        super().__init__()
+        self.model = model
+        self._accumulated = accumulated
+        self._counter: StepCounter | None = None
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self._accumulated == 0:
+            self._counter = StepCounter(self.trainer.optimizers)
+            self._counter.__enter__()
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._counter is not None and (batch_idx + 1) % self._accumulated == 0:
+            self._counter.__exit__(None, None, None)
+            self.found.append(self._counter.counts)
+            self._counter = None
+
+
+def count(setup: Setup) -> tuple[Counts, int]:
+    """Count a step on the CUDA path, on fake tensors.
+
+    Args:
+        setup: The step.
+
+    Returns:
+        What was counted, and the predicted peak in bytes.
+    """
+    accumulated = setup.settings.get("accumulate_grad_batches") or 1
+    clip = {} if setup.clip is None else {"gradient_clip_val": setup.clip}
+    _Counted.found.clear()
+    prediction = predict_memory(
+        lambda: _Counted(setup.build(), accumulated),
+        setup.batch,
+        settings={"micro_batch_size": None, **setup.settings},
+        trainer_arguments={**clip, **setup.trainer},
+        may_extrapolate=False,
+        time_limit_s=None,
+    )
+    return _Counted.found[-1], prediction.peak_bytes
