@@ -318,7 +318,7 @@ def test_parameters_are_updated_in_groups(clip_norm):
                 **settings,
             )
         found[group_bytes] = (counted.num_calls - 4) / 4  # four steps, the other model's too
-    # Nine weights are larger than the lower bound, eight as large as the higher, the largest weight.
+    # Nine weights are larger than the lower bound, and eight as large as the largest of them.
     assert found == {0: num_params, 2**11: 9 + 3, 2**25: 8 + 1}
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.core.technique import undo_all
+from lightning_memsave.techniques.low_precision_weights.fused_steps import is_fused, step_fused
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
     Weights,
     is_tiled,
@@ -111,10 +112,15 @@ class RoundedStep:
         own = {key: state.pop(key) for key in OWN_STATE if key in state}
         try:
             _prepare_state(optimizer, param)
+            group = group_of(optimizer, param)
+            rest, seed = self._own_state(optimizer, param, own)
+            if is_fused(optimizer, group, param):
+                step_fused(optimizer, group, param, rest=rest, seed=seed)
+                return
             is_cut = is_tiled(optimizer, param)
-            weights = self._weights(optimizer, param, own, is_flat=is_cut)
+            weights = _weights(param, rest, seed, is_flat=is_cut)
             step = step_in_tiles if is_cut else step_whole
-            step(optimizer, group_of(optimizer, param), param, weights)
+            step(optimizer, group, param, weights)
         finally:
             state.update(own)
 
@@ -126,29 +132,36 @@ class RoundedStep:
         if self.rounding == "kahan":
             optimizer.state[param].setdefault(COMPENSATION, torch.zeros_like(param))
 
-    def _weights(
-        self, optimizer: Optimizer, param: nn.Parameter, own: dict[str, Any], *, is_flat: bool
-    ) -> Weights:
-        data = param.detach().view(-1) if is_flat else param.detach()
+    def _own_state(
+        self, optimizer: Optimizer, param: nn.Parameter, own: dict[str, Any]
+    ) -> tuple[Tensor | None, int]:
+        """Return the rounding error (Kahan) and the seed of this update (stochastic)."""
         if self.rounding == "kahan":
             if COMPENSATION not in own:
                 own[COMPENSATION] = torch.zeros_like(param)
-            rest: Tensor = own[COMPENSATION].view(-1) if is_flat else own[COMPENSATION]
-            return Weights(
-                lambda part: data[part].float().add_(rest[part]),
-                lambda part, new: round_with_rest(data[part], new, rest[part]),
-            )
+            return own[COMPENSATION], 0
         # Seeds depend on position and number of updates only: they are the same in each process,
         # after a resume and for any order of backward, and global random states are not used.
         seed = own.get(SEED)
         if seed is None:
             seed = first_seed(_position(optimizer, param))
         own[SEED] = next_seed(seed)
-        random = torch.Generator(param.device).manual_seed(seed)
+        return None, seed
+
+
+def _weights(param: nn.Parameter, rest: Tensor | None, seed: int, *, is_flat: bool) -> Weights:
+    data = param.detach().view(-1) if is_flat else param.detach()
+    if rest is not None:
+        rest = rest.view(-1) if is_flat else rest
         return Weights(
-            lambda part: data[part].float(),
-            lambda part, new: round_stochastically(data[part], new, random),
+            lambda part: data[part].float().add_(rest[part]),
+            lambda part, new: round_with_rest(data[part], new, rest[part]),
         )
+    random = torch.Generator(param.device).manual_seed(seed)
+    return Weights(
+        lambda part: data[part].float(),
+        lambda part, new: round_stochastically(data[part], new, random),
+    )
 
 
 def install(optimizer: Optimizer, step: RoundedStep) -> Callable[[], None]:
