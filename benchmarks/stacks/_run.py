@@ -43,7 +43,7 @@ class Model:
         return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
 
 
-def _gpt2(vocab_size: int, width: int, num_layers: int, num_heads: int) -> Callable[[], nn.Module]:
+def gpt2(vocab_size: int, width: int, num_layers: int, num_heads: int) -> Callable[[], nn.Module]:
     config: Any = GPT2Config(
         vocab_size=vocab_size,
         n_embd=width,
@@ -60,12 +60,12 @@ MODELS = {
     "RoBERTa 1.1B, 64 x 128": Model(
         MaskedLM(52_000, 1500, 48, 25, 4096).build, 52_000, 64, 128, is_masked=True
     ),
-    "GPT-2 XL, 8 x 1024": Model(_gpt2(50_257, 1600, 48, 25), 50_257, 8, 1024, is_masked=False),
+    "GPT-2 XL, 8 x 1024": Model(gpt2(50_257, 1600, 48, 25), 50_257, 8, 1024, is_masked=False),
     # The same shapes in small: an eighth of the width, six blocks.
     "RoBERTa 1.1B in small": Model(
         MaskedLM(6_500, 200, 6, 5, 512).build, 6_500, 16, 128, is_masked=True
     ),
-    "GPT-2 XL in small": Model(_gpt2(6_282, 200, 6, 5), 6_282, 2, 512, is_masked=False),
+    "GPT-2 XL in small": Model(gpt2(6_282, 200, 6, 5), 6_282, 2, 512, is_masked=False),
 }
 """By name."""
 
