@@ -166,7 +166,7 @@ def extrapolate(
         modules=_modules(checked, blocks, by_phase[phase]),
         timeline=_timeline(checked, by_phase, phase),
         trace=StepTrace(),
-        kept_gradient_bytes=0,  # does not grow linearly
+        kept_gradient_bytes=_kept_gradients(checked, by_phase[phase]),
         **_blocks(high, checked, _peak(by_phase), num_steps),
         is_extrapolated=True,
     )
@@ -196,6 +196,16 @@ def _at(
         phase: memory + (memory + low.by_phase[phase] * -1) * num_steps
         for phase, memory in high.by_phase.items()
     }
+
+
+# Each block adds w bytes of gradients and a of activations to the peak. Below it there is room for at
+# least as many as in the copy, and for a / (a + w) of those of the further blocks: where that many
+# blocks are left in backward, the activations of the others are gone.
+def _kept_gradients(checked: MemoryPrediction, peak: MemoryBreakdown) -> int:
+    activations = max(0, peak.activation_bytes - checked.peak.activation_bytes)
+    gradients = max(0, peak.parameter_bytes - checked.peak.parameter_bytes)
+    kept = checked.kept_gradient_bytes
+    return kept and kept + activations * gradients // max(1, activations + gradients)
 
 
 # Rounding grows with the number of tensors. Gaps between allocator blocks are about as large as the

@@ -74,6 +74,28 @@ def test_line_hits_what_is_predicted_directly(
     assert sum(m.memory.total_bytes for m in line.modules) == line.peak_bytes
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("num_tokens", [8, 64, 400])
+def test_gradients_that_may_stay_are_no_more_than_in_a_direct_prediction(num_tokens: int) -> None:
+    kept, peaks = [], []
+    for may_extrapolate in (True, False):
+        found = predict_memory(
+            _make("gpt2", 30),
+            {key: torch.ones(4, num_tokens, dtype=torch.long) for key in ("input_ids", "labels")},
+            settings={"activation_checkpointing": "all", "optimizer_in_backward": True},
+            trainer_arguments={"gradient_clip_val": 1.0},
+            may_extrapolate=may_extrapolate,
+        )
+        assert found.is_extrapolated == may_extrapolate
+        kept.append(found.kept_gradient_bytes)
+        peaks.append(found.peak_bytes)
+    # A direct prediction counts whole groups, of at most a block: 12 * 64 * 64 weights and more.
+    block_bytes = 4 * 50_000
+    assert 0.3 * kept[1] < kept[0] < kept[1] + block_bytes
+    assert peaks[0] == peaks[1]
+
+
 class _Block(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
