@@ -21,7 +21,7 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
 ParameterStep = Callable[[Optimizer, list[nn.Parameter]], None]
 
 _ATTRIBUTE = "memsave_parameter_step"
-_SMALL_BYTES = 2**20
+_SMALL_BYTES = 2**16
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 # Cached positions of parameters in groups, so that an update does not search all of them.
@@ -281,7 +281,7 @@ class GradientUpdates:
         # More than the largest gradient would need more memory than one after the other.
         self._max_bytes = min(self._group_bytes, max(sizes, default=0))
         if not _updates_together(optimizer):
-            self._max_bytes = min(self._max_bytes, _SMALL_BYTES)
+            self._max_bytes = 0 if self.held is None else min(self._max_bytes, _SMALL_BYTES)
         if self.held is not None:
             self.held.expected_bytes = sum(sizes)
 
@@ -401,8 +401,8 @@ class GradientUpdates:
         self._watch_parameters(optimizer)
 
 
-# Others run a kernel for each parameter: only norms of gradients are computed together, and waiting
-# for the next gradients costs memory at the end of backward.
+# Others run a kernel for each parameter: at most norms of small gradients are computed together, and
+# waiting for the next gradients costs memory at the end of backward.
 def _updates_together(optimizer: Optimizer) -> bool:
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     return is_of_torch and _ATTRIBUTE not in vars(optimizer)
