@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,6 +25,11 @@ from lightning_memsave import (
     LowPrecisionWeights,
     MicroBatching,
     OptimizerInBackward,
+)
+from lightning_memsave.techniques.low_precision_weights.fused_steps import (
+    adam,
+    adam_8bit,
+    matches_eager,
 )
 
 WIDTH = 256
@@ -135,10 +141,12 @@ def _in_backward(device: str, *, is_low_bit: bool) -> Iterator[Found]:
     if is_low_bit:
         makers = {"8-bit AdamW": torch.optim.AdamW}
     for name, make in makers.items():
-        for clip_norm in (None, 0.01):
+        for clip_norm, kept_bytes in ((None, None), (0.01, None), (0.01, 2**20)):
 
             def check(
-                make: Callable[[Any], Any] = make, clip_norm: float | None = clip_norm
+                make: Callable[[Any], Any] = make,
+                clip_norm: float | None = clip_norm,
+                kept_bytes: int | None = kept_bytes,
             ) -> Found:
                 trained = []
                 for is_ours in (False, True):
@@ -147,12 +155,13 @@ def _in_backward(device: str, *, is_low_bit: bool) -> Iterator[Found]:
                     if is_low_bit:
                         optimizer = LowBitOptimizer(module=model).apply(optimizer).target
                     if is_ours:
-                        OptimizerInBackward(clip_norm=clip_norm).apply(optimizer)
+                        technique = OptimizerInBackward(clip_norm=clip_norm, kept_bytes=kept_bytes)
+                        technique.apply(optimizer)
                     clip = None if is_ours else clip_norm
                     trained.append(train(model, optimizer, device, clip_norm=clip))
                 return compare(trained[1], trained[0])
 
-            yield attempt(f"{name}, clip_norm {clip_norm}", check)
+            yield attempt(f"{name}, clip_norm {clip_norm}, kept_bytes {kept_bytes}", check)
 
 
 def in_backward_is_bitwise(device: str) -> Iterator[Found]:
@@ -305,6 +314,32 @@ def step_costs(device: str) -> Iterator[Found]:
         yield attempt(name, check)
 
 
+def fused_updates(device: str) -> Iterator[Found]:
+    """The compiled update of a bfloat16 weight beside its eager form: values, first call, time."""
+    shape = (4096, 4096) if device == "cuda" else (64, 64)
+    for function in (adam, adam_8bit):
+
+        def check(function: Callable[..., None] = function) -> Found:
+            start = time.perf_counter()
+            is_equal = matches_eager(function, torch.device(device))
+            found: Found = {"is_equal": is_equal, "first_call_s": time.perf_counter() - start}
+            weight = nn.Parameter(torch.randn(shape, device=device))
+            module = nn.ParameterList([weight])
+            LowPrecisionWeights().apply(module)
+            optimizer: Any = torch.optim.AdamW(module.parameters())
+            if function is adam_8bit:
+                low_bit = LowBitOptimizer(module=module, min_8bit_size=1, force_8bit=("*",))
+                optimizer = low_bit.apply(optimizer).target
+            LowPrecisionWeights().round_updates(optimizer)
+            (weight,) = module.parameters()
+            weight.grad = torch.randn_like(weight)
+            optimizer.step()
+            found["peak_mib"] = peak_mib(optimizer.step, device)
+            return found | time_of(optimizer.step, device)
+
+        yield attempt(function.__name__, check)
+
+
 def stochastic_rounding(device: str) -> Iterator[Found]:
     """A step of 5/2048 from 1: between two numbers of bfloat16, right on average."""
     weight = nn.Parameter(torch.ones(2**10, 2**10, device=device))
@@ -331,6 +366,7 @@ CHECKS = {
         out_of_memory,
         exact_limit,
         step_costs,
+        fused_updates,
         stochastic_rounding,
     )
 }

@@ -252,7 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="a tiny model only")
     parser.add_argument("--results", type=Path, help="folder of the result files")
     options = parser.parse_args(arguments)
-    texts, results, claims = [], {}, {}
+    texts: list[str] = []
+    results: dict[str, Any] = {}
+    claims: dict[str, bool] = {}
     for model, chosen in (DRY if options.dry else MODELS).items():
         found: dict[str, Found] = {}
         lines = []

@@ -106,20 +106,20 @@ class StepCounter(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Self:
-        self._methods.__enter__()
+        self._methods.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._methods.__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._methods.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def _is_step_count(self, tensor: Any) -> bool:
         return any(
             state.get("step") is tensor for o in self._optimizers for state in o.state.values()
         )
 
-    def _count_copy(self, to: Tensor, source: Tensor) -> None:
+    def _count_copy(self, to: Tensor, source: Any) -> None:
         if not isinstance(source, Tensor):
             return
         ends = is_host(to.untyped_storage()), is_host(source.untyped_storage())
