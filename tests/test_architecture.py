@@ -272,6 +272,7 @@ FOREIGN_PRIVATE_NAMES = {
         "_foreach_supported_types",
     },
     "a storage or a version has no public identity": {
+        "core.label_counts": "_version",
         "explain": "_cdata",
         "measure": "_cdata _storage_Use_Count _indices _values",
         "prediction": "_cdata",
@@ -284,6 +285,7 @@ FOREIGN_PRIVATE_NAMES = {
     "which backward pass runs, and what it will still come to": {
         "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
         "prediction.recording": "_current_autograd_node _sequence_nr",
+        "techniques.chunked_cross_entropy.kernel": "_autograd _top_saved_tensors_default_hooks",
         "techniques.chunked_cross_entropy.tied_embedding": "_current_graph_task_id "
         "_will_engine_execute_node",
     },

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.memory import on_cuda
 from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     add_product,
     compute_logits,
@@ -17,9 +18,13 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     scaled,
 )
 
-# N rows of D features, M of them with a label; V classes; R rows per chunk.
+# N rows of D features, M of them in the loss; V classes; R rows per chunk.
 
 _MIN_CHUNK_BYTES = 2**20
+
+# cuBLAS has its fast kernels for rows that begin at multiples of 16 bytes, and the fastest at
+# multiples of 128; vocabularies such as 50,257 have no such factor.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ class Call:
         rows: (M,) row index of each target; ``None`` if M = N, in order.
         class_weight: (V,), in the wide type, or ``None``.
         settings: As for ``F.cross_entropy``.
+        has_ignored: Whether some targets may be ignored: their rows have the weight 0.
     """
 
     operands: Operands
@@ -91,6 +97,7 @@ class Call:
     rows: Tensor | None
     class_weight: Tensor | None
     settings: LossSettings
+    has_ignored: bool = False
 
     def chunk_size(self, *, has_gradients: bool) -> int:
         """Choose the number of rows per chunk, R.
@@ -138,11 +145,31 @@ class Call:
         """Number of classes, V."""
         return len(self.operands.weights[0])
 
-    def weights_of_rows(self) -> Tensor:
-        """Return the weight of each row (M,): that of its class, or 1."""
-        if self.class_weight is not None:
+    def counted(self) -> Tensor | None:
+        """Return which rows count (M,); ``None`` if all do."""
+        return self.target != self.settings.ignore_index if self.has_ignored else None
+
+    def weights_of_rows(self, counted: Tensor | None) -> Tensor:
+        """Return the weight of each row (M,): that of its class, or 1; 0 if it does not count.
+
+        Args:
+            counted: The result of `counted`.
+
+        Returns:
+            The weights; booleans where they are 0 and 1, which need a quarter of the memory.
+        """
+        if self.class_weight is None:
+            if counted is not None:
+                return counted
+            one = self.target.new_ones((), dtype=self.operands.wide_dtype)
+            return one.expand(len(self.target))
+        if counted is None:
             return self.class_weight.index_select(0, self.target)
-        return self.target.new_ones(len(self.target), dtype=self.operands.wide_dtype)
+        return self.class_weight.index_select(0, self.target * counted).mul_(counted)
+
+    def denominator(self) -> Tensor:
+        """Return the sum of the weights of rows, in the wide type."""
+        return self.weights_of_rows(self.counted()).sum(dtype=self.operands.wide_dtype)
 
 
 class Gradients:
@@ -160,6 +187,7 @@ class Gradients:
         self._dtypes = [x.dtype for x in operands.inputs], [w.dtype for w in operands.weights]
         self._bias_dtype = wide if operands.bias is None else operands.bias.dtype
         self._is_first = True
+        self._narrow: Tensor | None = None
         self.inputs: list[Tensor | None] = [None] * num
         self.weights: list[Tensor | None] = [None] * num
         self.bias: Tensor | None = None
@@ -174,31 +202,48 @@ class Gradients:
         if operands.bias is not None and needs[-1]:
             self.bias = operands.bias.new_zeros(operands.bias.shape, dtype=wide)
 
-    def add(
-        self, gradient: Tensor, parts: list[Tensor], weights: list[Tensor], place: slice
-    ) -> None:
+    def add(self, chunk: "Chunk", factors: Tensor | None) -> None:
         """Add the gradients of a chunk.
 
         Args:
-            gradient: (R, V) gradient of the logits, in the wide type.
-            parts: Rows of each input, (R, D).
-            weights: Each (V, D), in the type of the product.
-            place: Slice of the M rows.
+            chunk: The chunk; its logits are their gradient now, and may be changed.
+            factors: (R,) factors of the rows of this gradient; ``None`` for 1.
         """
-        rows = None if self._rows is None else self._rows[place]
-        for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            narrow = gradient.to(weight.dtype)
+        narrow, dtypes = None, {weight.dtype for weight in chunk.weights}
+        if on_cuda(chunk.padded) and len(dtypes) == 1 and chunk.padded.dtype not in dtypes:
+            narrow = self._to_narrow(chunk, factors)
+        elif factors is not None:
+            chunk.padded.mul_(factors.unsqueeze(1))
+        rows = None if self._rows is None else self._rows[chunk.place]
+        for i, (part, weight) in enumerate(zip(chunk.parts, chunk.weights, strict=True)):
+            if narrow is None or narrow.dtype != weight.dtype:
+                narrow = chunk.logits.to(weight.dtype)
             if (total := self.inputs[i]) is not None:
                 if rows is None:
-                    torch.mm(narrow, weight, out=total[place])
+                    torch.mm(narrow, weight, out=total[chunk.place])
                 else:
                     total.index_add_(0, rows, torch.mm(narrow, weight))
             if (total := self.weights[i]) is not None:
-                factors = (gradient.t(), narrow.t())
-                add_product(total, factors, part, is_first=self._is_first)
+                pair = (chunk.logits.t(), narrow.t())
+                add_product(total, pair, part, is_first=self._is_first)
         if self.bias is not None:
-            self.bias += gradient.sum(0)
+            self.bias += chunk.logits.sum(0)
         self._is_first = False
+
+    # CUDA's products need the gradient in the type of the weights only, so one kernel scales and
+    # rounds it, into a buffer whose rows are aligned, too.
+    def _to_narrow(self, chunk: "Chunk", factors: Tensor | None) -> Tensor:
+        padded = chunk.padded
+        if self._narrow is None:
+            self._narrow = torch.empty_like(padded, dtype=chunk.weights[0].dtype)
+        narrow = self._narrow[: len(padded)]
+        if factors is None:
+            narrow.copy_(padded)
+        elif self.bias is None:
+            torch.mul(padded, factors.unsqueeze(1), out=narrow)
+        else:
+            narrow.copy_(padded.mul_(factors.unsqueeze(1)))
+        return narrow[:, : chunk.logits.shape[1]]
 
     def finish(self, factor: Tensor) -> list[Tensor | None]:
         """Scale the sums and release them.
@@ -219,35 +264,62 @@ class Gradients:
         return result
 
 
+class Results(NamedTuple):
+    """Results of `run`."""
+
+    losses: Tensor
+    """(M,)."""
+    normalizers: Tensor | None
+    """log(sum(exp(logits))) of each row (M,), if asked for."""
+    gradients: Gradients | None
+    """Gradients of the weighted sum of the losses, if asked for."""
+
+
 def run(
-    call: Call, coefficients: Tensor | None = None, needs: tuple[bool, ...] = ()
-) -> tuple[Tensor, Tensor, Gradients | None]:
+    call: Call,
+    coefficients: Tensor | None = None,
+    needs: tuple[bool, ...] = (),
+    *,
+    has_normalizers: bool = False,
+) -> Results:
     """Compute the losses of rows and, with the same products, gradients of their weighted sum.
 
     Args:
         call: The loss.
         coefficients: (M,) factors of the losses in the sum; ``None`` for no gradients.
         needs: For each input, each weight and the bias, whether it needs a gradient.
+        has_normalizers: Whether to compute the normalizers, from which gradients can be computed
+            later.
 
     Returns:
-        Losses (M,), normalizers log(sum(exp(logits))) (M,), and the gradients.
+        Losses, normalizers and gradients.
     """
-    operands = call.operands
-    losses = call.target.new_empty(len(call.target), dtype=operands.wide_dtype)
-    normalizers, row_weights = torch.empty_like(losses), call.weights_of_rows()
+    losses = call.target.new_empty(len(call.target), dtype=call.operands.wide_dtype)
+    normalizers = torch.empty_like(losses) if has_normalizers else None
     with without_autograd(call):
-        gradients = None if coefficients is None else Gradients(call, needs)
+        counted = call.counted()
+        counts = call.weights_of_rows(counted)
+        shares = None if coefficients is None else Shares(call, coefficients, counts)
+        gradients = None if shares is None else Gradients(call, needs)
         for chunk in chunks_of_logits(call, has_gradients=gradients is not None):
-            logits, place = chunk.logits, chunk.place
-            target, counts = call.target[place].unsqueeze(1), row_weights[place]
-            losses[place], normalizers[place], total = _losses(logits, target, counts, call)
-            if coefficients is not None and gradients is not None:
-                shares = Shares(call, coefficients[place], counts)
-                logits.mul_((shares.of_all / total).unsqueeze(1))
-                logits.scatter_add_(1, target, -shares.of_target.unsqueeze(1))
-                shares.subtract_from(logits, call.class_weight)
-                gradients.add(logits, chunk.parts, chunk.weights, place)
-    return losses, normalizers, gradients
+            place = chunk.place
+            target = call.target[place]
+            if counted is not None:
+                target = target * counted[place]  # ignored ones are of any class
+            target = target.unsqueeze(1)
+            _take_log_softmax(chunk, None if normalizers is None else normalizers[place])
+            torch.gather(chunk.logits, 1, target, out=losses[place].unsqueeze(1))
+            if call.settings.label_smoothing:
+                _smooth(losses[place], chunk.logits, counts[place], call)
+            if shares is not None and gradients is not None:
+                chunk.padded.exp_()
+                gradients.add(chunk, shares.subtract_targets(chunk, target))
+        losses.neg_()
+        if not call.settings.label_smoothing:
+            losses *= counts
+        if counted is not None:  # also where logits are not finite
+            losses.masked_fill_(~counted, 0.0)
+    return Results(losses, normalizers, gradients)
 
 
 class Chunk(NamedTuple):
@@ -257,6 +329,9 @@ class Chunk(NamedTuple):
     """Slice of the M rows."""
     logits: Tensor
     """(R, V), in the wide type; overwritten by the next chunk."""
+    padded: Tensor
+    """The same with columns of -inf up to an aligned width, contiguous; the same if there are
+    none."""
     parts: list[Tensor]
     """Rows of each input, (R, D)."""
     weights: list[Tensor]
@@ -273,19 +348,24 @@ def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chu
     Yields:
         The chunks, in order.
     """
-    operands, num_rows = call.operands, len(call.target)
+    operands, num_rows, width = call.operands, len(call.target), call.num_classes
     size = call.chunk_size(has_gradients=has_gradients)
     pairs = list(zip(operands.inputs, operands.weights, strict=True))
     weights = [operands.cast(w, of=x) for x, w in pairs]
-    shape = min(size, num_rows), call.num_classes
+    is_aligned = on_cuda(call.target)
+    columns = _ALIGNMENT * math.ceil(width / _ALIGNMENT) if is_aligned else width
+    shape = min(size, num_rows), columns
     buffer = torch.empty(shape, dtype=operands.wide_dtype, device=call.target.device)
     for start in range(0, num_rows, size):
         place = slice(start, min(start + size, num_rows))
         parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
-        logits = buffer[: place.stop - start]
+        padded = buffer[: place.stop - start]
+        logits = padded[:, :width]
+        if columns > width:
+            padded[:, width:].fill_(-math.inf)
         compute_logits(logits, parts, weights, operands.bias)
         scale_and_shift(logits, operands.scale, operands.shift)
-        yield Chunk(place, logits, parts, weights)
+        yield Chunk(place, logits, padded, parts, weights)
 
 
 @contextmanager
@@ -300,51 +380,82 @@ class Shares:
 
     Args:
         call: The loss.
-        coefficients: (R,) factors of the losses of the rows.
-        counts: (R,) weights of their targets.
+        coefficients: (M,) factors of the losses of the rows.
+        counts: (M,) weights of their targets.
     """
 
     def __init__(self, call: Call, coefficients: Tensor, counts: Tensor) -> None:
         smoothing = call.settings.label_smoothing
-        coefficients = coefficients * call.operands.scale
-        self.of_target = self.of_all = coefficients * counts * (1 - smoothing)
+        self._class_weight = call.class_weight
+        self.of_target = self.of_all = coefficients * counts
         self._of_each = None
+        self._minus_one = self.of_target.new_full((), -1.0)
+        if call.operands.scale != 1.0:
+            self.of_target *= call.operands.scale
         if smoothing:
-            self._of_each = coefficients * (smoothing / call.num_classes)
+            each = coefficients * (call.operands.scale * smoothing / call.num_classes)
+            # Rows that do not count have no part in the smoothing, either.
+            counted = call.counted()
+            self._of_each = each if counted is None else each.mul_(counted)
+            self.of_target *= 1 - smoothing
             self.of_all = self.of_target + self._of_each * _sum_of_weights(call)
 
-    def subtract_from(self, gradient: Tensor, class_weight: Tensor | None) -> None:
+    def subtract_targets(self, chunk: Chunk, target: Tensor) -> Tensor | None:
+        """Turn probabilities into the gradient of the logits.
+
+        Args:
+            chunk: The chunk, with probabilities instead of logits.
+            target: (R, 1) classes.
+
+        Returns:
+            (R,) factors of the rows that are still to be applied; ``None`` for none.
+        """
+        of_target = self.of_target[chunk.place]
+        if self._of_each is None:
+            # Before the multiplication: 1 is subtracted exactly from a probability near 1.
+            chunk.logits.scatter_add_(1, target, self._minus_one.expand(target.shape))
+            return of_target
+        chunk.padded.mul_(self.of_all[chunk.place].unsqueeze(1))
+        chunk.logits.scatter_add_(1, target, -of_target.unsqueeze(1))
+        self.subtract_smoothing(chunk.logits, chunk.place, self._class_weight)
+        return None
+
+    def subtract_smoothing(
+        self, gradient: Tensor, place: slice, class_weight: Tensor | None
+    ) -> None:
         """Subtract the term of label smoothing from the gradient (R, classes) of the logits."""
         if self._of_each is None:
             return
+        each = self._of_each[place]
         if class_weight is None:
-            gradient -= self._of_each.unsqueeze(1)
+            gradient -= each.unsqueeze(1)
         else:
-            gradient.addr_(self._of_each, class_weight, alpha=-1)
+            gradient.addr_(each, class_weight, alpha=-1)
 
 
 def _chosen(x: Tensor, rows: Tensor | None, place: slice) -> Tensor:
     return x[place] if rows is None else x.index_select(0, rows[place])
 
 
-# (R, V) becomes exp(logits - their maximum).
-def _losses(
-    logits: Tensor, target: Tensor, counts: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
+def _take_log_softmax(chunk: Chunk, normalizers: Tensor | None) -> None:
+    logits = chunk.padded
+    if normalizers is not None:
+        # From the largest logit, whose logarithm is the smallest: it is rounded least.
+        largest, place = logits.max(1)
+    # In place: the kernels for CUDA and CPU read the maximum and the sum of a row before they write
+    # it, each element after it was read (aten/native/cuda/SoftMax.cu, cpu/LogSoftmaxKernelImpl.h).
+    torch.log_softmax(logits, 1, out=logits)
+    if normalizers is not None:
+        torch.sub(largest, logits.gather(1, place.unsqueeze(1)).squeeze(1), out=normalizers)
+
+
+# The losses are still negative.
+def _smooth(losses: Tensor, log_softmax: Tensor, counts: Tensor, call: Call) -> None:
     smoothing, class_weight = call.settings.label_smoothing, call.class_weight
-    maximum = logits.amax(1, keepdim=True)
-    logits -= maximum
-    chosen = logits.gather(1, target).squeeze(1)
-    of_all = chosen
-    if smoothing:
-        of_all = logits.sum(1) if class_weight is None else logits.mv(class_weight)
-    total = logits.exp_().sum(1)
-    log_total = total.log()
-    losses = (log_total - chosen) * counts
-    if smoothing:
-        losses *= 1 - smoothing
-        losses += (log_total * _sum_of_weights(call) - of_all) * (smoothing / call.num_classes)
-    return losses, log_total + maximum.squeeze(1), total
+    of_all = log_softmax.sum(1) if class_weight is None else log_softmax.mv(class_weight)
+    losses *= counts
+    losses *= 1 - smoothing
+    losses += of_all.mul_(smoothing / call.num_classes)
 
 
 def _sum_of_weights(call: Call) -> Tensor | int:

@@ -3,12 +3,13 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.label_counts import note_count
 from lightning_memsave.core.nested import Path, count_samples, leaf_at, leaves_of, path_text
 from lightning_memsave.errors import ConfigurationError
 
@@ -32,6 +33,8 @@ class Weighting:
     """Computes the weight of a micro-batch's loss; ``None`` for a sum."""
     is_own: bool = False
     """Whether it is the user's function."""
+    labels: tuple[Path, int] | None = None
+    """The leaf whose entries it counts, and the value that it leaves out; ``None`` for others."""
 
 
 def weightings_of(
@@ -127,6 +130,10 @@ def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[
                 "micro-batches of a batch. Return weights that are finite, not negative, and not "
                 "all zero."
             )
+        if weighting.labels is not None:
+            path, ignored = weighting.labels
+            for part, count in zip(parts, row, strict=True):
+                note_count(leaf_at(part, path), ignored, int(count))
     return rows
 
 
@@ -180,7 +187,8 @@ def _is_known(leaf: Tensor) -> Tensor:
 def _entries(path: Path, ignored: int, start: int) -> Weighting:
     rest = ", without the first of each sample" if start else ""
     text = f"the entries of {path_text(path)} that are not {ignored}{rest}"
-    return _count(path, start, lambda leaf: leaf != ignored, text)
+    weighting = _count(path, start, lambda leaf: leaf != ignored, text)
+    return weighting if start else replace(weighting, labels=(path, ignored))
 
 
 def _sum(path: Path, start: int, text: str) -> Weighting:
