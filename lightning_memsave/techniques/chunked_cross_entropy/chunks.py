@@ -187,7 +187,6 @@ class Gradients:
         self._dtypes = [x.dtype for x in operands.inputs], [w.dtype for w in operands.weights]
         self._bias_dtype = wide if operands.bias is None else operands.bias.dtype
         self._is_first = True
-        self._narrow: Tensor | None = None
         self.inputs: list[Tensor | None] = [None] * num
         self.weights: list[Tensor | None] = [None] * num
         self.bias: Tensor | None = None
@@ -209,9 +208,9 @@ class Gradients:
             chunk: The chunk; its logits are their gradient now, and may be changed.
             factors: (R,) factors of the rows of this gradient; ``None`` for 1.
         """
-        narrow, dtypes = None, {weight.dtype for weight in chunk.weights}
-        if on_cuda(chunk.padded) and len(dtypes) == 1 and chunk.padded.dtype not in dtypes:
-            narrow = self._to_narrow(chunk, factors)
+        narrow = None
+        if chunk.narrow is not None:
+            narrow = self._to_narrow(chunk, chunk.narrow, factors)
         elif factors is not None:
             chunk.padded.mul_(factors.unsqueeze(1))
         rows = None if self._rows is None else self._rows[chunk.place]
@@ -230,13 +229,9 @@ class Gradients:
             self.bias += chunk.logits.sum(0)
         self._is_first = False
 
-    # CUDA's products need the gradient in the type of the weights only, so one kernel scales and
-    # rounds it, into a buffer whose rows are aligned, too.
-    def _to_narrow(self, chunk: "Chunk", factors: Tensor | None) -> Tensor:
+    # CUDA's products need the gradient in the type of the weights only: one kernel scales and rounds.
+    def _to_narrow(self, chunk: "Chunk", narrow: Tensor, factors: Tensor | None) -> Tensor:
         padded = chunk.padded
-        if self._narrow is None:
-            self._narrow = torch.empty_like(padded, dtype=chunk.weights[0].dtype)
-        narrow = self._narrow[: len(padded)]
         if factors is None:
             narrow.copy_(padded)
         elif self.bias is None:
@@ -330,8 +325,9 @@ class Chunk(NamedTuple):
     logits: Tensor
     """(R, V), in the wide type; overwritten by the next chunk."""
     padded: Tensor
-    """The same with columns of -inf up to an aligned width, contiguous; the same if there are
-    none."""
+    """The same with columns of -inf up to an aligned width, contiguous."""
+    narrow: Tensor | None
+    """As large, in the type of the weights, for the gradient on CUDA; ``None`` elsewhere."""
     parts: list[Tensor]
     """Rows of each input, (R, D)."""
     weights: list[Tensor]
@@ -352,20 +348,25 @@ def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chu
     size = call.chunk_size(has_gradients=has_gradients)
     pairs = list(zip(operands.inputs, operands.weights, strict=True))
     weights = [operands.cast(w, of=x) for x, w in pairs]
-    is_aligned = on_cuda(call.target)
-    columns = _ALIGNMENT * math.ceil(width / _ALIGNMENT) if is_aligned else width
+    columns, narrow = width, None
+    if on_cuda(call.target):
+        columns = _ALIGNMENT * math.ceil(width / _ALIGNMENT)
     shape = min(size, num_rows), columns
     buffer = torch.empty(shape, dtype=operands.wide_dtype, device=call.target.device)
+    dtypes = {weight.dtype for weight in weights}
+    if has_gradients and on_cuda(call.target) and len(dtypes) == 1 and buffer.dtype not in dtypes:
+        narrow = torch.empty_like(buffer, dtype=weights[0].dtype)
     for start in range(0, num_rows, size):
         place = slice(start, min(start + size, num_rows))
         parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
-        padded = buffer[: place.stop - start]
+        num = place.stop - start
+        padded = buffer[:num]
         logits = padded[:, :width]
         if columns > width:
             padded[:, width:].fill_(-math.inf)
         compute_logits(logits, parts, weights, operands.bias)
         scale_and_shift(logits, operands.scale, operands.shift)
-        yield Chunk(place, logits, padded, parts, weights)
+        yield Chunk(place, logits, padded, None if narrow is None else narrow[:num], parts, weights)
 
 
 @contextmanager
