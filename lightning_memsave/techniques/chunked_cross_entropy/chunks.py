@@ -99,7 +99,7 @@ class Call:
     settings: LossSettings
     has_ignored: bool = False
 
-    def chunk_size(self, *, has_gradients: bool) -> int:
+    def chunk_size(self, *, has_gradients: bool, needs: tuple[bool, ...] = ()) -> int:
         """Choose the number of rows per chunk, R.
 
         A chunk is about as large as the inputs, or a share of the weight in 32 bits. With fewer
@@ -107,6 +107,8 @@ class Call:
 
         Args:
             has_gradients: Whether gradients are computed too.
+            needs: For each input, each weight and the bias, whether it needs a gradient, now or
+                later.
 
         Returns:
             R.
@@ -119,15 +121,45 @@ class Call:
         least = x.shape[1] // (4 if has_gradients else 8)
         size = max(least, max(input_bytes, _MIN_CHUNK_BYTES) // (4 * self.num_classes), 1)
         num_chunks = max(1, round(num_rows / size))
+        if any(needs) and on_cuda(x):
+            rows = self._rows_for_gpu(needs, has_gradients=has_gradients)
+            num_chunks = min(num_chunks, math.ceil(num_rows / max(8, 8 * (rows // 8))))
         # Low-precision kernels are faster with multiples of eight.
         return max(1, min(num_rows, 8 * math.ceil(num_rows / num_chunks / 8)))
 
+    # A GPU is done with a small chunk before the next is launched. A chunk that is as large as what
+    # backward allocates in its place leaves the peak of a step as it is.
+    def _rows_for_gpu(self, needs: tuple[bool, ...], *, has_gradients: bool) -> int:
+        operands, num = self.operands, len(self.operands.inputs)
+        x, weight, wide = operands.inputs[0], operands.weights[0], operands.wide_dtype
+        product = operands.autocast_dtype or x.dtype
+        num_bytes = self.num_columns * wide.itemsize
+        if has_gradients and product != wide:
+            num_bytes += self.num_columns * product.itemsize
+        if not needs[num]:
+            return 0
+        if not has_gradients:  # the gradient of the weight, but for its copy, which is there now
+            copy_bytes = product.itemsize if product != weight.dtype else 0
+            return weight.numel() * (weight.element_size() - copy_bytes) // num_bytes
+        if weight.dtype != wide:  # its gradient in its own type, beside that in 32 bits
+            return weight.numel() * weight.element_size() // num_bytes
+        # The gradient of a hidden layer of a transformer, which is four times as wide as its input.
+        return 4 * x.numel() * x.element_size() // num_bytes
+
     @property
     def tile_size(self) -> int:
-        """Classes per tile: at most as many logits as in a chunk of rows."""
-        width = self.operands.inputs[0].shape[1]
+        """Classes per tile: at most as many logits as in a chunk of rows.
+
+        On a GPU, at least as many as need no more memory than the gradient of the inputs, which is
+        made after the last tile.
+        """
+        x, num_rows = self.operands.inputs[0], max(1, len(self.target))
         chunk = self.chunk_size(has_gradients=True) * self.num_classes
-        size = min(2 * width, chunk // max(1, len(self.target)))
+        size = min(2 * x.shape[1], chunk // num_rows)
+        if on_cuda(x):
+            # Logits and their gradient, a tile of the weight in low precision and of its gradient.
+            bytes_of_class = 6 * num_rows + 6 * x.shape[1]
+            size = max(size, x.numel() * x.element_size() // bytes_of_class)
         return 8 * math.ceil(max(size, 1) / 8)
 
     @property
@@ -144,6 +176,16 @@ class Call:
     def num_classes(self) -> int:
         """Number of classes, V."""
         return len(self.operands.weights[0])
+
+    @property
+    def num_columns(self) -> int:
+        """Columns of buffers for chunks: V, aligned where that makes products faster."""
+        is_aligned = on_cuda(self.operands.weights[0])
+        return (
+            _ALIGNMENT * math.ceil(self.num_classes / _ALIGNMENT)
+            if is_aligned
+            else self.num_classes
+        )
 
     def counted(self) -> Tensor | None:
         """Return which rows count (M,); ``None`` if all do."""
@@ -229,7 +271,7 @@ class Gradients:
             self.bias += chunk.logits.sum(0)
         self._is_first = False
 
-    # CUDA's products need the gradient in the type of the weights only: one kernel scales and rounds.
+    # CUDA's products need the gradient only in the type of the weights: one kernel makes it.
     def _to_narrow(self, chunk: "Chunk", narrow: Tensor, factors: Tensor | None) -> Tensor:
         padded = chunk.padded
         if factors is None:
@@ -282,7 +324,7 @@ def run(
     Args:
         call: The loss.
         coefficients: (M,) factors of the losses in the sum; ``None`` for no gradients.
-        needs: For each input, each weight and the bias, whether it needs a gradient.
+        needs: For each input, each weight and the bias, whether it needs a gradient, now or later.
         has_normalizers: Whether to compute the normalizers, from which gradients can be computed
             later.
 
@@ -296,7 +338,7 @@ def run(
         counts = call.weights_of_rows(counted)
         shares = None if coefficients is None else Shares(call, coefficients, counts)
         gradients = None if shares is None else Gradients(call, needs)
-        for chunk in chunks_of_logits(call, has_gradients=gradients is not None):
+        for chunk in chunks_of_logits(call, has_gradients=gradients is not None, needs=needs):
             place = chunk.place
             target = call.target[place]
             if counted is not None:
@@ -334,24 +376,24 @@ class Chunk(NamedTuple):
     """Each (V, D), in the type of its part."""
 
 
-def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chunk]:
+def chunks_of_logits(
+    call: Call, *, has_gradients: bool = False, needs: tuple[bool, ...] = ()
+) -> Iterator[Chunk]:
     """Compute logits chunk by chunk; call it inside `without_autograd`.
 
     Args:
         call: The loss.
-        has_gradients: Whether gradients will be computed.
+        has_gradients: Whether gradients will be computed of each chunk.
+        needs: For each input, each weight and the bias, whether it needs a gradient, now or later.
 
     Yields:
         The chunks, in order.
     """
     operands, num_rows, width = call.operands, len(call.target), call.num_classes
-    size = call.chunk_size(has_gradients=has_gradients)
+    size = call.chunk_size(has_gradients=has_gradients, needs=needs)
     pairs = list(zip(operands.inputs, operands.weights, strict=True))
     weights = [operands.cast(w, of=x) for x, w in pairs]
-    columns, narrow = width, None
-    if on_cuda(call.target):
-        columns = _ALIGNMENT * math.ceil(width / _ALIGNMENT)
-    shape = min(size, num_rows), columns
+    shape, narrow = (min(size, num_rows), call.num_columns), None
     buffer = torch.empty(shape, dtype=operands.wide_dtype, device=call.target.device)
     dtypes = {weight.dtype for weight in weights}
     if has_gradients and on_cuda(call.target) and len(dtypes) == 1 and buffer.dtype not in dtypes:
@@ -362,7 +404,7 @@ def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chu
         num = place.stop - start
         padded = buffer[:num]
         logits = padded[:, :width]
-        if columns > width:
+        if call.num_columns > width:
             padded[:, width:].fill_(-math.inf)
         compute_logits(logits, parts, weights, operands.bias)
         scale_and_shift(logits, operands.scale, operands.shift)

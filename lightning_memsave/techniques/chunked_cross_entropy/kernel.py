@@ -84,6 +84,7 @@ class TiledGradients:
             class_weight = None if call.class_weight is None else call.class_weight[tile]
             shares.subtract_smoothing(logits, slice(None), class_weight)
             self._add(logits, weights, tile)
+        del buffer, logits, weights  # before the gradients of the inputs
         return [*self._finished_inputs(), *self._weights, self._bias]
 
     def _add(self, gradient: Tensor, weights: list[Tensor], tile: slice) -> None:
@@ -311,7 +312,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             losses, _, ctx.ready = run(call, share.expand(len(call.target)), needs)
             _note(call, needs, ctx.ready)
         else:
-            losses, ctx.normalizers, _ = run(call, has_normalizers=has_backward)
+            losses, ctx.normalizers, _ = run(call, needs=needs, has_normalizers=has_backward)
         if settings.reduction == "none":
             return losses
         return losses.sum() if settings.reduction == "sum" else losses.sum() / denominator
