@@ -168,6 +168,7 @@ def test_other_ignored_index():
     compare(p, LossSettings(ignore_index=int(p.target[0])))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_label_at_all(reduction, dtype):

@@ -123,7 +123,7 @@ class Call:
         num_chunks = max(1, round(num_rows / size))
         if any(needs) and on_cuda(x):
             rows = self._rows_for_gpu(needs, has_gradients=has_gradients)
-            num_chunks = min(num_chunks, math.ceil(num_rows / max(8, 8 * (rows // 8))))
+            num_chunks = max(1, min(num_chunks, math.ceil(num_rows / max(8, 8 * (rows // 8)))))
         # Low-precision kernels are faster with multiples of eight.
         return max(1, min(num_rows, 8 * math.ceil(num_rows / num_chunks / 8)))
 
@@ -180,12 +180,8 @@ class Call:
     @property
     def num_columns(self) -> int:
         """Columns of buffers for chunks: V, aligned where that makes products faster."""
-        is_aligned = on_cuda(self.operands.weights[0])
-        return (
-            _ALIGNMENT * math.ceil(self.num_classes / _ALIGNMENT)
-            if is_aligned
-            else self.num_classes
-        )
+        alignment = _ALIGNMENT if on_cuda(self.operands.weights[0]) else 1
+        return alignment * math.ceil(self.num_classes / alignment)
 
     def counted(self) -> Tensor | None:
         """Return which rows count (M,); ``None`` if all do."""
