@@ -85,21 +85,25 @@ def weightings_of(
     return [*found, Weighting("summed, as the loss is a sum over samples", None)]
 
 
-def guess(part: Any) -> Weighting:
+def guess(batch: Any, parts: Sequence[Any]) -> tuple[Weighting, list[float]]:
     """Guess the weighting without a proof, as in a plain loop.
 
     Args:
-        part: A batch.
+        batch: A batch.
+        parts: Its micro-batches.
 
     Returns:
         Entries of ``labels`` other than -100 if labels have two or more dimensions and some of
-        them are -100; else samples.
+        them are -100, else samples; and the weights of the micro-batches.
     """
-    labels = dict(leaves_of(part)).get(("labels",))
-    # Synchronizes with the device for each batch; `loss_weight="tokens"` avoids it.
-    if isinstance(labels, Tensor) and labels.ndim > 1 and bool((labels == IGNORED).any()):
-        return _entries(("labels",), IGNORED, 0)
-    return Weighting("weighted by samples", count_samples)
+    labels = dict(leaves_of(batch)).get(("labels",))
+    weighting = Weighting("weighted by samples", count_samples)
+    if isinstance(labels, Tensor) and labels.ndim > 1:
+        entries = _entries(("labels",), IGNORED, 0)
+        (weights,) = read_weights([entries], parts)
+        if sum(weights) < labels.numel():
+            return entries, weights
+    return weighting, read_weights([weighting], parts)[0]
 
 
 def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[list[float]]:
