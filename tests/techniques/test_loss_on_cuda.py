@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
-from lightning_memsave.techniques.chunked_cross_entropy.chunks import Call, LossSettings, Operands
+from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 
 WIDTH, CLASSES, CHUNK = 512, 5003, 40

@@ -10,11 +10,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_memsave.core.label_counts import known_count
 from lightning_memsave.core.memory import is_fake, mark_as_host, on_cuda
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
-    Call,
     Gradients,
-    LossSettings,
-    Operands,
     Shares,
     run,
     without_autograd,
