@@ -78,11 +78,11 @@ def launches(kind: str, num_chunks: int) -> Launches:
 
 
 # Autocast converts the inputs of each chunk.
-@pytest.mark.parametrize(("kind", "expected"), [("float32", 10), ("bfloat16", 10), ("bf16", 11)])
-def test_a_chunk_is_ten_launches(kind, expected):
+@pytest.mark.parametrize(("kind", "expected"), [("float32", 12), ("bfloat16", 12), ("bf16", 13)])
+def test_a_chunk_is_few_launches(kind, expected):
     few, many = (launches(kind, num_chunks).names for num_chunks in (3, 8))
     each = {name: (many[name] - few[name]) / 5 for name in many if many[name] != few[name]}
-    # The targets, the logits, three passes over them and their targets, and two products.
+    # Targets, padding and logits; three passes over them, three over rows; two products.
     assert sum(each.values()) == expected, each
 
 
@@ -125,7 +125,7 @@ class TestSizes:
             ("bfloat16", False, 4096, 64, 248),
             ("bf16", False, 4096, 64, 248),
             # Four times the inputs, with the gradient in both types.
-            ("bf16", True, 36_000, 368, 976),
+            ("bf16", True, 36_000, 368, 952),
             ("float32", True, 36_000, 368, 1440),
         ],
     )

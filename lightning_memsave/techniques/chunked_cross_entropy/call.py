@@ -127,6 +127,7 @@ class Call:
         num_bytes = self.num_columns * wide.itemsize
         if has_gradients and product != wide:
             num_bytes += self.num_columns * product.itemsize
+        num_bytes += x.shape[1] * product.itemsize + 32  # the row of the input, and its numbers
         if not needs[num]:
             return 0
         if not has_gradients:  # the gradient of the weight, but for its copy, which is there now

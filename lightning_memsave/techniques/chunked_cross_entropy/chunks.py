@@ -139,29 +139,39 @@ def run(
     """
     losses = call.target.new_empty(len(call.target), dtype=call.operands.wide_dtype)
     normalizers = torch.empty_like(losses) if has_normalizers else None
+    totals, sums = torch.empty_like(losses), None
     with without_autograd(call):
         counted = call.counted()
         counts = call.weights_of_rows(counted)
         shares = None if coefficients is None else Shares(call, coefficients, counts)
         gradients = None if shares is None else Gradients(call, needs)
+        if call.settings.label_smoothing:
+            sums = torch.empty_like(losses)
         for chunk in chunks_of_logits(call, has_gradients=gradients is not None, needs=needs):
             place = chunk.place
-            target = call.target[place]
-            if counted is not None:
-                target = target * counted[place]  # ignored ones are of any class
-            target = target.unsqueeze(1)
-            _take_log_softmax(chunk, None if normalizers is None else normalizers[place])
-            torch.gather(chunk.logits, 1, target, out=losses[place].unsqueeze(1))
-            if call.settings.label_smoothing:
-                _smooth(losses[place], chunk.logits, counts[place], call)
+            target = _classes(call, counted, place).unsqueeze(1)
+            chosen = chunk.logits.gather(1, target).squeeze(1)
+            if sums is not None:
+                sums[place] = _sum_of_classes(chunk.logits, call)
+            largest = _take_softmax(chunk, totals[place], is_normalized=shares is not None)
+            torch.sub(largest, chosen, out=losses[place])
+            if sums is not None:
+                sums[place] -= largest * _sum_of_weights(call)
+            if normalizers is not None:
+                normalizers[place] = largest
             if shares is not None and gradients is not None:
-                chunk.padded.exp_()
                 gradients.add(chunk, shares.subtract_targets(chunk, target))
-        losses.neg_()
-        if not call.settings.label_smoothing:
-            losses *= counts
+        log_totals = totals.log_().neg_() if on_cuda(totals) else totals.log_()
+        losses += log_totals
+        losses *= counts
+        if sums is not None:
+            smoothing = call.settings.label_smoothing
+            losses *= 1 - smoothing
+            losses += (log_totals * _sum_of_weights(call) - sums) * (smoothing / call.num_classes)
         if counted is not None:  # also where logits are not finite
             losses.masked_fill_(~counted, 0.0)
+        if normalizers is not None:
+            normalizers += log_totals
     return Results(losses, normalizers, gradients)
 
 
@@ -282,29 +292,37 @@ class Shares:
             gradient.addr_(each, class_weight, alpha=-1)
 
 
+# Ignored targets are of any class.
+def _classes(call: Call, counted: Tensor | None, place: slice) -> Tensor:
+    target = call.target[place]
+    return target if counted is None else target * counted[place]
+
+
 def _chosen(x: Tensor, rows: Tensor | None, place: slice) -> Tensor:
     return x[place] if rows is None else x.index_select(0, rows[place])
 
 
-def _take_log_softmax(chunk: Chunk, normalizers: Tensor | None) -> None:
+# Returns the largest logit of each row; `totals` becomes the sum of exp(logits - largest), or on
+# CUDA its reciprocal, the largest probability.
+def _take_softmax(chunk: Chunk, totals: Tensor, *, is_normalized: bool) -> Tensor:
     logits = chunk.padded
-    if normalizers is not None:
-        # From the largest logit, whose logarithm is the smallest: it is rounded least.
+    if on_cuda(logits):
         largest, place = logits.max(1)
-    # In place: the kernels for CUDA and CPU read the maximum and the sum of a row before they write
-    # it, each element after it was read (aten/native/cuda/SoftMax.cu, cpu/LogSoftmaxKernelImpl.h).
-    torch.log_softmax(logits, 1, out=logits)
-    if normalizers is not None:
-        torch.sub(largest, logits.gather(1, place.unsqueeze(1)).squeeze(1), out=normalizers)
+        # In place: the kernel reads the maximum and the sum of a row before it writes it, and each
+        # element in the thread that writes it (aten/native/cuda/SoftMax.cu).
+        torch.softmax(logits, 1, out=logits)
+        torch.gather(logits, 1, place.unsqueeze(1), out=totals.unsqueeze(1))
+        return largest
+    # The CPU's kernel approximates exp.
+    largest = logits.amax(1)
+    torch.sum(logits.sub_(largest.unsqueeze(1)).exp_(), 1, out=totals)
+    if is_normalized:
+        logits.div_(totals.unsqueeze(1))
+    return largest
 
 
-# The losses are still negative.
-def _smooth(losses: Tensor, log_softmax: Tensor, counts: Tensor, call: Call) -> None:
-    smoothing, class_weight = call.settings.label_smoothing, call.class_weight
-    of_all = log_softmax.sum(1) if class_weight is None else log_softmax.mv(class_weight)
-    losses *= counts
-    losses *= 1 - smoothing
-    losses += of_all.mul_(smoothing / call.num_classes)
+def _sum_of_classes(logits: Tensor, call: Call) -> Tensor:
+    return logits.sum(1) if call.class_weight is None else logits.mv(call.class_weight)
 
 
 def _sum_of_weights(call: Call) -> Tensor | int:
