@@ -133,10 +133,9 @@ class Call:
         if not has_gradients:  # the gradient of the weight, but for its copy, which is there now
             copy_bytes = product.itemsize if product != weight.dtype else 0
             return weight.numel() * (weight.element_size() - copy_bytes) // num_bytes
-        if weight.dtype != wide:  # its gradient in its own type, beside that in 32 bits
-            return weight.numel() * weight.element_size() // num_bytes
-        # The gradient of a hidden layer of a transformer, which is four times as wide as its input.
-        return 4 * x.numel() * x.element_size() // num_bytes
+        # Its gradient in its own type, beside that in 32 bits, if these are two.
+        own_bytes = weight.element_size() if weight.dtype != wide else 0
+        return weight.numel() * own_bytes // num_bytes
 
     @property
     def tile_size(self) -> int:
