@@ -274,6 +274,7 @@ FOREIGN_PRIVATE_NAMES = {
         "_foreach_mul_ _has_foreach_support",
     },
     "a storage or a version has no public identity": {
+        "core.label_counts": "_version",
         "explain": "_cdata",
         "measure": "_cdata _storage_Use_Count _indices _values",
         "prediction": "_cdata",
@@ -287,6 +288,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.optimizer_in_backward.updates": "_execution_engine",
         "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
         "prediction.recording": "_current_autograd_node _sequence_nr",
+        "techniques.chunked_cross_entropy.kernel": "_autograd _top_saved_tensors_default_hooks",
         "techniques.chunked_cross_entropy.tied_embedding": "_current_graph_task_id "
         "_will_engine_execute_node",
     },

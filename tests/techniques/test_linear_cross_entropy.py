@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.chunked_cross_entropy import call, chunks, kernel, wide_products
+from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
-    Call,
-    LossSettings,
-    Operands,
+    run,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
+from tests.techniques.test_waits import CountedWaits
 
 ROWS, WIDTH, CLASSES = 150, 24, 67
 EPSILON = {torch.float32: 2e-7, torch.float64: 1e-15, torch.bfloat16: 1e-3, torch.float16: 1e-4}
@@ -79,6 +81,14 @@ def gradients(loss: Tensor, p: Problem, seed: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss, p.leaves, seed.to(loss.dtype), retain_graph=True))
 
 
+@pytest.fixture(params=["cpu", "as on CUDA"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is chosen by device, as on each of them; the products are those of the CPU."""
+    if request.param == "as on CUDA":
+        for module in (call, chunks, kernel, wide_products):
+            monkeypatch.setattr(module, "on_cuda", lambda tensor: True)
+
+
 def error(value: Tensor, truth: Tensor) -> float:
     return ((value.double() - truth).norm() / truth.norm().clamp(min=1e-30)).item()
 
@@ -114,33 +124,37 @@ def compare(p: Problem, settings: LossSettings, autocast: torch.dtype | None = N
     assert_no_worse([mine], [theirs], [truth], autocast or p.x.dtype)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weights", [False, True])
-@pytest.mark.parametrize("labelled", [1.0, 0.3])
+@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
 def test_is_as_exact_as_the_ordinary_loss(dtype, reduction, smoothing, weights, labelled):
     p = make(dtype, weights=weights, labelled=labelled)
     compare(p, LossSettings(reduction, -100, smoothing, chunk_size=40))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("labelled", [1.0, 0.3])
+@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
 @pytest.mark.parametrize("chunk_size", [None, 1, 7, ROWS, 10 * ROWS])
 def test_any_size_of_a_chunk(dtype, labelled, chunk_size):
     compare(make(dtype, labelled=labelled), LossSettings(chunk_size=chunk_size))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("labelled", [1.0, 0.3])
+@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
 @pytest.mark.parametrize("bias", [True, False])
 def test_is_as_exact_under_autocast(dtype, labelled, bias):
     compare(make(torch.float32, bias=bias, labelled=labelled), LossSettings(), dtype)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("labelled", [1.0, 0.3])
+@pytest.mark.parametrize("labelled", [1.0, 0.95, 0.3])
 def test_leaves_out_what_is_frozen(frozen, dtype, labelled):
     p = make(dtype, labelled=labelled)
     getattr(p, frozen).requires_grad_(False)
@@ -152,6 +166,7 @@ def test_other_ignored_index():
     compare(p, LossSettings(ignore_index=int(p.target[0])))
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_label_at_all(reduction, dtype):
@@ -162,13 +177,16 @@ def test_no_label_at_all(reduction, dtype):
         assert torch.equal(gradient, torch.zeros_like(gradient))
 
 
-def test_targets_out_of_range_are_an_error():
+@pytest.mark.usefixtures("device")
+@pytest.mark.parametrize("wrong", [CLASSES, -1])
+def test_targets_out_of_range_are_an_error(wrong):
     p = make(torch.float32)
-    p.target[3] = CLASSES
+    p.target[3] = wrong
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         chunked(p, LossSettings())
 
 
+@pytest.mark.usefixtures("device")
 def test_several_products_are_one_layer():
     p, low_rank = make(torch.float32), torch.randn(ROWS, 3, requires_grad=True)
     up = torch.randn(CLASSES, 3, requires_grad=True)
@@ -185,6 +203,7 @@ def test_several_products_are_one_layer():
             torch.testing.assert_close(a, b)
 
 
+@pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_scaled_and_shifted_logits(dtype, smoothing):
@@ -221,6 +240,7 @@ def test_many_gradients_at_once_are_refused():
         torch.autograd.grad(losses, [p.weight], torch.eye(len(losses)), is_grads_batched=True)
 
 
+@pytest.mark.usefixtures("device")
 def test_half_precision_survives_a_loss_scale():
     """Probabilities of many classes, and gradients divided by many rows, are below its range."""
     num_classes = 5000
@@ -261,6 +281,116 @@ def test_a_second_loss_does_not_hold_a_second_gradient():
     )[0]
     assert weight.grad is not None
     torch.testing.assert_close(weight.grad, 4 * theirs)
+
+
+class TestRows:
+    """Whether all rows are taken, with weight 0 for the ignored ones, or those that count alone."""
+
+    def waits(self, p: Problem, settings: LossSettings) -> int:
+        """Hold a loss against the ordinary one, and count its waits."""
+        with CountedWaits() as counted:
+            mine = chunked(p, settings)
+        theirs, seed = ordinary(p, settings), torch.tensor(1.0)
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+        for a, b in zip(gradients(mine, p, seed), gradients(theirs, p, seed), strict=True):
+            torch.testing.assert_close(a, b)
+        return sum(counted.waits.values())
+
+    @pytest.mark.parametrize("weights", [False, True])
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    @pytest.mark.parametrize("ignored", [-100, 5])
+    def test_a_loss_does_not_wait_while_nearly_all_rows_count(self, weights, smoothing, ignored):
+        p = make(torch.float32, weights=weights)
+        settings = LossSettings("mean", ignored, smoothing)
+        shares = [1.0, 1.0, 0.95, 0.2, 0.2, 0.2, 1.0, 1.0, 0.0, 0.0]
+        found = []
+        for share in shares:
+            p.target = torch.arange(ROWS) % 5
+            p.target[int(share * ROWS) :] = ignored
+            found.append(self.waits(p, settings))
+        # At first, for the numbers of rows, and after a loss that had fewer.
+        assert found == [1, 0, 0, 0, 1, 1, 1, 0, 0, 1]
+
+    def test_more_rows_than_ever_are_counted(self):
+        p = make(torch.float32)
+        q = Problem(torch.cat([p.x, p.x]).detach(), p.weight, p.bias, p.target.repeat(2))
+        found = [self.waits(each, LossSettings()) for each in (p, p, q, q, p)]
+        assert found == [1, 0, 1, 0, 0]
+
+    def test_evaluation_does_not_decide_for_training(self):
+        """It needs less memory, so it may take all rows where training may not."""
+        p = make(torch.float32)
+        with torch.no_grad():
+            for _ in range(2):
+                chunked(p, LossSettings())
+        p.target[20:] = -100
+        assert self.waits(p, LossSettings()) == 1
+
+    @pytest.mark.usefixtures("device")
+    @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    def test_rows_that_all_count_give_the_same_bits(self, reduction, smoothing):
+        p = make(torch.float32, weights=True)
+        settings = LossSettings(reduction, -100, smoothing, chunk_size=40)
+        calls = [
+            Call(
+                Operands((p.x,), (p.weight,), p.bias, None),
+                *(p.target, None, p.class_weight, settings),
+                has_ignored=has_ignored,
+            )
+            for has_ignored in (False, True)
+        ]
+        coefficients, needs = torch.rand(ROWS), (True, True, True)
+        (mine, _, of_mine), (theirs, _, of_theirs) = (run(c, coefficients, needs) for c in calls)
+        assert torch.equal(mine, theirs)
+        assert torch.equal(*(call.denominator() for call in calls))
+        assert of_mine is not None
+        assert of_theirs is not None
+        one = torch.tensor(1.0)
+        for a, b in zip(of_mine.finish(one), of_theirs.finish(one), strict=True):
+            assert a is not None
+            assert b is not None
+            assert torch.equal(a, b)
+
+    def test_ignored_rows_may_hold_anything(self):
+        """As in the ordinary loss; gradients of the weight are not finite in either."""
+        p = make(torch.float32)
+        p.target[7] = -100
+        with torch.no_grad():
+            p.x[7] = float("nan")
+        for reduction in ("mean", "sum", "none"):
+            settings = LossSettings(reduction)
+            torch.testing.assert_close(chunked(p, settings), ordinary(p, settings))
+
+    def test_what_is_repeated_in_backward_takes_the_same_rows(self):
+        """A checkpoint around the loss finds tensors of the same shapes."""
+        p = make(torch.float32)
+        self.waits(p, LossSettings())
+        p.target[20:] = -100
+        mine, theirs = (
+            torch.utils.checkpoint.checkpoint(
+                lambda loss: loss(p, LossSettings()).square(), loss, use_reentrant=False
+            )
+            for loss in (chunked, ordinary)
+        )
+        one = torch.tensor(1.0)
+        for a, b in zip(gradients(mine, p, one), gradients(theirs, p, one), strict=True):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_on_cuda_nothing_waits(self, dtype):
+        p = make(dtype, labelled=0.95)
+        x, weight = (t.detach().cuda().requires_grad_() for t in (p.x, p.weight))
+        p = Problem(x, weight, None, p.target.cuda())
+        for _ in range(3):
+            chunked(p, LossSettings()).backward()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            chunked(p, LossSettings()).backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 class TestMemory:

@@ -409,7 +409,9 @@ IGNORING = {"labels": torch.tensor([[1, 2], [3, -100]])}
     ],
 )
 def test_the_guess_where_nothing_is_proven(batch, expected):
-    assert guess(batch).text == expected
+    weighting, weights = guess(batch, [batch])
+    assert weighting.text == expected
+    assert len(weights) == 1
 
 
 def test_weights_of_all_micro_batches_are_read_at_once():

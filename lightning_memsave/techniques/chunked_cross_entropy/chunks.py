@@ -1,15 +1,15 @@
 """Compute losses and gradients of a linear layer with cross-entropy, in chunks of rows."""
 
-import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.memory import on_cuda
+from lightning_memsave.techniques.chunked_cross_entropy.call import Call
 from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     add_product,
     compute_logits,
@@ -17,132 +17,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
     scaled,
 )
 
-# N rows of D features, M of them with a label; V classes; R rows per chunk.
-
-_MIN_CHUNK_BYTES = 2**20
-
-
-@dataclass(frozen=True)
-class LossSettings:
-    """The arguments of ``F.cross_entropy``, and the chunk size.
-
-    Args:
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``.
-        ignore_index: Rows with this target are ignored.
-        label_smoothing: As for ``F.cross_entropy``.
-        chunk_size: Rows per chunk; ``None`` for automatic.
-    """
-
-    reduction: str = "mean"
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    chunk_size: int | None = None
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Operands of ``logits = scale * (sum(inputs[i] @ weights[i].T) + bias) + shift``.
-
-    Args:
-        inputs: Each (N, D).
-        weights: Each (V, D).
-        bias: (V,), or ``None``.
-        autocast_dtype: Type in which products are computed; ``None`` for that of the inputs.
-        scale: Factor of the logits.
-        shift: (V,), or ``None``.
-    """
-
-    inputs: tuple[Tensor, ...]
-    weights: tuple[Tensor, ...]
-    bias: Tensor | None
-    autocast_dtype: torch.dtype | None
-    scale: float = 1.0
-    shift: Tensor | None = None
-
-    @property
-    def wide_dtype(self) -> torch.dtype:
-        """Type of sums: 32 bits or more."""
-        return functools.reduce(torch.promote_types, self.dtypes, torch.float32)
-
-    @property
-    def dtypes(self) -> list[torch.dtype]:
-        """Types of the products."""
-        return [self.autocast_dtype or tensor.dtype for tensor in self.inputs]
-
-    def cast(self, tensor: Tensor, of: Tensor) -> Tensor:
-        """Cast a factor to the type of its product, whose input is ``of``."""
-        return tensor.to(self.autocast_dtype or of.dtype)
-
-
-@dataclass(frozen=True)
-class Call:
-    """One loss to compute.
-
-    Args:
-        operands: The linear layer.
-        target: (M,) classes.
-        rows: (M,) row index of each target; ``None`` if M = N, in order.
-        class_weight: (V,), in the wide type, or ``None``.
-        settings: As for ``F.cross_entropy``.
-    """
-
-    operands: Operands
-    target: Tensor
-    rows: Tensor | None
-    class_weight: Tensor | None
-    settings: LossSettings
-
-    def chunk_size(self, *, has_gradients: bool) -> int:
-        """Choose the number of rows per chunk, R.
-
-        A chunk is about as large as the inputs, or a share of the weight in 32 bits. With fewer
-        rows, reading the weight and writing its gradient would dominate.
-
-        Args:
-            has_gradients: Whether gradients are computed too.
-
-        Returns:
-            R.
-        """
-        num_rows = len(self.target)
-        if self.settings.chunk_size is not None:
-            return max(1, min(self.settings.chunk_size, num_rows))
-        x = self.operands.inputs[0]
-        input_bytes = x.numel() * x.element_size()
-        least = x.shape[1] // (4 if has_gradients else 8)
-        size = max(least, max(input_bytes, _MIN_CHUNK_BYTES) // (4 * self.num_classes), 1)
-        num_chunks = max(1, round(num_rows / size))
-        # Low-precision kernels are faster with multiples of eight.
-        return max(1, min(num_rows, 8 * math.ceil(num_rows / num_chunks / 8)))
-
-    @property
-    def tile_size(self) -> int:
-        """Classes per tile: at most as many logits as in a chunk of rows."""
-        width = self.operands.inputs[0].shape[1]
-        chunk = self.chunk_size(has_gradients=True) * self.num_classes
-        size = min(2 * width, chunk // max(1, len(self.target)))
-        return 8 * math.ceil(max(size, 1) / 8)
-
-    @property
-    def is_tiled(self) -> bool:
-        """Whether gradients are computed in backward, by tiles of classes.
-
-        With low precision that needs half the memory. Logits are computed twice, which is no slower
-        than the ordinary computation if a quarter of the rows is ignored.
-        """
-        has_low_precision = any(d.itemsize < 4 for d in self.operands.dtypes)
-        return has_low_precision and 4 * len(self.target) <= 3 * len(self.operands.inputs[0])
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes, V."""
-        return len(self.operands.weights[0])
-
-    def weights_of_rows(self) -> Tensor:
-        """Return the weight of each row (M,): that of its class, or 1."""
-        if self.class_weight is not None:
-            return self.class_weight.index_select(0, self.target)
-        return self.target.new_ones(len(self.target), dtype=self.operands.wide_dtype)
+# As in `Call`: N rows of D features, M of them in the loss; V classes; R rows per chunk.
 
 
 class Gradients:
@@ -174,31 +49,44 @@ class Gradients:
         if operands.bias is not None and needs[-1]:
             self.bias = operands.bias.new_zeros(operands.bias.shape, dtype=wide)
 
-    def add(
-        self, gradient: Tensor, parts: list[Tensor], weights: list[Tensor], place: slice
-    ) -> None:
+    def add(self, chunk: "Chunk", factors: Tensor | None) -> None:
         """Add the gradients of a chunk.
 
         Args:
-            gradient: (R, V) gradient of the logits, in the wide type.
-            parts: Rows of each input, (R, D).
-            weights: Each (V, D), in the type of the product.
-            place: Slice of the M rows.
+            chunk: The chunk; its logits are their gradient now, and may be changed.
+            factors: (R,) factors of the rows of this gradient; ``None`` for 1.
         """
-        rows = None if self._rows is None else self._rows[place]
-        for i, (part, weight) in enumerate(zip(parts, weights, strict=True)):
-            narrow = gradient.to(weight.dtype)
+        narrow = None
+        if chunk.narrow is not None:
+            narrow = self._to_narrow(chunk, chunk.narrow, factors)
+        elif factors is not None:
+            chunk.padded.mul_(factors.unsqueeze(1))
+        rows = None if self._rows is None else self._rows[chunk.place]
+        for i, (part, weight) in enumerate(zip(chunk.parts, chunk.weights, strict=True)):
+            if narrow is None or narrow.dtype != weight.dtype:
+                narrow = chunk.logits.to(weight.dtype)
             if (total := self.inputs[i]) is not None:
                 if rows is None:
-                    torch.mm(narrow, weight, out=total[place])
+                    torch.mm(narrow, weight, out=total[chunk.place])
                 else:
                     total.index_add_(0, rows, torch.mm(narrow, weight))
             if (total := self.weights[i]) is not None:
-                factors = (gradient.t(), narrow.t())
-                add_product(total, factors, part, is_first=self._is_first)
+                pair = (chunk.logits.t(), narrow.t())
+                add_product(total, pair, part, is_first=self._is_first)
         if self.bias is not None:
-            self.bias += gradient.sum(0)
+            self.bias += chunk.logits.sum(0)
         self._is_first = False
+
+    # CUDA's products need the gradient only in the type of the weights: one kernel makes it.
+    def _to_narrow(self, chunk: "Chunk", narrow: Tensor, factors: Tensor | None) -> Tensor:
+        padded = chunk.padded
+        if factors is None:
+            narrow.copy_(padded)
+        elif self.bias is None:
+            torch.mul(padded, factors.unsqueeze(1), out=narrow)
+        else:
+            narrow.copy_(padded.mul_(factors.unsqueeze(1)))
+        return narrow[:, : chunk.logits.shape[1]]
 
     def finish(self, factor: Tensor) -> list[Tensor | None]:
         """Scale the sums and release them.
@@ -219,35 +107,72 @@ class Gradients:
         return result
 
 
+class Results(NamedTuple):
+    """Results of `run`."""
+
+    losses: Tensor
+    """(M,)."""
+    normalizers: Tensor | None
+    """log(sum(exp(logits))) of each row (M,), if asked for."""
+    gradients: Gradients | None
+    """Gradients of the weighted sum of the losses, if asked for."""
+
+
 def run(
-    call: Call, coefficients: Tensor | None = None, needs: tuple[bool, ...] = ()
-) -> tuple[Tensor, Tensor, Gradients | None]:
+    call: Call,
+    coefficients: Tensor | None = None,
+    needs: tuple[bool, ...] = (),
+    *,
+    has_normalizers: bool = False,
+) -> Results:
     """Compute the losses of rows and, with the same products, gradients of their weighted sum.
 
     Args:
         call: The loss.
         coefficients: (M,) factors of the losses in the sum; ``None`` for no gradients.
-        needs: For each input, each weight and the bias, whether it needs a gradient.
+        needs: For each input, each weight and the bias, whether it needs a gradient, now or later.
+        has_normalizers: Whether to compute the normalizers, from which gradients can be computed
+            later.
 
     Returns:
-        Losses (M,), normalizers log(sum(exp(logits))) (M,), and the gradients.
+        Losses, normalizers and gradients.
     """
-    operands = call.operands
-    losses = call.target.new_empty(len(call.target), dtype=operands.wide_dtype)
-    normalizers, row_weights = torch.empty_like(losses), call.weights_of_rows()
+    losses = call.target.new_empty(len(call.target), dtype=call.operands.wide_dtype)
+    normalizers = torch.empty_like(losses) if has_normalizers else None
+    totals, sums = torch.empty_like(losses), None
     with without_autograd(call):
-        gradients = None if coefficients is None else Gradients(call, needs)
-        for chunk in chunks_of_logits(call, has_gradients=gradients is not None):
-            logits, place = chunk.logits, chunk.place
-            target, counts = call.target[place].unsqueeze(1), row_weights[place]
-            losses[place], normalizers[place], total = _losses(logits, target, counts, call)
-            if coefficients is not None and gradients is not None:
-                shares = Shares(call, coefficients[place], counts)
-                logits.mul_((shares.of_all / total).unsqueeze(1))
-                logits.scatter_add_(1, target, -shares.of_target.unsqueeze(1))
-                shares.subtract_from(logits, call.class_weight)
-                gradients.add(logits, chunk.parts, chunk.weights, place)
-    return losses, normalizers, gradients
+        counted = call.counted()
+        counts = call.weights_of_rows(counted)
+        shares = None if coefficients is None else Shares(call, coefficients, counts)
+        gradients = None if shares is None else Gradients(call, needs)
+        if call.settings.label_smoothing:
+            sums = torch.empty_like(losses)
+        for chunk in chunks_of_logits(call, has_gradients=gradients is not None, needs=needs):
+            place = chunk.place
+            target = _classes(call, counted, place).unsqueeze(1)
+            chosen = chunk.logits.gather(1, target).squeeze(1)
+            if sums is not None:
+                sums[place] = _sum_of_classes(chunk.logits, call)
+            largest = _take_softmax(chunk, totals[place], is_normalized=shares is not None)
+            torch.sub(largest, chosen, out=losses[place])
+            if sums is not None:
+                sums[place] -= largest * _sum_of_weights(call)
+            if normalizers is not None:
+                normalizers[place] = largest
+            if shares is not None and gradients is not None:
+                gradients.add(chunk, shares.subtract_targets(chunk, target))
+        log_totals = totals.log_().neg_() if on_cuda(totals) else totals.log_()
+        losses += log_totals
+        losses *= counts
+        if sums is not None:
+            smoothing = call.settings.label_smoothing
+            losses *= 1 - smoothing
+            losses += (log_totals * _sum_of_weights(call) - sums) * (smoothing / call.num_classes)
+        if counted is not None:  # also where logits are not finite
+            losses.masked_fill_(~counted, 0.0)
+        if normalizers is not None:
+            normalizers += log_totals
+    return Results(losses, normalizers, gradients)
 
 
 class Chunk(NamedTuple):
@@ -257,35 +182,49 @@ class Chunk(NamedTuple):
     """Slice of the M rows."""
     logits: Tensor
     """(R, V), in the wide type; overwritten by the next chunk."""
+    padded: Tensor
+    """The same with columns of -inf up to an aligned width, contiguous."""
+    narrow: Tensor | None
+    """As large, in the type of the weights, for the gradient on CUDA; ``None`` elsewhere."""
     parts: list[Tensor]
     """Rows of each input, (R, D)."""
     weights: list[Tensor]
     """Each (V, D), in the type of its part."""
 
 
-def chunks_of_logits(call: Call, *, has_gradients: bool = False) -> Iterator[Chunk]:
+def chunks_of_logits(
+    call: Call, *, has_gradients: bool = False, needs: tuple[bool, ...] = ()
+) -> Iterator[Chunk]:
     """Compute logits chunk by chunk; call it inside `without_autograd`.
 
     Args:
         call: The loss.
-        has_gradients: Whether gradients will be computed.
+        has_gradients: Whether gradients will be computed of each chunk.
+        needs: For each input, each weight and the bias, whether it needs a gradient, now or later.
 
     Yields:
         The chunks, in order.
     """
-    operands, num_rows = call.operands, len(call.target)
-    size = call.chunk_size(has_gradients=has_gradients)
+    operands, num_rows, width = call.operands, len(call.target), call.num_classes
+    size = call.chunk_size(has_gradients=has_gradients, needs=needs)
     pairs = list(zip(operands.inputs, operands.weights, strict=True))
     weights = [operands.cast(w, of=x) for x, w in pairs]
-    shape = min(size, num_rows), call.num_classes
+    shape, narrow = (min(size, num_rows), call.num_columns), None
     buffer = torch.empty(shape, dtype=operands.wide_dtype, device=call.target.device)
+    dtypes = {weight.dtype for weight in weights}
+    if has_gradients and on_cuda(call.target) and len(dtypes) == 1 and buffer.dtype not in dtypes:
+        narrow = torch.empty_like(buffer, dtype=weights[0].dtype)
     for start in range(0, num_rows, size):
         place = slice(start, min(start + size, num_rows))
         parts = [operands.cast(_chosen(x, call.rows, place), of=x) for x in operands.inputs]
-        logits = buffer[: place.stop - start]
+        num = place.stop - start
+        padded = buffer[:num]
+        logits = padded[:, :width]
+        if call.num_columns > width:
+            padded[:, width:].fill_(-math.inf)
         compute_logits(logits, parts, weights, operands.bias)
         scale_and_shift(logits, operands.scale, operands.shift)
-        yield Chunk(place, logits, parts, weights)
+        yield Chunk(place, logits, padded, None if narrow is None else narrow[:num], parts, weights)
 
 
 @contextmanager
@@ -300,51 +239,90 @@ class Shares:
 
     Args:
         call: The loss.
-        coefficients: (R,) factors of the losses of the rows.
-        counts: (R,) weights of their targets.
+        coefficients: (M,) factors of the losses of the rows.
+        counts: (M,) weights of their targets.
     """
 
     def __init__(self, call: Call, coefficients: Tensor, counts: Tensor) -> None:
         smoothing = call.settings.label_smoothing
-        coefficients = coefficients * call.operands.scale
-        self.of_target = self.of_all = coefficients * counts * (1 - smoothing)
+        self._class_weight = call.class_weight
+        self.of_target = self.of_all = coefficients * counts
         self._of_each = None
+        self._minus_one = self.of_target.new_full((), -1.0)
+        if call.operands.scale != 1.0:
+            self.of_target *= call.operands.scale
         if smoothing:
-            self._of_each = coefficients * (smoothing / call.num_classes)
+            each = coefficients * (call.operands.scale * smoothing / call.num_classes)
+            # Rows that do not count have no part in the smoothing, either.
+            counted = call.counted()
+            self._of_each = each if counted is None else each.mul_(counted)
+            self.of_target *= 1 - smoothing
             self.of_all = self.of_target + self._of_each * _sum_of_weights(call)
 
-    def subtract_from(self, gradient: Tensor, class_weight: Tensor | None) -> None:
+    def subtract_targets(self, chunk: Chunk, target: Tensor) -> Tensor | None:
+        """Turn probabilities into the gradient of the logits.
+
+        Args:
+            chunk: The chunk, with probabilities instead of logits.
+            target: (R, 1) classes.
+
+        Returns:
+            (R,) factors of the rows that are still to be applied; ``None`` for none.
+        """
+        of_target = self.of_target[chunk.place]
+        if self._of_each is None:
+            # Before the multiplication: 1 is subtracted exactly from a probability near 1.
+            chunk.logits.scatter_add_(1, target, self._minus_one.expand(target.shape))
+            return of_target
+        chunk.padded.mul_(self.of_all[chunk.place].unsqueeze(1))
+        chunk.logits.scatter_add_(1, target, -of_target.unsqueeze(1))
+        self.subtract_smoothing(chunk.logits, chunk.place, self._class_weight)
+        return None
+
+    def subtract_smoothing(
+        self, gradient: Tensor, place: slice, class_weight: Tensor | None
+    ) -> None:
         """Subtract the term of label smoothing from the gradient (R, classes) of the logits."""
         if self._of_each is None:
             return
+        each = self._of_each[place]
         if class_weight is None:
-            gradient -= self._of_each.unsqueeze(1)
+            gradient -= each.unsqueeze(1)
         else:
-            gradient.addr_(self._of_each, class_weight, alpha=-1)
+            gradient.addr_(each, class_weight, alpha=-1)
+
+
+# Ignored targets are of any class.
+def _classes(call: Call, counted: Tensor | None, place: slice) -> Tensor:
+    target = call.target[place]
+    return target if counted is None else target * counted[place]
 
 
 def _chosen(x: Tensor, rows: Tensor | None, place: slice) -> Tensor:
     return x[place] if rows is None else x.index_select(0, rows[place])
 
 
-# (R, V) becomes exp(logits - their maximum).
-def _losses(
-    logits: Tensor, target: Tensor, counts: Tensor, call: Call
-) -> tuple[Tensor, Tensor, Tensor]:
-    smoothing, class_weight = call.settings.label_smoothing, call.class_weight
-    maximum = logits.amax(1, keepdim=True)
-    logits -= maximum
-    chosen = logits.gather(1, target).squeeze(1)
-    of_all = chosen
-    if smoothing:
-        of_all = logits.sum(1) if class_weight is None else logits.mv(class_weight)
-    total = logits.exp_().sum(1)
-    log_total = total.log()
-    losses = (log_total - chosen) * counts
-    if smoothing:
-        losses *= 1 - smoothing
-        losses += (log_total * _sum_of_weights(call) - of_all) * (smoothing / call.num_classes)
-    return losses, log_total + maximum.squeeze(1), total
+# Returns the largest logit of each row; `totals` becomes the sum of exp(logits - largest), or on
+# CUDA its reciprocal, the largest probability.
+def _take_softmax(chunk: Chunk, totals: Tensor, *, is_normalized: bool) -> Tensor:
+    logits = chunk.padded
+    if on_cuda(logits):
+        largest, place = logits.max(1)
+        # In place: the kernel reads the maximum and the sum of a row before it writes it, and each
+        # element in the thread that writes it (aten/native/cuda/SoftMax.cu).
+        torch.softmax(logits, 1, out=logits)
+        torch.gather(logits, 1, place.unsqueeze(1), out=totals.unsqueeze(1))
+        return largest
+    # The CPU's kernel approximates exp.
+    largest = logits.amax(1)
+    torch.sum(logits.sub_(largest.unsqueeze(1)).exp_(), 1, out=totals)
+    if is_normalized:
+        logits.div_(totals.unsqueeze(1))
+    return largest
+
+
+def _sum_of_classes(logits: Tensor, call: Call) -> Tensor:
+    return logits.sum(1) if call.class_weight is None else logits.mv(call.class_weight)
 
 
 def _sum_of_weights(call: Call) -> Tensor | int:

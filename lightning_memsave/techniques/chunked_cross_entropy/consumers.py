@@ -9,9 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
-    Call,
-    LossSettings,
     chunks_of_logits,
     without_autograd,
 )

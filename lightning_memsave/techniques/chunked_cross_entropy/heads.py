@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_predicate, find_blocks
-from lightning_memsave.techniques.chunked_cross_entropy.chunks import Operands
+from lightning_memsave.techniques.chunked_cross_entropy.call import Operands
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
 
 MIN_CLASSES = 1024

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_memsave.core.label_counts import known_count
+from lightning_memsave.core.memory import is_fake, mark_as_host, on_cuda
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
-    Call,
     Gradients,
-    LossSettings,
-    Operands,
     Shares,
     run,
     without_autograd,
@@ -62,14 +62,13 @@ class TiledGradients:
         Returns:
             Gradients of inputs, weights and bias, each in the type of its tensor.
         """
-        call = self._call
-        shares = Shares(call, coefficients, call.weights_of_rows())
-        size = call.tile_size
-        buffer = normalizers.new_empty(len(normalizers) * min(size, call.num_classes))
+        call, size, num_rows = self._call, self._call.tile_size, len(normalizers)
+        shares = Shares(call, coefficients, call.weights_of_rows(call.counted()))
+        of_target = -shares.of_target
+        buffer = normalizers.new_empty(num_rows, min(size, call.num_classes))
         for start in range(0, call.num_classes, size):
             tile = slice(start, min(start + size, call.num_classes))
-            width = tile.stop - start
-            logits = buffer[: len(normalizers) * width].view(len(normalizers), width)
+            logits = buffer[:, : tile.stop - start]
             weights = [
                 call.operands.cast(w[tile], of=x)
                 for x, w in zip(call.operands.inputs, call.operands.weights, strict=True)
@@ -79,15 +78,16 @@ class TiledGradients:
             shift = None if call.operands.shift is None else call.operands.shift[tile]
             scale_and_shift(logits, call.operands.scale, shift)
             logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(shares.of_all.unsqueeze(1))
-            _subtract_targets(logits, call.target - start, shares.of_target)
+            _add_at_targets(logits, call.target - start, of_target)
             class_weight = None if call.class_weight is None else call.class_weight[tile]
-            shares.subtract_from(logits, class_weight)
+            shares.subtract_smoothing(logits, slice(None), class_weight)
             self._add(logits, weights, tile)
+        del buffer, logits, weights  # before the gradients of the inputs
         return [*self._finished_inputs(), *self._weights, self._bias]
 
     def _add(self, gradient: Tensor, weights: list[Tensor], tile: slice) -> None:
         for i, (part, weight) in enumerate(zip(self._parts, weights, strict=True)):
-            is_narrow = part.dtype != gradient.dtype and part.device.type == "cuda"
+            is_narrow = part.dtype != gradient.dtype and on_cuda(part)
             narrow = gradient.to(part.dtype) if is_narrow else gradient
             if (total := self._inputs[i]) is not None:
                 add_product(total, (gradient, narrow), weight, is_first=False)
@@ -138,12 +138,101 @@ def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
     return x if rows is None else x.index_select(0, rows)
 
 
-# Targets in other tiles subtract nothing.
-def _subtract_targets(gradient: Tensor, target: Tensor, of_target: Tensor) -> None:
-    width = gradient.shape[1]
-    is_here = (target >= 0) & (target < width)
-    place = target.clamp(0, width - 1).unsqueeze(1)
-    gradient.scatter_add_(1, place, torch.where(is_here, -of_target, 0.0).unsqueeze(1))
+# Targets in other tiles add nothing.
+def _add_at_targets(gradient: Tensor, target: Tensor, values: Tensor) -> None:
+    place = target.clamp(0, gradient.shape[1] - 1)
+    values = values * (place == target)
+    gradient.scatter_add_(1, place.unsqueeze(1), values.unsqueeze(1))
+
+
+class _Counted:
+    """Number of rows that counted in the latest call on a head.
+
+    The loss needs it in Python, as it determines shapes. Where nearly all rows count, a call does
+    not wait for its own number, but decides by that of the call before, whose work is done.
+    """
+
+    def __init__(self) -> None:
+        self._num_rows = 1
+        self._num_counted: Tensor | int = 0
+        self._event: torch.cuda.Event | None = None
+        self._largest = 0
+
+    def takes_all(self, num_rows: int) -> bool:
+        """Return whether to take all rows without knowing how many count.
+
+        If they are fewer than before, that needs more memory than they would need alone, but no
+        more than an earlier call with at least as many rows.
+        """
+        if num_rows > self._largest:
+            return False
+        if self._event is not None:
+            self._event.synchronize()  # a call ago: the device has more to do by now
+        return _is_most(int(self._num_counted), self._num_rows)
+
+    def note(self, counted: Tensor | int, num_rows: int) -> None:
+        """Remember a call.
+
+        Args:
+            counted: How many rows count, or which (M,).
+            num_rows: M.
+        """
+        self._num_rows, self._event = num_rows, None
+        if isinstance(counted, int):
+            self._num_counted = counted
+            self._largest = max(self._largest, num_rows if _is_most(counted, num_rows) else 0)
+            return
+        # Into pinned memory, if it is on a CUDA GPU.
+        self._num_counted = counted.sum().to("cpu", non_blocking=counted.is_cuda)
+        mark_as_host(self._num_counted)
+        if counted.is_cuda:  # pragma: no cover (gpu)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+
+def _is_most(num_counted: int, num_rows: int) -> bool:
+    """Return whether so many rows count that the others are not worth leaving out."""
+    return 8 * num_counted >= 7 * num_rows
+
+
+# By weight, and by whether there are gradients: evaluation has other labels, and needs less memory.
+_COUNTED: Any = WeakIdKeyDictionary()
+
+
+def _choose_rows(operands: Operands, target: Tensor, ignored: int) -> Tensor | None:
+    """Choose the rows for which to compute the loss.
+
+    Args:
+        operands: The linear layer.
+        target: (M,) classes.
+        ignored: Class of the rows that do not count.
+
+    Returns:
+        The indices of those that count; ``None`` for all rows, with weight 0 for the others.
+    """
+    num_rows = len(target)
+    counted = target != ignored
+    num_counted = known_count(target, ignored)
+    if num_counted is not None:
+        if _is_most(num_counted, num_rows):
+            return None
+        return torch.nonzero_static(counted, size=num_counted).squeeze(1)
+    tensors = (*operands.inputs, *operands.weights)
+    has_backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    latest = _COUNTED.setdefault(operands.weights[0], {}).setdefault(has_backward, _Counted())
+    # What fake tensors know is known at once. What is computed again in backward must choose again
+    # what it has chosen before, which only the labels themselves decide.
+    if not is_fake(target) and not _may_be_repeated() and latest.takes_all(num_rows):
+        latest.note(counted, num_rows)
+        return None
+    rows = counted.nonzero().squeeze(1)  # waits for the device
+    latest.note(len(rows), num_rows)
+    return None if _is_most(len(rows), num_rows) else rows
+
+
+# Hooks on saved tensors are those of `torch.utils.checkpoint`, around a loss, among others.
+def _may_be_repeated() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 # Gradients computed in forward that wait for backward, by weight and weakly referenced.
@@ -162,7 +251,7 @@ def linear_cross_entropy(
 
     Chunks of rows are processed one after the other, in 32 bits. If gradients are needed, they are
     computed in forward too, with three matrix products in total as in the ordinary computation, and
-    backward only scales them. Ignored rows are skipped.
+    backward only scales them. Ignored rows are skipped if there are more than an eighth of them.
 
     Args:
         operands: The linear layer.
@@ -175,35 +264,34 @@ def linear_cross_entropy(
         The loss, in 32 bits or more.
     """
     num_targets = len(target)
-    # Synchronizes with the device once per call: the number of rows determines shapes of chunks.
-    counted = (target != settings.ignore_index).nonzero().squeeze(1)
-    if len(counted) < num_targets:
-        target = target.index_select(0, counted)
-        rows = counted if rows is None else rows.index_select(0, counted)
+    chosen = _choose_rows(operands, target, settings.ignore_index)
+    if chosen is not None:
+        target = target.index_select(0, chosen)
+        rows = chosen if rows is None else rows.index_select(0, chosen)
     if class_weight is not None:
         class_weight = class_weight.detach().to(operands.wide_dtype)
     tensors = (*operands.inputs, *operands.weights, operands.bias)
     apply: Any = _LinearCrossEntropy.apply  # untyped in torch
     loss: Tensor = apply(
         settings,
-        (operands.autocast_dtype, operands.scale),
+        (operands.autocast_dtype, operands.scale, chosen is None),
         torch.is_grad_enabled(),
         *(target, rows, class_weight, operands.shift),
         *tensors,
     )
-    if settings.reduction == "none" and len(counted) < num_targets:
-        return loss.new_zeros(num_targets).index_copy(0, counted, loss)
+    if settings.reduction == "none" and chosen is not None:
+        return loss.new_zeros(num_targets).index_copy(0, chosen, loss)
     return loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss over rows without ignored ones."""
+    """The loss over the rows that were chosen."""
 
     @staticmethod
     def forward(
         ctx: Any,
         settings: LossSettings,
-        kind: tuple[torch.dtype | None, float],
+        kind: tuple[torch.dtype | None, float, bool],
         is_grad_enabled: bool,
         *tensors: Tensor | None,
     ) -> Tensor:
@@ -214,16 +302,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         call = _call_of(ctx, tensors)
         ctx.weights = [weakref.ref(weight) for weight in call.operands.weights]
         needs = ctx.needs_input_grad[_NUM_OTHERS:]
-        share, ctx.scale = _share_and_scale(call)
+        denominator = call.denominator()
+        share, ctx.scale = _share_and_scale(call, denominator)
+        has_backward = is_grad_enabled and any(needs)
         is_simple = settings.reduction != "none" and not call.is_tiled
-        if is_grad_enabled and any(needs) and is_simple and not _is_ready(call, needs):
+        if has_backward and is_simple and not _is_ready(call, needs):
             losses, _, ctx.ready = run(call, share.expand(len(call.target)), needs)
             _note(call, needs, ctx.ready)
         else:
-            losses, ctx.normalizers, _ = run(call)
+            losses, ctx.normalizers, _ = run(call, needs=needs, has_normalizers=has_backward)
         if settings.reduction == "none":
             return losses
-        return losses.sum() if settings.reduction == "sum" else losses.sum() / _denominator(call)
+        return losses.sum() if settings.reduction == "sum" else losses.sum() / denominator
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
@@ -250,11 +340,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
     call = _call_of(ctx, ctx.saved_tensors)
     if ctx.normalizers is None:  # the gradients from forward have been used
-        _, ctx.normalizers, _ = run(call)
+        ctx.normalizers = run(call, has_normalizers=True).normalizers
     if call.settings.reduction == "none":
         one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
         return tiled_gradients(call, ctx.normalizers, gradient, one, needs=needs)
-    share = _share_and_scale(call)[0].expand(len(call.target))
+    share = _share_and_scale(call, call.denominator())[0].expand(len(call.target))
     return tiled_gradients(call, ctx.normalizers, share, gradient * ctx.scale, needs=needs)
 
 
@@ -268,23 +358,22 @@ _NUM_OTHERS = 7
 def _call_of(ctx: Any, tensors: tuple[Any, ...]) -> Call:
     target, rows, class_weight, shift, *rest, bias = tensors
     inputs, weights = tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :])
-    autocast_dtype, scale = ctx.kind
+    autocast_dtype, scale, has_ignored = ctx.kind
     operands = Operands(inputs, weights, bias, autocast_dtype, scale, shift)
-    return Call(operands, target, rows, class_weight, ctx.settings)
-
-
-def _denominator(call: Call) -> Tensor:
-    return call.weights_of_rows().sum()
+    return Call(operands, target, rows, class_weight, ctx.settings, has_ignored)
 
 
 # The weight of a row in the loss, as two factors, the second one a power of two. Gradients are
 # stored multiplied by the first, which keeps them in the range of half precision; multiplying by
 # the second and by a loss scale, usually a power of two as well, is exact.
-def _share_and_scale(call: Call) -> tuple[Tensor, Tensor]:
+def _share_and_scale(call: Call, denominator: Tensor) -> tuple[Tensor, Tensor]:
     one = torch.ones((), dtype=call.operands.wide_dtype, device=call.target.device)
     share, scale = one, one
     if call.settings.reduction == "mean" and len(call.target):
-        share, exponent = torch.frexp(1 / _denominator(call))
+        if call.has_ignored:  # perhaps all: then the loss is NaN, and gradients are 0
+            is_none = call.target.eq(call.settings.ignore_index).all()
+            denominator = denominator.masked_fill(is_none, 1.0)
+        share, exponent = torch.frexp(1 / denominator)
         scale = torch.ldexp(one, exponent)
     if call.class_weight is None and torch.float16 in call.operands.dtypes:
         share, scale = share * _LARGER, scale / _LARGER

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.techniques.chunked_cross_entropy.chunks import Operands
+from lightning_memsave.techniques.chunked_cross_entropy.call import Operands
 
 
 @dataclass(frozen=True)

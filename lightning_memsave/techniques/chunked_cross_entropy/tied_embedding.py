@@ -5,6 +5,7 @@ its own to the rows of the tokens that occurred. Otherwise the embedding would a
 of the whole vocabulary, to be added to that of the head.
 """
 
+import math
 from typing import Any
 from weakref import WeakSet
 
@@ -117,16 +118,29 @@ class _Embedding(torch.autograd.Function):
         return None if held.num_waiting else held.gradient, None, None
 
 
-# Sums per token id first: deterministic, and rounded once.
+_NUM_PARTS = 4
+"""Parts of the columns, one after the other, as sums have as many rows as there are tokens."""
+
+
+# Sums per token id first: deterministic, and rounded once. The sum of an id is in the row of its
+# first place in order. Rows of distinct ids alone would need their number, for which `torch.unique`
+# waits for the device.
 def _add_rows(total: Tensor, gradient: Tensor, words: Tensor, padding: int) -> None:
     wide = torch.promote_types(total.dtype, torch.float32)
-    # Synchronizes with the device once per backward pass: the number of unique ids is a shape.
-    rows, index = torch.unique(words, return_inverse=True)
-    sums = aten.embedding_dense_backward(gradient.to(wide), index, len(rows), -1, False)
-    if padding >= 0:
-        sums.masked_fill_((rows == padding).unsqueeze(1), 0.0)
-    if total.dtype == wide:
-        total.index_add_(0, rows, sums)
-    else:
-        sums += total.index_select(0, rows)
-        total.index_copy_(0, rows, sums.to(total.dtype))
+    words = words.long()
+    ordered = words.sort().values
+    places = torch.searchsorted(ordered, words)
+    size = max(1, math.ceil(total.shape[1] / _NUM_PARTS))
+    for part, columns in zip(gradient.split(size, 1), total.split(size, 1), strict=True):
+        sums = aten.embedding_dense_backward(
+            part.to(wide).contiguous(), places, len(words), -1, False
+        )
+        if padding >= 0:
+            sums.masked_fill_((ordered == padding).unsqueeze(1), 0.0)
+        if total.dtype == wide:
+            columns.index_add_(0, ordered, sums)  # zeros, but for one row of each id
+        else:
+            sums = sums.index_select(0, places)
+            sums += columns.index_select(0, words)
+            columns.index_copy_(0, words, sums.to(total.dtype))
+        del sums  # before the next ones

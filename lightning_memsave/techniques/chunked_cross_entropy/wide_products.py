@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.memory import is_fake, on_cuda
+
 AddProduct = Callable[[Tensor, Tensor, Tensor, int], None]
 """Writes ``beta * total + a @ b`` to ``total``, which is of a wider type than ``a`` and ``b``."""
 
@@ -59,7 +61,7 @@ def add_product(
         is_first: Whether ``total`` is uninitialized.
     """
     wide, narrow = factors
-    if total.device.type == "cuda" and other.dtype != total.dtype:  # pragma: no cover (gpu)
+    if on_cuda(total) and other.dtype != total.dtype:
         _add_low_precision_product(total, narrow, other, is_first=is_first)
     else:
         total.addmm_(wide, other.to(total.dtype), beta=0 if is_first else 1)
@@ -78,8 +80,9 @@ def scaled(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _add_low_precision_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
     add: AddProduct = _add_in_tiles
-    if total.device.type == "cuda":  # pragma: no cover (gpu)
-        add = find_product(total.device, total.dtype, a.dtype)
+    if on_cuda(total):
+        fake = is_fake(total)
+        add = _add_fake if fake else find_product(total.device, total.dtype, a.dtype)
     add(total, a, b, 0 if is_first else 1)
 
 
@@ -98,6 +101,13 @@ def find_product(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -
         if bool((total == 9).all()):
             return add
     return _add_in_tiles
+
+
+# Fake tensors have no kernel for `_add_by_addmm`, which allocates nothing. Neither does this one:
+# the factors of its product are one number each.
+def _add_fake(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
+    wide = total.new_empty(())
+    total.addmm_(wide.expand(a.shape), wide.expand(b.shape), beta=beta)
 
 
 # From torch 2.10 on.

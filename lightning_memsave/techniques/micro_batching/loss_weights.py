@@ -3,12 +3,13 @@
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from lightning_memsave.core.label_counts import note_count
 from lightning_memsave.core.nested import Path, count_samples, leaf_at, leaves_of, path_text
 from lightning_memsave.errors import ConfigurationError
 
@@ -32,6 +33,8 @@ class Weighting:
     """Computes the weight of a micro-batch's loss; ``None`` for a sum."""
     is_own: bool = False
     """Whether it is the user's function."""
+    labels: tuple[Path, int] | None = None
+    """The leaf whose entries it counts, and the value that it leaves out; ``None`` for others."""
 
 
 def weightings_of(
@@ -82,21 +85,25 @@ def weightings_of(
     return [*found, Weighting("summed, as the loss is a sum over samples", None)]
 
 
-def guess(part: Any) -> Weighting:
+def guess(batch: Any, parts: Sequence[Any]) -> tuple[Weighting, list[float]]:
     """Guess the weighting without a proof, as in a plain loop.
 
     Args:
-        part: A batch.
+        batch: A batch.
+        parts: Its micro-batches.
 
     Returns:
         Entries of ``labels`` other than -100 if labels have two or more dimensions and some of
-        them are -100; else samples.
+        them are -100, else samples; and the weights of the micro-batches.
     """
-    labels = dict(leaves_of(part)).get(("labels",))
-    # Synchronizes with the device for each batch; `loss_weight="tokens"` avoids it.
-    if isinstance(labels, Tensor) and labels.ndim > 1 and bool((labels == IGNORED).any()):
-        return _entries(("labels",), IGNORED, 0)
-    return Weighting("weighted by samples", count_samples)
+    labels = dict(leaves_of(batch)).get(("labels",))
+    weighting = Weighting("weighted by samples", count_samples)
+    if isinstance(labels, Tensor) and labels.ndim > 1:
+        entries = _entries(("labels",), IGNORED, 0)
+        (weights,) = read_weights([entries], parts)
+        if sum(weights) < labels.numel():
+            return entries, weights
+    return weighting, read_weights([weighting], parts)[0]
 
 
 def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[list[float]]:
@@ -127,6 +134,10 @@ def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[
                 "micro-batches of a batch. Return weights that are finite, not negative, and not "
                 "all zero."
             )
+        if weighting.labels is not None:
+            path, ignored = weighting.labels
+            for part, count in zip(parts, row, strict=True):
+                note_count(leaf_at(part, path), ignored, int(count))
     return rows
 
 
@@ -180,7 +191,8 @@ def _is_known(leaf: Tensor) -> Tensor:
 def _entries(path: Path, ignored: int, start: int) -> Weighting:
     rest = ", without the first of each sample" if start else ""
     text = f"the entries of {path_text(path)} that are not {ignored}{rest}"
-    return _count(path, start, lambda leaf: leaf != ignored, text)
+    weighting = _count(path, start, lambda leaf: leaf != ignored, text)
+    return weighting if start else replace(weighting, labels=(path, ignored))
 
 
 def _sum(path: Path, start: int, text: str) -> Weighting:

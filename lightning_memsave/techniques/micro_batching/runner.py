@@ -163,22 +163,24 @@ class MicroBatchRunner:
         )
 
     def _shares(self, batch: Any, parts: Sequence[Any]) -> list[float] | None:
-        weightings = self.weightings or self._guessed(batch)
+        is_guess = not self.weightings and self._loss_weight == "auto"
+        weightings = self.weightings
+        if not weightings and not is_guess:
+            weightings = weightings_of(self._loss_weight, batch)
         asks = self.tell_apart is not None and (self.asks_together or len(parts) > 1)
         if len(parts) == 1 and not asks:
             return None
-        rows = read_weights(weightings, parts)
+        if is_guess:
+            weighting, row = guess(batch, parts)
+            weightings, rows = [weighting], [row]
+        else:
+            rows = read_weights(weightings, parts)
         shares = [shares_of(*pair) for pair in zip(weightings, rows, strict=True)]
         if self.tell_apart is not None and asks:
             if not self.tell_apart(batch, len(parts) > 1 and not _agree_on(shares)):
                 return None
             shares = [s for w, s in zip(weightings, shares, strict=True) if w in self.weightings]
         return shares[0]
-
-    def _guessed(self, batch: Any) -> list[Weighting]:
-        if self._loss_weight == "auto":
-            return [guess(batch)]
-        return weightings_of(self._loss_weight, batch)
 
     def run(
         self,
