@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_memsave.trainer.trainer import PACKAGES, package_of
 
@@ -85,6 +86,11 @@ def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
     return next(filter(None, (owner_of(trainer, pl_module, hook) for hook in hooks)), "")
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """List the parameters of an optimizer, without a walk through the modules of its model."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class GradientVersions:
     """Identities and versions of gradients, to detect changes without copying.
 
@@ -95,7 +101,7 @@ class GradientVersions:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._marks = [(p, p.grad, _version(p.grad)) for p in parameters]
+        self._marks = [(p, grad := p.grad, _version(grad)) for p in parameters]
 
     def have_changed(self) -> bool:
         """Return whether a gradient was replaced or changed since."""

@@ -130,6 +130,12 @@ def will_step(trainer: Any) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def phase_of(trainer: Any) -> tuple[int, int]:
+    """Return a pair that changes with each epoch, and with each validation inside it."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return trainer.current_epoch, epoch_loop.val_loop.batch_progress.total.ready
+
+
 def has_open_window(trainer: Any) -> bool:
     """Return whether there are accumulated gradients that no optimizer step has used yet."""
     if trainer.state.fn != "fit" or trainer.accumulate_grad_batches == 1:

@@ -28,6 +28,7 @@ from lightning_memsave.errors import (
     MemsaveWarning,
 )
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.micro_batching import training_state
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 from lightning_memsave.techniques.optimizer_tools import allocate_state
@@ -666,11 +667,11 @@ class TestProbe:
         taken: list[str] = []
 
         class Noted(TrainingState):
-            def __init__(self, module: nn.Module, *, gradients: Any) -> None:
+            def __init__(self, module: nn.Module, *, gradients: Any, known: Any = None) -> None:
                 taken.append(gradients)
-                super().__init__(module, gradients=gradients)
+                super().__init__(module, gradients=gradients, known=known)
 
-        monkeypatch.setattr(_micro_batching, "TrainingState", Noted)
+        monkeypatch.setattr(training_state, "TrainingState", Noted)
         return taken
 
     def test_gradients_are_copied_in_two_steps_only(self, gradients):
