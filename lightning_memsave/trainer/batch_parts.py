@@ -1,6 +1,5 @@
 """Run the micro-batches of a training batch, with the result of the whole batch."""
 
-import functools
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -10,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import map_tensors, merge_outputs
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.trainer.hooks import GradientVersions, parameters_of
+from lightning_memsave.trainer.hooks import BackwardPasses, GradientVersions, parameters_of
 from lightning_memsave.trainer.logged_values import LoggedValues
 from lightning_memsave.trainer.trainer import is_strategy
 
@@ -41,8 +40,6 @@ class BatchParts:
         self.logged: LoggedValues | None = None
         self.zeroes = closure._zero_grad_fn is not None
         """Whether gradients are zeroed before this batch, not accumulated."""
-        self.is_watched = True
-        """Whether this is one of the batches that prove what steps do; see `_run_step`."""
         self._loop, self._kwargs, self._factor = loop, kwargs, factor
         self._backward, self._warn = closure._backward_fn, closure.warning_cache.warn
         self._zero_grad_fn, self._optimizer = closure._zero_grad_fn, optimizer
@@ -90,13 +87,13 @@ class BatchParts:
     def _run_step(self, part: Any, is_last: bool) -> Any:
         is_first, kwargs = not self._passed, {**self._kwargs, "batch": part}
         if is_first and (self.zeroes or is_last):
-            # Gradients are freed already, and no hook sees Lightning do it again: it need not visit
-            # every parameter, unless the step ran a backward pass.
-            is_free = self._loop.frees_before_parts and not self.is_watched
-            seen = num_backward_passes() if is_free else None
+            passes = None
+            if self._zero_grad is not None and self._loop.frees_before_parts:
+                passes = BackwardPasses(self._optimizer)
             result = self._loop.run_step(kwargs)
-            if self._zero_grad is not None and (seen is None or num_backward_passes() != seen + 1):
-                self._zero_grad()
+            if self._zero_grad is not None:
+                if passes is None or passes.have_run():
+                    self._zero_grad()
                 # If the batch is repeated, hooks must not be called again.
                 self._zero_grad = self._optimizer.zero_grad
             return result
@@ -141,29 +138,6 @@ class BatchParts:
             except (KeyError, ValueError):
                 extra[name] = last
         return type(results[-1])(torch.stack(losses).sum(), extra=extra)
-
-
-def num_backward_passes() -> int:
-    """Count the backward passes that began in this process, of `torch.autograd.grad` too.
-
-    Returns:
-        Their number, with one that this function itself runs.
-    """
-    root, leaf, gradient, numbers = _counting_graph()
-    torch.autograd.grad(root, leaf, gradient, retain_graph=True)
-    return numbers.pop()
-
-
-# Made once, so that counting allocates nothing.
-@functools.cache
-def _counting_graph() -> tuple[Tensor, Tensor, Tensor, list[int]]:
-    numbers: list[int] = []
-    # As in any step, also where the first call is under `torch.inference_mode`.
-    with torch.inference_mode(False), torch.enable_grad():
-        leaf = torch.ones((), device="cpu", requires_grad=True)
-        root, gradient = leaf.view(()), torch.ones((), device="cpu")
-        root.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
-    return root, leaf, gradient, numbers
 
 
 def _detached(result: Any) -> Any:

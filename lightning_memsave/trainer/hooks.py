@@ -1,5 +1,6 @@
 """The base class of callbacks, and overrides of hooks by the user's code."""
 
+import functools
 import importlib
 import importlib.util
 import logging
@@ -7,9 +8,11 @@ import types
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.memory import is_fake
 from lightning_memsave.trainer.trainer import PACKAGES, package_of
 
 if TYPE_CHECKING:
@@ -110,3 +113,41 @@ class GradientVersions:
 
 def _version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
+
+
+class BackwardPasses:
+    """Tells whether a backward pass has run since, which may have left gradients.
+
+    Gradients that were freed before the forward pass need not be freed again after it, which would
+    visit every parameter.
+
+    Args:
+        optimizer: The optimizer of the gradients; of fake tensors nothing is known.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        self._is_known = first is not None and not is_fake(first)
+        self._number = _num_backward_passes() if self._is_known else 0
+
+    def have_run(self) -> bool:
+        """Return whether there was one, of any thread, of ``torch.autograd.grad`` too."""
+        return not self._is_known or _num_backward_passes() != self._number + 1
+
+
+# Each backward pass of a process has a number, which can be asked for inside of one only.
+def _num_backward_passes() -> int:
+    root, leaf, gradient, numbers = _counting_graph()
+    torch.autograd.grad(root, leaf, gradient, retain_graph=True)
+    return numbers.pop()
+
+
+# Made once, so that counting allocates nothing.
+@functools.cache
+def _counting_graph() -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    numbers: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+        root, gradient = leaf.view(()), torch.ones((), device="cpu")
+        root.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+    return root, leaf, gradient, numbers

@@ -234,7 +234,7 @@ class MicroBatchSetting(Setting):
         if not self.is_auto:
             self._check_counts(trainer, pl_module, batch)
         is_open = self._probe.is_open(batch, is_fresh)
-        parts.is_watched = self._probe.is_first_of(phase_of(trainer)) or is_open
+        is_watched = self._probe.is_first_of(phase_of(trainer)) or is_open
         # DDP itself cannot repeat a batch.
         is_repeatable = self.is_auto and (is_apart or trainer.world_size == 1)
         gradients: Literal["drop", "keep", "leave"] = "drop"
@@ -258,9 +258,7 @@ class MicroBatchSetting(Setting):
             runner.run(
                 batch,
                 _part_passer(trainer, parts, is_apart=is_apart),
-                save_state=lambda: (
-                    known.save(gradients, parts.is_watched) if is_repeatable else None
-                ),
+                save_state=lambda: known.save(gradients, is_watched) if is_repeatable else None,
                 forget=forget,
             )
         finally:
