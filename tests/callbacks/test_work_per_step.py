@@ -31,6 +31,13 @@ class Beside(nn.Module):
         return self.head(batch).square().mean()
 
 
+def only(**settings: Any) -> MemSaveCallback:
+    off: dict[str, Any] = dict.fromkeys(
+        ("activation_checkpointing", "optimizer", "precision", "early_release", "micro_batch_size")
+    )
+    return MemSaveCallback(**(off | settings), monitor=False, report=False, predict=False)
+
+
 def lit_beside(num_experts: int) -> Any:
     lit = make_lit(LIGHTNING, Beside(num_experts))
     type(lit).training_step = lambda self, batch, batch_idx: self.model(batch)
@@ -85,7 +92,7 @@ def test_does_not_grow_with_the_model(settings):
         callback = MemSaveCallback(report=False, predict=False, **settings)
         ours = bytecodes_of_a_step(num_experts, [callback])
         plain = bytecodes_of_a_step(num_experts, [])
-        assert sum(plain.values()) > 40 * num_experts  # torch does visit all parameters
+        assert sum(plain.values()) > 20 * num_experts  # torch does visit all parameters
         assert any("lightning_memsave" in file for file in ours)
         return ours.total() - plain.total()
 
@@ -132,9 +139,7 @@ def fit_stateful(fails_at: int = -1, smaller_from: int | None = None) -> tuple[A
     data = torch.randn(40, 6)
     type(lit).training_step = lambda self, batch, batch_idx: self.model(batch)
     type(lit).train_dataloader = lambda self: DataLoader(data, batch_size=4)
-    callback = MemSaveCallback(
-        stack="off", micro_batch_size="auto", monitor=False, report=False, predict=False
-    )
+    callback = only(micro_batch_size="auto")
 
     class Smaller(LIGHTNING.Callback):  # type: ignore[name-defined, misc]
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
@@ -205,5 +210,5 @@ def test_a_backward_pass_inside_of_a_late_step_is_zeroed(settings):
             torch.nn.init.constant_(parameter, 0.1)
         return fit(lit, *callbacks, limit_val_batches=0, limit_train_batches=8)
 
-    callback = MemSaveCallback(stack="off", **settings, monitor=False, report=False, predict=False)
+    callback = only(**settings)
     assert_same(run(callback), run())
