@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import logging
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,24 +115,40 @@ def _version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
 
 
-class BackwardPasses:
-    """Tells whether a backward pass has run since, which may have left gradients.
-
-    Gradients that were freed before the forward pass need not be freed again after it, which would
-    visit every parameter.
+class FreedGradients:
+    """Gradients that were freed before the forward pass, where Lightning frees them after it.
 
     Args:
-        optimizer: The optimizer of the gradients; of fake tensors nothing is known.
+        optimizer: The optimizer of the gradients, of which there are none now.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
         first = next((p for group in optimizer.param_groups for p in group["params"]), None)
         self._is_known = first is not None and not is_fake(first)
         self._number = _num_backward_passes() if self._is_known else 0
 
-    def have_run(self) -> bool:
-        """Return whether there was one, of any thread, of ``torch.autograd.grad`` too."""
-        return not self._is_known or _num_backward_passes() != self._number + 1
+    def zero(self, zero_grad: Callable[[], None]) -> None:
+        """Zero as Lightning does, but visit parameters only if a backward pass has run since.
+
+        Args:
+            zero_grad: Lightning's function, with its hooks and counters.
+        """
+        if not self._is_known or _num_backward_passes() != self._number + 1:
+            zero_grad()
+            return
+        own = vars(self._optimizer)
+        before = {name: own[name] for name in ("zero_grad",) if name in own}
+        own["zero_grad"] = _visit_none
+        try:
+            zero_grad()
+        finally:
+            del own["zero_grad"]
+            own.update(before)
+
+
+def _visit_none(*_: Any, **__: Any) -> None:
+    pass
 
 
 # Each backward pass of a process has a number, which can be asked for inside of one only.

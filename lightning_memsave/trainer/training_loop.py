@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_memsave.core.out_of_memory import find_out_of_memory, with_memory_freed
 from lightning_memsave.trainer.batch_parts import BatchParts, scaled, without_outputs
-from lightning_memsave.trainer.hooks import BackwardPasses
+from lightning_memsave.trainer.hooks import FreedGradients
 from lightning_memsave.trainer.logged_values import LoggedValues
 
 Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
@@ -222,9 +222,9 @@ class _Loop:
         if self.drops_outputs:
             closure._step_fn = functools.partial(_step_for_loss, closure._step_fn)
         if self.frees_gradients and closure._zero_grad_fn is not None:
-            freed = _FreedGradients(optimizer, closure._zero_grad_fn)
-            closure._step_fn = functools.partial(_step_after, freed.free, closure._step_fn)
-            closure._zero_grad_fn = freed.free_again
+            early = _EarlyFree(optimizer, closure._zero_grad_fn)
+            closure._step_fn = functools.partial(_step_after, early.free, closure._step_fn)
+            closure._zero_grad_fn = early.zero
         if self.around_backward and closure._backward_fn is not None:
             closure._backward_fn = functools.partial(self.run_backward, closure._backward_fn)
         return closure
@@ -296,14 +296,14 @@ def _step_after(first: Callable[[], None], step: Callable[[], Any]) -> Any:
     return step()
 
 
-class _FreedGradients:
+# Without a reference to the closure, as above.
+class _EarlyFree:
     def __init__(self, optimizer: Any, zero_grad: Callable[[], None]) -> None:
         self._optimizer, self._zero_grad = optimizer, zero_grad
 
     def free(self) -> None:
         self._optimizer.zero_grad()
-        self._passes = BackwardPasses(self._optimizer)
+        self._freed = FreedGradients(self._optimizer)
 
-    def free_again(self) -> None:
-        if self._passes.have_run():
-            self._zero_grad()
+    def zero(self) -> None:
+        self._freed.zero(self._zero_grad)
