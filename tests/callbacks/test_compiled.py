@@ -94,9 +94,9 @@ class Seen(pl.Callback):
             self.facts["saved bytes"] = sum(n for k, n in self._storages.items() if k not in own)
             return result
 
-        def validation_step(batch: Any, *args: Any) -> Any:
+        def validation_step(batch: Any) -> Any:
             self.facts["validation samples"] = len(batch)
-            return evaluate(batch, *args)
+            return evaluate(batch)
 
         trainer.strategy.training_step = training_step
         pl_module.validation_step = validation_step
