@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.trainer.trainer import PACKAGES, package_of
@@ -162,7 +163,8 @@ def _num_backward_passes() -> int:
 @functools.cache
 def _counting_graph() -> tuple[Tensor, Tensor, Tensor, list[int]]:
     numbers: list[int] = []
-    with torch.inference_mode(False), torch.enable_grad():
+    # Modes such as one that counts tensors must not see it.
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones((), device="cpu", requires_grad=True)
         root, gradient = leaf.view(()), torch.ones((), device="cpu")
         root.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))

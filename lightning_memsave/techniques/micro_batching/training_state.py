@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.memory import host_copies, is_fake
 from lightning_memsave.core.nested import leaves_of
-from lightning_memsave.core.out_of_memory import with_memory_freed
+from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
 
 _MAX_STATE_BYTES = 2**20  # larger tensors in attributes of modules are assumed to be data
@@ -119,7 +119,7 @@ class TrainingState:
             parameter.requires_grad = is_trained
 
     def changed(self) -> list[nn.Module]:
-        """List the modules that have changed since; waits for the device once."""
+        """List the modules that have changed since, and use up the copies; waits for the device."""
         tensors = [(m, b, before) for m, b, before in self._buffers]
         found = [m for m, is_training in self._modes if m.training != is_training]
         found += [m for m, p, is_trained in self._trained if p.requires_grad != is_trained]
@@ -169,7 +169,13 @@ class KnownChanges:
         before, self._watched = self._watched, None
         if before is None:
             return
-        found = [*self.changing, *with_memory_freed(before.changed)]
+        outside = sys.exception()
+        try:
+            found = [*self.changing, *before.changed()]
+        except Exception as error:
+            if not is_out_of_memory(error, outside):
+                raise
+            found = list(self._module.modules())
         self.changing = list({id(m): m for m in found}.values())
         self.devices = before.devices
         self.draws = self.draws or before.random.has_changed_beside_torch()
@@ -210,8 +216,10 @@ def _differing(tensors: list[tuple[nn.Module, Tensor, Tensor]]) -> list[nn.Modul
         if tensor.shape != before.shape or tensor.layout is not torch.strided:
             found.append(module)
         elif not is_fake(tensor):  # of which a prediction needs nothing to be known
-            pair = (t.detach().reshape(-1).view(torch.uint8) for t in (tensor, before))
-            flags.setdefault(tensor.device, []).append((module, torch.ne(*pair).any()))
+            # In place: memory may have no room for another copy.
+            now, copy_of_it = (t.detach().reshape(-1).view(torch.uint8) for t in (tensor, before))
+            flag = copy_of_it.bitwise_xor_(now).any()
+            flags.setdefault(tensor.device, []).append((module, flag))
     for pairs in flags.values():
         have_changed = torch.stack([flag for _, flag in pairs]).tolist()
         found += [m for (m, _), changed in zip(pairs, have_changed, strict=True) if changed]
