@@ -166,6 +166,7 @@ def _counting_graph() -> tuple[Tensor, Tensor, Tensor, list[int]]:
     # Modes such as one that counts tensors must not see it.
     with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
         leaf = torch.ones((), device="cpu", requires_grad=True)
-        root, gradient = leaf.view(()), torch.ones((), device="cpu")
+        # The gradient of a copy is itself: no operator runs, which a mode would see.
+        root, gradient = leaf.clone(), torch.ones((), device="cpu")
         root.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
     return root, leaf, gradient, numbers
