@@ -305,8 +305,8 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.chunked_cross_entropy.consumers": "_nn _parse_to",
     },
     "whether a module is compiled, or flattened by FSDP1": {
-        "callbacks.memory_probes": "_compiler_ctx _compiled_call_impl",
-        "callbacks.settings.optimizer_in_backward": "_compiler_ctx _compiled_call_impl _orig_mod",
+        "callbacks.memory_probes": "_compiled_call_impl",
+        "callbacks.settings.optimizer_in_backward": "_compiled_call_impl _orig_mod",
         "modules.steps": "_fsdp_flattened",
         "techniques.chunked_cross_entropy.heads": "_compiled_call_impl",
     },

@@ -18,9 +18,14 @@ from benchmarks.predict.__main__ import make_text as lay_out
 def test_overhead_runs_dry(tmp_path):
     time_overhead(["--dry-run", "--results", str(tmp_path)])
 
-    found = json.loads((tmp_path / "overhead_cpu.json").read_text())["comparisons"]
+    written = json.loads((tmp_path / "overhead_cpu.json").read_text())
+    found = written["comparisons"]
     assert all(comparison["num_pairs"] == 6 for comparison in found.values())
     assert "everything None / no callback" in found
+    (own,) = written["own_work"]
+    assert (own["num_modules"], own["num_pairs"]) == (20, 6)
+    assert own["quartiles_s"][0] <= own["added_s"] <= own["quartiles_s"][1]
+    assert "What a bare callback adds to a step" in (tmp_path / "overhead_cpu.md").read_text()
 
 
 def test_turns_change_who_comes_first():

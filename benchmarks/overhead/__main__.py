@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +20,9 @@ from benchmarks._training import LanguageModel, fit
 from lightning_memsave import MemSaveCallback
 
 NUM_WARMUP = 5
+NUM_TINY_MODULES = 10_000
+STEP_S = 0.020
+"""A fast step, of which the callback's own work may take 1 %."""
 
 Make = Callable[[MaskedLM], tuple[nn.Module, list[MemSaveCallback]]]
 
@@ -106,6 +110,88 @@ def measure(
     }
 
 
+class ManyModules(LightningModule):
+    """A linear layer, beside modules that no sample reaches: nothing but visits to them costs time.
+
+    Args:
+        num_modules: Of those, in pairs of a block and a linear layer with two numbers.
+    """
+
+    def __init__(self, num_modules: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(1, 1)) for _ in range(num_modules // 2)
+        )
+        self.head = nn.Linear(1, 1)
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        """Compute a loss."""
+        return self.head(batch).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Train everything."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def measure_own_work(num_modules: int, num_rounds: int, num_steps: int) -> dict[str, Any]:
+    """Time what a bare callback adds to a step after the first ones, which are not logged.
+
+    Args:
+        num_modules: As for `ManyModules`.
+        num_rounds: Fits with and without it.
+        num_steps: Steps that count in each round.
+
+    Returns:
+        Median and quartiles of the difference of processor time, in seconds.
+    """
+    batches = [torch.zeros(2, 1) for _ in range(NUM_WARMUP + num_steps)]
+
+    def run(callbacks: list[MemSaveCallback], timed: TimedBatches[Any]) -> None:
+        torch.set_num_threads(1)
+        fit(ManyModules(num_modules), timed, callbacks)
+
+    added = []
+    for i in range(num_rounds):
+        pair = [partial(run, []), partial(run, [MemSaveCallback(report=False, predict=False)])]
+        first, second = time_pairs(*(pair[:: 1 - 2 * (i % 2)]), batches, num_warmup=NUM_WARMUP)
+        without, with_it = (first, second) if i % 2 == 0 else (second, first)
+        times = zip(without.cpu_times_s, with_it.cpu_times_s, strict=True)
+        added += [b - a for a, b in times]
+    low, median, high = statistics.quantiles(added, n=4)
+    return {
+        "num_modules": num_modules,
+        "num_pairs": len(added),
+        "added_s": median,
+        "quartiles_s": [low, high],
+        "share_of_step": median / STEP_S,
+    }
+
+
+def own_work_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Write the rows of `measure_own_work` as a table.
+
+    Args:
+        rows: At least one.
+
+    Returns:
+        Markdown.
+    """
+    head = ["modules", "time added to a step", "quartiles", f"of {STEP_S * 1000:.0f} ms", "pairs"]
+    return markdown_table(
+        head,
+        [
+            [
+                f"{row['num_modules']:,}",
+                f"{row['added_s'] * 1e6:.0f} us",
+                " to ".join(f"{1e6 * s:.0f}" for s in row["quartiles_s"]),
+                f"{row['share_of_step']:.2%}",
+                str(row["num_pairs"]),
+            ]
+            for row in rows
+        ],
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write the results.
 
@@ -142,7 +228,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ["time of a step", "median", "95 % interval", "quartiles", "wall", "step", "pairs"], rows
     )
     print(f"\n{table}")
-    path = write_results("overhead_cpu", {"comparisons": results}, table, folder=options.results)
+    sizes_of = (20,) if options.dry_run else (20, NUM_TINY_MODULES)
+    own = [measure_own_work(n, rounds, steps) for n in sizes_of]
+    own_table = own_work_table(own)
+    print(f"\nA bare callback:\n\n{own_table}")
+    table = f"{table}\n\nWhat a bare callback adds to a step:\n\n{own_table}"
+    found = {"comparisons": results, "own_work": own}
+    path = write_results("overhead_cpu", found, table, folder=options.results)
     print(f"\nWritten to {path}")
 
 

@@ -36,6 +36,7 @@ from lightning_memsave.targets.batches import BatchSpec
 from lightning_memsave.targets.code import explained
 from lightning_memsave.targets.find import load_target
 from lightning_memsave.targets.target import Target, make_batch_spec
+from lightning_memsave.trainer.precision import overflows_in_float16
 from lightning_memsave.units import format_bytes
 
 
@@ -109,6 +110,7 @@ def what_if_of(step: TrainingStep, source: Any, sequence_axis: int | None = None
         _name_of(step.optimizer, source),
         attention_of(source) if isinstance(source, nn.Module) else None,
         None if step.batch is None else find_sequence(step.batch, sequence_axis),
+        isinstance(source, nn.Module) and bool(overflows_in_float16(source)),
     )
 
 

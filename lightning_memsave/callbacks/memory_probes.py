@@ -15,6 +15,7 @@ from lightning_memsave.measure.allocator import read_allocator, read_host_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.nvml import NvmlDevice, NvmlReading
 from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.trainer.trainer import is_compiled_whole
 from lightning_memsave.units import GIB
 
 PEAKS = ("memory/peak_allocated_gib", "memory/peak_reserved_gib", "memory/peak_live_gib")
@@ -302,7 +303,7 @@ def is_compiled(module: nn.Module) -> bool:
     Returns:
         False also for compiled functions that a module merely calls: they cannot be seen.
     """
-    return getattr(module, "_compiler_ctx", None) is not None or any(
+    return is_compiled_whole(module) or any(
         # By name: importing torch._dynamo to compare classes takes seconds.
         type(part).__name__ == "OptimizedModule" or part._compiled_call_impl is not None
         for part in module.modules()

@@ -15,6 +15,7 @@ from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.search import Remedy, remedies_of
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.report.page import make_page
+from lightning_memsave.trainer.precision import overflows_in_float16
 from lightning_memsave.trainer.trainer import first_of
 from lightning_memsave.units import format_bytes
 
@@ -48,7 +49,11 @@ def predict_remedies(
     if isinstance(arguments.get("micro_batch_size"), int):
         written["micro_batch_size"] = arguments["micro_batch_size"]
     step = step_of(trainer, pl_module, batch, MemSaveCallback, arguments)
-    what_if = WhatIf(replace(step, time_limit_s=limit_s), parameter_table(pl_module))
+    what_if = WhatIf(
+        replace(step, time_limit_s=limit_s),
+        parameter_table(pl_module),
+        overflows=bool(overflows_in_float16(pl_module)),
+    )
     # The error may have been raised inside of a mode, such as one that counts operators.
     with _disable_current_modes():
         try:

@@ -158,6 +158,7 @@ class WhatIf:
         configured: Name of the optimizer that was given; empty where the module makes its own.
         attention: Kind of attention of the Hugging Face model in it, such as ``"eager"``.
         known_sequence: Where the sequence runs in the batch, if that is known.
+        overflows: Whether activations of the model overflow in float16.
         observed: What was seen of the unchanged step, once it has been predicted.
     """
 
@@ -166,6 +167,7 @@ class WhatIf:
     configured: str = ""
     attention: str | None = None
     known_sequence: SequenceAxis | None = None
+    overflows: bool = False
     observed: Observed = field(default_factory=Observed)
     _known: dict[str, MemoryPrediction | ImpossibleVariantError] = field(default_factory=dict)
 

@@ -1,6 +1,7 @@
 """Read the statistics of torch's CUDA allocators and the host memory of this process."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 import torch
@@ -45,10 +46,14 @@ def read_allocator(device: torch.device | int | str | None = None) -> AllocatorR
     """
     if not torch.cuda.is_available() or torch.device(device or "cuda").type != "cuda":
         return None
-    stats = torch.cuda.memory_stats(device)
+    # Not `memory_stats`, which writes and sorts a hundred names for it.
+    stats = torch.cuda.memory_stats_as_nested_dict(device)
 
     def stat(name: str) -> int:
-        return int(stats.get(name, 0))  # other allocator backends do not have all
+        found: Any = stats
+        for part in name.split("."):
+            found = found.get(part, {})
+        return int(found or 0)  # other allocator backends do not have all
 
     return AllocatorReading(
         allocated_bytes=stat("allocated_bytes.all.current"),

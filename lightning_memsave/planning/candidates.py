@@ -41,6 +41,7 @@ class CurrentSettings:
         has_bf16: Whether the device computes in bfloat16.
         num_samples: Of the batch; 0 if they cannot be counted.
         embedding: Name of a parameter of an embedding that dominates the model; empty without one.
+        overflows: Whether activations of the model overflow in float16.
     """
 
     arguments: Mapping[str, Any]
@@ -48,13 +49,16 @@ class CurrentSettings:
     has_bf16: bool
     num_samples: int
     embedding: str = ""
+    overflows: bool = False
 
     @property
     def mixed(self) -> str | None:
-        """The mixed precision that could be used; ``None`` if the Trainer names another already."""
+        """The mixed precision that could be used; ``None`` if the Trainer names another."""
         if self.precision not in ("32-true", "32"):
             return None
-        return "bf16-mixed" if self.has_bf16 else "16-mixed"
+        if self.has_bf16:
+            return "bf16-mixed"
+        return None if self.overflows else "16-mixed"
 
     @property
     def may_have_bf16_weights(self) -> bool:

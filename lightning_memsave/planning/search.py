@@ -109,6 +109,7 @@ class _Search:
             what_if.gpu is None or what_if.gpu.has_bf16,
             what_if.num_samples or 0,
             dominant_embedding(what_if.table),
+            what_if.overflows,
         )
         for candidate in single_candidates(now):
             self._try(candidate, _SHARE_OF_SINGLE)

@@ -268,7 +268,7 @@ class _Predictor:
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in callback.rows if row.status == "on"}
             | _accumulation_setting(step.arguments),
-            ineffective=_ineffective(callback.rows),
+            ineffective=step.emulated | _ineffective(callback.rows),
             assumptions=[
                 *assumptions,
                 *(self._cuda_assumptions(recording) if on_cuda else (_SCRATCH,)),

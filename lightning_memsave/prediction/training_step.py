@@ -13,7 +13,7 @@ from lightning_memsave.core.patching import unpatch
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.prediction.cuda.constants import DETERMINISTIC_WORKSPACE
-from lightning_memsave.prediction.cuda.gpus import Gpu
+from lightning_memsave.prediction.cuda.gpus import EMULATED, Gpu
 from lightning_memsave.prediction.fake.tensors import FakeTensors, real_tensors
 from lightning_memsave.prediction.simulate import MAX_STEPS
 from lightning_memsave.prediction.wrapped_module import installed_package, is_lightning, wrap
@@ -103,7 +103,26 @@ class TrainingStep:
         arguments = dict(self.make_callback(**self.settings).arguments)
         if with_stack(arguments)["precision"] == "auto":
             arguments["precision"] = self._auto_precision()
-        return arguments
+        return arguments | dict.fromkeys(self.emulated)
+
+    @property
+    def emulated(self) -> dict[str, str]:
+        """Settings of the stack that stay off without native bfloat16: value and reason by name."""
+        arguments = with_stack(self.make_callback(**self.settings).arguments)
+        names = ("precision", "low_precision_weights")
+        own = [name for name in names if name not in arguments["from_stack"]]
+        chosen = str(self.trainer_settings.get("precision", 32))
+        if (
+            self.device != "cuda"
+            or self.gpu is None
+            or self.gpu.has_bf16
+            or any(arguments[name] is not None for name in own)
+            or not str(arguments["precision"]).startswith("bf16")
+            or chosen not in _DEFAULT_PRECISION
+        ):
+            return {}
+        values = {name: arguments[name] for name in names if name not in own}
+        return {n: f"{value!r}: {EMULATED}" for n, value in values.items() if value is not None}
 
     @property
     def effective_settings(self) -> dict[str, Any]:

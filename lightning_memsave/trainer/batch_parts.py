@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.nested import map_tensors, merge_outputs
 from lightning_memsave.errors import IncompatibleError, Problem
-from lightning_memsave.trainer.hooks import GradientVersions
+from lightning_memsave.trainer.hooks import FreedGradients, GradientVersions, parameters_of
 from lightning_memsave.trainer.logged_values import LoggedValues
 from lightning_memsave.trainer.trainer import is_strategy
 
@@ -53,6 +53,8 @@ class BatchParts:
         """
         self.logged, self._passed = logged, []
         self._zero_grad = self._zero_grad_fn
+        is_freed = self.zeroes and self._loop.frees_before_parts
+        self._freed = FreedGradients(self._optimizer) if is_freed else None
 
     def __call__(
         self, part: Any, weight: float, num_samples: int | None, is_last: bool = True
@@ -89,7 +91,10 @@ class BatchParts:
         if is_first and (self.zeroes or is_last):
             result = self._loop.run_step(kwargs)
             if self._zero_grad is not None:
-                self._zero_grad()
+                if self._freed is None:
+                    self._zero_grad()
+                else:
+                    self._freed.zero(self._zero_grad)
                 # If the batch is repeated, hooks must not be called again.
                 self._zero_grad = self._optimizer.zero_grad
             return result
@@ -100,11 +105,10 @@ class BatchParts:
         return result
 
     def _parameters(self) -> Iterable[nn.Parameter]:
-        trainer = self._loop.trainer
         # FSDP moves gradients in its forward pass.
-        if is_strategy(trainer, "FSDPStrategy"):
+        if is_strategy(self._loop.trainer, "FSDPStrategy"):
             return ()
-        return cast(Iterable[nn.Parameter], trainer.lightning_module.parameters())
+        return parameters_of(self._optimizer)
 
     def forget(self) -> None:
         """Discard all results, as the batch will be repeated."""

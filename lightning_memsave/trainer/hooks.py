@@ -1,14 +1,19 @@
 """The base class of callbacks, and overrides of hooks by the user's code."""
 
+import functools
 import importlib
 import importlib.util
 import logging
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memsave.core.memory import is_fake
 from lightning_memsave.trainer.trainer import PACKAGES, package_of
 
 if TYPE_CHECKING:
@@ -85,6 +90,11 @@ def find_zero_grad_override(trainer: Any, pl_module: Any) -> str:
     return next(filter(None, (owner_of(trainer, pl_module, hook) for hook in hooks)), "")
 
 
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    """List the parameters of an optimizer, without a walk through the modules of its model."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class GradientVersions:
     """Identities and versions of gradients, to detect changes without copying.
 
@@ -95,7 +105,7 @@ class GradientVersions:
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._marks = [(p, p.grad, _version(p.grad)) for p in parameters]
+        self._marks = [(p, grad := p.grad, _version(grad)) for p in parameters]
 
     def have_changed(self) -> bool:
         """Return whether a gradient was replaced or changed since."""
@@ -104,3 +114,59 @@ class GradientVersions:
 
 def _version(grad: Tensor | None) -> int:
     return 0 if grad is None else grad._version
+
+
+class FreedGradients:
+    """Gradients that were freed before the forward pass, where Lightning frees them after it.
+
+    Args:
+        optimizer: The optimizer of the gradients, of which there are none now.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        first = next((p for group in optimizer.param_groups for p in group["params"]), None)
+        self._is_known = first is not None and not is_fake(first)
+        self._number = _num_backward_passes() if self._is_known else 0
+
+    def zero(self, zero_grad: Callable[[], None]) -> None:
+        """Zero as Lightning does, but visit parameters only if a backward pass has run since.
+
+        Args:
+            zero_grad: Lightning's function, with its hooks and counters.
+        """
+        if not self._is_known or _num_backward_passes() != self._number + 1:
+            zero_grad()
+            return
+        own = vars(self._optimizer)
+        before = {name: own[name] for name in ("zero_grad",) if name in own}
+        own["zero_grad"] = _visit_none
+        try:
+            zero_grad()
+        finally:
+            del own["zero_grad"]
+            own.update(before)
+
+
+def _visit_none(*_: Any, **__: Any) -> None:
+    pass
+
+
+# Each backward pass of a process has a number, which can be asked for inside of one only.
+def _num_backward_passes() -> int:
+    root, leaf, gradient, numbers = _counting_graph()
+    torch.autograd.grad(root, leaf, gradient, retain_graph=True)
+    return numbers.pop()
+
+
+# Made once, so that counting allocates nothing.
+@functools.cache
+def _counting_graph() -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    numbers: list[int] = []
+    # Modes such as one that counts tensors must not see it.
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones((), device="cpu", requires_grad=True)
+        # The gradient of a copy is itself: no operator runs, which a mode would see.
+        root, gradient = leaf.clone(), torch.ones((), device="cpu")
+        root.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+    return root, leaf, gradient, numbers

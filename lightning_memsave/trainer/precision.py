@@ -6,6 +6,9 @@ from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import nn
+
 from lightning_memsave.errors import ConfigurationError
 
 PRECISIONS = (
@@ -94,6 +97,30 @@ def set_precision(trainer: Any, precision: str) -> None:
     trainer.strategy.precision_plugin = plugin
     connector.precision_plugin = plugin
     _OUR_PRECISION[trainer] = str(trainer.precision)
+
+
+# Families whose activations exceed 65504, float16's largest value: T5 and mT5 in their feed-forward
+# parts, Gemma in its residual stream.
+_OVERFLOWING = ("t5", "mt5", "umt5", "longt5", "switch_transformers", "gemma", "paligemma")
+
+
+def overflows_in_float16(module: nn.Module) -> str:
+    """Return why the activations of a module may overflow in float16.
+
+    Args:
+        module: A module that may have Hugging Face models inside.
+
+    Returns:
+        The reason; empty for models that are not known to, and for those without a config.
+    """
+    for part in module.modules():
+        config = getattr(part, "config", None)
+        family = str(getattr(config, "model_type", ""))
+        if family.startswith(_OVERFLOWING):
+            return f"activations of `{type(part).__name__}` overflow in float16"
+        if family and getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16"):
+            return f"the config of `{type(part).__name__}` says that it was made for bfloat16"
+    return ""
 
 
 def half_precision_on_cpu(package: ModuleType) -> Any:

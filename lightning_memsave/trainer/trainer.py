@@ -202,3 +202,8 @@ def has_configure_optimizers(pl_module: Any) -> bool:
     base = next((c for c in type(pl_module).__mro__ if c.__name__ == "LightningModule"), None)
     own = getattr(type(pl_module), name, None)
     return name in vars(pl_module) or own is not getattr(base, name, None)
+
+
+def is_compiled_whole(pl_module: Any) -> bool:
+    """Return whether ``torch.compile`` was called with a LightningModule, as Lightning marks it."""
+    return getattr(pl_module, "_compiler_ctx", None) is not None

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_memsave.core.out_of_memory import find_out_of_memory, with_memory_freed
 from lightning_memsave.trainer.batch_parts import BatchParts, scaled, without_outputs
+from lightning_memsave.trainer.hooks import FreedGradients
 from lightning_memsave.trainer.logged_values import LoggedValues
 
 Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
@@ -130,6 +131,12 @@ def will_step(trainer: Any) -> bool:
     return not trainer.fit_loop._should_accumulate()
 
 
+def phase_of(trainer: Any) -> tuple[int, int]:
+    """Return a pair that changes with each epoch, and with each validation inside it."""
+    epoch_loop = trainer.fit_loop.epoch_loop
+    return trainer.current_epoch, epoch_loop.val_loop.batch_progress.total.ready
+
+
 def has_open_window(trainer: Any) -> bool:
     """Return whether there are accumulated gradients that no optimizer step has used yet."""
     if trainer.state.fn != "fit" or trainer.accumulate_grad_batches == 1:
@@ -215,7 +222,9 @@ class _Loop:
         if self.drops_outputs:
             closure._step_fn = functools.partial(_step_for_loss, closure._step_fn)
         if self.frees_gradients and closure._zero_grad_fn is not None:
-            closure._step_fn = functools.partial(_step_after, optimizer.zero_grad, closure._step_fn)
+            early = _EarlyFree(optimizer, closure._zero_grad_fn)
+            closure._step_fn = functools.partial(_step_after, early.free, closure._step_fn)
+            closure._zero_grad_fn = early.zero
         if self.around_backward and closure._backward_fn is not None:
             closure._backward_fn = functools.partial(self.run_backward, closure._backward_fn)
         return closure
@@ -285,3 +294,16 @@ def _step_for_loss(step: Callable[[], Any]) -> Any:
 def _step_after(first: Callable[[], None], step: Callable[[], Any]) -> Any:
     first()
     return step()
+
+
+# Without a reference to the closure, as above.
+class _EarlyFree:
+    def __init__(self, optimizer: Any, zero_grad: Callable[[], None]) -> None:
+        self._optimizer, self._zero_grad = optimizer, zero_grad
+
+    def free(self) -> None:
+        self._optimizer.zero_grad()
+        self._freed = FreedGradients(self._optimizer)
+
+    def zero(self) -> None:
+        self._freed.zero(self._zero_grad)

@@ -14,9 +14,12 @@ import pytest
 import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_memsave import GPUMemoryMonitor, IncompatibleError, MemSaveCallback
+from lightning_memsave.callbacks.settings import micro_batch_size
+from lightning_memsave.techniques.micro_batching.training_state import TrainingState
 from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
 from tests.callbacks.ranks import (
     RANKS,
@@ -242,6 +245,34 @@ def run_micro_batches() -> Notes:
     return notes
 
 
+def run_after_the_probe() -> Notes:
+    """Count per batch what is saved, what we communicate, and passes through DDP itself."""
+    batches: list[dict[str, int]] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            if batches and (name != "ddp" or args[0].require_backward_grad_sync):
+                batches[-1][name] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    class PerBatch(pl.Callback):
+        def on_train_batch_start(self, *args: Any) -> None:
+            batches.append({"saved": 0, "averaged": 0, "ddp": 0})
+
+    callback = MemSaveCallback(report=False, monitor=False, predict=False)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, owner, attribute in (
+            ("saved", TrainingState, "__init__"),
+            ("averaged", micro_batch_size, "average_gradients"),
+            ("ddp", DistributedDataParallel, "forward"),
+        ):
+            patch.setattr(owner, attribute, counted(name, getattr(owner, attribute)))
+        train(lit_of(seeded(Model)), callback, PerBatch(), limit_val_batches=0)
+    return {"batches": batches}
+
+
 def sharded_lit() -> Any:
     from torch.distributed.fsdp import fully_shard
 
@@ -276,6 +307,7 @@ SCENARIOS: dict[str, Callable[[], Notes]] = {
     "monitor": run_monitor,
     "accumulation": run_accumulation,
     "micro_batches": run_micro_batches,
+    "after_the_probe": run_after_the_probe,
     "sharded": run_sharded,
 }
 
@@ -303,6 +335,14 @@ def test_ranks_draw_other_batches_and_other_dropout(report):
     """Else the test above would not see a mix-up between ranks."""
     first, second = report("bitwise")
     assert first["plain"]["losses"] != second["plain"]["losses"]
+
+
+def test_after_the_probe_ddp_is_as_without_us_and_nothing_is_saved(report):
+    """DDP sums gradients while backward computes; until two steps have passed we do, after it."""
+    for notes in report("after_the_probe"):
+        probed, later = notes["batches"][:2], notes["batches"][2:]
+        assert probed == [{"saved": 1, "averaged": 1, "ddp": 0}] * 2
+        assert later == [{"saved": 0, "averaged": 0, "ddp": 1}] * 3
 
 
 @pytest.mark.parametrize("kind", ["unused", "static"])

@@ -2,14 +2,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, nn
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.callbacks.settings import precision as precision_module
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
 from lightning_memsave.callbacks.settings.precision import PrecisionSetting
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.trainer.precision import full_name
+from lightning_memsave.trainer.precision import full_name, overflows_in_float16
 from lightning_memsave.trainer.trainer import check_host, package_of
 from tests.callbacks.lit import PACKAGES, assert_same, fit, make_lit, make_trainer
 
@@ -183,6 +184,21 @@ class TestAutoOnCuda:
         assert 'pass `precision="16-mixed"`' in reason
 
     @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
+    @pytest.mark.parametrize("family", ["T5", "Gemma"])
+    def test_models_that_overflow_stay_float32_and_are_named(self, capability, family):
+        trainer, lit = make_trainer(), make_lit()
+        lit.model = hugging_face(family)
+        chosen, reason = precision_module._choose(trainer, lit)
+        assert chosen is None
+        assert f"`{type(lit.model).__name__}` overflow in float16" in reason
+        assert "16-mixed" not in reason
+        stack = MemSaveCallback(stack="single_gpu", monitor=False)._settings.find(PrecisionSetting)
+        assert "16-mixed" not in stack.check(trainer, lit)[0].why
+        asked = PrecisionSetting("16-true")  # mixed is not for CPUs, which Lightning sees here
+        asked.apply(trainer, lit)
+        assert "overflow in float16: watch for a loss" in asked.rows[0].details[-1]
+
+    @pytest.mark.parametrize("capability", [(7, 5)], indirect=True)
     def test_a_stack_yields_without_it(self, capability):
         trainer, lit = make_trainer(), make_lit()
         settings = MemSaveCallback(stack="single_gpu", monitor=False)._settings
@@ -190,7 +206,9 @@ class TestAutoOnCuda:
             settings.find(PrecisionSetting),
             settings.find(LowPrecisionWeightsSetting),
         )
-        assert ["emulates it, which is slow" in p.why for p in precision.check(trainer, lit)]
+        (problem,) = precision.check(trainer, lit)
+        assert "emulates it, which is slow" in problem.why
+        assert '`precision="16-mixed"` is fast on it' in problem.why
         assert ["computes in 32-true" in p.why for p in weights.check(trainer, lit)] == [True]
         assert not precision.is_asked
         assert not weights.is_asked
@@ -208,6 +226,64 @@ class TestAutoOnCuda:
         chosen, reason = precision_module._choose(make_trainer(), make_lit().bfloat16())
         assert chosen is None
         assert "would stay so" in reason
+
+
+def hugging_face(family: str, **config: Any) -> Any:
+    sizes: dict[str, Any] = {"vocab_size": 32}
+    if family == "T5":
+        sizes |= {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2}
+        model_class: Any = transformers.T5ForConditionalGeneration
+    elif family == "Gemma":
+        sizes |= {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+        model_class = transformers.GemmaForCausalLM
+    else:
+        sizes |= {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8}
+        model_class = transformers.GPT2LMHeadModel
+    return model_class(model_class.config_class(**sizes, **config))
+
+
+def test_what_overflows_in_float16():
+    assert overflows_in_float16(nn.Linear(2, 2)) == ""
+    assert overflows_in_float16(hugging_face("GPT-2")) == ""
+    inside = nn.Sequential(hugging_face("T5"))
+    assert "`T5ForConditionalGeneration` overflow" in overflows_in_float16(inside)
+    model = hugging_face("GPT-2")
+    model.config.dtype = torch.bfloat16
+    assert "made for bfloat16" in overflows_in_float16(model)
+
+
+class TestPredictionForOldGPUs:
+    """`predict_memory` leaves out what a run on that GPU would leave out, and says why."""
+
+    def predict(self, gpu: str, trainer_arguments: Any = None, **settings: Any) -> Any:
+        tokens = torch.zeros(2, 8, dtype=torch.long)
+        return predict_memory(
+            hugging_face("GPT-2"),
+            {"input_ids": tokens, "labels": tokens},
+            gpu=gpu,
+            settings=settings,
+            trainer_arguments=trainer_arguments,
+        )
+
+    def test_a_stack_is_without_bfloat16(self):
+        old = self.predict("T4", stack="single_gpu")
+        assert "emulates it, which is slow" in old.ineffective["precision"]
+        assert "emulates it, which is slow" in old.ineffective["low_precision_weights"]
+        assert "without precision 'bf16-mixed': this GPU has no bfloat16" in str(old)
+        settings = {"precision": None, "low_precision_weights": None}
+        same = self.predict("T4", stack="single_gpu", **settings)
+        assert old.peak_bytes == same.peak_bytes
+        assert "precision" not in self.predict("A100-40GB", stack="single_gpu").ineffective
+        assert self.predict("T4", stack="classic").ineffective.get("precision") is None
+
+    def test_what_is_given_is_set(self):
+        given = self.predict("T4", stack="single_gpu", precision="bf16-mixed")
+        assert "precision" not in given.ineffective
+        given = self.predict("T4", stack="single_gpu", low_precision_weights="kahan")
+        assert not {"precision", "low_precision_weights"} & set(given.ineffective)
+        chosen = {"precision": "bf16-mixed"}
+        assert "precision" not in self.predict("T4", chosen, stack="single_gpu").ineffective
 
 
 def test_tf32_is_set_and_put_back():

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
 
+from lightning_memsave.callbacks import run_prediction
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.run_prediction import effective_settings
@@ -774,3 +775,42 @@ def test_what_gave_way_in_this_run_is_off_in_the_prediction():
     assert effective_settings(belonging, rows, None)["blocks"] is None
     assert effective_settings(belonging, rows, None)["force_8bit"] == ["*"]
     assert effective_settings(belonging, [], None)["force_8bit"] == ()
+
+
+class LoadedInWorkers(Dataset[Tensor]):
+    """Counts over all processes the samples that have been loaded."""
+
+    def __init__(self) -> None:
+        self.num_loaded = torch.zeros((), dtype=torch.long).share_memory_()
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.num_loaded += 1
+        return Vectors().data[index]
+
+
+def test_the_next_batches_load_meanwhile(package, monkeypatch):
+    """Workers of the DataLoader are there: they load three batches more while it predicts."""
+    data, lit, batch_size = LoadedInWorkers(), make_lit(package), 4
+    type(lit).train_dataloader = lambda self: DataLoader(
+        data, batch_size, num_workers=1, prefetch_factor=4
+    )
+    seen = []
+    predict = run_prediction.predict
+
+    def predict_when_loaded(step):
+        until = time.monotonic() + 60
+        while data.num_loaded < 4 * batch_size and time.monotonic() < until:
+            time.sleep(0.01)
+        seen.append(int(data.num_loaded))
+        return predict(step)
+
+    monkeypatch.setattr(run_prediction, "predict", predict_when_loaded)
+    callback = MemSaveCallback(monitor=False, report=False)
+    trainer = make_trainer(package, callback, limit_val_batches=0, limit_train_batches=2)
+    trainer.fit(lit)
+    assert callback.prediction is not None
+    (num_loaded,) = seen
+    assert num_loaded >= 4 * batch_size

@@ -109,15 +109,13 @@ class FakeCuda:
     def __init__(self, monkeypatch):
         self.peak_bytes = 0
         stats = {
-            "allocated_bytes.all.current": 1,
-            "reserved_bytes.all.current": 2,
-            "allocated_bytes.all.peak": 3,
-            "reserved_bytes.all.peak": 4,
+            "allocated_bytes": {"all": {"current": 1, "peak": 3}},
+            "reserved_bytes": {"all": {"current": 2, "peak": 4}},
             "num_alloc_retries": 5,
         }
         functions = {
             "is_available": lambda: True,
-            "memory_stats": lambda device: stats,
+            "memory_stats_as_nested_dict": lambda device: stats,
             "host_memory_stats": lambda: {"allocated_bytes.current": 7},
             "reset_peak_memory_stats": lambda device: setattr(self, "peak_bytes", 0),
             "max_memory_allocated": lambda device: self.peak_bytes,

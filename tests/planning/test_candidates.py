@@ -57,6 +57,13 @@ def test_what_is_on_is_not_offered():
     assert single_candidates(situation(stack="single_gpu", precision="bf16-mixed")) == []
 
 
+def test_models_that_overflow_are_not_offered_float16():
+    old = situation(has_bf16=False)
+    assert "precision 16-mixed" in names(single_candidates(old))
+    assert not any("precision" in c.changes for c in all_candidates(replace(old, overflows=True)))
+    assert "precision bf16-mixed" in names(single_candidates(replace(situation(), overflows=True)))
+
+
 def test_devices_without_bf16_are_offered_none_of_it():
     found = all_candidates(situation(has_bf16=False))
     assert "precision 16-mixed" in names(found)

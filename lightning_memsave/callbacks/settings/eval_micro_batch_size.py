@@ -9,7 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memsave.callbacks.settings.micro_batches import read_micro_batching, warn_of_retry
+from lightning_memsave.callbacks.settings.micro_batches import (
+    BatchProbe,
+    read_micro_batching,
+    warn_of_retry,
+)
 from lightning_memsave.callbacks.settings.setting import Setting, off_rows
 from lightning_memsave.callbacks.settings.values import Arguments, is_asked
 from lightning_memsave.core.nested import find_shared_leaves, items_of, merge_outputs
@@ -20,7 +24,7 @@ from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Pr
 from lightning_memsave.techniques.micro_batching.loss_weights import read_weights, shares_of
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
 from lightning_memsave.trainer.distributed import alone
 from lightning_memsave.trainer.evaluation import split_evaluation_batches
 from lightning_memsave.trainer.logged_values import LoggedValues, combined
@@ -164,6 +168,7 @@ class EvalMicroBatchSetting(Setting):
         self._runner: MicroBatchRunner | None = None
         # Of each step and DataLoader whose batches have been split.
         self._proofs: dict[tuple[Any, ...], Proof] = {}
+        self._probes: dict[tuple[Any, ...], tuple[BatchProbe, KnownChanges]] = {}
 
     @classmethod
     def read(cls, arguments: Arguments) -> "EvalMicroBatchSetting":
@@ -211,6 +216,7 @@ class EvalMicroBatchSetting(Setting):
     def undo(self) -> None:
         """Restore the steps; a second call does nothing."""
         self._runner = None
+        self._probes.clear()
         super().undo()
 
     def _run_batch(
@@ -244,13 +250,20 @@ class EvalMicroBatchSetting(Setting):
             return True
 
         self._use(which, prove_it)
+        module = trainer.lightning_module
+        new = self._probes.get(which) or (BatchProbe(), KnownChanges(module))
+        probe, known = self._probes.setdefault(which, new)
+        is_first = probe.is_first_of(trainer.global_step)
+        is_watched = is_first or probe.is_open(batch, is_fresh=True)
         size = runner.size
         runner.run(
             batch,
             pass_part,
-            save_state=lambda: TrainingState(trainer.lightning_module, gradients="leave"),
+            save_state=lambda: known.save("leave", is_watched),
             forget=forget,
         )
+        known.learn()
+        probe.passed(batch, is_fresh=True, has_stepped=True)
         if runner.size != size:
             warn_of_retry(trainer, runner, self.name, "")
             self._show(runner)

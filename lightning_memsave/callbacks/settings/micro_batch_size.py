@@ -8,6 +8,8 @@ import torch
 
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
 from lightning_memsave.callbacks.settings.micro_batches import (
+    PROBED_STEPS,
+    BatchProbe,
     find_conflicts,
     read_micro_batching,
     warn_of_batch_norm,
@@ -25,7 +27,6 @@ from lightning_memsave.errors import (
     MemoryExhaustedError,
     Problem,
 )
-from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.techniques.micro_batching.runner import (
@@ -37,7 +38,7 @@ from lightning_memsave.techniques.micro_batching.technique import (
     MicroBatching,
     check_repeatable,
 )
-from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.techniques.micro_batching.training_state import KnownChanges
 from lightning_memsave.techniques.optimizer_tools import allocate_state
 from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import (
@@ -49,13 +50,15 @@ from lightning_memsave.trainer.distributed import (
     has_static_graph,
     without_sync,
 )
-from lightning_memsave.trainer.hooks import GradientVersions, find_zero_grad_override, log_info
+from lightning_memsave.trainer.hooks import (
+    GradientVersions,
+    find_zero_grad_override,
+    log_info,
+    parameters_of,
+)
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.trainer import is_strategy
-from lightning_memsave.trainer.training_loop import pass_batches, will_step
-
-# The first step has no optimizer state before it, the second has all there is.
-_PROBED_STEPS = 2
+from lightning_memsave.trainer.training_loop import pass_batches, phase_of, will_step
 
 _NOT_KEPT = (
     "Out of memory in the backward pass of a batch in the middle of an accumulation window, where "
@@ -97,7 +100,9 @@ class MicroBatchSetting(Setting):
         self.size: int | None = None
         """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
         self.runner: MicroBatchRunner | None = None
-        self._probe = _Probe()
+        self._probe = BatchProbe()
+        self._known: KnownChanges | None = None
+        self._meets: str | None = None
         self.proof = Proof()
         """What is known of the loss since the first batch."""
         self._tie = ""
@@ -138,7 +143,7 @@ class MicroBatchSetting(Setting):
                 trainer,
                 functools.partial(self._pass_batch, trainer, pl_module),
                 frees_gradients=not find_zero_grad_override(trainer, pl_module),
-                before_step=allocate_state,
+                before_step=functools.partial(self._before_step, trainer),
                 on_out_of_memory=_exhausted_in_step,
             )
         )
@@ -160,7 +165,7 @@ class MicroBatchSetting(Setting):
         """
         if self.technique is None or not self._undo:
             return
-        self._probe = _Probe()
+        self._probe = BatchProbe()
         self.runner = self._make_runner(trainer, pl_module)
         problems = [] if self._allows_half_precision else self.technique.check_module(pl_module)
         problems += self._batch_norm_problems(pl_module)
@@ -182,7 +187,8 @@ class MicroBatchSetting(Setting):
         return runner
 
     def _forget_runner(self) -> None:
-        self.runner, self.proof = None, Proof()  # a callback that is not used can be pickled
+        # A callback that is not used can be pickled.
+        self.runner, self.proof, self._known, self._meets = None, Proof(), None, None
 
     def _problems(self, trainer: Any, pl_module: Any) -> list[Problem]:
         assert self.technique is not None, "called with a technique only"
@@ -225,12 +231,18 @@ class MicroBatchSetting(Setting):
         is_apart = self._is_apart(trainer)
         if is_apart:
             broadcast_buffers(trainer)
-        if not self.is_auto and (meets := communicates_in_forward(trainer, pl_module)):
-            self._check_counts(trainer, batch, meets)
+        if not self.is_auto:
+            self._check_counts(trainer, pl_module, batch)
+        is_open = self._probe.is_open(batch, is_fresh)
+        is_watched = self._probe.is_first_of(phase_of(trainer)) or is_open
+        # DDP itself cannot repeat a batch.
+        is_repeatable = self.is_auto and (is_apart or trainer.world_size == 1)
         gradients: Literal["drop", "keep", "leave"] = "drop"
         if not is_fresh:
-            gradients = "keep" if self._probe.is_open(batch, is_fresh) else "leave"
-        marks = GradientVersions(pl_module.parameters() if gradients == "leave" else ())
+            gradients = "keep" if is_open else "leave"
+        has_marks = is_repeatable and gradients == "leave"
+        marks = GradientVersions(parameters_of(trainer.optimizers[0]) if has_marks else ())
+        known = self._known = self._known or KnownChanges(pl_module)
 
         def forget() -> None:
             check_repeatable(pl_module)
@@ -246,13 +258,14 @@ class MicroBatchSetting(Setting):
             runner.run(
                 batch,
                 _part_passer(trainer, parts, is_apart=is_apart),
-                save_state=lambda: TrainingState(pl_module, gradients=gradients),
+                save_state=lambda: known.save(gradients, is_watched) if is_repeatable else None,
                 forget=forget,
             )
         finally:
             runner.tell_apart = None
         if is_apart and will_step(trainer):
             average_gradients(trainer, pl_module)
+        known.learn()
         self._probe.passed(batch, is_fresh, will_step(trainer))
         if self.is_auto and runner.size != self.size:
             self.size = runner.size
@@ -260,13 +273,17 @@ class MicroBatchSetting(Setting):
             warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer, pl_module)
 
+    def _before_step(self, trainer: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self._probe.allocates(phase_of(trainer)):
+            allocate_state(optimizer)
+
     # Other processes repeat a batch together with this one, which DDP cannot do: they go without
     # it until two optimizer steps have shown that memory is enough.
     def _is_apart(self, trainer: Any) -> bool:
         if not self.is_auto or trainer.world_size == 1:
             return False
         # A static graph is that of DDP's first pass, and cannot skip sharing in some parts.
-        return self._probe.num_steps < _PROBED_STEPS or has_static_graph(trainer)
+        return self._probe.num_steps < PROBED_STEPS or has_static_graph(trainer)
 
     def _agree(self, trainer: Any, size: int) -> int:
         return all_reduce_min(trainer, size) if self._is_apart(trainer) else size
@@ -278,7 +295,7 @@ class MicroBatchSetting(Setting):
         return MemoryExhaustedError(
             f"Out of memory with {before} samples at once on rank {trainer.global_rank}, after "
             f"{self._probe.num_steps} optimizer steps. Processes repeat a batch together in the "
-            f"first {_PROBED_STEPS} steps only: from then on they train under DDP itself, which "
+            f"first {PROBED_STEPS} steps only: from then on they train under DDP itself, which "
             "cannot repeat one. Batches that grow during training are the usual reason.\n"
             f"Pass `micro_batch_size={size}` and resume from the last checkpoint with "
             "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
@@ -368,8 +385,12 @@ class MicroBatchSetting(Setting):
     def _weighted(self) -> str:
         return self.proof.weightings[0].text if self.proof.weightings else ""
 
-    def _check_counts(self, trainer: Any, batch: Any, meets: str) -> None:
+    def _check_counts(self, trainer: Any, pl_module: Any, batch: Any) -> None:
         assert self.runner is not None, "batches pass with a runner"
+        if self._meets is None:  # once: it visits every module
+            self._meets = communicates_in_forward(trainer, pl_module)
+        if not self._meets:
+            return
         num_parts = len(self.runner.split(batch)[0])
         if -all_reduce_min(trainer, -num_parts) != all_reduce_min(trainer, num_parts):
             raise IncompatibleError(
@@ -377,8 +398,8 @@ class MicroBatchSetting(Setting):
                 [
                     Problem(
                         f"`micro_batch_size={self.value}`",
-                        f"{meets}, and batches of different lengths came, of which some have more "
-                        "parts than others",
+                        f"{self._meets}, and batches of different lengths came, of which some have "
+                        "more parts than others",
                         "Use `drop_last=True` in the DataLoader.",
                     )
                 ],
@@ -421,33 +442,6 @@ def _part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart
             parts(part, weight, num_samples)
 
     return pass_part
-
-
-class _Probe:
-    """Remembers which batches have been proven to fit, so that they need no safety net."""
-
-    def __init__(self) -> None:
-        self.num_steps = 0
-        self._largest = {True: (0, 0), False: (0, 0)}  # of those without and with gradients
-
-    def is_open(self, batch: Any, is_fresh: bool) -> bool:
-        numel, length = _extent(batch)
-        most = self._largest[is_fresh]
-        return self.num_steps < _PROBED_STEPS or numel > most[0] or length > most[1]
-
-    def passed(self, batch: Any, is_fresh: bool, has_stepped: bool) -> None:
-        numel, length = _extent(batch)
-        most = self._largest[is_fresh]
-        self._largest[is_fresh] = (max(most[0], numel), max(most[1], length))
-        self.num_steps += has_stepped
-
-
-# Attention grows with the square of the longest side: the sizes alone do not tell which is larger.
-def _extent(batch: Any) -> tuple[int, int]:
-    tensors = list(tensors_in_batch(batch))
-    return sum(t.numel() for t in tensors), max(
-        (max(t.shape, default=1) for t in tensors), default=0
-    )
 
 
 def _refusal(what: str, proof: Proof) -> Problem:

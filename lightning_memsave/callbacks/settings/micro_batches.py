@@ -1,5 +1,6 @@
 """What `micro_batch_size` and `eval_micro_batch_size` share: reading a size, and conflicts."""
 
+import collections
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_bat
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
 from lightning_memsave.errors import ConfigurationError, ExactnessWarning, MemsaveWarning, Problem
+from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.trainer.distributed import (
@@ -16,6 +18,9 @@ from lightning_memsave.trainer.distributed import (
     has_custom_gradient_sync,
     has_static_graph,
 )
+
+# The first step has no optimizer state before it, the second has all there is.
+PROBED_STEPS = 2
 
 
 def read_micro_batching(arguments: Arguments, name: str) -> tuple[MicroBatching | None, str]:
@@ -149,4 +154,55 @@ def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: s
         f"{runner.retries[-1].capitalize()}, which is kept from now on.{proven} Begin with "
         f"`{name}={runner.size}` next time.",
         MemsaveWarning,
+    )
+
+
+class BatchProbe:
+    """Remembers which batches have been proven to fit, so that they need no safety net."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self._phase: object = None
+        self._allocations = collections.Counter[object]()
+        self._largest = {True: (0, 0), False: (0, 0)}  # of those without and with gradients
+
+    def is_open(self, batch: Any, is_fresh: bool) -> bool:
+        """Say whether a batch may need more memory than those before.
+
+        Args:
+            batch: The batch.
+            is_fresh: No gradients of earlier batches are kept beside it.
+
+        Returns:
+            True in the first steps, too.
+        """
+        numel, length = _extent(batch)
+        most = self._largest[is_fresh]
+        return self.num_steps < PROBED_STEPS or numel > most[0] or length > most[1]
+
+    def is_first_of(self, phase: object) -> bool:
+        """Say whether this is the first batch of an epoch, or after validation."""
+        before, self._phase = self._phase, phase
+        return before != phase
+
+    def allocates(self, phase: object) -> bool:
+        """Say whether parameters may get their first gradients: hooks of epochs unfreeze them."""
+        if phase not in self._allocations:
+            self._allocations.clear()
+        self._allocations[phase] += 1
+        return self._allocations[phase] <= PROBED_STEPS
+
+    def passed(self, batch: Any, is_fresh: bool, has_stepped: bool) -> None:
+        """Remember that memory was enough for a batch, and for an optimizer step after it."""
+        numel, length = _extent(batch)
+        most = self._largest[is_fresh]
+        self._largest[is_fresh] = (max(most[0], numel), max(most[1], length))
+        self.num_steps += has_stepped
+
+
+# Attention grows with the square of the longest side: the sizes alone do not tell which is larger.
+def _extent(batch: Any) -> tuple[int, int]:
+    tensors = list(tensors_in_batch(batch))
+    return sum(t.numel() for t in tensors), max(
+        (max(t.shape, default=1) for t in tensors), default=0
     )

@@ -28,7 +28,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.registry import Entry
-from lightning_memsave.trainer.trainer import builds_model_late, facts_of
+from lightning_memsave.trainer.trainer import builds_model_late, facts_of, is_compiled_whole
 from lightning_memsave.units import format_bytes
 
 
@@ -153,6 +153,16 @@ class ChunkedCrossEntropySetting(ModuleSetting):
     """Chunked cross-entropy, which reads the head's weight after its forward pass."""
 
     is_for_evaluation = True
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts; a head that is compiled alone is found when it is applied."""
+        problems = super().check(trainer, pl_module)
+        if self.technique is not None and is_compiled_whole(pl_module):
+            what, name = f"`{self.name}={self.value}`", type(pl_module).__name__
+            why = f"`{name}` is compiled as a whole, and the compiler needs ordinary logits"
+            fix = f"Compile its blocks one by one, or set `{self.name}=None`."
+            problems.append(Problem(what, why, fix))
+        return problems
 
     def before_backward(self, pl_module: Any) -> None:
         """Materialize logits that are still referenced, with the weights from before the step.

@@ -25,7 +25,7 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
 )
 from lightning_memsave.trainer.hooks import has_foreign, owners_of
 from lightning_memsave.trainer.precision import gradient_scaler
-from lightning_memsave.trainer.trainer import facts_of, is_strategy
+from lightning_memsave.trainer.trainer import facts_of, is_compiled_whole, is_strategy
 from lightning_memsave.trainer.training_loop import (
     around_backward,
     around_step,
@@ -149,7 +149,7 @@ def find_scaler(trainer: Any, what: str) -> list[Problem]:
 
 def _of_compilation(pl_module: Any, what: str) -> list[Problem]:
     total = _trained_bytes(pl_module)
-    if getattr(pl_module, "_compiler_ctx", None):  # as Lightning marks a compiled LightningModule
+    if is_compiled_whole(pl_module):
         compiled = [(type(pl_module).__name__, pl_module)]
     else:
         compiled = [

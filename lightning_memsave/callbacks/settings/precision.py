@@ -17,16 +17,21 @@ from lightning_memsave.callbacks.settings.values import (
 )
 from lightning_memsave.core.technique import Exactness, Row, Status
 from lightning_memsave.errors import Problem
-from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY
-from lightning_memsave.trainer.precision import full_name, precision_state, set_precision
+from lightning_memsave.prediction.cuda.gpus import BF16_CAPABILITY, EMULATED
+from lightning_memsave.trainer.precision import (
+    full_name,
+    overflows_in_float16,
+    precision_state,
+    set_precision,
+)
 from lightning_memsave.trainer.trainer import is_strategy
 
 _HALF = (torch.float16, torch.bfloat16)
-_EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 _NOT_FLOAT16 = (
     "kept: this GPU has no native bfloat16, and in float16 the activations of some models overflow "
     '(T5, mT5, Gemma); pass `precision="16-mixed"` where they do not'
 )
+_WAY_OUT = '`precision="16-mixed"` is fast on it, for models that do not overflow in float16'
 
 
 class PrecisionSetting(Setting):
@@ -94,7 +99,9 @@ class PrecisionSetting(Setting):
             trainer, pl_module, wanted, self.written, self.required_by_bf16_weights
         )
         if not self.is_asked and wanted != str(trainer.precision) and _emulates(trainer, wanted):
-            problems.append(Problem(self.written, _EMULATED, f"Set `precision={wanted!r}`."))
+            overflow = overflows_in_float16(pl_module)
+            why = f"{EMULATED}; {overflow or _WAY_OUT}"
+            problems.append(Problem(self.written, why, f"Set `precision={wanted!r}`."))
         return problems
 
     def savings(self, pl_module: Any) -> str:
@@ -118,7 +125,9 @@ class PrecisionSetting(Setting):
         got = precision_state(trainer).current
         details = [reason] if reason else []
         if _emulates(trainer, wanted):
-            details.append(_EMULATED)
+            details.append(EMULATED)
+        if got in ("16-mixed", "16-true") and (overflow := overflows_in_float16(pl_module)):
+            details.append(f"{overflow}: watch for a loss that is not finite")
         if got != wanted:
             details.append(f"Lightning replaced {wanted} on this device")
         exactness = "" if got in ("32-true", "64-true") else "approximate"
@@ -210,7 +219,9 @@ def _choose(trainer: Any, pl_module: nn.Module) -> tuple[str | None, str]:
         return None, f"kept on {device.type}; set `precision=` to change it"
     wanted = "bf16-mixed"
     if _emulates(trainer, wanted):
-        return None, _NOT_FLOAT16
+        overflow = overflows_in_float16(pl_module)
+        none = "kept: this GPU has no native bfloat16"
+        return None, f"{none}, and {overflow}" if overflow else _NOT_FLOAT16
     conflicts = find_conflicts(trainer, pl_module, wanted)
     if conflicts:
         return None, f"kept: {conflicts[0].what} is not possible, as {conflicts[0].why}"

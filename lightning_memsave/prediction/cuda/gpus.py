@@ -38,6 +38,8 @@ class Gpu:
 
 BF16_CAPABILITY = (8, 0)
 """Lowest compute capability with native bfloat16."""
+EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
+"""What is said of bfloat16 on others."""
 
 # Name, `total_memory` in MiB, compute capability. `total_memory` comes from the output of
 # `torch.cuda.get_device_properties` in public logs and issues on GitHub (often the first line that

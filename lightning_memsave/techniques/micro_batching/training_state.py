@@ -5,6 +5,7 @@ import contextlib
 import copy
 import random
 import sys
+import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -13,9 +14,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.memory import host_copies
+from lightning_memsave.core.memory import host_copies, is_fake
 from lightning_memsave.core.nested import leaves_of
-from lightning_memsave.errors import MemoryExhaustedError
+from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
 
 _MAX_STATE_BYTES = 2**20  # larger tensors in attributes of modules are assumed to be data
 # Exact types: subclasses may not be mutable, such as Hugging Face's model outputs.
@@ -38,30 +40,48 @@ class TrainingState:
         module: The model, including metrics of torchmetrics.
         gradients: ``"keep"`` copies them to host memory; ``"drop"`` removes them when the state is
             restored; ``"leave"``, for evaluation, ignores them, and does not copy large buffers.
+        known: What steps change: the state of other modules is not saved.
     """
 
-    def __init__(self, module: nn.Module, *, gradients: Literal["keep", "drop", "leave"]) -> None:
-        parameters, modules = list(module.parameters()), list(module.modules())
-        self._random = RandomState({p.device for p in parameters if p.device.type == "cuda"})
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        gradients: Literal["keep", "drop", "leave"],
+        known: "KnownChanges | None" = None,
+    ) -> None:
+        modules = list(module.modules()) if known is None else known.changing
+        owned = [(m, p) for m in modules for p in m._parameters.values() if p is not None]
+        self._module, self._known = module, known
+        self._drops = gradients != "leave"
+        self.devices = (
+            {p.device for _, p in owned if p.device.type == "cuda"}
+            if known is None
+            else known.devices
+        )
+        self.random = RandomState(self.devices, known is not None and not known.draws)
         self._modes = [(m, m.training) for m in modules]
-        self._trained = [(p, p.requires_grad) for p in parameters]
+        self._trained = [(m, p, p.requires_grad) for m, p in owned]
         self._attributes = [_Attributes(m) for m in modules if not _is_of_torch(m)]
         self._names = [
             (m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in modules if m._buffers
         ]
+        # Each once: a buffer may be shared.
+        buffers = {id(b): (m, b) for m in modules for b in m._buffers.values() if b is not None}
         # Evaluation should only write to small buffers; versions of large ones, such as masks, are
         # checked.
-        large = {id(b) for b in module.buffers() if gradients == "leave" and _is_large(b)}
-        self._watched = [(b, b._version) for b in module.buffers() if id(b) in large]
-        self._buffers = [(b, b.detach().clone()) for b in module.buffers() if id(b) not in large]
-        self._gradients: list[tuple[nn.Parameter, Tensor | None]] = []
-        if gradients != "leave":
+        large = {key for key, (_, b) in buffers.items() if not self._drops and _is_large(b)}
+        self._watched = [(m, b, b._version) for key, (m, b) in buffers.items() if key in large]
+        self._buffers = [
+            (m, b, b.detach().clone()) for key, (m, b) in buffers.items() if key not in large
+        ]
+        self._gradients: list[tuple[nn.Parameter, Tensor]] = []
+        if gradients == "keep":
             with host_copies():
                 self._gradients = [
                     (p, p.grad.to("cpu", copy=True))
-                    if gradients == "keep" and p.grad is not None
-                    else (p, None)
-                    for p in parameters
+                    for p in module.parameters()
+                    if p.grad is not None
                 ]
 
     def restore(self) -> None:
@@ -70,28 +90,140 @@ class TrainingState:
         Raises:
             MemoryExhaustedError: If the step wrote to a large buffer, of which there is no copy.
         """
-        if any(buffer._version != version for buffer, version in self._watched):
+        if any(buffer._version != version for _, buffer, version in self._watched):
             raise MemoryExhaustedError(
                 "Out of memory with a whole batch, which cannot be repeated with micro-batches: "
                 "its step wrote to a buffer of the module of over 1 MiB. Use a smaller batch."
             )
-        for parameter, _ in self._gradients:  # first, to free memory
-            parameter.grad = None
-        self._random.restore()
-        for module, is_training in self._modes:
-            module.training = is_training
-        for parameter, is_trained in self._trained:
-            parameter.requires_grad = is_trained
+        if self._drops:  # first, to free memory
+            for parameter in self._module.parameters():
+                parameter.grad = None
+        self.random.restore()
+        self._restore_flags()
         for attributes in self._attributes:
             attributes.restore()
         for module, buffers, non_persistent in self._names:
             _refill(module._buffers, buffers)
             _refill(module._non_persistent_buffers_set, non_persistent)
-        for buffer, before in self._buffers:
+        for _, buffer, before in self._buffers:
             _write(buffer, before)
         for parameter, gradient in self._gradients:
-            if gradient is not None:
-                parameter.grad = gradient.to(parameter.device, copy=True)
+            parameter.grad = gradient.to(parameter.device, copy=True)
+        if self._known is not None:
+            self._known.warn_of_others()
+
+    def _restore_flags(self) -> None:
+        for module, is_training in self._modes:
+            module.training = is_training
+        for _, parameter, is_trained in self._trained:
+            parameter.requires_grad = is_trained
+
+    def changed(self) -> list[nn.Module]:
+        """List the modules that have changed since, and use up the copies; waits for the device."""
+        tensors = [(m, b, before) for m, b, before in self._buffers]
+        found = [m for m, is_training in self._modes if m.training != is_training]
+        found += [m for m, p, is_trained in self._trained if p.requires_grad != is_trained]
+        found += [m for m, b, version in self._watched if b._version != version]
+        found += [m for m, before, _ in self._names if not _is_same(m._buffers, before)]
+        for attributes in self._attributes:
+            if attributes.have_changed():
+                found.append(attributes.module)
+            tensors += attributes.tensors()
+        # By value: what is written through `.data` has the same version.
+        return found + _differing(tensors)
+
+
+class KnownChanges:
+    """What the steps of a run change in a module, learned from steps that were watched.
+
+    Args:
+        module: The model, which always counts as changing: hooks write to its attributes.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.changing: list[nn.Module] = [module]
+        self.devices: set[torch.device] = set()
+        self.draws = False
+        """A step drew random numbers of Python or NumPy."""
+        self._others: list[tuple[nn.Module, object]] = []
+        self._watched: TrainingState | None = None
+
+    def save(self, gradients: Literal["keep", "drop", "leave"], is_watched: bool) -> TrainingState:
+        """Save the state before a step: all of it in a watched step, else what steps change.
+
+        Args:
+            gradients: As for `TrainingState`.
+            is_watched: Learn from this step.
+
+        Returns:
+            The state.
+        """
+        known = None if is_watched else self
+        state = TrainingState(self._module, gradients=gradients, known=known)
+        self._watched = state if is_watched else None
+        return state
+
+    def learn(self) -> None:
+        """Find what a step has changed, if it was watched, when it has passed."""
+        before, self._watched = self._watched, None
+        if before is None:
+            return
+        outside = sys.exception()
+        try:
+            found = [*self.changing, *before.changed()]
+        except Exception as error:
+            if not is_out_of_memory(error, outside):
+                raise
+            found = list(self._module.modules())
+        self.changing = list({id(m): m for m in found}.values())
+        self.devices = before.devices
+        self.draws = self.draws or before.random.has_changed_beside_torch()
+        known = {id(m) for m in self.changing}
+        self._others = [(m, _marks(m)) for m in self._module.modules() if id(m) not in known]
+
+    def warn_of_others(self) -> None:
+        """Warn if modules have changed that steps left alone so far."""
+        others = {id(m) for m, marks in self._others if _marks(m) != marks}
+        names = [f"`{name}`" for name, m in self._module.named_modules() if id(m) in others]
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warnings.warn(
+                f"Out of memory: a batch is repeated. {', '.join(names[:3])}{more} stay as they "
+                "are: they have changed since steps were watched that left them alone. If "
+                "`training_step` changes them, it has done so twice in this batch.",
+                MemsaveWarning,
+                stacklevel=2,
+            )
+
+
+# Identities of what a module holds; its tensors in the version that they have.
+def _marks(module: nn.Module) -> object:
+    own = [] if _is_of_torch(module) else [*_own(module)]
+    tensors = [v for _, v in [*own, *module._buffers.items()] if isinstance(v, Tensor)]
+    return (
+        module.training,
+        [(name, id(value)) for name, value in own],
+        [(id(t), None if t.is_inference() else t._version) for t in tensors],
+        [p.requires_grad for p in module._parameters.values() if p is not None],
+    )
+
+
+def _differing(tensors: list[tuple[nn.Module, Tensor, Tensor]]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    flags: dict[torch.device, list[tuple[nn.Module, Tensor]]] = {}
+    for module, tensor, before in tensors:
+        if tensor.shape != before.shape or tensor.layout is not torch.strided:
+            found.append(module)
+        elif not is_fake(tensor):  # of which a prediction needs nothing to be known
+            # In place: memory may have no room for another copy.
+            now, copy_of_it = (t.detach().reshape(-1).view(torch.uint8) for t in (tensor, before))
+            flag = copy_of_it.bitwise_xor_(now).any()
+            flags.setdefault(tensor.device, []).append((module, flag))
+    for pairs in flags.values():
+        have_changed = torch.stack([flag for _, flag in pairs]).tolist()
+        found += [m for (m, _), changed in zip(pairs, have_changed, strict=True) if changed]
+    return found
 
 
 def _is_large(buffer: Tensor) -> bool:
@@ -101,7 +233,7 @@ def _is_large(buffer: Tensor) -> bool:
 
 class _Attributes:
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self._values = dict(_own(module))
         # Detached: their graph would be alive during the whole step.
         self._of_graphs = {
@@ -119,9 +251,20 @@ class _Attributes:
             if isinstance(value, Tensor) and (is_metric or value.nbytes <= _MAX_STATE_BYTES)
         ]
 
+    def tensors(self) -> list[tuple[nn.Module, Tensor, Tensor]]:
+        """Pairs of a tensor and the copy of its values."""
+        return [(self.module, tensor, before) for tensor, before in self._tensors]
+
+    def have_changed(self) -> bool:
+        """Whether an attribute is another object, or a container has other items."""
+        before = self._values | {name: alive() for name, (alive, _) in self._of_graphs.items()}
+        return not _is_same(dict(_own(self.module)), before) or not all(
+            _is_same(container, items) for container, items in self._containers
+        )
+
     def restore(self) -> None:
-        attributes = vars(self._module)
-        for name, _ in list(_own(self._module)):
+        attributes = vars(self.module)
+        for name, _ in list(_own(self.module)):
             del attributes[name]
         attributes.update(self._values)
         alive = {name: tensor() for name, (tensor, _) in self._of_graphs.items()}
@@ -162,23 +305,38 @@ def _write(tensor: Tensor, before: Tensor) -> None:
 
 
 class RandomState:
-    """States of the global random number generators."""
+    """States of the global random number generators.
 
-    def __init__(self, devices: set[torch.device]) -> None:
+    Args:
+        devices: CUDA devices in use.
+        of_torch_only: Leave out those of Python and NumPy, which take 0.1 ms to read.
+    """
+
+    def __init__(self, devices: set[torch.device], of_torch_only: bool = False) -> None:
         self._cpu = torch.get_rng_state()
-        self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._python = None if of_torch_only else random.getstate()
+        numpy = None if of_torch_only else sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
         self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
 
     def restore(self) -> None:
         """Restore them; may be called again."""
         torch.set_rng_state(self._cpu)
-        random.setstate(self._python)
+        if self._python is not None:
+            random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
         for device, state in self._cuda:
             torch.cuda.set_rng_state(state, device)
+
+    def has_changed_beside_torch(self) -> bool:
+        """Return whether numbers of Python or NumPy have been drawn since."""
+        if self._python is not None and random.getstate() != self._python:
+            return True
+        if self._numpy is None:
+            return False
+        # Other bit generators than the default have other fields, some of them arrays.
+        return repr(self._numpy) != repr(sys.modules["numpy"].random.get_state(legacy=False))
 
 
 # Without an import of torchmetrics there is no metric.
