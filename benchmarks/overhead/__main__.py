@@ -126,7 +126,8 @@ class ManyModules(LightningModule):
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         """Compute a loss."""
-        return self.head(batch).sum()
+        loss: torch.Tensor = self.head(batch).sum()
+        return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Train everything."""
@@ -153,7 +154,8 @@ def measure_own_work(num_modules: int, num_rounds: int, num_steps: int) -> dict[
     added = []
     for i in range(num_rounds):
         pair = [partial(run, []), partial(run, [MemSaveCallback(report=False, predict=False)])]
-        first, second = time_pairs(*(pair[:: 1 - 2 * (i % 2)]), batches, num_warmup=NUM_WARMUP)
+        one, other = pair if i % 2 == 0 else pair[::-1]
+        first, second = time_pairs(one, other, batches, num_warmup=NUM_WARMUP)
         without, with_it = (first, second) if i % 2 == 0 else (second, first)
         times = zip(without.cpu_times_s, with_it.cpu_times_s, strict=True)
         added += [b - a for a, b in times]

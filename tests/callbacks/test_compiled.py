@@ -27,20 +27,20 @@ class Lit(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.model: Any = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=96,
-                n_embd=32,
-                n_layer=2,
-                n_head=2,
-                n_positions=16,
-                attn_pdrop=0.0,
-                embd_pdrop=0.0,
-                resid_pdrop=0.0,
-                use_cache=False,
-                attn_implementation="eager",
-            )
+        make_config: Any = GPT2Config  # without types
+        config = make_config(
+            vocab_size=96,
+            n_embd=32,
+            n_layer=2,
+            n_head=2,
+            n_positions=16,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            use_cache=False,
+            attn_implementation="eager",
         )
+        self.model: Any = GPT2LMHeadModel(config)
 
     def training_step(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
@@ -116,7 +116,8 @@ def fit_compiled(
     way: str, trainer_settings: dict[str, Any], **settings: Any
 ) -> tuple[Seen, MemSaveCallback]:
     torch._dynamo.reset()
-    data = DataLoader(torch.randint(96, (12, 16), generator=torch.Generator().manual_seed(0)), 4)
+    tokens: Any = torch.randint(96, (12, 16), generator=torch.Generator().manual_seed(0))
+    data = DataLoader(tokens, 4)
     seen = Seen()
     callback = MemSaveCallback(stack="off", **settings, monitor=False, predict=False, report=False)
     limits = {"limit_val_batches": 1 if "eval_micro_batch_size" in settings else 0}
@@ -223,7 +224,8 @@ def test_works_or_is_refused(name, way):
 def test_a_stack_leaves_out_what_would_be_refused(way):
     torch._dynamo.reset()
     callback = MemSaveCallback(stack="single_gpu", monitor=False, predict=False, report=False)
-    data = DataLoader(torch.randint(96, (4, 16)), 4)
+    tokens: Any = torch.randint(96, (4, 16))
+    data = DataLoader(tokens, 4)
     make_trainer(pl, callback, limit_val_batches=0).fit(compiled_lit(way), data)
     rows = rows_of(callback)
     for name in AS_A_WHOLE:

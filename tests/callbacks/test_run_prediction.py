@@ -798,7 +798,7 @@ def test_the_next_batches_load_meanwhile(package, monkeypatch):
         data, batch_size, num_workers=1, prefetch_factor=4
     )
     seen = []
-    predict = run_prediction.predict
+    predict = vars(run_prediction)["predict"]
 
     def predict_when_loaded(step):
         until = time.monotonic() + 60

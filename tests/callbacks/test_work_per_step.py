@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections import Counter
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def lit_beside(num_experts: int) -> Any:
     lit = make_lit(LIGHTNING, Beside(num_experts))
     type(lit).training_step = lambda self, batch, batch_idx: self.model(batch)
     type(lit).configure_optimizers = lambda self: torch.optim.AdamW(self.parameters(), lr=0.1)
-    type(lit).train_dataloader = lambda self: DataLoader(torch.ones(40, 6), batch_size=4)
+    type(lit).train_dataloader = lambda self: DataLoader(cast(Any, torch.ones(40, 6)), batch_size=4)
     return lit
 
 
@@ -105,6 +105,8 @@ def test_does_not_grow_with_the_model(settings):
 class Stateful(nn.Module):
     """Every kind of state that a step changes, in modules of their own, beside one it does not."""
 
+    counter: Any
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
@@ -112,7 +114,7 @@ class Stateful(nn.Module):
         self.head = nn.Linear(6, 1)
         self.through_data = nn.Module()
         self.through_data.register_buffer("count", torch.zeros(1))
-        self.counter: Any = nn.Module()
+        self.counter = nn.Module()
         self.counter.__class__ = type("Counter", (nn.Module,), {})
         self.counter.calls = 0
         self.idle = nn.BatchNorm1d(6)
@@ -138,7 +140,7 @@ def fit_stateful(fails_at: int = -1, smaller_from: int | None = None) -> tuple[A
     lit = make_lit(LIGHTNING, model)
     data = torch.randn(40, 6)
     type(lit).training_step = lambda self, batch, batch_idx: self.model(batch)
-    type(lit).train_dataloader = lambda self: DataLoader(data, batch_size=4)
+    type(lit).train_dataloader = lambda self: DataLoader(cast(Any, data), batch_size=4)
     callback = only(micro_batch_size="auto")
 
     class Smaller(LIGHTNING.Callback):  # type: ignore[name-defined, misc]

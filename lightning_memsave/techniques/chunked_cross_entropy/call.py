@@ -27,12 +27,14 @@ class LossSettings:
         ignore_index: Rows with this target are ignored.
         label_smoothing: As for ``F.cross_entropy``.
         chunk_size: Rows per chunk; ``None`` for automatic.
+        min_tile_size: Classes per tile on a GPU, at least.
     """
 
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
     chunk_size: int | None = None
+    min_tile_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,8 @@ class Call:
         if on_cuda(x):
             # Logits and their gradient, a tile of the weight in low precision and of its gradient.
             bytes_of_class = 6 * num_rows + 6 * x.shape[1]
-            size = max(size, x.numel() * x.element_size() // bytes_of_class)
+            free = x.numel() * x.element_size() // bytes_of_class
+            size = max(size, free, self.settings.min_tile_size)
         return 8 * math.ceil(max(size, 1) / 8)
 
     @property

@@ -401,8 +401,8 @@ class GradientUpdates:
         self._watch_parameters(optimizer)
 
 
-# Others run a kernel for each parameter: at most norms of small gradients are computed together, and
-# waiting for the next gradients costs memory at the end of backward.
+# Others run a kernel for each parameter: at most norms of small gradients are computed together,
+# and waiting for the next gradients costs memory at the end of backward.
 def _updates_together(optimizer: Optimizer) -> bool:
     is_of_torch = type(optimizer).__module__.startswith("torch.optim.")
     return is_of_torch and _ATTRIBUTE not in vars(optimizer)
