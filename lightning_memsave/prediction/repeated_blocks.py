@@ -198,9 +198,9 @@ def _at(
     }
 
 
-# Each block adds w bytes of gradients and a of activations to the peak. Below it there is room for as
-# many as in the copy, and for a / (a + w) of those of the further blocks: where that many blocks are
-# left in backward, the activations of the others are gone.
+# Each block adds w bytes of gradients and a of activations to the peak. Below it there is room for
+# as many as in the copy, and for a / (a + w) of those of the further blocks: where that many blocks
+# are left in backward, the activations of the others are gone.
 def _kept_gradients(checked: MemoryPrediction, peak: MemoryBreakdown) -> int:
     activations = max(0, peak.activation_bytes - checked.peak.activation_bytes)
     gradients = max(0, peak.parameter_bytes - checked.peak.parameter_bytes)

@@ -37,7 +37,8 @@ class ChangedBuffers:
     Batch normalisation updates its running statistics in forward. Recomputation must not update
     them again, and a module that reads what it updates (spectral normalisation) must read the
     values of the first run. The first training forward copies all buffers, to find out which ones
-    change.
+    change. What torch's batch normalisation only writes is not copied: recomputation writes
+    elsewhere.
 
     Args:
         modules: The modules that will run.
@@ -47,19 +48,22 @@ class ChangedBuffers:
         self._modules = modules
         # Module, name, buffer, its version, and its copy if it is expected to change.
         self._before: list[tuple[nn.Module, str, Tensor, int, Tensor | None]] = []
+        self._only_written: list[tuple[nn.Module, str]] = []
         for module in modules:
             known = _KNOWN.get(module)
             names, changing = known or (_buffer_names(module), frozenset(_buffer_names(module)))
             for name in names:
                 buffer = _buffer(module, name)
-                if buffer is not None:
+                if buffer is not None and _is_only_written(module, name):
+                    self._only_written.append((module, name))
+                elif buffer is not None:
                     copy = buffer.clone() if name in changing else None
                     self._before.append((module, name, buffer, buffer._version, copy))
 
     @property
     def can_change(self) -> bool:
         """Whether there is any buffer."""
-        return bool(self._before)
+        return bool(self._before or self._only_written)
 
     def learn(self) -> None:
         """Find the buffers that the forward pass changed, and free the other copies."""
@@ -104,6 +108,10 @@ class ChangedBuffers:
         for module, name, _, _, saved in self._before:
             assert saved is not None, "`learn` keeps copies only"
             set_buffer(module, name, saved.clone())
+        for module, name in self._only_written:
+            buffer = _buffer(module, name)
+            now.append((module, name, buffer))
+            set_buffer(module, name, None if buffer is None else torch.empty_like(buffer))
         return now
 
 
@@ -136,6 +144,27 @@ def set_buffer(module: nn.Module, name: str, buffer: Tensor | None) -> None:
 def _buffer(module: nn.Module, name: str) -> Tensor | None:
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path)._buffers.get(leaf)
+
+
+# In training these layers use statistics of the batch, and with a momentum no number of batches.
+_BATCH_NORMS = frozenset(
+    {
+        *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+        *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+    }
+)
+_WRITTEN = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+
+
+def _is_only_written(module: nn.Module, name: str) -> bool:
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    return (
+        type(owner) in _BATCH_NORMS
+        and owner.training
+        and getattr(owner, "momentum", None) is not None
+        and leaf in _WRITTEN
+    )
 
 
 def _buffer_names(module: nn.Module) -> tuple[str, ...]:

@@ -101,6 +101,7 @@ class OptimizerInBackward(Technique[Optimizer]):
             per parameter there and two transfers, but still few gradients at a time on the device.
         group_bytes: Gather gradients up to so many bytes, or those of the largest one if that is
             less, and update their parameters in one call of the optimizer; 0 for one at a time.
+            ``None``: 32 MiB, or a sixteenth of all gradients if that is more.
         kept_bytes: With ``clip_norm``, bytes of gradients that stay on the device: the last ones,
             which take the place of activations. ``None``: as many as the prediction at the start of
             fit finds room for below the peak; 0 in a loop without Trainer.
@@ -150,7 +151,7 @@ class OptimizerInBackward(Technique[Optimizer]):
     clip_value: float | None = None
     clip_param_norm: float | None = None
     clip_norm: float | None = None
-    group_bytes: int = 2**25
+    group_bytes: int | None = None
     kept_bytes: int | None = None
     trust_optimizer: bool = False
 
@@ -166,8 +167,8 @@ class OptimizerInBackward(Technique[Optimizer]):
             and (isinstance(value, bool) or not isinstance(value, int | float) or not value > 0)
         ]
         problems += [
-            Problem(f"`{setting}={value!r}`", "it must be a number of bytes", f"Use {default}.")
-            for setting, default in (("group_bytes", f"`{2**25}`"), ("kept_bytes", "`None`"))
+            Problem(f"`{setting}={value!r}`", "it must be a number of bytes", "Use `None`.")
+            for setting in ("group_bytes", "kept_bytes")
             if (value := getattr(self, setting)) is not None
             and (isinstance(value, bool) or not isinstance(value, int) or value < 0)
         ]

@@ -21,6 +21,7 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
 ParameterStep = Callable[[Optimizer, list[nn.Parameter]], None]
 
 _ATTRIBUTE = "memsave_parameter_step"
+_GROUP_BYTES, _NUM_GROUPS = 2**25, 16
 _SMALL_BYTES = 2**16
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
@@ -203,7 +204,8 @@ class GradientUpdates:
         optimizer: The optimizer.
         clip: Clips each gradient of some parameters.
         held: Holds gradients until all are complete; ``None`` to update at once.
-        group_bytes: Bytes up to which gradients are gathered, but no more than the largest has.
+        group_bytes: Bytes up to which gradients are gathered, but no more than the largest has;
+            ``None`` for 32 MiB, or a sixteenth of all gradients if that is more.
     """
 
     def __init__(
@@ -212,7 +214,7 @@ class GradientUpdates:
         clip: Callable[[list[nn.Parameter]], None],
         held: HeldGradients | None = None,
         *,
-        group_bytes: int = 0,
+        group_bytes: int | None = None,
     ) -> None:
         self.is_accumulating = False
         self.held = held
@@ -279,7 +281,10 @@ class GradientUpdates:
                 self._hooks[param] = register(self._take)
         sizes = [gradient_bytes(param) for param in trained]
         # More than the largest gradient would need more memory than one after the other.
-        self._max_bytes = min(self._group_bytes, max(sizes, default=0))
+        group_bytes = self._group_bytes
+        if group_bytes is None:
+            group_bytes = max(_GROUP_BYTES, sum(sizes) // _NUM_GROUPS)
+        self._max_bytes = min(group_bytes, max(sizes, default=0))
         if not _updates_together(optimizer):
             self._max_bytes = 0 if self.held is None else min(self._max_bytes, _SMALL_BYTES)
         if self.held is not None:
