@@ -95,7 +95,7 @@ class StepCounter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.rpartition("::")[2]
-        if (name in WAITING or _has_mask(name, args)) and not self._is_step_count(args[0]):
+        if (name in WAITING or _has_mask(name, args)) and not self._is_there(args[0]):
             self.counts.waits[name] += 1
         if name not in _NO_KERNEL and not func.is_view:
             self.counts.operators[name] += 1
@@ -114,8 +114,10 @@ class StepCounter(TorchDispatchMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._methods.__exit__(*error)  # type: ignore[no-untyped-call]
 
-    def _is_step_count(self, tensor: Any) -> bool:
-        return any(
+    # Host memory was copied while the device went on.
+    def _is_there(self, tensor: Any) -> bool:
+        is_copy = isinstance(tensor, Tensor) and is_host(tensor.untyped_storage())
+        return is_copy or any(
             state.get("step") is tensor for o in self._optimizers for state in o.state.values()
         )
 

@@ -10,6 +10,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks.launches._count import StepCounter
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.chunked_cross_entropy import call, chunks, kernel, wide_products
@@ -18,7 +19,6 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     run,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
-from tests.techniques.test_waits import CountedWaits
 
 ROWS, WIDTH, CLASSES = 150, 24, 67
 EPSILON = {torch.float32: 2e-7, torch.float64: 1e-15, torch.bfloat16: 1e-3, torch.float16: 1e-4}
@@ -288,13 +288,13 @@ class TestRows:
 
     def waits(self, p: Problem, settings: LossSettings) -> int:
         """Hold a loss against the ordinary one, and count its waits."""
-        with CountedWaits() as counted:
+        with StepCounter() as counted:
             mine = chunked(p, settings)
         theirs, seed = ordinary(p, settings), torch.tensor(1.0)
         torch.testing.assert_close(mine, theirs, equal_nan=True)
         for a, b in zip(gradients(mine, p, seed), gradients(theirs, p, seed), strict=True):
             torch.testing.assert_close(a, b)
-        return sum(counted.waits.values())
+        return sum(counted.counts.waits.values())
 
     @pytest.mark.parametrize("weights", [False, True])
     @pytest.mark.parametrize("smoothing", [0.0, 0.1])

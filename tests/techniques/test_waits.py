@@ -1,15 +1,12 @@
 """How often a step waits for the device: on a GPU each wait empties its queue."""
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_memsave.core.memory import is_host
+from benchmarks.launches._count import StepCounter
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
@@ -20,51 +17,6 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
 from tests.helpers import for_model, switch_on
-
-# What gives a number to Python, or a tensor whose size depends on values.
-OPERATORS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select")
-# Those do it too, and without an operator where the tensor is on the CPU.
-METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
-
-
-class CountedWaits(TorchDispatchMode):
-    """Counts what would wait if the tensors were on a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waits: Counter[str] = Counter()
-        self._methods = _CountedMethods(self.waits)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().removeprefix("aten::").partition(".")[0]
-        has_mask = name == "index" and any(
-            index is not None and index.dtype is torch.bool for index in args[1]
-        )
-        # Host memory is there already: it was copied while the device went on.
-        is_there = isinstance(args[0], Tensor) and is_host(args[0].untyped_storage())
-        if (name in OPERATORS or has_mask) and not is_there:
-            self.waits[name] += 1
-        return func(*args, **(kwargs or {}))
-
-    def __enter__(self) -> "CountedWaits":
-        self._methods.__enter__()
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._methods.__exit__(*error)
-
-
-class _CountedMethods(TorchFunctionMode):
-    def __init__(self, waits: Counter[str]) -> None:
-        super().__init__()
-        self.waits = waits
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in METHODS:
-            self.waits[func.__name__] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def momentum(model: nn.Module) -> torch.optim.Optimizer:
@@ -95,11 +47,11 @@ def test_a_step_waits_this_often(technique, name, expected):
     step, optimizer, _ = switch_on(technique, model, momentum(model))
     for index in range(4):
         optimizer.zero_grad()
-        with CountedWaits() as counted:
+        with StepCounter() as counted:
             step(make_batch(index))
             optimizer.step()
         if index:  # the first one may wait for what it cannot know
-            assert counted.waits == expected
+            assert counted.counts.waits == expected
 
 
 @pytest.mark.parametrize(
@@ -125,9 +77,9 @@ def test_weights_of_all_parts_are_read_at_once(loss_weight, expected, size):
         return loss
 
     run = MicroBatching(size, loss_weight=loss_weight).apply(step).target
-    with CountedWaits() as counted:
+    with StepCounter() as counted:
         run(batch)
-    assert counted.waits == expected
+    assert counted.counts.waits == expected
 
 
 class LanguageModel(nn.Module):
@@ -162,8 +114,8 @@ def test_losses_of_all_parts_wait_once(loss_weight, labelled, size):
             nn.functional.linear(model.embedding(ids), model.head.weight).flatten(0, 1),
             labels.flatten(),
         )
-        with CountedWaits() as counted:
+        with StepCounter() as counted:
             loss = run({"ids": ids, "labels": labels})
         torch.testing.assert_close(loss, plain.detach())
         if index:
-            assert counted.waits == ({"tolist": 1} if loss_weight == "tokens" else {})
+            assert counted.counts.waits == ({"tolist": 1} if loss_weight == "tokens" else {})
