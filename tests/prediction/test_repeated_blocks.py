@@ -76,7 +76,9 @@ def test_line_hits_what_is_predicted_directly(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("num_tokens", [8, 64, 400])
+@pytest.mark.parametrize(
+    "num_tokens", [64, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (8, 400))]
+)
 def test_gradients_that_may_stay_are_no_more_than_in_a_direct_prediction(num_tokens: int) -> None:
     kept, peaks = [], []
     for may_extrapolate in (True, False):
