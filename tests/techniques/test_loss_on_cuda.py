@@ -1,13 +1,13 @@
 """What the loss does on a GPU, read from fake tensors: launches, layouts of buffers, memory."""
 
-from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.launches._count import StepCounter
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
@@ -19,34 +19,24 @@ BF16 = torch.bfloat16
 KINDS = {"float32": (torch.float32, None), "bfloat16": (BF16, None), "bf16": (torch.float32, BF16)}
 """By precision, the type of the weights and of products in autocast."""
 
-# Neither a kernel nor memory.
-NO_LAUNCH = frozenset(
-    (
-        *("empty", "empty_like", "new_empty", "view", "_unsafe_view", "t", "slice", "split"),
-        *("expand", "unsqueeze", "squeeze", "detach", "prim::device"),
-    )
-)
 
-
-class Launches(TorchDispatchMode):
-    """Counts operators that launch a kernel, and keeps the results of products."""
+class Launches(StepCounter):
+    """Counts operators, and keeps the results of products."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: Counter[str] = Counter()
         self.products: list[Tensor] = []
         self.made: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.name().removeprefix("aten::").partition(".")[0]
-        if name not in NO_LAUNCH:
-            self.names[name] += 1
-            given = (*args, *(kwargs or {}).values())
-            if isinstance(result, Tensor) and all(result is not value for value in given):
+        before = self.counts.num_operators
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        given = (*args, *(kwargs or {}).values())
+        if self.counts.num_operators > before and isinstance(result, Tensor):
+            if all(result is not value for value in given):
                 self.made.append(result)
-        if name in ("addmm", "addmm_"):
-            self.products.append(result)
+            if func.name().partition(".")[0] in ("aten::addmm", "aten::addmm_"):
+                self.products.append(result)
         return result
 
 
@@ -80,7 +70,7 @@ def launches(kind: str, num_chunks: int) -> Launches:
 # Autocast converts the inputs of each chunk.
 @pytest.mark.parametrize(("kind", "expected"), [("float32", 12), ("bfloat16", 12), ("bf16", 13)])
 def test_a_chunk_is_few_launches(kind, expected):
-    few, many = (launches(kind, num_chunks).names for num_chunks in (3, 8))
+    few, many = (launches(kind, num_chunks).counts.operators for num_chunks in (3, 8))
     each = {name: (many[name] - few[name]) / 5 for name in many if many[name] != few[name]}
     # Targets, padding and logits; three passes over them, three over rows; two products.
     assert sum(each.values()) == expected, each
@@ -143,6 +133,13 @@ class TestSizes:
             assert call.tile_size == 2 * WIDTH
             with cuda_kernels():
                 assert call.tile_size == 3072
+
+    def test_of_tiles_where_the_peak_is_elsewhere(self):
+        with fake_tensors():
+            call = replace(self.call("bf16", 8192, 400), settings=LossSettings(min_tile_size=9000))
+            assert call.tile_size == 2 * WIDTH
+            with cuda_kernels():
+                assert call.tile_size == 9000
 
     def test_evaluation_keeps_its_own(self):
         with fake_tensors():
