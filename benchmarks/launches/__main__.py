@@ -50,8 +50,9 @@ class Model(NamedTuple):
 
 def _without_cache(build: Callable[[], Any]) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
-        model = build()
-        model.config.use_cache = False  # checkpointing switches it off, and it changes the masks
+        model: nn.Module = build()
+        config: Any = model.config
+        config.use_cache = False  # checkpointing switches it off, and it changes the masks
         return model
 
     return make
