@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -305,6 +306,8 @@ def is_fused(optimizer: Any, group: Mapping[str, Any], param: nn.Parameter) -> b
 
 
 def _works_on(param: Tensor) -> bool:
+    if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # the eager form would need much memory
+        return False
     if is_fake(param):  # without a GPU here, the one that is predicted for is taken to have it
         return not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return _is_proven(param.device)

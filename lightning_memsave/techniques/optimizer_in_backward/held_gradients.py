@@ -116,11 +116,15 @@ class HeldGradients:
         """
         if not params:
             return
-        in_place = [p for p in params if p.grad is not None]
-        norms = _norms([p.grad for p in in_place if p.grad is not None])
-        self._norms.update(zip(in_place, norms, strict=True))
-        kinds = {(p.device, p.dtype): None for p in params}  # the order in which torch sums them
-        found = [self._norms[p] for kind in kinds for p in params if (p.device, p.dtype) == kind]
+        kinds: dict[Any, list[nn.Parameter]] = {}  # in the order in which torch sums them
+        for param in params:
+            kinds.setdefault((param.device, param.dtype), []).append(param)
+        found = []
+        for group in kinds.values():
+            in_place = [p for p in group if p.grad is not None]
+            norms = _norms([p.grad for p in in_place if p.grad is not None])
+            self._norms.update(zip(in_place, norms, strict=True))
+            found += [self._norms[p] for p in group]
         device = found[0].device
         total = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in found]))
         one = nn.Parameter(torch.ones_like(total))
@@ -173,7 +177,9 @@ class HeldGradients:
             return
         transfer = _Transfer(grads)
         if param.is_cuda:  # pragma: no cover (gpu)
-            stream = self._streams.setdefault(param.device, torch.cuda.Stream(param.device))
+            if param.device not in self._streams:
+                self._streams[param.device] = torch.cuda.Stream(param.device)
+            stream = self._streams[param.device]
             stream.wait_stream(torch.cuda.current_stream(param.device))
             with torch.cuda.stream(stream):
                 yield transfer

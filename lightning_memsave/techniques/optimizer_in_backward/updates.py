@@ -185,7 +185,7 @@ class _Gathered:
     num_bytes: int = 0
 
     def take(self) -> list[nn.Parameter]:
-        params = list(self.params)
+        params = [param for param in self.params if param.grad is not None]
         self.params.clear()
         self.num_bytes = 0
         return params
@@ -318,8 +318,8 @@ class GradientUpdates:
         if num_bytes >= self._max_bytes:
             self._process(optimizer, [param])
             return
-        if group.num_bytes + num_bytes > self._max_bytes:
-            self._process(optimizer, group.take())
+        if group.num_bytes + num_bytes > self._max_bytes and (params := group.take()):
+            self._process(optimizer, params)
         if not group.params:
             # At the end of backward, on the stream that called it, which waits for all others.
             finish: Any = torch.autograd.Variable._execution_engine.queue_callback
@@ -332,7 +332,7 @@ class GradientUpdates:
         optimizer = self._optimizer()
         with self._lock:
             for group in self._gathered.values():
-                params = [param for param in group.take() if param.grad is not None]
+                params = group.take()
                 if optimizer is not None and params:
                     self._process(optimizer, params)
 
