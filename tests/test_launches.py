@@ -92,6 +92,7 @@ def test_recomputation_is_counted_apart():
     assert more.total() >= 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_runs_dry(tmp_path, capsys):
     assert main(["--dry", "--results", str(tmp_path)]) == 0

@@ -202,7 +202,7 @@ def test_every_argument_is_tried():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.daily(4)
+@pytest.mark.daily(8)
 def test_works_or_is_refused(name, way):
     settings, works = CASES[name]
     if name in AS_A_WHOLE and way != "blocks":
