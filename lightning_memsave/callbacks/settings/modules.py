@@ -203,7 +203,7 @@ _KINDS: Mapping[type[Technique[Any]], type[ModuleSetting]] = {
 _MIN_TILE_SIZE = 4096
 
 
-def recomputes_all(arguments: Arguments) -> bool:
+def _recomputes_all(arguments: Arguments) -> bool:
     """Return whether every block is recomputed, so that the peak of a step is inside a block."""
     wanted = arguments["activation_checkpointing"]
     return getattr(wanted, "which", wanted) in ("all", "nested")
@@ -225,7 +225,7 @@ def read_module_setting(entry: Entry, arguments: Arguments) -> ModuleSetting:
         entry.technique.from_value(arguments[name]),
         _KINDS.get(entry.technique, ModuleSetting),
     )
-    if isinstance(technique, ChunkedCrossEntropy) and recomputes_all(arguments):
+    if isinstance(technique, ChunkedCrossEntropy) and _recomputes_all(arguments):
         size = max(technique.min_tile_size, _MIN_TILE_SIZE)
         technique = dataclasses.replace(technique, min_tile_size=size)
     if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):

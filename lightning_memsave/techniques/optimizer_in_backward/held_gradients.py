@@ -16,11 +16,11 @@ _FIRST_CHUNK_BYTES, _MAX_CHUNK_BYTES = 2**20, 2**26
 
 
 class HeldGradients:
-    """Holds gradients on the host and returns them group by group, clipped.
+    """Holds gradients, on the host or the device, and returns them group by group, clipped.
 
-    Their total norm is known only after backward. What is complete last, when backward has freed
-    most activations, may stay on the device. On CUDA, copies run beside the computation: each waits
-    only for the gradients that it needs, and the device holds one group more.
+    Their total norm is known only after backward. Those that are complete last, when backward has
+    freed most activations, may stay on the device. On CUDA, copies run beside the computation: each
+    waits only for the gradients that it needs, and the device holds one group more.
 
     Args:
         clip_norm: Bound on the total norm of all gradients.

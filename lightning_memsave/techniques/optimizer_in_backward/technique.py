@@ -97,8 +97,8 @@ class OptimizerInBackward(Technique[Optimizer]):
         clip_value: Bound on each element of a gradient, as in ``clip_grad_value_``.
         clip_param_norm: Bound on the norm of the gradient of each single parameter.
         clip_norm: Bound on the total norm of all gradients of this optimizer, as in
-            ``clip_grad_norm_``. Gradients are held in host memory until backward has ended: 4 bytes
-            per parameter there and two transfers, but still few gradients at a time on the device.
+            ``clip_grad_norm_``. Gradients wait until backward has ended, but for ``kept_bytes`` in
+            host memory: 4 bytes per parameter there and two transfers.
         group_bytes: Gather gradients up to so many bytes, or those of the largest one if that is
             less, and update their parameters in one call of the optimizer; 0 for one at a time.
             ``None``: 32 MiB, or a sixteenth of all gradients if that is more.
@@ -285,7 +285,9 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
         gradients = f"gradients {format_bytes(sum(sizes))} -> {format_bytes(max(sizes, default=0))}"
         how = f"backward, {gradients} at a time"
     where = (
-        " (held in host memory until then)" if ACTIVE_UPDATES[optimizer].held is not None else ""
+        " (gradients wait until their norm is known)"
+        if ACTIVE_UPDATES[optimizer].held is not None
+        else ""
     )
     return f"{type(optimizer).__name__}: {len(sizes)} parameters updated in {how}{where}"
 

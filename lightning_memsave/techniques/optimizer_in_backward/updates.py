@@ -226,14 +226,10 @@ class GradientUpdates:
         self._hooks: Any = WeakTensorKeyDictionary()
         self._taken: set[int] = set()
         self._gathered: dict[Any, _Gathered] = {}
-        self._has_updated = False
+        self.has_updated = False
+        """Whether a parameter was updated since the last step of the optimizer."""
         # In backward, each GPU has its own thread.
         self._lock = threading.RLock()
-
-    @property
-    def has_updated(self) -> bool:
-        """Whether a parameter was updated since the last step of the optimizer."""
-        return self._has_updated
 
     def start(self) -> list[Callable[[], None]]:
         """Register all hooks.
@@ -255,7 +251,7 @@ class GradientUpdates:
         """Reset the state of the current step; parameters that were updated stay so."""
         self._taken.clear()
         self._gathered.clear()
-        self._has_updated = False
+        self.has_updated = False
         if self.held is not None:
             self.held.clear()
 
@@ -343,7 +339,7 @@ class GradientUpdates:
             self.held.take(params)
 
     def _update(self, optimizer: Optimizer, params: list[nn.Parameter]) -> None:
-        self._has_updated = True
+        self.has_updated = True
         self._clip(params)
         step_parameters(optimizer, params)
         for param in params:
