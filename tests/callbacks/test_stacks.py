@@ -19,7 +19,6 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import STACKS
@@ -672,21 +671,3 @@ class TestPrediction:
         report = json.loads(Path("memsave_report.json").read_text())
         predicted, measured = (report[key]["peak_bytes"] for key in ("predicted", "measured"))
         assert predicted == pytest.approx(measured, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("checkpointing", "expected"),
-    [(None, 1), ("all", 4096), ("nested", 4096), (ActivationCheckpointing("all"), 4096), (0.5, 1)],
-    ids=repr,
-)
-def test_tiles_of_the_loss_are_larger_where_blocks_are_recomputed(checkpointing, expected):
-    callback = MemSaveCallback(
-        stack="off", chunked_cross_entropy=True, activation_checkpointing=checkpointing
-    )
-    technique = callback._settings.find(ChunkedCrossEntropySetting).technique
-    assert technique.min_tile_size == expected
-    own = ChunkedCrossEntropy(min_tile_size=9000)
-    callback = MemSaveCallback(
-        stack="off", chunked_cross_entropy=own, activation_checkpointing=checkpointing
-    )
-    assert callback._settings.find(ChunkedCrossEntropySetting).technique.min_tile_size == 9000

@@ -444,11 +444,6 @@ class TestApplying:
         with pytest.raises(ConfigurationError, match=r'Use "auto", or for example 512'):
             ChunkedCrossEntropy(chunk_size=chunk_size)
 
-    @pytest.mark.parametrize("size", [0, -1, True, 1.5, "auto", None])
-    def test_wrong_tile_size(self, size):
-        with pytest.raises(ConfigurationError, match=r"number of classes: .* for example 8192"):
-            ChunkedCrossEntropy(min_tile_size=size)
-
     @pytest.mark.parametrize("heads", [(), 3, "", "re:("])
     def test_wrong_heads(self, heads):
         with pytest.raises(ConfigurationError, match=r'`heads=.* Pass a name such as "lm_head"'):

@@ -183,6 +183,16 @@ def test_compiled_is_eager(function):
         assert matches_eager(function, CPU)
 
 
+def test_one_graph_serves_all_sizes_and_steps():
+    """After `recompile_limit` graphs torch would run the eager form, and need its memory."""
+    traced = torch.compile(adam, dynamic=True, backend="eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for step, size in enumerate((1000, 2, 777, 2**20 + 1, 5), start=1):
+            numbers = Numbers(1 - 1e-3 / step, 0.0, 0.9, 0.99, 0.1 / step, 0.3 * step, 1e-8, step)
+            zeros = torch.zeros(size)
+            traced(zeros.bfloat16(), zeros, [zeros, zeros.clone()], None, numbers)
+
+
 def test_a_compiled_form_that_is_wrong_or_fails_is_not_used(monkeypatch):
     def wrong(param: Tensor, *others: Any) -> None:
         adam(param, *others)

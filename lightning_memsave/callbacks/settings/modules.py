@@ -1,6 +1,5 @@
 """Techniques that change the module, behind the methods of a `Setting`."""
 
-import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -200,15 +199,6 @@ _KINDS: Mapping[type[Technique[Any]], type[ModuleSetting]] = {
 }
 
 
-_MIN_TILE_SIZE = 4096
-
-
-def _recomputes_all(arguments: Arguments) -> bool:
-    """Return whether every block is recomputed, so that the peak of a step is inside a block."""
-    wanted = arguments["activation_checkpointing"]
-    return getattr(wanted, "which", wanted) in ("all", "nested")
-
-
 def read_module_setting(entry: Entry, arguments: Arguments) -> ModuleSetting:
     """Make the setting of a registered technique.
 
@@ -225,9 +215,6 @@ def read_module_setting(entry: Entry, arguments: Arguments) -> ModuleSetting:
         entry.technique.from_value(arguments[name]),
         _KINDS.get(entry.technique, ModuleSetting),
     )
-    if isinstance(technique, ChunkedCrossEntropy) and _recomputes_all(arguments):
-        size = max(technique.min_tile_size, _MIN_TILE_SIZE)
-        technique = dataclasses.replace(technique, min_tile_size=size)
     if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
         return kind(name, None, "None", own, why)
     return kind(name, technique, short(arguments[name]), own)

@@ -17,6 +17,12 @@ _MIN_CHUNK_BYTES = 2**20
 # multiples of 128; vocabularies such as 50,257 have no such factor.
 _ALIGNMENT = 64
 
+# On a GPU, large enough that it computes longer than the next kernel takes to launch, unless that
+# needs more than the backward pass of a transformer block: gradients of its output and of its wider
+# layer, five times the inputs of the head.
+_GPU_TILE = 8192
+_INPUTS_OF_GPU_TILE = 5
+
 
 @dataclass(frozen=True)
 class LossSettings:
@@ -27,14 +33,12 @@ class LossSettings:
         ignore_index: Rows with this target are ignored.
         label_smoothing: As for ``F.cross_entropy``.
         chunk_size: Rows per chunk; ``None`` for automatic.
-        min_tile_size: Classes per tile on a GPU, at least.
     """
 
     reduction: str = "mean"
     ignore_index: int = -100
     label_smoothing: float = 0.0
     chunk_size: int | None = None
-    min_tile_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -141,20 +145,37 @@ class Call:
 
     @property
     def tile_size(self) -> int:
-        """Classes per tile: at most as many logits as in a chunk of rows.
-
-        On a GPU, at least as many as need no more memory than the gradient of the inputs, which is
-        made after the last tile.
-        """
+        """Classes per tile: at most as many logits as in a chunk of rows; more on a GPU."""
         x, num_rows = self.operands.inputs[0], max(1, len(self.target))
         chunk = self.chunk_size(has_gradients=True) * self.num_classes
         size = min(2 * x.shape[1], chunk // num_rows)
         if on_cuda(x):
-            # Logits and their gradient, a tile of the weight in low precision and of its gradient.
-            bytes_of_class = 6 * num_rows + 6 * x.shape[1]
-            free = x.numel() * x.element_size() // bytes_of_class
-            size = max(size, free, self.settings.min_tile_size)
+            room = _INPUTS_OF_GPU_TILE * x.numel() * x.element_size()
+            size = max(size, min(_GPU_TILE, room // self._bytes_of_class))
         return 8 * math.ceil(max(size, 1) / 8)
+
+    # Of a tile: logits and their gradient, the weight in the type of the product, and its gradient.
+    @property
+    def _bytes_of_class(self) -> int:
+        operands, num_features = self.operands, self.operands.inputs[0].shape[1]
+        (product, *_), weight, wide = operands.dtypes, operands.weights[0], operands.wide_dtype
+        num_bytes = max(1, len(self.target)) * (wide.itemsize + product.itemsize)
+        if weight.dtype != product:
+            num_bytes += num_features * product.itemsize
+        if not (self.sums_in_low_precision or weight.dtype == wide):
+            num_bytes += num_features * wide.itemsize
+        return num_bytes
+
+    @property
+    def sums_in_low_precision(self) -> bool:
+        """Whether a tile of a weight's gradient is one product, made in the type of the weight.
+
+        So it is in the ordinary computation. bfloat16 has the range of float32, so that gradients
+        may be scaled before the product.
+        """
+        operands = self.operands
+        weights = {weight.dtype for weight in operands.weights}
+        return on_cuda(operands.weights[0]) and {*weights, *operands.dtypes} == {torch.bfloat16}
 
     @property
     def is_tiled(self) -> bool:

@@ -54,9 +54,8 @@ def cross_entropy_of(
         return NotImplemented
     product = part.product
     product.check_unchanged()
-    own = product.settings
-    sizes = own.chunk_size, own.min_tile_size
-    settings = LossSettings(reduction, ignore_index, label_smoothing, *sizes)
+    chunk_size = product.settings.chunk_size
+    settings = LossSettings(reduction, ignore_index, label_smoothing, chunk_size)
     with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
         loss = linear_cross_entropy(
             product.flat_operands(part.affine),

@@ -39,7 +39,9 @@ class TiledGradients:
 
     def __init__(self, call: Call, needs: tuple[bool, ...], scale: Tensor) -> None:
         operands, num = call.operands, len(call.operands.inputs)
-        self._call, self._scale = call, scale
+        # What is scaled first needs neither a copy of its sum nor a pass over it.
+        self._call, self._is_scaled = call, call.sums_in_low_precision
+        self._scale = scale
         self._parts = [operands.cast(_select_rows(x, call.rows), of=x) for x in operands.inputs]
         self._inputs = [
             torch.zeros(part.shape, dtype=operands.wide_dtype, device=part.device) if need else None
@@ -63,6 +65,8 @@ class TiledGradients:
             Gradients of inputs, weights and bias, each in the type of its tensor.
         """
         call, size, num_rows = self._call, self._call.tile_size, len(normalizers)
+        if self._is_scaled:
+            coefficients = coefficients * self._scale
         shares = Shares(call, coefficients, call.weights_of_rows(call.counted()))
         of_target = -shares.of_target
         buffer = normalizers.new_empty(num_rows, min(size, call.num_classes))
@@ -91,19 +95,30 @@ class TiledGradients:
             narrow = gradient.to(part.dtype) if is_narrow else gradient
             if (total := self._inputs[i]) is not None:
                 add_product(total, (gradient, narrow), weight, is_first=False)
-            if (result := self._weights[i]) is not None:
-                total = gradient.new_empty(len(weight), part.shape[1])
-                add_product(total, (gradient.t(), narrow.t()), part, is_first=True)
-                result[tile] = total.mul_(self._scale)
+            if (result := self._weights[i]) is None:
+                continue
+            if self._is_scaled:
+                torch.mm(narrow.t(), part, out=result[tile])
+                continue
+            is_wide = result.dtype == gradient.dtype
+            total = result[tile] if is_wide else gradient.new_empty(len(weight), part.shape[1])
+            add_product(total, (gradient.t(), narrow.t()), part, is_first=True)
+            total.mul_(self._scale)
+            if not is_wide:
+                result[tile] = total
         if self._bias is not None:
-            self._bias[tile] = gradient.sum(0).mul_(self._scale)
+            total = gradient.sum(0)
+            self._bias[tile] = total if self._is_scaled else total.mul_(self._scale)
 
     def _finished_inputs(self) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         for i, x in enumerate(self._call.operands.inputs):
             total, self._inputs[i] = self._inputs[i], None
             if total is not None:
-                total = scaled(total, self._scale, x.dtype)
+                if self._is_scaled:
+                    total = total.to(x.dtype)
+                else:
+                    total = scaled(total, self._scale, x.dtype)
                 if self._call.rows is not None:
                     total = torch.zeros_like(x).index_add_(0, self._call.rows, total)
             found.append(total)

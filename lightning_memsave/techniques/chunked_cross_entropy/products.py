@@ -212,12 +212,10 @@ class HeadSettings:
     Args:
         name: Name of its module.
         chunk_size: Rows per chunk of the loss; ``None`` for automatic.
-        min_tile_size: Classes per tile on a GPU, at least.
     """
 
     name: str
     chunk_size: int | None = None
-    min_tile_size: int = 1
     has_warned: bool = False
     """Whether the warning on materialized logits was shown."""
 

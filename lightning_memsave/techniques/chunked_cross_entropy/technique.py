@@ -42,13 +42,9 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
             layers outside of the blocks with at least 1,024 outputs and more outputs than inputs.
         chunk_size: Rows (tokens) of logits per chunk. ``"auto"`` makes a chunk about as large as
             the inputs of the head or a quarter of its weight in 32 bits. Smaller chunks are slower.
-        min_tile_size: Classes per tile on a GPU, at least. With low precision and many ignored
-            tokens, gradients are computed by tiles of classes: large ones launch fewer kernels, and
-            need more memory at the beginning of backward, which is not the peak of a step if blocks
-            are recomputed. `MemSaveCallback` sets 4,096 beside checkpointing of all blocks.
 
     Raises:
-        ConfigurationError: If ``heads``, ``chunk_size`` or ``min_tile_size`` is invalid.
+        ConfigurationError: If ``heads`` or ``chunk_size`` is invalid.
 
     Note:
         Exactness is *rounding*: sums over tokens have another order, and in low precision losses
@@ -87,14 +83,8 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
     heads: BlockSelector | Sequence[BlockSelector] | None = None
     _: KW_ONLY
     chunk_size: int | Literal["auto"] = "auto"
-    min_tile_size: int = 1
 
     def __post_init__(self) -> None:
-        if type(self.min_tile_size) is not int or self.min_tile_size < 1:
-            raise ConfigurationError(
-                f"`min_tile_size={self.min_tile_size!r}` is not a number of classes: it must be at "
-                "least 1. Use for example 8192."
-            )
         size = self.chunk_size
         if size != "auto" and (type(size) is not int or size < 1):
             raise ConfigurationError(
@@ -150,7 +140,7 @@ class ChunkedCrossEntropy(Technique[nn.Module]):
         for block in heads:
             undo.append(patch_method(block.module, forward))
             chunk_size = None if self.chunk_size == "auto" else self.chunk_size
-            settings = HeadSettings(block.name, chunk_size, self.min_tile_size)
+            settings = HeadSettings(block.name, chunk_size)
             undo.append(_set(block.module, settings))
         tied = _tied_embeddings(target, heads)
         undo += [patch_method(block.module, tied_embedding.forward) for block in tied]
