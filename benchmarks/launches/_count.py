@@ -223,7 +223,6 @@ def count(setup: Setup) -> tuple[Counts, int]:
         setup.batch,
         settings={"micro_batch_size": None, **setup.settings},
         trainer_arguments={**clip, **setup.trainer},
-        may_extrapolate=False,
         time_limit_s=None,
     )
     return _Counted.found[-1], prediction.peak_bytes

@@ -115,7 +115,6 @@ def predict(model: str, setting: str) -> dict[str, Any]:
         "peak_bytes": found.peak_bytes,
         "reserved_bytes": found.reserved_bytes,
         "by_category": found.peak.by_category(),
-        "is_extrapolated": found.is_extrapolated,
         "seconds": found.seconds,
     }
 

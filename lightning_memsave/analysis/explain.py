@@ -312,7 +312,6 @@ def explain_memory(
     attention: str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
     time_limit_s: float | None = TIME_LIMIT_S,
-    may_extrapolate: bool = True,
 ) -> MemoryExplanation:
     """Explain what uses the memory of a model.
 
@@ -337,7 +336,6 @@ def explain_memory(
         attention: As for `predict_memory`.
         trainer_arguments: As for `predict_memory`.
         time_limit_s: For each prediction, as for `predict_memory`.
-        may_extrapolate: As for `predict_memory`.
 
     Returns:
         The explanation.
@@ -371,7 +369,6 @@ def explain_memory(
         attention=attention,
         trainer_arguments=trainer_arguments,
         time_limit_s=time_limit_s,
-        may_extrapolate=may_extrapolate,
     )
     return explain_what_if(what_if, cardinalities=cardinalities, factors=factors, remedies=remedies)
 

@@ -28,7 +28,6 @@ def predict_memory(
     gpu: str | Gpu | None = None,
     attention: str | None = None,
     trainer_arguments: Mapping[str, Any] | None = None,
-    may_extrapolate: bool = True,
     time_limit_s: float | None = TIME_LIMIT_S,
 ) -> MemoryPrediction:
     """Predict the peak memory of a training step, by category, by phase and by module.
@@ -56,8 +55,6 @@ def predict_memory(
             the one that torch would choose.
         trainer_arguments: Arguments of the Trainer. Only ``precision``, accumulation, gradient
             clipping and ``deterministic`` affect memory; others are ignored.
-        may_extrapolate: Whether to predict models of 30 blocks and more from copies with fewer
-            blocks, in seconds instead of minutes.
         time_limit_s: Stop after this time; ``None`` for never. A step that loops until a value is
             small enough would never end on fake tensors.
 
@@ -95,7 +92,6 @@ def predict_memory(
             as_gpu(gpu),
             attention,
             time_limit_s,
-            may_extrapolate,
         )
     )
 

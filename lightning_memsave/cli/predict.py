@@ -4,7 +4,7 @@ import argparse
 import json
 import pickle
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,8 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
     if len(set(names)) < len(names):
         raise ConfigurationError("--variant is given twice with the same settings. Remove one.")
     request = read_request(arguments.target, arguments)
-    if arguments.snapshot is not None:  # copies with fewer blocks have no events of the others
-        request = replace(request, step=replace(request.step, may_extrapolate=False))
     cases = [_case(request, name) for name in names]
     first, *variants = cases
     if arguments.html is not None:

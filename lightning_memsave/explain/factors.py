@@ -277,17 +277,16 @@ def are_maybe_more(base: MemoryPrediction, tensors: Sequence[TensorMemory]) -> b
     """Return whether a prediction may lack smaller tensors of the same kind.
 
     Args:
-        base: The prediction; it lists its largest tensors, and of deep models those of a copy.
+        base: The prediction; it lists its largest tensors.
         tensors: Some of them.
 
     Returns:
-        True if they are of blocks that the copy lacks, or among the smallest that are listed.
+        True if they are among the smallest that are listed.
     """
     listed = base.largest_tensors
     if not tensors or len(listed) < NUM_LARGEST:
         return False
-    is_of_blocks = any(part.isdigit() for t in tensors for part in t.module.split("."))
-    return (base.is_extrapolated and is_of_blocks) or tensors[-1].num_bytes <= listed[-1].num_bytes
+    return tensors[-1].num_bytes <= listed[-1].num_bytes
 
 
 def previous_gradients(what_if: WhatIf) -> Finding:

@@ -57,9 +57,7 @@ def sentences_of(
 
 
 def _peak(base: MemoryPrediction) -> str:
-    # Of deep models that is a block of the copies with fewer.
-    is_named = base.peak_module and not base.is_extrapolated
-    where = f" in `{base.peak_module}`" if is_named else ""
+    where = f" in `{base.peak_module}`" if base.peak_module else ""
     on_device = ""
     if base.device_bytes != base.peak_bytes:
         on_device = (

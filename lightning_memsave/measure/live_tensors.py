@@ -24,6 +24,9 @@ from lightning_memsave.measure.storages import (
 )
 
 _NO_GRAPH_TASK = -1
+# Looking an operator up takes longer than all checks of it.
+_DEVICE, _LIFT_FRESH = torch.ops.prim.device.default, torch.ops.aten.lift_fresh.default
+_ADD, _TO_COPY = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
 NO_NODE = -1
 # Use count of a storage that one tensor owns: the tensor, and the storage object of this check.
 _SOLE_OWNER = 2
@@ -100,7 +103,7 @@ def category_of_new(
     """
     if is_host_copy():
         return HOST
-    if func is torch.ops.aten._to_copy.default:
+    if func is _TO_COPY:
         sources = [entries.get(storage._cdata) for storage in storages_of(args[0])]
         if any(source is not None and source.category == "parameter" for source in sources):
             return "weight_copy"
@@ -244,16 +247,16 @@ class LiveTensors(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.prim.device.default:  # called for fake tensors at each node
+        if func is _DEVICE:  # called for fake tensors at each node
             return getattr(args[0], "fake_device", None) or func(*args)
         kwargs = kwargs or {}
-        if func is not torch.ops.aten.lift_fresh.default:  # its input is new: torch.tensor(...)
+        if func is not _LIFT_FRESH:  # its input is new: torch.tensor(...)
             for tensor in operands(args):
                 self._see(tensor, "other")
             for tensor in operands(kwargs.values()):
                 self._see(tensor, "other")
         self._op = func
-        if func is torch.ops.aten.add.Tensor and in_backward():
+        if func is _ADD and in_backward():
             summed = summed_in_place(self._entries, *args[:2])
             if summed is not None:
                 change, summed.num_bytes = -summed.num_bytes, 0

@@ -18,14 +18,12 @@ class Peaks:
     Args:
         recording: Allocations and frees of the simulated steps.
         extra: Category and bytes of memory that is held throughout and not in the recording.
-        phase: Use the peak of this phase instead of the highest one.
     """
 
     def __init__(
         self,
         recording: Recording,
         extra: Sequence[tuple[str, int]] = (),
-        phase: str | None = None,
     ) -> None:
         self.events = recording.events
         self.blocks = extra
@@ -34,8 +32,6 @@ class Peaks:
             MemoryBreakdown(),
         )
         self.at_peak, self.by_phase_index = self._find()
-        if phase is not None:
-            self.at_peak = self.by_phase_index[phase]
         last = recording.batch_ends[-2] if len(recording.batch_ends) > 1 else 0
         # The last batch is like all later ones; an earlier one is shown only if its peak is higher.
         starts = [0, *recording.batch_ends[:-1]]

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import gc
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,18 +30,10 @@ from lightning_memsave.prediction.cuda.kernels import (
 from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors, remedy_for
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
-from lightning_memsave.prediction.repeated_blocks import (
-    RepeatedBlocks,
-    all_of,
-    checkpointing_period,
-    extrapolate,
-    find_repeated_blocks,
-)
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
 from lightning_memsave.prediction.simulate import SimulationSettings, simulate_steps
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import unwrap
-from lightning_memsave.techniques.activation_checkpointing.technique import ActivationCheckpointing
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
@@ -54,7 +47,6 @@ def summarise(
     model: str,
     extra: Sequence[tuple[str, int]] = (),
     workspaces: Sequence[int] = (),
-    phase: str | None = None,
     settings: Mapping[str, str] | None = None,
     ineffective: Mapping[str, str] | None = None,
     assumptions: Sequence[str] = (),
@@ -69,7 +61,6 @@ def summarise(
         model: Class name of the module.
         extra: Category and bytes of memory that is held throughout and not in the recording.
         workspaces: Bytes of each cuBLAS workspace.
-        phase: As for `Peaks`.
         settings: Name and value of each setting.
         ineffective: Name of each setting without effect, and its value with the reason.
         assumptions: Assumptions of the prediction, one line each.
@@ -80,7 +71,7 @@ def summarise(
         The prediction.
     """
     extra = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
-    peaks = Peaks(recording, extra, phase)
+    peaks = Peaks(recording, extra)
     blocks: dict[str, Any] = {}
     if device == "cuda":
         changes = list(peaks.changes())
@@ -148,7 +139,7 @@ def predict(step: TrainingStep) -> MemoryPrediction:
         step: The step to predict.
 
     Returns:
-        The prediction; deep models are predicted from copies with fewer blocks.
+        The prediction.
 
     Raises:
         ConfigurationError: If the module or the batch cannot be constructed or copied, or the
@@ -163,16 +154,28 @@ def predict(step: TrainingStep) -> MemoryPrediction:
     """
     start_s = time.monotonic()
     deadline_s = math.inf if step.time_limit_s is None else start_s + step.time_limit_s
-    with quiet(), fake_tensors(deadline_s) as fakes, _explain_errors(step, fakes, deadline_s):
+    with (
+        quiet(),
+        _older_objects_left_alone(),
+        fake_tensors(deadline_s) as fakes,
+        _explain_errors(step, fakes, deadline_s),
+    ):
         predictor = _Predictor(step, fakes, *step.build(fakes), deadline_s)
-        prediction, how = None, ""
-        blocks = predictor.find_repeated_blocks() if step.may_extrapolate else None
-        if blocks is not None:
-            prediction, how = extrapolate(blocks, functools.partial(predictor.predict, blocks))
-        prediction = unwrap(prediction or predictor.predict(), step.loss is not None)
-    assumptions = (*prediction.assumptions, how) if how else prediction.assumptions
-    seconds = time.monotonic() - start_s
-    return dataclasses.replace(prediction, assumptions=assumptions, seconds=seconds)
+        prediction = unwrap(predictor.predict(), step.loss is not None)
+    return dataclasses.replace(prediction, seconds=time.monotonic() - start_s)
+
+
+# Each full collection of garbage would visit all objects of the process: a seventh of the time.
+@contextlib.contextmanager
+def _older_objects_left_alone() -> Iterator[None]:
+    if gc.get_freeze_count():  # somebody else's, which would be unfrozen too
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextlib.contextmanager
@@ -218,20 +221,8 @@ class _Predictor:
     batch: Any
     deadline_s: float
 
-    def find_repeated_blocks(self) -> RepeatedBlocks | None:
-        arguments = self.step.arguments
-        which = arguments["activation_checkpointing"]
-        period = checkpointing_period(which)
-        if period is None:
-            return None
-        choose = ActivationCheckpointing(which).choose if period > 1 else all_of
-        return find_repeated_blocks(self.pl_module, arguments["blocks"], period, choose)
-
-    def predict(
-        self, blocks: RepeatedBlocks | None = None, depth: int = 0, phase: str | None = None
-    ) -> MemoryPrediction:
-        with contextlib.nullcontext() if blocks is None else blocks.cut(self.pl_module, depth):
-            module = self.fakes.copy_module(self.pl_module)
+    def predict(self) -> MemoryPrediction:
+        module = self.fakes.copy_module(self.pl_module)
         step, package = self.step, package_of(self.pl_module)
         on_cuda = step.device == "cuda"
         arguments, assumptions = _simulated_arguments(step.arguments)
@@ -263,7 +254,6 @@ class _Predictor:
             model=_shown_name(self.pl_module),
             extra=[("input", rest_bytes), ("other", fit.other_bytes)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
-            phase=phase,
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in callback.rows if row.status == "on"}

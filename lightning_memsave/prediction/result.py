@@ -181,10 +181,8 @@ class MemoryPrediction(JupyterMixin):
             reason.
         assumptions: Assumptions of the prediction, one line each.
         guesses: Guessed values of tensors, where memory depends on data, one line each.
-        is_extrapolated: Whether it comes from copies of the model with fewer blocks.
         seconds: Time that the prediction needed, in seconds.
-        trace: Events for `to_snapshot`; empty if the prediction is extrapolated or was read from
-            JSON.
+        trace: Events for `to_snapshot`; empty if the prediction was read from JSON.
 
     Example:
         >>> peak = MemoryBreakdown(parameter_bytes=2**20, activation_bytes=3 * 2**20)
@@ -213,7 +211,6 @@ class MemoryPrediction(JupyterMixin):
     ineffective: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
-    is_extrapolated: bool = False
     seconds: float = 0.0
     trace: StepTrace = field(default_factory=StepTrace, compare=False)
 
@@ -307,7 +304,6 @@ class MemoryPrediction(JupyterMixin):
             "ineffective": dict(self.ineffective),
             "assumptions": list(self.assumptions),
             "guesses": list(self.guesses),
-            "is_extrapolated": self.is_extrapolated,
             "seconds": self.seconds,
         }
 
@@ -322,8 +318,7 @@ class MemoryPrediction(JupyterMixin):
             4: ``pickle.dump(prediction.to_snapshot(), file, protocol=4)``.
 
         Raises:
-            ConfigurationError: If the prediction was read from JSON, or extrapolated from copies
-                of the model with fewer blocks.
+            ConfigurationError: If the prediction was read from JSON.
         """
         return self.trace.to_snapshot()
 
@@ -373,7 +368,6 @@ class MemoryPrediction(JupyterMixin):
             ineffective=found.get("ineffective", {}),
             assumptions=tuple(found["assumptions"]),
             guesses=tuple(found["guesses"]),
-            is_extrapolated=found["is_extrapolated"],
             seconds=found["seconds"],
         )
 

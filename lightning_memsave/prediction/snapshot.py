@@ -53,9 +53,8 @@ class StepTrace:
         """
         if not self.changes:
             raise ConfigurationError(
-                "The prediction has no events to write: it was read from JSON, or extrapolated "
-                "from copies of the model with fewer blocks. Predict again with "
-                "`predict_memory(..., may_extrapolate=False)`."
+                "The prediction has no events to write: it was read from JSON. Predict again with "
+                "`predict_memory`."
             )
         addresses = _Addresses()
         # The viewer colours by category and requires one called "unknown".

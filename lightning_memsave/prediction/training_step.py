@@ -65,7 +65,6 @@ class TrainingStep:
         gpu: The GPU to predict for; ``None`` for any with compute capability 8.0.
         attention: CUDA's attention kernel; ``None`` for torch's own choice.
         time_limit_s: Abort a prediction after this many seconds; ``None`` for no limit.
-        may_extrapolate: Whether deep models may be predicted from copies with fewer blocks.
         fit: The running fit that the step belongs to; ``None`` before a fit.
 
     Raises:
@@ -83,7 +82,6 @@ class TrainingStep:
     gpu: Gpu | None = None
     attention: str | None = None
     time_limit_s: float | None = TIME_LIMIT_S
-    may_extrapolate: bool = True
     fit: RunningFit | None = None
 
     def __post_init__(self) -> None:

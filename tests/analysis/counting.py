@@ -129,5 +129,4 @@ def predict(architecture: Architecture, settings: Mapping[str, Any]) -> MemoryPr
         settings=settings,
         device="cpu",
         trainer_arguments=dict(architecture.trainer_arguments),
-        may_extrapolate=False,
     )

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 from typing import Any
 
 import pytest
@@ -274,7 +275,7 @@ def test_never_allocates_the_model() -> None:
     ids = torch.ones(1, 1024, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids}
     with ResidentGrowth() as growth:
-        prediction = predict_memory(lambda: GPT2LMHeadModel(config), batch, may_extrapolate=False)
+        prediction = predict_memory(lambda: GPT2LMHeadModel(config), batch)
     assert prediction.num_parameters == 1_803_020_800
     assert growth.num_bytes < 2**30  # the weights alone would be 6.7 GiB
 
@@ -470,6 +471,18 @@ class _Words(nn.Linear):
 def test_refuses_an_output_without_loss() -> None:
     with pytest.raises(ConfigurationError, match="Pass `loss=`"):
         predict_memory(_Words(2, 2), torch.ones(1, 2))
+
+
+def test_garbage_that_somebody_froze_stays_frozen() -> None:
+    gc.freeze()
+    frozen = gc.get_freeze_count()
+    try:
+        predict_memory(nn.Linear(4, 4), torch.ones(1, 4))
+        assert gc.get_freeze_count() >= 0.9 * frozen
+    finally:
+        gc.unfreeze()
+    predict_memory(nn.Linear(4, 4), torch.ones(1, 4))
+    assert gc.get_freeze_count() == 0
 
 
 def test_leaves_module_and_random_numbers_as_they_were() -> None:

@@ -254,7 +254,7 @@ class TestNormalisation:
         def normalise(x, weight):
             return functional.layer_norm(x, (20,), weight)
 
-        with fake_cuda():
+        with fake_tensors(), cuda_kernels():
             inputs = leaf(10, 20, dtype=torch.bfloat16), leaf(20, dtype=torch.bfloat16)
             assert kept_bytes(normalise, *inputs) == 10 * 20 * 2 + 2 * 10 * 4
             normalise(*inputs).sum().backward()

@@ -93,14 +93,14 @@ def test_an_earlier_step_is_shown_if_it_takes_more():
     assert (peaks.start, peaks.end) == (0, tape.recording.batch_ends[0])
 
 
-def test_the_peak_of_a_phase_is_of_one_and_the_same_step(tape):
-    peaks = Peaks(tape.recording, phase="optimizer")
-    assert peaks.peak == peaks.by_phase["optimizer"]
-    assert (peaks.event.op, peaks.event.phase) == ("aten.s2", "optimizer")
+def test_all_that_is_told_of_the_peak_is_of_the_same_moment(tape):
+    peaks = Peaks(tape.recording)
+    assert peaks.event.phase == "backward"
+    assert peaks.peak == peaks.by_phase["backward"]
     assert sum(t.num_bytes for t in peaks.largest()) == peaks.peak.total_bytes
     assert sum(peaks.by_module().values(), MemoryBreakdown()) == peaks.peak
     timeline = peaks.timeline()
-    assert timeline.phases[timeline.peak_index] == "optimizer"
+    assert timeline.phases[timeline.peak_index] == "backward"
 
 
 def test_each_phase_has_its_peak(tape):

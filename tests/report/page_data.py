@@ -197,7 +197,6 @@ class Gpt2:
                 "No other process uses the card.",
             ),
             guesses=(f"{name}: the loss is a finite number.",),
-            is_extrapolated=self.num_blocks >= 24,
             seconds=4.2,
         )
 

@@ -375,12 +375,12 @@ class TestTimeline:
         assert rows == [[k, v.total_bytes] for k, v in prediction.by_phase.items()]
         assert texts_in(page, ".phase-name") == ["forward", "backward", "optimizer"]
 
-    def test_says_when_a_smaller_copy_is_drawn(self, browser, tmp_path):
+    def test_says_when_another_step_is_drawn(self, browser, tmp_path):
         small, large = Gpt2(num_blocks=6), Gpt2(num_blocks=12)
         timeline = small.prediction("x").timeline
-        drawn = replace(large.prediction("x"), timeline=timeline, is_extrapolated=True)
+        drawn = replace(large.prediction("x"), timeline=timeline)
         browser.open(write_page(tmp_path / "page.html", [("x", drawn)]))
-        assert "a copy of the model with fewer blocks" in texts_in(browser, "#timeline .hint")[0]
+        assert "The chart shows a step with a peak of" in texts_in(browser, "#timeline .hint")[0]
 
 
 class TestModules:

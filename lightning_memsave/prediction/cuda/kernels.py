@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _foreach_utils
-from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import override
 
 from lightning_memsave.core.memory import emulating_cuda
 from lightning_memsave.errors import ConfigurationError
@@ -36,30 +34,6 @@ def add_scratch(overrides: Overrides) -> None:
     overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash_scratch)
     overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient_scratch)
     overrides.add_scratch("embedding_dense_backward", _embedding_scratch)
-
-
-class FloatStatistics(TorchDispatchMode):
-    """Keeps layer-norm statistics in float32 for half-precision inputs, as CUDA does.
-
-    CPU kernels keep them in the precision of the input. Enter it inside ``FakeTensorMode``.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @override
-    def __torch_dispatch__(
-        self,
-        func: Callable[..., Any],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.native_layer_norm.default:
-            output, mean, reciprocal = result
-            return output, mean.float(), reciprocal.float()
-        return result
 
 
 # native_dropout, `dropout` in Dropout.cpp: a mask of one byte per element.
@@ -223,7 +197,8 @@ def cuda_kernels(
         MissingDependencyError: If torch is too old for it.
 
     Note:
-        Enter it inside ``FakeTensorMode``, before contexts that count memory. It overrides
+        Enter it inside ``FakeTensorMode``, before contexts that count memory; statistics of layer
+        norm are right inside `fake_tensors`. It overrides
         operators in torch's dispatcher for the whole process, for fake tensors only.
 
     Example:
@@ -263,7 +238,6 @@ def cuda_kernels(
             add_autocast(overrides)
             add_scratch(overrides)
             undo.enter_context(foreach_optimizers())
-        undo.enter_context(FloatStatistics())
         undo.enter_context(emulating_cuda())
         yield
 

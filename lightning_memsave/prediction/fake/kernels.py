@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_memsave.core.memory import on_cuda
 from lightning_memsave.prediction.fake import shape_cache
 
 MAX_MEASURED_NUMEL = 2**24
@@ -23,13 +24,19 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _CORRECTIONS.get(func, shape_cache.run)(func, args, kwargs)
 
 
-# If parameters and input differ in type, CPU kernels keep statistics in that of the parameters.
+# CUDA's layer norm keeps statistics in at least 32 bits. CPU kernels keep them in the type of the
+# parameters, if it differs from that of the input.
 def _norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = shape_cache.run(func, args, kwargs)
-    weight = args[2 if func is aten.native_layer_norm.default else 1]
-    if weight is None or weight.dtype == args[0].dtype:
+    is_layer_norm = func is aten.native_layer_norm.default
+    weight, dtype = args[2 if is_layer_norm else 1], result[1].dtype
+    if is_layer_norm and on_cuda(args[0]):
+        dtype = torch.promote_types(args[0].dtype, torch.float32)
+    elif weight is not None:
+        dtype = weight.dtype
+    if dtype == result[1].dtype:
         return result
-    return (result[0], *(part.new_empty(part.shape, dtype=weight.dtype) for part in result[1:]))
+    return (result[0], *(part.new_empty(part.shape, dtype=dtype) for part in result[1:]))
 
 
 # The meta kernel only accepts bfloat16.

@@ -31,8 +31,10 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on fake tensors through the cache: hits need a fifth of the time."""
     if func in _IN_PLACE and _is_of_one_shape((*args, *kwargs.values())):
         return args[0]
-    if (for_each := _kind_of_list(func)) and all(map(_is_dense, args[0])):
-        return None if for_each == "in place" else [_make(t, _of_like(t)) for t in args[0]]
+    if _only_writes(func):
+        return None
+    if _makes_a_list(func) and all(map(_is_dense, args[0])):
+        return [_make(t, _of_like(t)) for t in args[0]]
     key = _key(func, args, kwargs) if _is_function_of_shapes(func) else None
     if key is None:
         return func(*args, **kwargs)
@@ -51,13 +53,15 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return result
 
 
-# `_foreach_*` operators, which optimizers call with hundreds of tensors.
+# Steps of optimizers, of torch's with hundreds of tensors.
 @functools.cache
-def _kind_of_list(func: Any) -> str:
-    name = str(func).removeprefix("aten._foreach_").partition(".")[0]
-    if name not in _FOR_EACH and name.removesuffix("_") not in _FOR_EACH:
-        return ""
-    return "in place" if name.endswith("_") else "new"
+def _only_writes(func: Any) -> bool:
+    return isinstance(func, torch._ops.OpOverload) and not func._schema.returns
+
+
+@functools.cache
+def _makes_a_list(func: Any) -> bool:
+    return str(func).removeprefix("aten._foreach_").partition(".")[0] in _FOR_EACH
 
 
 _FOR_EACH = frozenset(

@@ -97,6 +97,11 @@ class KnownValues(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
+    # Torch guards each call against its compiler, which does not run here.
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode = mode
@@ -133,6 +138,8 @@ class KnownValues(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device
         kwargs = kwargs or {}
         inputs = [*operands(args), *operands(kwargs.values())]
         # Tensors made from Python numbers are known.

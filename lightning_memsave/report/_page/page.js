@@ -255,8 +255,7 @@ function renderTimeline(prediction) {
       names.map((name) => el("li", {}, swatch(name), labelOf(name), " ", bytesOf(at(name))))),
     el("p", { class: "hint" }, "Each point is one or a few operations. Hover over the chart for sizes.",
       drawn !== prediction.peak_bytes
-        ? ` The chart shows ${prediction.is_extrapolated ? "a copy of the model with fewer blocks" : "a step"}`
-          + ` with a peak of ${formatBytes(drawn)}.` : ""),
+        ? ` The chart shows a step with a peak of ${formatBytes(drawn)}.` : ""),
     phaseTable(prediction));
   new Chart(plot, timeline, names);
 }
@@ -474,8 +473,7 @@ function renderRemarks(prediction) {
       Object.entries(prediction.ineffective).map(([name, why]) => `${name} ${why}`)),
     ...list("Assumptions", prediction.assumptions),
     ...list("Guesses, because the step depends on values", prediction.guesses),
-    el("p", { class: "hint" }, `Predicted in ${prediction.seconds.toFixed(1)} s`,
-      prediction.is_extrapolated ? ", from copies of the model with fewer blocks." : "."));
+    el("p", { class: "hint" }, `Predicted in ${prediction.seconds.toFixed(1)} s.`));
 }
 
 function show(index) {
