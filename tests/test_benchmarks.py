@@ -9,6 +9,8 @@ import pytest
 from benchmarks._common import markdown_table, write_results
 from benchmarks._paired import Turns, summarise, time_pairs
 from benchmarks.overhead.__main__ import main as time_overhead
+from benchmarks.plan.__main__ import DRY, rank_correlation
+from benchmarks.plan.__main__ import main as compare_times
 from benchmarks.predict.__main__ import main as compare_predictions
 from benchmarks.predict.__main__ import make_text as lay_out
 
@@ -26,6 +28,26 @@ def test_overhead_runs_dry(tmp_path):
     assert (own["num_modules"], own["num_pairs"]) == (20, 6)
     assert own["quartiles_s"][0] <= own["added_s"] <= own["quartiles_s"][1]
     assert "What a bare callback adds to a step" in (tmp_path / "overhead_cpu.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_estimated_times_run_dry(tmp_path):
+    compare_times(["--dry-run", "--results", str(tmp_path)])
+    found = json.loads((tmp_path / "step_time_cpu.json").read_text())["models"]
+    for plans in found.values():
+        assert list(plans) == list(DRY)
+        assert plans["plain"]["measured_ratio"] == plans["plain"]["estimated_ratio"] == 1.0
+        times = plans["recompute all blocks"]
+        assert times["estimated_ratio"] > 1.0
+        ratio = times["measured_s"] / plans["plain"]["measured_s"]
+        assert times["error"] == pytest.approx(times["estimated_ratio"] / ratio - 1)
+
+
+def test_rank_correlation():
+    assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1.0)
+    assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)
+    assert rank_correlation([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(0.8)
 
 
 def test_turns_change_who_comes_first():

@@ -11,35 +11,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 from typing_extensions import override
 
 from lightning_memsave import predict_memory
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.measure.live_tensors import in_backward
+from lightning_memsave.prediction.work import NO_KERNEL, flop_formula
 
 # What gives a number to Python, or a tensor whose size depends on values.
 WAITING = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select")
 # Those do it too, and without an operator where the tensor is on the CPU.
 _METHODS = (Tensor.tolist, Tensor.cpu, Tensor.numpy)
-# Allocate or describe memory without a kernel; views are known by their schema.
-_NO_KERNEL = frozenset(
-    {
-        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
-        *("_local_scalar_dense", "_unsafe_view", "lift_fresh", "detach", "alias", "resize_"),
-        *(
-            "record_stream",
-            "is_pinned",
-            "_record_function_enter_new",
-            "_record_function_exit",
-            "promote_types",
-            "_reshape_alias",
-            "set_",
-            "sym_size",
-            "device",
-        ),
-    }
-)
 
 
 @dataclass
@@ -97,12 +79,13 @@ class StepCounter(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if (name in WAITING or _has_mask(name, args)) and not self._is_there(args[0]):
             self.counts.waits[name] += 1
-        if name not in _NO_KERNEL and not func.is_view:
+        if name not in NO_KERNEL and not func.is_view:
             self.counts.operators[name] += 1
             self.counts.recomputed += in_backward() and torch.is_grad_enabled()
         if name == "copy_":
             self._count_copy(*args[:2])
-        self.counts.flop += _flop(func, name, args, kwargs or {}, result)
+        if (formula := flop_formula(func)) is not None:
+            self.counts.flop += int(formula(*args, **(kwargs or {}), out_val=result))
         return result
 
     def __enter__(self) -> Self:
@@ -144,15 +127,6 @@ class _MethodCounter(TorchFunctionMode):
 
 def _has_mask(name: str, args: tuple[Any, ...]) -> bool:
     return name == "index" and any(i is not None and i.dtype is torch.bool for i in args[1])
-
-
-# The registry has no forms in place.
-def _flop(func: Any, name: str, args: Any, kwargs: Any, result: Any) -> int:
-    packet = func._overloadpacket
-    if packet not in flop_registry and name.endswith("_"):
-        packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    count = flop_registry.get(packet)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
 @dataclass

@@ -266,7 +266,11 @@ class LiveTensors(TorchDispatchMode):
         category = category_of_new(func, args, self._entries, in_step=in_step)
         for tensor in operands((result,)):
             self._see(tensor, category)
+        self._note_call(func, args, kwargs, result)
         return result
+
+    def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note a call of an operator; for subclasses."""
 
     def _register(self, module: nn.Module) -> None:
         for parameter in module.parameters():

@@ -31,7 +31,11 @@ from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors,
 from lightning_memsave.prediction.peaks import Peaks
 from lightning_memsave.prediction.recording import Recording
 from lightning_memsave.prediction.result import MemoryPrediction, ModuleMemory
-from lightning_memsave.prediction.simulate import SimulationSettings, simulate_steps
+from lightning_memsave.prediction.simulate import (
+    MAX_ACCUMULATED,
+    SimulationSettings,
+    simulate_steps,
+)
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import unwrap
 from lightning_memsave.trainer.nested_fit import quiet
@@ -104,6 +108,7 @@ def summarise(
         peak_module=peaks.event.module,
         peak_op=peaks.event.op,
         timeline=peaks.timeline(),
+        work=recording.work,
         trace=peaks.trace(),
         **blocks,
         workspace_bytes=sum(workspaces),
@@ -235,12 +240,14 @@ class _Predictor:
             trainer_arguments.pop("precision", None)
             trainer_arguments["plugins"] = [half_precision_on_cpu(package)]
         callback = step.make_callback(**copy.deepcopy(arguments))
-        batch, rest_bytes = _first_micro_batches(self.batch, arguments)
+        batch, rest_bytes, share = _first_micro_batches(self.batch, arguments)
+        num_accumulated = arguments["accumulate_grad_batches"] or accumulated
+        num_passed = step.arguments["accumulate_grad_batches"] or accumulated
         emulation = functools.partial(cuda_kernels, step.attention, capability=step.capability)
         fit = step.fit or RunningFit()
         settings = SimulationSettings(
             package,
-            accumulate_grad_batches=arguments["accumulate_grad_batches"] or accumulated,
+            accumulate_grad_batches=num_accumulated,
             num_batches=fit.num_batches,
             trainer_arguments=trainer_arguments,
             is_running=step.fit is not None,
@@ -248,6 +255,8 @@ class _Predictor:
             deadline_s=self.deadline_s,
         )
         recording = simulate_steps(module, batch, [callback], settings)
+        factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
+        recording.work = recording.work.for_batches(factor)
         prediction = summarise(
             recording,
             device=step.device,
@@ -304,16 +313,18 @@ def _simulated_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list
     return arguments, assumptions
 
 
-def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any, int]:
+# Also the bytes of the others, and the share of the samples.
+def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any, int, float]:
     size = arguments["micro_batch_size"]
     # With the user's own split function, the batch may not be made of samples.
     if not isinstance(size, int) or arguments["split_batch"] is not None:
-        return batch, 0
+        return batch, 0, 1.0
     shared = find_shared_leaves(batch)[0]
-    if count_samples(batch, shared) <= MAX_MICRO_BATCHES * size:
-        return batch, 0
-    first = split_samples(batch, MAX_MICRO_BATCHES * size, shared)[0]
-    return first, _num_bytes(batch) - _num_bytes(first)
+    num_first, num_samples = MAX_MICRO_BATCHES * size, count_samples(batch, shared)
+    if num_samples <= num_first:
+        return batch, 0, 1.0
+    first = split_samples(batch, num_first, shared)[0]
+    return first, _num_bytes(batch) - _num_bytes(first), num_first / num_samples
 
 
 # Whether a loss can be split shows only on real values. If it cannot, the callback keeps no copy

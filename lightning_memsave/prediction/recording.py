@@ -20,6 +20,8 @@ from typing_extensions import override
 from lightning_memsave.measure.live_tensors import HOST, LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
 from lightning_memsave.prediction.snapshot import Origin
+from lightning_memsave.prediction.work import Work, WorkCounter
+from lightning_memsave.techniques.optimizer_in_backward.updates import is_updating
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 _OLDER = frozenset({"other", "input"})
@@ -71,6 +73,7 @@ class Recording:
         kept_gradient_bytes: Bytes of gradients that wait on the device in the last step, and in a
             fit may do so.
         has_loss: Whether each batch had a loss; true for manual optimization.
+        work: The kernels of the last optimizer step.
     """
 
     modules: tuple[ModuleInfo, ...] = ()
@@ -79,6 +82,7 @@ class Recording:
     host_bytes: int = 0
     kept_gradient_bytes: int = 0
     has_loss: bool = True
+    work: Work = field(default_factory=Work)
 
     def copy(self) -> Self:
         """Copy it as it is now; storages are shared."""
@@ -130,6 +134,7 @@ class StepProfile(LiveTensors):
         }
         self._is_older = False
         self._num_running_closures = 0
+        self._work = WorkCounter()
         self._stack = [""]
         # First sequence number of autograd nodes, and the module that ran from there on.
         self._first_nodes: list[int] = [0]
@@ -138,11 +143,21 @@ class StepProfile(LiveTensors):
     def end_batch(self) -> None:
         """Mark the end of a batch."""
         self.recording.batch_ends.append(len(self.recording.events))
+        self.recording.work = self._work.work()
         self.recording.host_bytes = self._peak_host_bytes
 
     def reset_host_peak(self) -> None:
         """Reset the peak of host memory to what is there now."""
         self._peak_host_bytes = self._host_bytes
+
+    def start_step(self) -> None:
+        """Count the kernels of an optimizer step, from its first batch on."""
+        self._work.clear()
+
+    @override
+    def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        in_step = self._num_running_steps > self._num_running_closures or is_updating()
+        self._work.add(func, args, kwargs, result, in_step=in_step)
 
     @override
     def __enter__(self) -> Self:

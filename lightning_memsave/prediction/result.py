@@ -13,6 +13,7 @@ from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.snapshot import StepTrace
+from lightning_memsave.prediction.work import Work
 from lightning_memsave.units import format_bytes
 
 PHASES = ("forward", "backward", "optimizer")
@@ -182,6 +183,7 @@ class MemoryPrediction(JupyterMixin):
         assumptions: Assumptions of the prediction, one line each.
         guesses: Guessed values of tensors, where memory depends on data, one line each.
         seconds: Time that the prediction needed, in seconds.
+        work: The kernels of a step; empty if the prediction was read from JSON.
         trace: Events for `to_snapshot`; empty if the prediction was read from JSON.
 
     Example:
@@ -212,6 +214,7 @@ class MemoryPrediction(JupyterMixin):
     assumptions: tuple[str, ...] = ()
     guesses: tuple[str, ...] = ()
     seconds: float = 0.0
+    work: Work = field(default_factory=Work, compare=False)
     trace: StepTrace = field(default_factory=StepTrace, compare=False)
 
     @property

@@ -160,6 +160,7 @@ class _Observer(CallbackBase):
                 held.on_take = self._note_taken
         if batch_idx % self.accumulated == 0:
             self._taken.clear()
+            self._profile.start_step()
         self._profile.track_input(batch)
 
     def on_train_batch_end(

@@ -31,6 +31,9 @@ _POSITIONS: weakref.WeakKeyDictionary[Optimizer, dict[int, tuple[int, int]]] = (
 )
 
 
+_num_updates = 0
+
+
 def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     """Update some parameters as ``optimizer.step()`` would, and no others.
 
@@ -38,8 +41,18 @@ def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
         optimizer: An optimizer that does not couple parameters.
         params: Some of its parameters, each with a gradient.
     """
+    global _num_updates  # noqa: PLW0603 - asked by each operator that a prediction records
     step = vars(optimizer).get(_ATTRIBUTE, plain_step)
-    step(optimizer, params)
+    _num_updates += 1
+    try:
+        step(optimizer, params)
+    finally:
+        _num_updates -= 1
+
+
+def is_updating() -> bool:
+    """Return whether `step_parameters` runs."""
+    return _num_updates > 0
 
 
 def set_parameter_step(optimizer: Optimizer, step: ParameterStep) -> Callable[[], None]:

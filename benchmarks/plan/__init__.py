@@ -1,0 +1,1 @@
+"""What the planner says, beside what is measured."""

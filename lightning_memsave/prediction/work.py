@@ -1,0 +1,187 @@
+"""What a training step asks of a device besides memory: kernels, FLOP, and bytes that move."""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from lightning_memsave.core.memory import is_host
+from lightning_memsave.measure.live_tensors import in_backward
+from lightning_memsave.measure.storages import operands, storages_of
+
+Kind = Literal["product", "attention", "convolution", "elementwise", "to_host", "from_host"]
+Phase = Literal["forward", "recomputation", "backward", "optimizer"]
+
+# They allocate or describe memory, or ask for a number; views are known by their schema.
+NO_KERNEL = frozenset(
+    (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+        *("_local_scalar_dense", "_unsafe_view", "lift_fresh", "detach", "alias", "resize_"),
+        *("record_stream", "is_pinned", "_record_function_enter_new", "_record_function_exit"),
+        *("promote_types", "_reshape_alias", "set_", "sym_size", "device"),
+    )
+)
+
+# Tensors that one kernel of `multi_tensor_apply` serves, at five lists (`depth_to_max_tensors` in
+# ATen's MultiTensorApply.cuh).
+_TENSORS_PER_LAUNCH = 30
+
+
+class Kernel(NamedTuple):
+    """A kernel.
+
+    Args:
+        phase: Where it runs.
+        kind: What it does; everything without FLOP of products is ``"elementwise"``.
+        dtype: Type of what it reads, such as ``"bfloat16"``.
+        flop: Floating-point operations of products.
+        num_bytes: Bytes that it reads and writes.
+        num_launches: More than one for a list of many tensors.
+    """
+
+    phase: Phase
+    kind: Kind
+    dtype: str
+    flop: int
+    num_bytes: int
+    num_launches: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The kernels of a training step.
+
+    Args:
+        kernels: Each with how often it runs: a fraction, if fewer batches were recorded than are
+            trained on.
+    """
+
+    kernels: tuple[tuple[Kernel, float], ...] = ()
+
+    @property
+    def num_launches(self) -> float:
+        """Number of kernels that are launched."""
+        return sum(kernel.num_launches * count for kernel, count in self.kernels)
+
+    @property
+    def flop(self) -> float:
+        """Floating-point operations of products."""
+        return sum(kernel.flop * count for kernel, count in self.kernels)
+
+    def for_batches(self, factor: float) -> "Work":
+        """Return the work of as many times the batches, with one update of the parameters."""
+        return Work(
+            tuple((k, n if k.phase == "optimizer" else n * factor) for k, n in self.kernels)
+        )
+
+    def __iter__(self) -> Iterator[tuple[Kernel, float]]:
+        return iter(self.kernels)
+
+
+class WorkCounter:
+    """Counts kernels by what they do."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Kernel] = Counter()
+
+    def clear(self) -> None:
+        """Forget what was counted."""
+        self._counts.clear()
+
+    def add(self, func: Any, args: Any, kwargs: Any, result: Any, *, in_step: bool) -> None:
+        """Count an operator.
+
+        Args:
+            func: The operator.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            result: Its result.
+            in_step: Whether an optimizer steps.
+        """
+        traits = _traits_of(func)
+        if not traits.has_kernel:
+            return
+        tensors = [*operands(args), *operands(kwargs.values())]
+        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        num_bytes = sum(map(_moved_bytes, tensors))
+        if not traits.overwrites:
+            written = args[:1] if result is None else (result,)
+            num_bytes += sum(map(_moved_bytes, operands(written)))
+        kind: Kind = traits.kind
+        if traits.is_copy and len(tensors) > 1:
+            ends = tuple(any(map(is_host, storages_of(tensor))) for tensor in tensors[:2])
+            if ends != (False, False):
+                num_bytes //= 2
+                kind = "to_host" if ends[0] else "from_host"
+        flop = 0 if traits.flop_of is None else int(traits.flop_of(*args, **kwargs, out_val=result))
+        num_launches = math.ceil(len(args[0]) / _TENSORS_PER_LAUNCH) if traits.is_list else 1
+        self._counts[Kernel(_phase(in_step), kind, dtype, flop, num_bytes, num_launches)] += 1
+
+    def work(self) -> Work:
+        """Return what was counted so far."""
+        return Work(tuple(self._counts.items()))
+
+
+def _phase(in_step: bool) -> Phase:
+    if in_step:
+        return "optimizer"
+    if in_backward():
+        return "recomputation" if torch.is_grad_enabled() else "backward"
+    return "forward"
+
+
+# Expanded and sparse tensors have fewer bytes than elements.
+def _moved_bytes(tensor: Tensor) -> int:
+    num_bytes = sum(storage.nbytes() for storage in storages_of(tensor))
+    return min(tensor.numel() * tensor.element_size(), num_bytes)
+
+
+class _Traits(NamedTuple):
+    has_kernel: bool
+    kind: Kind = "elementwise"
+    flop_of: Callable[..., int] | None = None
+    overwrites: bool = False
+    is_copy: bool = False
+    is_list: bool = False
+
+
+@functools.cache
+def _traits_of(func: Any) -> _Traits:
+    if not isinstance(func, torch._ops.OpOverload):  # such as flex attention: not known
+        return _Traits(False)
+    name = func._schema.name.rpartition("::")[2]
+    if name in NO_KERNEL or func.is_view:
+        return _Traits(False)
+    count = flop_formula(func)
+    kind: Kind = "elementwise" if count is None else "product"
+    if "scaled_dot_product" in name:
+        kind = "attention"
+    elif "convolution" in name:
+        kind = "convolution"
+    is_out = func._schema.overload_name.endswith("out")
+    overwrites = is_out or name in ("copy_", "fill_", "zero_")
+    return _Traits(True, kind, count, overwrites, name == "copy_", name.startswith("_foreach_"))
+
+
+def flop_formula(func: Any) -> Callable[..., int] | None:
+    """Find torch's formula for the FLOP of an operator, also of one that works in place.
+
+    Args:
+        func: The operator.
+
+    Returns:
+        A function of its arguments and ``out_val``; ``None`` if it has none.
+    """
+    namespace, _, name = func._schema.name.partition("::")
+    operators = getattr(torch.ops, namespace)
+    for known in (name, name.removesuffix("_"), name.replace("_for_cpu", "")):
+        formula: Callable[..., int] | None = flop_registry.get(getattr(operators, known, None))
+        if formula is not None:
+            return formula
+    return None

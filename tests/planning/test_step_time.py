@@ -1,0 +1,80 @@
+"""Times from kernels: the slowest of compute, bytes and launch, by hand."""
+
+import pytest
+
+from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
+from lightning_memsave.prediction.cuda.gpus import GPUS
+from lightning_memsave.prediction.work import Kernel, Work
+
+RATES = Rates({"float32": 100.0, "bfloat16": 400.0}, {"float32": 50.0}, 10.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "seconds"),
+    [
+        (Kernel("forward", "product", "float32", 1000, 20), 10.0),
+        (Kernel("forward", "product", "bfloat16", 1000, 20), 2.5),
+        (Kernel("forward", "product", "float64", 1000, 20), 10.0),
+        (Kernel("backward", "attention", "float32", 1000, 20), 20.0),
+        (Kernel("backward", "product", "float32", 100, 50), 5.0),
+        (Kernel("optimizer", "elementwise", "float32", 0, 1, 3), 3.0),
+        (Kernel("optimizer", "to_host", "float32", 0, 8), 4.0),
+        (Kernel("optimizer", "from_host", "float32", 0, 1), 1.0),
+    ],
+)
+def test_the_slowest_of_compute_bytes_and_launch(kernel, seconds):
+    assert RATES.seconds(kernel) == pytest.approx(seconds)
+
+
+def test_a_step_is_the_sum_of_its_kernels():
+    forward = Kernel("forward", "product", "float32", 1000, 20)
+    update = Kernel("optimizer", "elementwise", "float32", 0, 50)
+    found = step_time(Work(((forward, 3), (update, 1))), RATES)
+    assert found.by_phase == {
+        "forward": 30.0,
+        "recomputation": 0.0,
+        "backward": 0.0,
+        "optimizer": 5.0,
+    }
+    assert found.seconds == 35.0
+
+
+def test_more_batches_repeat_all_but_the_update():
+    forward = Kernel("forward", "product", "float32", 1000, 20)
+    update = Kernel("optimizer", "elementwise", "float32", 0, 50)
+    work = Work(((forward, 2), (update, 1))).for_batches(2.5)
+    assert dict(work.kernels) == {forward: 5.0, update: 1}
+    assert (work.flop, work.num_launches) == (5000, 6)
+
+
+def test_rates_of_a_gpu():
+    ampere = GPUS["A100-40GB"].throughput
+    assert ampere is not None
+    plain, with_tf32 = Rates.of_gpu(ampere), Rates.of_gpu(ampere, has_tf32=True)
+    assert plain.products["bfloat16"] > with_tf32.products["float32"] > plain.products["float32"]
+
+
+def test_a_gpu_without_bfloat16_is_as_slow_as_in_float32():
+    turing = GPUS["T4"].throughput
+    assert turing is not None
+    products = Rates.of_gpu(turing).products
+    assert products["float16"] > products["float32"]
+    assert products["bfloat16"] == products["float32"]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_has_rates_that_can_be(name):
+    found = GPUS[name].throughput
+    assert found is not None
+    assert 1e12 <= found.float32 <= found.tf32 <= found.float16 <= 3e15
+    assert found.bfloat16 in (found.float16, found.float32)
+    assert 1e11 <= found.memory_bytes <= 1e13
+    assert found.host_bytes < found.memory_bytes
+
+
+def test_rates_of_this_machine():
+    rates = measure_rates("cpu")
+    assert set(rates.products) == {"float32", "bfloat16"}
+    assert all(1e8 < rate < 1e14 for rate in rates.products.values())
+    assert 1e7 < rates.memory_bytes < 1e13
+    assert 1e-8 < rates.launch_s < 1e-2

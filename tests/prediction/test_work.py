@@ -1,0 +1,168 @@
+"""What a step asks of a device: each figure counted by hand."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_memsave import predict_memory
+from lightning_memsave.core.memory import mark_as_host
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.prediction.work import Kernel, WorkCounter
+
+
+class Counting(LiveTensors):
+    """Counts the work of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = WorkCounter()
+
+    def _note_call(self, func, args, kwargs, result) -> None:
+        self.counter.add(func, args, kwargs, result, in_step=False)
+
+
+def kernels_of(function) -> list[Kernel]:
+    with Counting() as counting:
+        function()
+    return [kernel for kernel, count in counting.counter.work() for _ in range(int(count))]
+
+
+def test_a_product():
+    a, b = torch.randn(2, 3), torch.randn(3, 5)
+    (kernel,) = kernels_of(lambda: a @ b)
+    assert kernel == Kernel("forward", "product", "float32", 2 * 2 * 3 * 5, 4 * (6 + 15 + 10))
+
+
+def test_a_product_in_place_and_in_low_precision():
+    total, a, b = torch.zeros(2, 5), torch.randn(2, 3), torch.randn(3, 5)
+    (kernel,) = kernels_of(lambda: total.addmm_(a, b))
+    assert (kernel.kind, kernel.flop, kernel.num_bytes) == ("product", 60, 4 * (6 + 15 + 2 * 10))
+    half = a.bfloat16(), b.bfloat16()
+    (kernel,) = kernels_of(lambda: half[0] @ half[1])
+    assert (kernel.dtype, kernel.num_bytes) == ("bfloat16", 2 * (6 + 15 + 10))
+
+
+@pytest.mark.parametrize(
+    ("function", "num_bytes"),
+    [
+        (lambda x: x + x, 3 * 40),
+        (lambda x: x.mul_(2), 2 * 40),
+        (lambda x: x.copy_(torch.ones(()).expand(10)), 40 + 4),
+        (lambda x: x.zero_(), 40),
+        (lambda x: torch.add(x, x, out=x), 3 * 40),
+        (lambda x: x.expand(100, 10) * 1, 40 + 4000),
+    ],
+)
+def test_bytes_that_move(function, num_bytes):
+    x = torch.ones(10)
+    kernel = kernels_of(lambda: function(x))[-1]
+    assert (kernel.kind, kernel.flop, kernel.num_bytes) == ("elementwise", 0, num_bytes)
+
+
+@pytest.mark.parametrize("key_heads", [4, 2])
+def test_attention(key_heads):
+    query = torch.randn(1, 4, 32, 8, requires_grad=True)
+    key, value = (torch.randn(1, key_heads, 32, 8, requires_grad=True) for _ in range(2))
+
+    def attend() -> None:
+        attended = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=key_heads != 4
+        )
+        attended.sum().backward()
+
+    found = [k for k in kernels_of(attend) if k.kind in ("attention", "product")]
+    # Two products forward; backward five, one of them again.
+    product = 2 * 4 * 32 * 32 * 8
+    assert sum(k.flop for k in found if k.phase == "forward") == 2 * product
+    assert sum(k.flop for k in found if k.phase == "backward") in (4 * product, 5 * product)
+
+
+def test_sparse_gradients_count_what_they_hold():
+    table = nn.Embedding(1000, 4, sparse=True)
+    table(torch.tensor([1, 2])).sum().backward()
+    gradient = table.weight.grad
+    assert gradient is not None
+    found = kernels_of(lambda: gradient * 2)
+    assert sum(kernel.num_bytes for kernel in found) < 1000
+
+
+def test_views_and_empty_tensors_are_no_kernels():
+    x = torch.ones(10)
+    assert kernels_of(lambda: (x.view(2, 5).t(), torch.empty(3), x.detach())) == []
+
+
+def test_lists_are_launched_in_parts():
+    tensors = [torch.ones(4) for _ in range(70)]
+    (kernel,) = kernels_of(lambda: torch._foreach_mul_(tensors, 2.0))
+    assert (kernel.num_launches, kernel.num_bytes) == (3, 2 * 70 * 16)
+
+
+def test_copies_to_and_from_the_host():
+    device, host = torch.ones(8), torch.empty(8)
+    mark_as_host(host)
+    found = kernels_of(lambda: (host.copy_(device), device.copy_(host)))
+    assert [(kernel.kind, kernel.num_bytes) for kernel in found] == [
+        ("to_host", 32),
+        ("from_host", 32),
+    ]
+
+
+class _Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = (nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3))
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.sum()
+
+
+def flop_by_phase(**settings) -> dict[str, float]:
+    prediction = predict_memory(_Net(), torch.randn(8, 16), settings=settings, device="cpu")
+    found: dict[str, float] = {}
+    for kernel, count in prediction.work:
+        found[kernel.phase] = found.get(kernel.phase, 0) + kernel.flop * count
+    return found
+
+
+PRODUCT = 2 * 8 * 16 * 16
+
+
+def test_a_step_by_phase():
+    found = flop_by_phase(activation_checkpointing="all", blocks="Sequential")
+    assert found["forward"] == 6 * PRODUCT
+    # Backward reads no result of the second layer of a block, so torch stops before it.
+    assert found["recomputation"] == 3 * PRODUCT
+    # The first layer needs no gradient of its input.
+    assert found["backward"] == (2 * 6 - 1) * PRODUCT
+    assert found["optimizer"] == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{"micro_batch_size": 1}, {"micro_batch_size": 2}, {"accumulate_grad_batches": 6}]
+)
+def test_all_batches_count_though_few_are_simulated(settings):
+    whole = 6 if "accumulate_grad_batches" in settings else 1
+    found = flop_by_phase(**settings)
+    assert found["forward"] == pytest.approx(whole * 6 * PRODUCT)
+    assert found["backward"] == pytest.approx(whole * 11 * PRODUCT)
+
+
+@pytest.mark.parametrize("in_backward", [None, True])
+def test_updates_count_once_wherever_they_run(in_backward):
+    def updates(**settings):
+        prediction = predict_memory(
+            _Net(),
+            torch.randn(8, 16),
+            settings={"optimizer_in_backward": in_backward} | settings,
+            device="cpu",
+        )
+        kernels = [(k, n) for k, n in prediction.work if k.phase == "optimizer"]
+        return sum(k.num_bytes * n for k, n in kernels)
+
+    # At least parameters, gradients and both moments are read.
+    assert updates() >= 4 * 4 * 6 * (16 * 16 + 16)
+    assert updates(micro_batch_size=1) == updates()
