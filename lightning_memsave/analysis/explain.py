@@ -144,7 +144,7 @@ _SHOWN_TENSORS = 8
 _SHOWN_DEPTH = 3
 _FACTORS, _FACTOR_COLUMNS = "What the peak depends on", ("", "factor", "memory", "finding")
 _REMEDIES = "What would lower the peak, cheapest first"
-_REMEDY_COLUMNS = ("", "saves", "device needs", "fits", "remedy", "exactness", "cost")
+_REMEDY_COLUMNS = ("", "saves", "device needs", "time", "fits", "remedy", "exactness", "cost")
 _ORDER = {"matters": 0, "unknown": 1, "does not matter": 2}
 
 
@@ -272,7 +272,7 @@ class MemoryExplanation:
     def _remedies(self, remedies: tuple[Remedy, ...]) -> list[RenderableType]:
         if not remedies:
             return [Text("No setting of `MemSaveCallback` lowers it.")]
-        table = figure_table(*_REMEDY_COLUMNS, numbers=_REMEDY_COLUMNS[:3])
+        table = figure_table(*_REMEDY_COLUMNS, numbers=_REMEDY_COLUMNS[:4])
         for number, remedy in enumerate(remedies, 1):
             table.add_row(*_cells(number, remedy))
         shown: list[RenderableType] = [table, Text(), Text("What to type")]
@@ -399,6 +399,7 @@ def explain_what_if(
 def _cells(number: int, remedy: Remedy) -> tuple[str, ...]:
     return (
         *(str(number), format_bytes(remedy.saved_bytes), format_bytes(remedy.device_bytes)),
+        "" if remedy.time_ratio is None else f"x {remedy.time_ratio:.2f}",
         {None: "", True: "yes", False: "no"}[remedy.fits],
         *(remedy.name, remedy.exactness, remedy.cost),
     )

@@ -15,6 +15,8 @@ from lightning_memsave.planning.candidates import (
     micro_batch_candidates,
     single_candidates,
 )
+from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.units import format_bytes
@@ -35,6 +37,8 @@ class Remedy:
         exactness: How far values may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
         cost: Roughly what they cost: counted in passes, not measured.
         fits: Whether the step fits the GPU with them; ``None`` if no GPU was named.
+        time_ratio: Estimated time of a step over that of the unchanged one, on the GPU; ``None`` if
+            its throughput is not known.
         prediction: Of the step with them.
     """
 
@@ -46,6 +50,7 @@ class Remedy:
     exactness: str
     cost: str
     fits: bool | None = None
+    time_ratio: float | None = None
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,9 +63,10 @@ class Remedy:
 
     def __str__(self) -> str:
         fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
+        time = "" if self.time_ratio is None else f"; {self.time_ratio:.2f} times the time"
         return (
             f"{self.name}: -{format_bytes(self.saved_bytes)}, to {format_bytes(self.device_bytes)} "
-            f"on the device{fits} ({self.exactness}; {self.cost}): {self.how}"
+            f"on the device{fits}{time} ({self.exactness}; {self.cost}): {self.how}"
         )
 
 
@@ -158,5 +164,13 @@ class _Search:
             candidate.exactness,
             candidate.cost,
             None if gpu is None else prediction.fits(gpu).fits,
+            None if gpu is None else _time_ratio(prediction, base, gpu),
             prediction,
         )
+
+
+def _time_ratio(prediction: MemoryPrediction, base: MemoryPrediction, gpu: Gpu) -> float | None:
+    if gpu.throughput is None:
+        return None
+    rates = Rates.of_gpu(gpu.throughput)
+    return step_time(prediction.work, rates).seconds / step_time(base.work, rates).seconds

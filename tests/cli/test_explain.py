@@ -83,7 +83,7 @@ class TestStep:
         assert {row[1] for row in factors["rows"]} == {s["name"] for s in found["factors"]}
         assert {row[3] for row in factors["rows"]} == {s["sentence"] for s in found["factors"]}
         assert [row[-1] for row in remedies["rows"]] == [f"`{r['how']}`" for r in found["remedies"]]
-        assert [row[4] for row in remedies["rows"]] == [r["name"] for r in found["remedies"]]
+        assert [row[5] for row in remedies["rows"]] == [r["name"] for r in found["remedies"]]
         settings = {p["name"]: p["device_bytes"] for p in drawn["predictions"]}
         assert settings.pop("as given") == found["prediction"]["device_bytes"]
         assert settings == {r["name"]: r["device_bytes"] for r in found["remedies"]}

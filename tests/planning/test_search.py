@@ -47,6 +47,18 @@ def test_what_is_to_be_typed_gives_the_predicted_peak(remedies):
         assert found.device_bytes == remedy.device_bytes
 
 
+def test_time_is_estimated_where_the_gpu_is_known(remedies):
+    assert {remedy.time_ratio for remedy in remedies} == {None}  # of "1GiB" nothing else is known
+    wide = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 8))
+    found = find_remedies(wide, torch.ones(64, 512, 64), gpu="T4")
+    ratios = {remedy.name: remedy.time_ratio for remedy in found}
+    half, whole = ratios["recompute half of the blocks"], ratios["recompute all blocks"]
+    assert half is not None
+    assert whole is not None
+    assert 1.05 < half < whole < 1.5
+    assert str(found[0]).count(" times the time (") == 1
+
+
 def test_the_cheapest_come_first(remedies):
     names = [remedy.name for remedy in remedies]
     order = ["early release", "optimizer in backward", "recompute half of the blocks"]
