@@ -135,7 +135,7 @@ class TestOutput:
         monkeypatch.setattr(torch, "save", fail)
         args = ["convert", "last.ckpt", "--to", "32bit", "--output", "out.ckpt", "--force"]
         assert main(args) == 1
-        assert "memsave convert: [Errno 28] No space left" in capsys.readouterr().err
+        assert "`out.ckpt` cannot be written: No space left on device" in capsys.readouterr().err
         assert Path("out.ckpt").read_text() == "precious"
         assert sorted(path.name for path in Path.cwd().iterdir()) == ["last.ckpt", "out.ckpt"]
 
