@@ -10,6 +10,7 @@ from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
+from lightning_memsave.callbacks.resume_advice import add_resume_advice
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
@@ -294,6 +295,9 @@ class MemSaveCallback(CallbackBase):
             for callback in trainer.callbacks:
                 if hasattr(callback, "write_before_undo"):
                     callback.write_before_undo(trainer, pl_module, exception)
+        if not self._has_started:
+            with attempted(trainer, "There is no advice on the checkpoint"):
+                add_resume_advice(exception, trainer.ckpt_path)
         with attempted(trainer, "What was measured is lost"):
             if self._reported is not None:
                 self._reported.on_exception(trainer, pl_module, exception)
