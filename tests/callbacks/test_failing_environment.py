@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import lightning.pytorch
 import pynvml  # type: ignore[import-untyped]
@@ -17,14 +16,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_memsave.callbacks import memory_monitor, memory_probes
+from benchmarks.faults.driver import FakeDriver
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.callbacks.memory_probes import CudaProbe
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
 from lightning_memsave.callbacks.resume_advice import is_whole
 from lightning_memsave.errors import MemsaveWarning
-from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.units import GIB
 from tests.callbacks.lit import fit, loader, make_lit, make_trainer
 from tests.helpers import full_disk, seed_torch
@@ -227,9 +224,9 @@ class TestCheckpointThatIsNotWhole:
             last.write_bytes(b"")
             raise ArithmeticError
 
-        with pytest.raises(ArithmeticError) as raised:
+        with pytest.raises(ArithmeticError) as later:
             train(at_step(7, fail), max_epochs=2, ckpt_path=last)
-        assert not hasattr(raised.value, "__notes__")
+        assert not hasattr(later.value, "__notes__")
 
 
 class TestFolders:
@@ -278,44 +275,6 @@ class TestFolders:
             fit(make_lit(), *callbacks, logger=logger, log_every_n_steps=1)
 
 
-class Driver:
-    """NVML's library with one GPU, which fails after so many calls; torch sees a GPU too."""
-
-    def __init__(self, monkeypatch):
-        self.error, self.calls_left = None, None
-        memory = SimpleNamespace(used=10 * GIB, total=80 * GIB)
-        processes = [SimpleNamespace(pid=0, usedGpuMemory=GIB)]
-        replies = {
-            "nvmlInit": None,
-            "nvmlShutdown": None,
-            "nvmlDeviceGetHandleByIndex": "handle",
-            "nvmlDeviceGetMemoryInfo": memory,
-            "nvmlDeviceGetComputeRunningProcesses": processes,
-        }
-        for name, reply in replies.items():
-            monkeypatch.setattr(pynvml, name, self._function(reply))
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Some GPU")
-        reading = AllocatorReading(4, 6, 5, 7, 0, 0, None)
-        monkeypatch.setattr(memory_probes, "read_allocator", lambda device: reading)
-        probe = lambda device, module: CudaProbe(torch.device("cuda", 0))  # noqa: E731
-        monkeypatch.setattr(memory_monitor, "LiveTensorsProbe", probe)
-
-    def _function(self, reply):
-        def call(*args):
-            if self.error is not None:
-                if self.calls_left == 0:
-                    raise self.error
-                self.calls_left -= 1
-            if isinstance(reply, list):
-                reply[0].pid = os.getpid()
-            return reply
-
-        return call
-
-
 ERRORS = (
     pynvml.NVML_ERROR_GPU_IS_LOST,
     pynvml.NVML_ERROR_NO_PERMISSION,
@@ -323,27 +282,31 @@ ERRORS = (
 )
 
 
+@pytest.fixture
+def driver(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return FakeDriver(monkeypatch.setattr)
+
+
 class TestDriver:
     @pytest.mark.parametrize("code", ERRORS)
     @pytest.mark.parametrize("num_calls", [0, 1, 2, 5, 8])
-    def test_figures_end_and_training_does_not(self, code, num_calls, monkeypatch, caplog):
-        driver = Driver(monkeypatch)
-        driver.error, driver.calls_left = pynvml.NVMLError(code), num_calls
+    def test_figures_end_and_training_does_not(self, code, num_calls, driver, caplog):
+        error = pynvml.NVMLError(code)
+        driver.fail(error, num_calls)
         monitor = GPUMemoryMonitor(1)
         with caplog.at_level(logging.INFO, logger="lightning.pytorch.memsave"):
             logger = CSVLogger("logs")
             memsave = MemSaveCallback(report=False)
             found = fit(make_lit(), memsave, monitor, logger=logger, log_every_n_steps=1)
-        reason = str(driver.error)
+        reason = str(error)
         assert any(reason in note for note in monitor.summary.notes)
         assert any(reason in r.message for r in caplog.records if "GPUMemoryMonitor" in r.message)
         assert monitor.summary.peak_bytes == 5
-        driver.error = None
         assert_as_undisturbed(found)
 
-    def test_the_peak_is_of_the_process_or_of_the_gpu_and_not_of_both(self, monkeypatch):
-        driver, monitor = Driver(monkeypatch), GPUMemoryMonitor()
-        functions = ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses"]
+    def test_the_peak_is_of_the_process_or_of_the_gpu_and_not_of_both(self, driver, monkeypatch):
+        monitor = GPUMemoryMonitor()
         read = pynvml.nvmlDeviceGetComputeRunningProcesses
         calls = []
 
@@ -353,20 +316,19 @@ class TestDriver:
                 raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
             return read(handle)
 
-        monkeypatch.setattr(pynvml, functions[1], fail_twice)
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", fail_twice)
         fit(make_lit(), monitor)
         assert (monitor.summary.nvml_peak_bytes, monitor.summary.is_nvml_of_gpu) == (GIB, False)
         assert len(calls) > 2
-        assert driver.error is None
 
     @pytest.mark.parametrize("lost", [0, 1])
-    def test_on_one_of_two_processes(self, lost, monkeypatch, package):
-        driver, monitor = Driver(monkeypatch), GPUMemoryMonitor(1)
+    def test_on_one_of_two_processes(self, lost, driver, package):
+        monitor = GPUMemoryMonitor(1)
 
         class Lost(package.Callback):  # type: ignore[name-defined, misc]
             def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
                 if trainer.global_rank == lost and batch_idx == 1:
-                    driver.error, driver.calls_left = pynvml.NVMLError(ERRORS[0]), 0
+                    driver.fail(pynvml.NVMLError(ERRORS[0]))
 
             def on_fit_end(self, trainer, pl_module):
                 found = monitor.summary.to_dict()
