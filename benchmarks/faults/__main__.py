@@ -36,11 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
-    for name in (
-        "lightning.pytorch",
-        "lightning.fabric",
-        "pytorch_lightning",
-    ):  # a thousand fits would say it all
+    # A thousand fits would say it all.
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
         logging.getLogger(name).setLevel(logging.ERROR)
     cases = all_cases()
     attacks: list[dict[str, Any]] = []

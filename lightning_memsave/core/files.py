@@ -44,7 +44,8 @@ def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iter
             os.fsync(file.fileno())
         model = mode_of or path
         if model.exists():
-            shutil.copymode(model, temporary)
+            with contextlib.suppress(OSError):  # some network file systems have none
+                shutil.copymode(model, temporary)
         temporary.replace(path)
     except BaseException:
         # What was raised matters, not that a folder is gone or read-only.
