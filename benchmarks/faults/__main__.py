@@ -9,7 +9,6 @@ driver that fail have a table of their own. CPU only: what fails is injected.
 import argparse
 import collections
 import itertools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
-    # A thousand fits would say it all.
-    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     cases = all_cases()
     attacks: list[dict[str, Any]] = []
     disturbed: list[dict[str, Any]] = []
