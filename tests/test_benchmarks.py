@@ -8,6 +8,8 @@ import pytest
 
 from benchmarks._common import markdown_table, write_results
 from benchmarks._paired import Turns, summarise, time_pairs
+from benchmarks.faults.__main__ import main as attack
+from benchmarks.faults._environment import FAULTS
 from benchmarks.overhead.__main__ import main as time_overhead
 from benchmarks.plan.__main__ import DRY, rank_correlation
 from benchmarks.plan.__main__ import main as compare_times
@@ -119,6 +121,20 @@ def test_results_say_where_they_come_from(tmp_path):
     text = path.with_suffix(".md").read_text()
     assert found["provenance"]["device"] in text
     assert "| c   |   1 |" in text
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_each_fault_of_the_environment_is_survived(tmp_path):
+    numbers = ["--injections", "0", "--kills", "0", "--environment", "5"]
+    attack([*numbers, "--results", str(tmp_path)])
+
+    (path,) = tmp_path.glob("*.json")
+    found = json.loads(path.read_text())["attacks"]
+    assert path.name == "faults_environment_cpu.json"
+    assert {one["fault"] for one in found} == set(FAULTS)
+    assert {one["outcome"] for one in found} == {"went on", "clear error"}
+    assert "| NVML lost            |      1 |       1 |" in path.with_suffix(".md").read_text()
 
 
 @pytest.mark.slow

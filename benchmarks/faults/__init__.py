@@ -1,1 +1,1 @@
-"""Memory that runs out anywhere, and processes that are killed anywhere."""
+"""Memory that runs out anywhere, processes that are killed, environments that fail."""

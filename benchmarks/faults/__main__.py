@@ -1,35 +1,44 @@
-"""Attack small fits: memory that runs out at random operators, processes that are killed.
+"""Attack small fits: memory that runs out, processes that are killed, an environment that fails.
 
 A fit for which memory ran out is right if its parameters are, bit for bit, those of a fit that was
 told to use the smaller size from that batch on, or of one that never ran out; a fit that was killed
-and resumed, if they are those of a fit that was not. CPU only: what runs out is injected.
+and resumed, if they are those of a fit that was not. Disk, log folder, output, checkpoint and
+driver that fail have a table of their own. CPU only: what fails is injected.
 """
 
 import argparse
 import collections
-import logging
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks.faults._attack import Injections, kill_and_resume
+from benchmarks.faults._environment import FAULTS, disturb
 from benchmarks.faults._fits import all_cases
 
-OUTCOMES = ("right", "wrong", "hung", "lost with advice", "lost without advice")
+OF_MEMORY_AND_KILLS = ("right", "wrong", "hung", "lost with advice", "lost without advice")
+OF_ENVIRONMENT = ("went on", "clear error", "wrong", "hung", "lost")
 
 
-def main() -> None:
-    """Attack, print and write what became of the fits."""
+def main(argv: Sequence[str] | None = None) -> None:
+    """Attack, print and write what became of the fits.
+
+    Args:
+        argv: Options; those of the command line if not given.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--injections", type=int, default=360, help="over all cases")
-    parser.add_argument("--kills", type=int, default=60, help="over all cases")
+    parser.add_argument("--kills", type=int, default=100, help="over all cases")
+    parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
-    arguments = parser.parse_args()
-    for name in ("lightning.pytorch", "lightning.fabric"):  # a thousand fits would say it all
-        logging.getLogger(name).setLevel(logging.ERROR)
+    arguments = parser.parse_args(argv)
     cases = all_cases()
     attacks: list[dict[str, Any]] = []
+    disturbed: list[dict[str, Any]] = []
+    faults = itertools.cycle(FAULTS)
     for index, case in enumerate(cases):
         share = _share(arguments.injections, len(cases), index)
         if share:
@@ -38,11 +47,17 @@ def main() -> None:
         for number in range(_share(arguments.kills, len(cases), index)):
             found = kill_and_resume(case, arguments.seed + number)
             attacks.append({"kind": "kill", **found})
-        print(f"{case}: {_counts(attacks, str(case))}", flush=True)
-    table = _table(attacks)
-    print(table)
-    path = write_results("faults_cpu", {"attacks": attacks}, table, folder=arguments.results)
-    print(f"\nWritten to {path}")
+        numbers = range(_share(arguments.environment, len(cases), index))
+        disturbed += [disturb(case, next(faults), arguments.seed + number) for number in numbers]
+        print(f"{case}: {_counts(attacks + disturbed, str(case))}", flush=True)
+    # Each file has the figures of one run, so that the one may be repeated without the other.
+    for name, results, table in (
+        ("faults_cpu", attacks, _table(attacks)),
+        ("faults_environment_cpu", disturbed, _table_of_faults(disturbed)),
+    ):
+        if results:
+            path = write_results(name, {"attacks": results}, table, folder=arguments.results)
+            print(f"{table}\n\nWritten to {path}\n")
 
 
 def _share(total: int, num_cases: int, index: int) -> int:
@@ -64,9 +79,18 @@ def _table(attacks: list[dict[str, Any]]) -> str:
                 if attack["kind"] == kind and stack in (attack["case"].split(", ")[1], "all")
             ]
             if chosen:
-                counts = [str(chosen.count(outcome)) for outcome in OUTCOMES]
+                counts = [str(chosen.count(outcome)) for outcome in OF_MEMORY_AND_KILLS]
                 rows.append([f"{kind}, {stack}", str(len(chosen)), *counts])
-    return markdown_table(["attack", "number", *OUTCOMES], rows)
+    return markdown_table(["attack", "number", *OF_MEMORY_AND_KILLS], rows)
+
+
+def _table_of_faults(disturbed: list[dict[str, Any]]) -> str:
+    rows = []
+    for fault in [*FAULTS, "all"]:
+        chosen = [d["outcome"] for d in disturbed if fault in (d["fault"], "all")]
+        counts = [str(chosen.count(outcome)) for outcome in OF_ENVIRONMENT]
+        rows.append([fault, str(len(chosen)), *counts])
+    return markdown_table(["fault", "number", *OF_ENVIRONMENT], rows)
 
 
 if __name__ == "__main__":

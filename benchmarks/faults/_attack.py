@@ -1,6 +1,7 @@
 """One attack at a time, in a process of its own, and what became of the fit."""
 
 import json
+import logging
 import multiprocessing
 import random
 import re
@@ -33,6 +34,9 @@ def in_process(job: Callable[[], Any], limit_s: float = LIMIT_S) -> Any:
 
 
 def _write(job: Callable[[], Any], path: Path) -> None:
+    # A thousand fits would say it all.
+    for name in ("lightning.pytorch", "lightning.fabric", "pytorch_lightning"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     path.write_text(json.dumps(job()))
 
 

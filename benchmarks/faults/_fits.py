@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -21,6 +22,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from lightning_memsave import MemSaveCallback
 
 BATCH_SIZE, NUM_TOKENS, NUM_WORDS = 4, 8, 50
+LOGS = "logs"
 MESSAGE = "CUDA out of memory. Tried to allocate 2.00 GiB (injected by benchmarks.faults)."
 STACKS: dict[str, dict[str, Any]] = {
     "bare": {},
@@ -162,17 +164,24 @@ class Fit:
     num_ops: int = 0
     batch: int = -1
     """The batch that ran when memory ran out; -1 before the first."""
+    watches: bool = False
+    """Measure, log and write reports into `folder`, as fits of users do."""
+    disturb: Callable[[], None] | None = None
+    """What happens to the environment, once, at the operator ``disturbed_at``."""
+    disturbed_at: int | None = None
+    resume_from: Path | None = None
+    """Go on from this checkpoint instead of the last one."""
 
     def run(self) -> str:
         """Train; give a digest of all parameters, also where an error ended the fit."""
         memsave = MemSaveCallback(
-            **STACKS[self.case.stack], predict=False, report=False, monitor=False
+            **STACKS[self.case.stack], predict=False, report=self.watches, monitor=self.watches
         )
         checkpoint: list[Any] = []
         last = None
         if self.folder is not None:
             checkpoint = [ModelCheckpoint(self.folder, save_last=True)]
-            last = self.folder / "last.ckpt"
+            last = self.resume_from or self.folder / "last.ckpt"
         torch.manual_seed(0)
         lit = _Lit(MODELS[self.case.model]())
         trainer = pl.Trainer(
@@ -181,7 +190,9 @@ class Fit:
             callbacks=[memsave, _Watch(self, memsave), *checkpoint],
             accumulate_grad_batches=self.case.accumulate,
             gradient_clip_val=self.case.clip,
-            logger=False,
+            logger=self._logger(),
+            log_every_n_steps=1,
+            default_root_dir=self.folder,
             enable_checkpointing=bool(checkpoint),
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -196,6 +207,11 @@ class Fit:
             except Exception as error:
                 self.error = error
         return digest(lit)
+
+    def _logger(self) -> Any:
+        if not self.watches or self.folder is None:
+            return False
+        return CSVLogger(self.folder / LOGS, flush_logs_every_n_steps=1)
 
 
 class _Watch(pl.Callback):
@@ -222,6 +238,8 @@ class _Faults(TorchDispatchMode):
         place, self.fit.num_ops = self.fit.num_ops, self.fit.num_ops + 1
         if place == self.fit.kill:
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.fit.disturb is not None and place == self.fit.disturbed_at:
+            self.fit.disturb()
         if place in self.places:
             self.fit.batch = len(self.fit.starts) - 1
             raise torch.OutOfMemoryError(MESSAGE)

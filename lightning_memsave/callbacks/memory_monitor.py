@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_probes import (
     PEAKS,
     CudaProbe,
@@ -16,6 +17,7 @@ from lightning_memsave.callbacks.memory_summary import (
     Predicted,
     print_summary,
 )
+from lightning_memsave.callbacks.settings.setting import describe
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.trainer.distributed import reduce_over_ranks
@@ -36,6 +38,8 @@ class _Run:
     # `Trainer.global_step` before the first batch of the step; None between steps.
     step_before: int | None = None
     is_logged: bool = False
+    num_notes_said: int = 0
+    has_failed_to_log: bool = False
     num_steps: int = 0
     num_samples: int = 0
 
@@ -132,8 +136,7 @@ class GPUMemoryMonitor(CallbackBase):
         is_cuda = device.type == "cuda"
         probe = CudaProbe(device) if is_cuda else LiveTensorsProbe(device, pl_module)
         self._run = _Run(probe, time.perf_counter())
-        for note in probe.notes:
-            log_info(trainer, f"GPUMemoryMonitor: {note}.")
+        _say_notes(trainer, self._run)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -169,8 +172,8 @@ class GPUMemoryMonitor(CallbackBase):
             # Loggers write on rank zero only, so that the peaks of the others must come to it.
             peaks = {key: metrics.get(key) for key in PEAKS}
             metrics |= reduce_over_ranks(trainer, "max", peaks)
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics, step=logged_step(trainer))
+            _log(trainer, run, metrics)
+            _say_notes(trainer, run)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop the clock."""
@@ -221,13 +224,16 @@ class GPUMemoryMonitor(CallbackBase):
                 "peak_bytes": summary.peak_bytes,
                 "peak_reserved_bytes": summary.peak_reserved_bytes,
                 "nvml_peak_bytes": summary.nvml_peak_bytes,
+                "is_nvml_of_gpu": summary.is_nvml_of_gpu,  # of one rank: the highest may be its
             },
         )
         total = reduce_over_ranks(trainer, "sum", {"num_samples": summary.num_samples})
         whole: dict[str, Any] = {n: int(value) for n, value in (highest | total).items()}
+        whole["is_nvml_of_gpu"] = bool(whole["is_nvml_of_gpu"])
         self._summary = replace(summary, **whole)
         if self.print_summary and trainer.is_global_zero:
-            print_summary(self._summary)
+            with attempted(trainer, _NOT_PRINTED):
+                print_summary(self._summary)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Stop measuring and sum up what there is, of this rank alone: others may be gone."""
@@ -240,7 +246,8 @@ class GPUMemoryMonitor(CallbackBase):
         self._close()
         is_interrupted = isinstance(exception, KeyboardInterrupt)  # otherwise the traceback matters
         if is_interrupted and self.print_summary and trainer.is_global_zero:
-            print_summary(self._summary)
+            with attempted(trainer, _NOT_PRINTED):
+                print_summary(self._summary)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop measuring."""
@@ -250,6 +257,28 @@ class GPUMemoryMonitor(CallbackBase):
         run, self._run = self._run, None
         if run is not None:
             run.probe.close()
+
+
+_NOT_PRINTED = "The memory of this fit cannot be printed to standard output"
+
+
+# What can be read may change in the middle, such as a driver that is lost.
+def _say_notes(trainer: Any, run: _Run) -> None:
+    for note in run.probe.notes[run.num_notes_said :]:
+        log_info(trainer, f"GPUMemoryMonitor: {note}.")
+    run.num_notes_said = len(run.probe.notes)
+
+
+# A logger whose folder is gone ends a run where the project logs to it, and not where we do.
+def _log(trainer: Any, run: _Run, metrics: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        try:
+            logger.log_metrics(metrics, step=logged_step(trainer))
+        except Exception as failure:  # each logger has its own classes
+            if not run.has_failed_to_log:
+                run.has_failed_to_log = True
+                name = type(logger).__name__
+                say(trainer, f"Memory is not logged by `{name}`: {describe(failure)}")
 
 
 def batch_size_of(batch: object) -> int:

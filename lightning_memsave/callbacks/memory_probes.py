@@ -31,10 +31,20 @@ class PeakReadings:
     peak_bytes: int | None = None
     by_category: dict[str, int] = field(default_factory=dict)
     reserved_bytes: int | None = None
-    nvml_bytes: int | None = None
-    is_nvml_of_gpu: bool = False
+    nvml_process_bytes: int | None = None
+    nvml_gpu_bytes: int | None = None
     num_counted_steps: int | None = None
     had_larger_batches: bool = False
+
+    @property
+    def nvml_bytes(self) -> int | None:
+        """What the driver told for this process, or else for the whole GPU."""
+        return self.nvml_gpu_bytes if self.nvml_process_bytes is None else self.nvml_process_bytes
+
+    @property
+    def is_nvml_of_gpu(self) -> bool:
+        """It is for the whole GPU."""
+        return self.nvml_process_bytes is None and self.nvml_gpu_bytes is not None
 
 
 class Probe(ABC):
@@ -135,7 +145,10 @@ class CudaProbe(Probe):
         self._reading = read_allocator(device)
         self._num_steps = 0
         self._is_read = False
-        if reason := self._nvml.read().reason:
+        self._note(self._nvml.read().reason)
+
+    def _note(self, reason: str) -> None:
+        if reason and reason not in self.notes:
             self.notes.append(reason)
 
     @property
@@ -196,10 +209,12 @@ class CudaProbe(Probe):
     def _read_nvml(self) -> NvmlReading:
         reserved_bytes = None if self._reading is None else self._reading.reserved_bytes
         nvml = self._nvml.read(reserved_bytes)
-        seen_bytes = nvml.used_bytes if nvml.process_bytes is None else nvml.process_bytes
-        if seen_bytes is not None:
-            self.highest.nvml_bytes = max(self.highest.nvml_bytes or 0, seen_bytes)
-            self.highest.is_nvml_of_gpu = nvml.process_bytes is None
+        highest = self.highest
+        if nvml.process_bytes is not None:
+            highest.nvml_process_bytes = max(highest.nvml_process_bytes or 0, nvml.process_bytes)
+        if nvml.used_bytes is not None:
+            highest.nvml_gpu_bytes = max(highest.nvml_gpu_bytes or 0, nvml.used_bytes)
+        self._note(nvml.reason)
         return nvml
 
     @override

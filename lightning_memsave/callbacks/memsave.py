@@ -7,13 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from lightning_memsave.callbacks import report as _report
+from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
-from lightning_memsave.callbacks.oom_report import (
-    add_advice,
-    attempted,
-    out_of_memory_in,
-    say,
-)
+from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
+from lightning_memsave.callbacks.resume_advice import add_resume_advice
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
@@ -264,7 +261,8 @@ class MemSaveCallback(CallbackBase):
             self._reported.run_prediction = self._prediction
         self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
-            _report.print_table(self.rows)
+            with attempted(trainer, "The table cannot be printed to standard output"):
+                _report.print_table(self.rows)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -297,6 +295,9 @@ class MemSaveCallback(CallbackBase):
             for callback in trainer.callbacks:
                 if hasattr(callback, "write_before_undo"):
                     callback.write_before_undo(trainer, pl_module, exception)
+        if not self._has_started:
+            with attempted(trainer, "There is no advice on the checkpoint"):
+                add_resume_advice(exception, trainer.ckpt_path)
         with attempted(trainer, "What was measured is lost"):
             if self._reported is not None:
                 self._reported.on_exception(trainer, pl_module, exception)

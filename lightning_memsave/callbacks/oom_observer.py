@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from typing_extensions import override
 
+from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.oom_remedies import add_predictions, predict_remedies
 from lightning_memsave.callbacks.oom_report import (
     SNAPSHOT_NAME,
     BatchTensor,
     OutOfMemoryReport,
     add_advice,
-    attempted,
     describe_batch,
     make_report,
     out_of_memory_in,
-    say,
     write_files,
 )
 from lightning_memsave.callbacks.settings.arguments import time_limit
@@ -213,15 +212,26 @@ class OOMObserver(CallbackBase):
         report.batch = self._batch
         report.where["batch"] = self._batch_idx
         if report.allocator is not None:
-            report.add_file(SNAPSHOT_NAME, pickle.dumps(torch.cuda.memory._snapshot()))
-        path = self._save(report, trainer)
-        say(trainer, f"{report.diagnosis.summary} See `{path}`.")
+            with attempted(trainer, f"`{SNAPSHOT_NAME}` is not written"):
+                report.add_file(SNAPSHOT_NAME, pickle.dumps(torch.cuda.memory._snapshot()))
+        where = self._save(report, trainer)
+        say(trainer, f"{report.diagnosis.summary}{where}")
 
+    # Gives the sentence that names the text, if there is one.
     def _save(self, report: OutOfMemoryReport, trainer: Any) -> str:
         directory = self._directory or trainer.default_root_dir
-        return write_files(
-            report, directory, trainer.global_rank if trainer.world_size > 1 else None
-        )
+        rank = trainer.global_rank if trainer.world_size > 1 else None
+        written = write_files(report, directory, rank)
+        failed = {path: why for path, why in written.items() if why}
+        if failed:
+            names, reasons = (", ".join(dict.fromkeys(part)) for part in (failed, failed.values()))
+            say(
+                trainer,
+                f"Not written: {names} ({reasons}). Use `OOMObserver(dirpath=...)` with a folder "
+                "that can be written.",
+            )
+        text = next(iter(written))
+        return "" if text in failed else f" See `{text}`."
 
     # Afterwards: predictions take time, and are about the module as the user wrote it.
     def _extend(self, report: OutOfMemoryReport, trainer: Any, pl_module: Any) -> None:

@@ -1,8 +1,6 @@
 """What is known when memory ran out, as text, as JSON and as files."""
 
-import contextlib
 import json
-import logging
 import os
 import traceback
 from collections import Counter
@@ -11,11 +9,11 @@ from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from torch import Tensor
 
 from lightning_memsave.callbacks.report import versions
 from lightning_memsave.callbacks.settings.setting import describe
+from lightning_memsave.core.files import write_file
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
@@ -29,7 +27,6 @@ from lightning_memsave.measure.allocator import (
     read_host_memory,
 )
 from lightning_memsave.measure.nvml import NvmlReading, read_nvml
-from lightning_memsave.trainer.trainer import package_of
 from lightning_memsave.units import format_bytes
 
 TEXT_NAME = "memsave_oom.txt"
@@ -191,8 +188,8 @@ class OutOfMemoryReport:
         ]
 
 
-def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> str:
-    """Write a report and the files that were added to it.
+def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> dict[str, str]:
+    """Write a report and the files that were added to it, each of them if it can be written.
 
     Args:
         report: What to write.
@@ -200,19 +197,22 @@ def write_files(report: OutOfMemoryReport, directory: str, rank: int | None) -> 
         rank: The rank to put into the names, ``None`` if there is only one.
 
     Returns:
-        Path of the text.
+        Path of each file, and why it was not written; empty if it was. The text comes first.
     """
-    filesystem, folder = url_to_fs(directory)
-    filesystem.makedirs(folder, exist_ok=True)
     contents = {
         TEXT_NAME: str(report),
         JSON_NAME: json.dumps(report.to_dict(), indent=2, default=str) + "\n",
         **report.files,
     }
+    written = {}
     for name, content in contents.items():
-        data = content.encode() if isinstance(content, str) else content
-        filesystem.write_bytes(f"{folder}/{_with_rank(name, rank)}", data)
-    return f"{directory}/{_with_rank(TEXT_NAME, rank)}"
+        own_name, why = _with_rank(name, rank), ""
+        try:
+            write_file(directory, own_name, content)
+        except Exception as failure:  # remote file systems raise their own classes
+            why = describe(failure)
+        written[f"{directory}/{own_name}"] = why
+    return written
 
 
 def trace_of(error: BaseException) -> str:
@@ -387,37 +387,10 @@ def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
             yield from describe_batch(getattr(batch, field.name, None), f"{name}.{field.name}")
 
 
-def say(trainer: Any, message: str) -> None:
-    """Log a warning on the rank where it happened: a Python warning could be made an error.
-
-    Args:
-        trainer: The Trainer, whose package's logger is used.
-        message: One line.
-    """
-    logging.getLogger(f"{package_of(trainer).__name__}.memsave").warning(message)
-
-
 def _diagnose(trainer: Any, error: BaseException, trace: str) -> Diagnosis:
     oom = _read(trace or str(error), error, trainer.strategy.root_device)
     settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
     return diagnose(oom, settings, has_memsave=_has_memsave(trainer))
-
-
-@contextlib.contextmanager
-def attempted(trainer: Any, otherwise: str) -> Iterator[None]:
-    """Log what fails inside, and raise nothing: what ended the run must be seen.
-
-    Args:
-        trainer: The Trainer.
-        otherwise: What is missing then.
-
-    Yields:
-        Once.
-    """
-    try:
-        yield
-    except Exception as failure:
-        say(trainer, f"{otherwise}: {describe(failure)}")
 
 
 # By name: `MemSaveCallback` may have an observer of its own, so that importing it makes a circle.

@@ -10,11 +10,11 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
-from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_memsave.core.files import write_file
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import MemsaveWarning
 
@@ -120,21 +120,20 @@ def write_report(
         device: Where the model was.
         error: What ended the fit, if something did.
     """
-    report = {
-        "status": "finished" if error is None else f"{type(error).__name__}: {error}",
-        "settings": settings,
-        "changes": [asdict(row) for row in rows if row.status == "on"],
-        "refusals": [asdict(row) for row in rows if row.status != "on"],
-        "measured": measured,
-        # Not of a GPU that the run has not used: asking for its name makes a context there.
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
-        "versions": versions(),
-        "predicted": predicted,
-    }
     try:
-        filesystem, folder = url_to_fs(directory)
-        filesystem.makedirs(folder, exist_ok=True)
-        filesystem.write_text(f"{folder}/{REPORT_NAME}", json.dumps(report, indent=2) + "\n")
+        is_cuda = device.type == "cuda"
+        report = {
+            "status": "finished" if error is None else f"{type(error).__name__}: {error}",
+            "settings": settings,
+            "changes": [asdict(row) for row in rows if row.status == "on"],
+            "refusals": [asdict(row) for row in rows if row.status != "on"],
+            "measured": measured,
+            # Not of a GPU that the run has not used: asking for its name makes a context there.
+            "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+            "versions": versions(),
+            "predicted": predicted,
+        }
+        write_file(directory, REPORT_NAME, json.dumps(report, indent=2) + "\n")
     # Remote file systems raise their own classes. A run that is over must not fail for this, and
     # what ended it must be seen.
     except Exception as failure:

@@ -1,12 +1,10 @@
 """``memsave convert``: convert optimizer state in a checkpoint between 8 and 32 bits."""
 
 import argparse
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from lightning_memsave.core.files import replacing
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.units import format_bytes
 
@@ -117,14 +115,15 @@ def write_checkpoint(checkpoint: dict[str, Any], path: Path, mode_of: Path) -> N
     """Write a checkpoint atomically, with the permissions of the file ``mode_of``."""
     import torch
 
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-        temporary = Path(f.name)
-        try:
-            torch.save(checkpoint, f)
-            f.flush()
-            os.fsync(f.fileno())
-            shutil.copymode(mode_of, temporary)
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
+    try:
+        with replacing(path, mode_of) as file:
+            torch.save(checkpoint, file)
+    # Where a write fails, torch's writer raises an error of its own from it.
+    except (OSError, RuntimeError) as error:
+        failure = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(failure, OSError):
             raise
+        raise ConfigurationError(
+            f"`{path}` cannot be written: {failure.strerror}. Nothing was changed. Make room, or "
+            "pass another --output."
+        ) from error

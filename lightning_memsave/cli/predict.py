@@ -5,7 +5,6 @@ import json
 import pickle
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_memsave.cli.arguments import (
@@ -18,6 +17,7 @@ from lightning_memsave.cli.arguments import (
     show_notes,
     whole_number,
 )
+from lightning_memsave.core.files import replacing
 from lightning_memsave.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -144,7 +144,8 @@ def _write_snapshot(path: str, prediction: "MemoryPrediction") -> None:
     # The viewer reads no later protocol.
     found = pickle.dumps(prediction.to_snapshot(), protocol=4)
     try:
-        Path(path).write_bytes(found)
+        with replacing(path) as file:
+            file.write(found)
     except OSError as error:
         raise ConfigurationError(
             f"The snapshot cannot be written to {path!r}: {error.strerror}. Name a file in a "

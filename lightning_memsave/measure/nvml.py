@@ -80,7 +80,7 @@ class NvmlDevice:
     def __exit__(self, *exc_info: object) -> None:
         nvml, self._nvml, self._handle = self._nvml, None, None
         if nvml is not None:
-            with contextlib.suppress(nvml.NVMLError):
+            with contextlib.suppress(Exception):
                 nvml.nvmlShutdown()
 
     def read(self, reserved_bytes: int | None = None) -> NvmlReading:

@@ -12,6 +12,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from lightning_memsave.core.files import replacing
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.report.text import group_tensors
@@ -110,7 +111,8 @@ def write_page(
             f"not exist. Create it, or write to an existing folder, for example {path.name!r}."
         )
     try:
-        path.write_bytes(page)
+        with replacing(path) as file:
+            file.write(page)
     except OSError as error:
         raise ConfigurationError(
             f"The page cannot be written to {str(path)!r}: {error.strerror}. "

@@ -122,10 +122,10 @@ def run_bare() -> Notes:
     is_on = True
 
     def hear(event: str, args: Any) -> None:
-        if is_on and event == "open" and str(args[0]).endswith("memsave_report.json"):
-            written.append(str(args[0]))
+        if is_on and event == "os.rename" and str(args[1]).endswith("memsave_report.json"):
+            written.append(str(args[1]))
 
-    sys.addaudithook(hear)  # every file that this process opens
+    sys.addaudithook(hear)  # every file that this process puts in its place
     with contextlib.redirect_stdout(out):
         notes = train(lit_of(seeded(Model)), callback, max_epochs=2)
     is_on = False

@@ -332,7 +332,9 @@ class TestNeverHidesTheException:
         lit = make_lit(package, Failing(at=2))
         _, raised = fit_until_out_of_memory(package, lit, OOMObserver("taken"))
         assert raised is lit.model.error
-        assert "The report on memory is not complete: FileExistsError" in caplog.text
+        said = "Not written: taken/memsave_oom.txt, taken/memsave_oom.json (FileExistsError: "
+        assert said in caplog.text
+        assert "Use `OOMObserver(dirpath=...)` with a folder" in caplog.text
 
     def test_when_an_addition_fails(self, package):
         def fail(report):

@@ -11,6 +11,7 @@ from lightning_memsave import LowBitOptimizer, MemSaveCallback
 from lightning_memsave.cli import convert
 from lightning_memsave.cli.main import main
 from tests.callbacks.lit import PACKAGES, Trace, make_lit, make_trainer
+from tests.helpers import full_disk
 
 # Lightning asks for the callback whose state is in the checkpoint; going on without it is the aim.
 pytestmark = pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
@@ -124,18 +125,15 @@ class TestOutput:
         )
         assert "exp_avg" in optimizer_state("last.ckpt")[0]
 
-    def test_a_write_that_fails_leaves_nothing(self, monkeypatch, capsys):
+    @pytest.mark.parametrize("room_bytes", [0, 1000, 100_000])
+    def test_a_full_disk_keeps_what_was_there(self, room_bytes, capsys):
         save(PACKAGES["lightning"], low_bit())
         Path("out.ckpt").write_text("precious")
-
-        def fail(checkpoint: Any, file: Any) -> None:
-            file.write(b"half")
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(torch, "save", fail)
         args = ["convert", "last.ckpt", "--to", "32bit", "--output", "out.ckpt", "--force"]
-        assert main(args) == 1
-        assert "memsave convert: [Errno 28] No space left" in capsys.readouterr().err
+        with full_disk(room_bytes):
+            assert main(args) == 1
+        said = "memsave convert: `out.ckpt` cannot be written: File too large. Nothing was changed."
+        assert said in capsys.readouterr().err
         assert Path("out.ckpt").read_text() == "precious"
         assert sorted(path.name for path in Path.cwd().iterdir()) == ["last.ckpt", "out.ckpt"]
 

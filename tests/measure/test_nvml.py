@@ -4,6 +4,7 @@ import sys
 import types
 from types import SimpleNamespace
 
+import pynvml  # type: ignore[import-untyped]
 import pytest
 import torch
 
@@ -171,6 +172,38 @@ def test_functions_that_the_driver_does_not_have(nvml, monkeypatch, function):
     reading = read_nvml(0, reserved_bytes=GIB)
     assert reading.process_bytes is None
     assert reading.reason.endswith("NVMLError: Function Not Found")
+
+
+@pytest.mark.parametrize(
+    "function",
+    ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetComputeRunningProcesses", "nvmlShutdown"],
+)
+def test_every_error_of_the_library_in_the_middle(monkeypatch, function):
+    """Of NVIDIA's own package, whose functions alone are replaced: there may be no driver."""
+    fake = FakeNvml("nvidia-ml-py", os.getpid())
+    for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetMemoryInfo"):
+        monkeypatch.setattr(pynvml, name, getattr(fake, name))
+    name = "nvmlDeviceGetComputeRunningProcesses"
+    monkeypatch.setattr(pynvml, name, getattr(fake, name))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", fake.nvmlDeviceGetHandleByUUID)
+    torch_says(monkeypatch, UUIDS[0])
+    errors = [pynvml.NVMLError(code) for code in pynvml.NVMLError._valClassMapping]
+    assert len(errors) > 25
+    for error in (*errors, pynvml.NVMLLibraryMismatchError("too old")):
+
+        def fail(*args, error=error):
+            raise error
+
+        with NvmlDevice(0) as gpu, monkeypatch.context() as later:
+            whole = gpu.read()
+            later.setattr(pynvml, function, fail)
+            if function == "nvmlShutdown":
+                gpu.__exit__()
+                continue
+            reading = gpu.read()
+            assert str(error) in reading.reason
+            assert reading.process_bytes is None
+        assert whole.reason == ""
 
 
 def test_no_driver(nvml, monkeypatch):

@@ -21,6 +21,7 @@ from lightning_memsave.prediction.result import (
 )
 from lightning_memsave.report.page import CATEGORIES, PageTable, write_page
 from lightning_memsave.units import format_bytes
+from tests.helpers import full_disk
 from tests.report.chromium import EXECUTABLE, Chromium
 from tests.report.page_data import Gpt2, ladder, measured_step
 
@@ -84,6 +85,14 @@ class TestFile:
         with pytest.raises(ConfigurationError, match=r"'page\.html'"):
             write_page(tmp_path / "typo" / "page.html", [("plain", tiny())])
         assert list(tmp_path.iterdir()) == []
+
+    def test_a_full_disk_keeps_the_older_page(self, tmp_path):
+        path = write_page(tmp_path / "page.html", [("older", tiny())])
+        older = path.read_bytes()
+        with full_disk(), pytest.raises(ConfigurationError, match="File too large"):
+            write_page(path, [("newer", tiny())])
+        assert path.read_bytes() == older
+        assert list(tmp_path.iterdir()) == [path]
 
     def test_can_be_read_without_javascript(self, tmp_path):
         page = write_page(tmp_path / "page.html", [("a<b", tiny())]).read_text()

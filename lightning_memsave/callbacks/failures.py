@@ -1,0 +1,36 @@
+"""What fails in a callback, and must neither end a run nor hide what ended it."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_memsave.callbacks.settings.setting import describe
+from lightning_memsave.trainer.trainer import package_of
+
+
+def say(trainer: Any, message: str) -> None:
+    """Log a warning on the rank where it happened: a Python warning could be made an error.
+
+    Args:
+        trainer: The Trainer, whose package's logger is used.
+        message: One line.
+    """
+    logging.getLogger(f"{package_of(trainer).__name__}.memsave").warning(message)
+
+
+@contextlib.contextmanager
+def attempted(trainer: Any, otherwise: str) -> Iterator[None]:
+    """Log what fails inside, and raise nothing.
+
+    Args:
+        trainer: The Trainer.
+        otherwise: What is missing then.
+
+    Yields:
+        Once.
+    """
+    try:
+        yield
+    except Exception as failure:
+        say(trainer, f"{otherwise}: {describe(failure)}")

@@ -1,0 +1,35 @@
+"""What to do where a run was to resume from a checkpoint that is not whole."""
+
+import zipfile
+from pathlib import Path
+
+from lightning_memsave.units import format_bytes
+
+
+def add_resume_advice(exception: BaseException, checkpoint: object) -> None:
+    """Let an exception name a checkpoint that is not whole, below its traceback.
+
+    Lightning reads a checkpoint before it writes anything, and raises what torch says of the
+    content: neither the file nor another one to resume from.
+
+    Args:
+        exception: What ended a run before it began.
+        checkpoint: Its ``ckpt_path``; nothing is said if it is whole, a folder or elsewhere.
+    """
+    path = Path(str(checkpoint))
+    if not path.is_file() or is_whole(path):
+        return
+    whole = [other for other in path.parent.glob("*.ckpt") if is_whole(other)]
+    remedy = "No other `*.ckpt` in its folder is whole: start without `ckpt_path`."
+    if whole:
+        newest = str(max(whole, key=lambda other: other.stat().st_mtime))
+        remedy = f"Resume from the newest one in its folder that is whole: `ckpt_path={newest!r}`."
+    exception.add_note(
+        f"The checkpoint `{path}` ({format_bytes(path.stat().st_size)}) is not whole, as after a "
+        f"full disk or a kill while it was saved. No file was changed. {remedy}"
+    )
+
+
+def is_whole(path: Path) -> bool:
+    """Say whether a file ends as ``torch.save`` ends it: with the directory of a zip archive."""
+    return path.is_file() and zipfile.is_zipfile(path)

@@ -1,0 +1,81 @@
+"""Write files so that a failure in the middle keeps what was there before."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str], mode_of: Path | None = None) -> Iterator[BinaryIO]:
+    """Write a file beside its place, and put it there when it is complete.
+
+    Args:
+        path: The file; a link stays a link. A device or pipe, such as ``/dev/stdout``, is written
+            directly.
+        mode_of: The file whose permissions it gets; the older file at its place if not given.
+
+    Yields:
+        What to write to. After an exception the older file is as it was.
+
+    Raises:
+        OSError: If it cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     with replacing(f"{folder}/x.txt") as file:
+        ...         _ = file.write(b"all of it")
+        ...     Path(folder, "x.txt").read_text()
+        'all of it'
+    """
+    path = Path(path).resolve()
+    if path.exists() and not path.is_file():
+        with path.open("wb") as file:
+            yield file
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        model = mode_of or path
+        if model.exists():
+            with contextlib.suppress(OSError):  # some network file systems have none
+                shutil.copymode(model, temporary)
+        temporary.replace(path)
+    except BaseException:
+        # What was raised matters, not that a folder is gone or read-only.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_file(directory: str, name: str, content: str | bytes) -> None:
+    """Write a file into a folder, which is made if it does not exist.
+
+    Args:
+        directory: The folder, also a remote one such as ``s3://...``.
+        name: Name of the file.
+        content: What to write.
+
+    Raises:
+        Exception: If it cannot be written; remote file systems have classes of their own.
+    """
+    # Here, as commands that write no report start faster without it.
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped] # noqa: PLC0415
+    from fsspec.implementations.local import (  # type: ignore[import-untyped] # noqa: PLC0415
+        LocalFileSystem,
+    )
+
+    data = content.encode() if isinstance(content, str) else content
+    filesystem, folder = url_to_fs(directory)
+    filesystem.makedirs(folder, exist_ok=True)
+    if isinstance(filesystem, LocalFileSystem):
+        with replacing(Path(folder, name)) as file:
+            file.write(data)
+    else:  # object stores show a file only when it is complete
+        filesystem.write_bytes(f"{folder}/{name}", data)
