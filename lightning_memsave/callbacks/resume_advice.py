@@ -5,6 +5,8 @@ from pathlib import Path
 
 from lightning_memsave.units import format_bytes
 
+_ARCHIVE = b"PK"
+
 
 def add_resume_advice(exception: BaseException, checkpoint: object) -> None:
     """Let an exception name a checkpoint that is not whole, below its traceback.
@@ -19,7 +21,7 @@ def add_resume_advice(exception: BaseException, checkpoint: object) -> None:
     path = Path(str(checkpoint))
     if not path.is_file() or is_whole(path):
         return
-    whole = [other for other in path.parent.glob("*.ckpt") if is_whole(other)]
+    whole = [other for other in path.parent.glob("*.ckpt") if other.is_file() and is_whole(other)]
     remedy = "No other `*.ckpt` in its folder is whole: start without `ckpt_path`."
     if whole:
         newest = str(max(whole, key=lambda other: other.stat().st_mtime))
@@ -31,5 +33,15 @@ def add_resume_advice(exception: BaseException, checkpoint: object) -> None:
 
 
 def is_whole(path: Path) -> bool:
-    """Say whether a file ends as ``torch.save`` ends it: with the directory of a zip archive."""
-    return path.is_file() and zipfile.is_zipfile(path)
+    """Say whether a file ends as ``torch.save`` ends it: with the directory of a zip archive.
+
+    Args:
+        path: A file. Of one that does not begin as an archive, as before torch 1.6, nothing is
+            known but that it is not empty.
+
+    Returns:
+        False if something is missing.
+    """
+    with path.open("rb") as file:
+        begin = file.read(len(_ARCHIVE))
+    return zipfile.is_zipfile(path) if _ARCHIVE.startswith(begin) else True

@@ -341,3 +341,17 @@ class TestDriver:
             found = json.loads(Path(f"{rank}.json").read_text())
             assert (found["nvml_peak_bytes"], found["is_nvml_of_gpu"]) == (GIB, False)
             assert bool(found["notes"]) == (rank == lost)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [(b"", False), (b"P", False), (b"PK\x03\x04 and no more", False), (b"\x80\x02 of old", True)],
+)
+def test_what_is_known_not_to_be_whole(tmp_path, content, expected):
+    path = tmp_path / "x.ckpt"
+    path.write_bytes(content)
+    assert is_whole(path) is expected
+    torch.save({"a": torch.ones(3)}, path)
+    assert is_whole(path)
+    torch.save({"a": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+    assert is_whole(path)
