@@ -168,13 +168,12 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 # The best of some: others are disturbed by what else runs.
-def _seconds(function: Callable[[], object], device: torch.device, times: int = 1) -> float:
+def _seconds(function: Callable[[], object], device: torch.device) -> float:
     found = []
     for _ in range(_REPEATS + 1):  # the first allocates, and may compile
         _wait(device)
         start = time.perf_counter()
-        for _ in range(times):
-            function()
+        function()
         _wait(device)
         found.append(time.perf_counter() - start)
     return min(found[1:])

@@ -39,7 +39,7 @@ class Kernel(NamedTuple):
     Args:
         phase: Where it runs.
         kind: What it does; everything without FLOP of products is ``"elementwise"``.
-        dtype: Type of what it reads, such as ``"bfloat16"``.
+        dtype: Type of its second tensor, a factor if it is a product, such as ``"bfloat16"``.
         flop: Floating-point operations of products.
         num_bytes: Bytes that it reads and writes.
         num_launches: More than one for a list of many tensors.
@@ -109,7 +109,8 @@ class WorkCounter:
         if not traits.has_kernel:
             return
         tensors = [*operands(args), *operands(kwargs.values())]
-        dtype = str(tensors[0].dtype).removeprefix("torch.") if tensors else ""
+        # The first may be a sum in another type.
+        dtype = str(tensors[:2][-1].dtype).removeprefix("torch.") if tensors else ""
         num_bytes = sum(map(_moved_bytes, tensors))
         if not traits.overwrites:
             written = args[:1] if result is None else (result,)

@@ -151,6 +151,27 @@ def test_all_batches_count_though_few_are_simulated(settings):
     assert found["backward"] == pytest.approx(whole * 11 * PRODUCT)
 
 
+def test_products_of_low_precision_with_sums_in_float32():
+    """Those of the chunked loss, for which fake tensors have no kernel."""
+    model = nn.Sequential(nn.Embedding(3000, 8), nn.Linear(8, 3000, bias=False))
+    tokens = torch.arange(16).view(2, 8)
+
+    def loss(logits: Tensor, batch: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), batch.flatten())
+
+    prediction = predict_memory(
+        model,
+        tokens,
+        loss=loss,
+        settings={"chunked_cross_entropy": True, "precision": "bf16-mixed"},
+        device="cuda",
+    )
+    products = [(kernel, count) for kernel, count in prediction.work if kernel.flop]
+    assert {kernel.dtype for kernel, _ in products} == {"bfloat16"}
+    # Logits, and the gradients of inputs and weight.
+    assert sum(kernel.flop * count for kernel, count in products) == 3 * 2 * 16 * 8 * 3000
+
+
 @pytest.mark.parametrize("in_backward", [None, True])
 def test_updates_count_once_wherever_they_run(in_backward):
     def updates(**settings):

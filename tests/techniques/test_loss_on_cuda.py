@@ -36,6 +36,8 @@ class Launches(StepCounter):
                 self.made.append(result)
             if func.name().partition(".")[0] in ("aten::addmm", "aten::addmm_"):
                 self.products.append(result)
+        elif func is torch.ops.lightning_memsave.add_product.default:
+            self.products.append(args[0])
         return result
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lightning_memsave.core.memory import is_fake, on_cuda
 
@@ -103,11 +104,20 @@ def find_product(device: torch.device, wide: torch.dtype, narrow: torch.dtype) -
     return _add_in_tiles
 
 
-# Fake tensors have no kernel for `_add_by_addmm`, which allocates nothing. Neither does this one:
-# the factors of its product are one number each.
+# Fake tensors have no kernel for `_add_by_addmm`. In its place an operator that allocates nothing
+# either, and whose FLOP can be counted.
+_LIBRARY = torch.library.Library("lightning_memsave", "FRAGMENT")
+_LIBRARY.define("add_product(Tensor(a!) total, Tensor a, Tensor b, int beta) -> ()")
+_LIBRARY.impl("add_product", lambda *args: None, "Meta")
+
+
+@register_flop_formula(torch.ops.lightning_memsave.add_product)
+def _flop(_: object, a: torch.Size, b: torch.Size, *others: object, **out: object) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
 def _add_fake(total: Tensor, a: Tensor, b: Tensor, beta: int) -> None:
-    wide = total.new_empty(())
-    total.addmm_(wide.expand(a.shape), wide.expand(b.shape), beta=beta)
+    torch.ops.lightning_memsave.add_product(total, a, b, beta)
 
 
 # From torch 2.10 on.
