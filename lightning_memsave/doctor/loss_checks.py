@@ -1,0 +1,181 @@
+"""Checks on the code of the loss: copies of logits, and outputs that nothing reads."""
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from lightning_memsave.doctor.check import LocatedProblem, Subject, problem_in
+from lightning_memsave.doctor.source import Method, is_method_call, keyword_of
+from lightning_memsave.doctor.values import submodule_of
+from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads, is_hugging_face
+
+WIDE = 10_000
+"""Logits of so many classes are among the largest tensors of a step."""
+
+_SOFTMAX = (functional.softmax, torch.softmax)
+_LOG_SOFTMAX = (functional.log_softmax, torch.log_softmax)
+_VIEWS = frozenset(
+    {
+        *("view", "reshape", "flatten", "transpose", "permute", "contiguous", "squeeze"),
+        *("unsqueeze", "movedim", "swapaxes", "view_as", "unflatten"),
+    }
+)
+
+
+def find_double_softmax(subject: Subject) -> Iterator[LocatedProblem]:
+    """Find softmax before a cross-entropy, which applies softmax itself."""
+    for method, logits in _logits(subject):
+        for part in _operations(subject, method, logits):
+            if _is_softmax(subject, method, part):
+                yield problem_in(
+                    method,
+                    part,
+                    "`cross_entropy` applies softmax itself: gradients become too small, and one "
+                    "more copy of the logits is kept for backward",
+                    "Pass the logits to `cross_entropy`, without softmax.",
+                )
+
+
+def find_float32_logits(subject: Subject) -> Iterator[LocatedProblem]:
+    """Find float32 copies of wide logits that chunked cross-entropy would avoid."""
+    if subject.settings.get("chunked_cross_entropy") or not _is_wide(subject.module):
+        return
+    is_low = not subject.precision.startswith(("32", "64"))
+    for method, logits in _logits(subject):
+        for part in _operations(subject, method, logits):
+            is_log = _function_of(method, part) in _LOG_SOFTMAX or _called(part) == "log_softmax"
+            if is_log or (is_low and _is_to_float32(method, part)):
+                yield problem_in(
+                    method,
+                    part,
+                    f"it copies logits of more than {WIDE:,} classes in float32, next to the "
+                    "copies that the loss and its gradient make",
+                    "Remove it, and set `MemSaveCallback(chunked_cross_entropy=True)`, which "
+                    "computes the loss in float32 without such copies.",
+                )
+
+
+def _is_wide(model: nn.Module) -> bool:
+    return any(getattr(h.module, "out_features", 0) > WIDE for h in find_heads(model, None)[0])
+
+
+# First arguments of each cross-entropy in a training step.
+def _logits(subject: Subject) -> Iterator[tuple[Method, ast.expr]]:
+    for reached in subject.step:
+        for node in ast.walk(reached.method.tree):
+            if isinstance(node, ast.Call) and _is_cross_entropy(subject, reached.method, node):
+                named = [keyword.value for keyword in node.keywords if keyword.arg == "input"]
+                yield from ((reached.method, one) for one in [*node.args, *named][:1])
+
+
+def _is_cross_entropy(subject: Subject, method: Method, call: ast.Call) -> bool:
+    if method.resolve(call.func) is functional.cross_entropy:
+        return True
+    if isinstance(call.func, ast.Call):  # `nn.CrossEntropyLoss()(logits, labels)`
+        return method.resolve(call.func.func) is nn.CrossEntropyLoss
+    return type(submodule_of(subject.values.modules, call.func)) is nn.CrossEntropyLoss
+
+
+# The calls that an expression goes through, the last one first, as far as they are known.
+def _operations(subject: Subject, method: Method, node: ast.expr) -> Iterator[ast.Call]:
+    while True:
+        node = subject.values.definition(node)
+        if isinstance(node, ast.Subscript) or (
+            isinstance(node, ast.Attribute) and node.attr == "mT"
+        ):
+            node = node.value
+            continue
+        if not isinstance(node, ast.Call):
+            return
+        yield node
+        is_view = is_method_call(node) and node.func.attr in _VIEWS  # type: ignore[attr-defined]
+        if is_view or _is_to_float32(method, node):
+            node = node.func.value  # type: ignore[attr-defined]
+        elif node.args and _function_of(method, node) in _LOG_SOFTMAX:
+            node = node.args[0]
+        else:
+            return
+
+
+def _function_of(method: Method, node: ast.Call) -> Any:
+    return method.resolve(node.func)
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.attr if isinstance(node.func, ast.Attribute) else ""
+
+
+def _is_softmax(subject: Subject, method: Method, node: ast.Call) -> bool:
+    module = submodule_of(subject.values.modules, node.func)
+    if isinstance(module, nn.Sequential) and len(module):
+        module = module[-1]
+    if isinstance(module, nn.Softmax) or _function_of(method, node) in _SOFTMAX:
+        return True
+    return _called(node) == "softmax" and subject.values.kind(node) > 0
+
+
+def _is_to_float32(method: Method, node: ast.Call) -> bool:
+    is_to = _called(node) == "to" and any(method.resolve(a) is torch.float32 for a in node.args)
+    return (_called(node) == "float" and not node.args) or is_to
+
+
+# What a Hugging Face model returns for each flag.
+_OUTPUTS = {
+    "use_cache": "past_key_values",
+    "output_attentions": "attentions",
+    "output_hidden_states": "hidden_states",
+}
+_COSTS = {
+    "use_cache": "keys and values of all layers are kept until the step ends",
+    "output_attentions": "the attention scores of all layers are kept until the step ends, and "
+    "kernels such as FlashAttention, which never store them, cannot be used",
+    "output_hidden_states": "the hidden states of all layers are kept until the step ends, also "
+    "those that activation checkpointing would free",
+}
+
+
+def find_unread_outputs(subject: Subject) -> Iterator[LocatedProblem]:
+    """Find outputs of Hugging Face models that a step asks for, and does not read."""
+    for reached in subject.step:
+        tree = reached.method.tree
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Call) and _calls_hugging_face(subject, node)):
+                continue
+            read = _attributes_read(tree, node)
+            for flag, name in _OUTPUTS.items():
+                if keyword_of(node, flag) is True and read is not None and name not in read:
+                    yield problem_in(
+                        reached.method,
+                        node,
+                        f"`{flag}=True`, but this method does not read `{name}`: {_COSTS[flag]}",
+                        f"Remove `{flag}=True`.",
+                    )
+
+
+def _calls_hugging_face(subject: Subject, call: ast.Call) -> bool:
+    module = submodule_of(subject.values.modules, call.func)
+    return module is not None and is_hugging_face(module)
+
+
+# The attributes that are read of the result of a call; `None` if it is used in another way.
+def _attributes_read(tree: ast.FunctionDef, call: ast.Call) -> set[str] | None:
+    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    parent = parents[call]
+    if isinstance(parent, ast.Attribute):
+        return {parent.attr}
+    is_assigned = isinstance(parent, ast.Assign) and len(parent.targets) == 1
+    target = parent.targets[0] if is_assigned else None  # type: ignore[attr-defined]
+    if not isinstance(target, ast.Name):
+        return None
+    read = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and node.id == target.id and isinstance(node.ctx, ast.Load):
+            user = parents[node]
+            if not isinstance(user, ast.Attribute):
+                return None
+            read.add(user.attr)
+    return read
