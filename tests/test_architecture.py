@@ -297,7 +297,6 @@ FOREIGN_PRIVATE_NAMES = {
         "prediction.fake.tensors": "_buffers _parameters",
         "techniques.activation_checkpointing.recompute": "_NormBase",
         "techniques.low_bit_optimizer.state_precision": "_ConvNd",
-        "doctor.checkpointing_checks": "_forward_hooks",
         "techniques.low_precision_weights.technique": "_forward_pre_hooks",
         "techniques.micro_batching.training_state": "_BatchNorm _parameters "
         "_non_persistent_buffers_set",
@@ -320,7 +319,6 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.oom_observer": "_record_memory_history _snapshot",
     },
     "transformers and PEFT: written so in their own documentation, or without a public form": {
-        "doctor.checkpointing_checks": "_gradient_checkpointing_func",
         "explain.what_if": "_attn_implementation _attn_implementation_internal",
         "modules.hugging_face": "_attn_implementation",
         "targets.hugging_face": "_from_config _model_mapping",

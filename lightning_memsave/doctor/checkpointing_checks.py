@@ -1,10 +1,8 @@
 """Checks on activation checkpointing that the model does by itself."""
 
 import ast
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.utils import checkpoint as torch_checkpoint
@@ -20,7 +18,6 @@ from lightning_memsave.doctor.source import (
     reached_from,
 )
 from lightning_memsave.doctor.values import submodule_of
-from lightning_memsave.techniques.chunked_cross_entropy.heads import is_hugging_face
 
 _CHECKPOINTS = (torch_checkpoint.checkpoint, torch_checkpoint.checkpoint_sequential)
 
@@ -102,38 +99,6 @@ def find_repeated_statistics(subject: Subject) -> Iterator[LocatedProblem]:
 def _has_statistics(module: nn.Module) -> bool:
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     return isinstance(module, norms) and module.track_running_stats
-
-
-def find_lost_gradients(subject: Subject) -> Iterator[LocatedProblem]:
-    """Find reentrant checkpointing whose first input has no gradient."""
-    for name, module in subject.module.named_modules():
-        if not is_hugging_face(module):
-            continue
-        layers = [m for m in module.modules() if _is_reentrant(m)]
-        is_trained = any(p.requires_grad for layer in layers for p in layer.parameters())
-        if is_trained and not _have_gradients(module):
-            yield LocatedProblem(
-                f"`use_reentrant=True` and frozen embeddings in `{name or type(module).__name__}`",
-                "reentrant checkpointing computes no gradients for a block whose input has none: "
-                "the trained parameters inside get no gradient",
-                "Pass `use_reentrant=False` where checkpointing is enabled, or call "
-                "`model.enable_input_require_grads()`.",
-            )
-        return  # the models inside are part of it
-
-
-# `enable_input_require_grads` registers a hook on the embeddings.
-def _have_gradients(model: nn.Module) -> bool:
-    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    has_hook = any(module._forward_hooks for module in embeddings)
-    return not embeddings or has_hook or any(m.weight.requires_grad for m in embeddings)
-
-
-def _is_reentrant(module: nn.Module) -> bool:
-    function: Any = getattr(module, "_gradient_checkpointing_func", None)
-    is_on = getattr(module, "gradient_checkpointing", False) is True
-    given = function.keywords if isinstance(function, functools.partial) else {}
-    return is_on and given.get("use_reentrant") is True
 
 
 def _uses(model: nn.Module) -> Iterator[tuple[nn.Module, _Use]]:

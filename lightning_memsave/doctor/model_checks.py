@@ -17,16 +17,14 @@ def find_batch_statistics(subject: Subject) -> Iterator[LocatedProblem]:
     """Find batch normalisation whose batch is only a part of the effective batch."""
     norms = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     found = [name for name, m in subject.module.named_modules() if isinstance(m, norms)]
-    accumulated = subject.trainer_arguments.get("accumulate_grad_batches") or 1
+    given = subject.trainer_arguments.get("accumulate_grad_batches")
     size = subject.settings.get("micro_batch_size")
-    if not found:
-        return
     settings = {
-        "accumulate_grad_batches": accumulated if accumulated != 1 else None,
-        "micro_batch_size": size if isinstance(size, int) else None,
+        "accumulate_grad_batches": subject.settings.get("accumulate_grad_batches") or given,
+        "micro_batch_size": getattr(size, "micro_batch_size", size),
     }
-    for name, value in settings.items():
-        if value is not None:
+    for name, value in settings.items() if found else ():
+        if isinstance(value, int) and (value > 1 or name == "micro_batch_size"):
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             yield LocatedProblem(
                 f"`{name}={value}` and batch normalisation in `{found[0]}`{more}",

@@ -76,11 +76,6 @@ CHECKS: tuple[Check, ...] = (
         checkpointing.find_repeated_statistics,
     ),
     Check(
-        "lost_gradients",
-        "reentrant checkpointing of a Hugging Face model with frozen embeddings",
-        checkpointing.find_lost_gradients,
-    ),
-    Check(
         "batch_statistics",
         "batch normalisation with micro-batches or gradient accumulation",
         model.find_batch_statistics,

@@ -113,7 +113,9 @@ def _emptied_in(method: Method, *, is_alias: bool) -> Iterator[str]:
 
 # A list is read where its name stands without `.append`.
 def _read_in(method: Method) -> Iterator[str]:
-    appended = {id(call.func.value) for call in calls_in(ast.walk(method.tree), *_APPENDING)}  # type: ignore[attr-defined]
+    appended: set[int] = set()
+    for call in calls_in(ast.walk(method.tree), *_APPENDING):
+        appended |= {id(call.func), id(call.func.value)}  # type: ignore[attr-defined]
     for node in ast.walk(method.tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             yield "" if id(node) in appended else own_attribute(node)
@@ -243,10 +245,10 @@ def find_missing_zero_grad(subject: Subject) -> Iterator[LocatedProblem]:
         optimizers = {
             part.id
             for node in ast.walk(method.tree)
-            if isinstance(node, ast.Assign) and any(calls_in(ast.walk(node.value), "optimizers"))
-            for target in node.targets
-            for part in ast.walk(target)
-            if isinstance(part, ast.Name)
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            if node.value is not None and any(calls_in(ast.walk(node.value), "optimizers"))
+            for part in ast.walk(node)
+            if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
         }
         if any(_is_passed_on(node, optimizers) for node in ast.walk(method.tree)):
             return  # another function may do it

@@ -48,6 +48,8 @@ def start_fit(step: TrainingStep, fakes: FakeTensors, *, with_callback: bool) ->
     module = step.build_module(fakes)
     package = package_of(module)
     arguments, trainer_arguments, _ = simulated_arguments(step, package)
+    # No batch is accumulated, so the real numbers need no time.
+    arguments["accumulate_grad_batches"] = step.arguments["accumulate_grad_batches"]
     callbacks = [step.make_callback(**arguments)] if with_callback else []
     settings = SimulationSettings(
         package,

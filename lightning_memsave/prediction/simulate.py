@@ -119,7 +119,7 @@ def simulate_start(
     _skip(pl_module, ["prepare_data", *_END_HOOKS, "configure_callbacks"])
     _train_own_parameters(pl_module)
     observer = _EndAtStart()
-    accumulated = min(settings.accumulate_grad_batches, MAX_ACCUMULATED)
+    accumulated = settings.accumulate_grad_batches
     trainer = _make_trainer([*callbacks, observer], accumulated, settings)
     trainer.fit(pl_module, _Repeated(None, settings.num_batches))
     return observer.optimizers

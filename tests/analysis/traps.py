@@ -1,0 +1,562 @@
+"""For each check of the doctor a project that it reports, and one that nearly looks like it."""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import AUROC, MeanMetric
+from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
+
+
+class Lit(pl.LightningModule):
+    """A project without traps, on which the others build."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.losses: list[Any] = []
+        self.total: Any = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        return logits
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        self.log("loss", loss)
+        return loss
+
+    def _shared_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self(x), y)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class KeptLoss(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        self.losses.append({"loss": loss})  # trap
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.clear()
+
+
+class SummedLoss(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        self._add(loss)
+        return {"loss": loss}
+
+    def _add(self, value: Tensor) -> None:
+        self.total = self.total + value  # trap
+
+
+class DetachedLoss(Lit):
+    """It keeps values without graphs, and losses that are gone before the step ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts: list[Tensor] = []
+        self.latest: deque[Tensor] = deque(maxlen=10)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.parts.clear()
+        loss = self._shared_step(batch)
+        self.parts.append(loss)
+        self.losses.append(loss.detach())
+        self.latest.append(loss.detach())
+        self.total += loss.detach()
+        with torch.no_grad():
+            self.losses.append(self(batch[0]).mean())
+        return sum(self.parts)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("epoch_loss", torch.stack(self.losses).mean())
+        self.losses.clear()
+
+
+class GrowingOutputs(Lit):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self(batch[0]))  # trap
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", torch.cat(self.losses).mean())
+
+
+class EmptiedOutputs(GrowingOutputs):
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        self.losses = []
+
+
+class UnreadOutputs(Lit):
+    """A callback reads and empties them."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.losses.append(self(batch[0]))
+
+
+class Manual(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self._shared_step(batch)
+        self.manual_backward(loss.square(), retain_graph=True)
+        self.manual_backward(loss)
+        optimizer.step()
+
+
+class Retaining(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self._shared_step(batch), retain_graph=True)  # trap
+        optimizer.step()
+
+
+class RetainingHook(Lit):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(retain_graph=True)  # trap
+
+
+class GradientCycle(Lit):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward(create_graph=True)  # trap
+
+
+class GradientPenalty(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x = batch[0].requires_grad_()
+        loss = self(x).square().mean()
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
+        return loss + gradient.square().mean()
+
+
+class KeptGradients(Lit):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)  # trap
+
+
+class FreedGradients(Lit):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=True)
+
+
+class AddedGradients(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self._shared_step(batch))
+        optimizer.step()  # trap
+
+
+class HelpedOptimizer(Manual):
+    """Another function may set the gradients to zero."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(self._shared_step(batch))
+        optimizer.step()
+        forget_gradients(optimizer)
+
+
+def forget_gradients(optimizer: Any) -> None:
+    optimizer.zero_grad()
+
+
+class Waiting(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        self.log("loss", loss.item())  # trap
+        return loss
+
+
+class Printing(Lit):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = self._shared_step(batch)
+        print(f"{batch_idx}: {loss:.3f}")  # trap
+
+
+class WaitingForPredictions(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        loss = F.cross_entropy(logits, batch[1])
+        self.losses.extend(logits.argmax(-1).cpu())  # trap
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.clear()
+
+
+class RarelyWaiting(Lit):
+    """It reads values now and then, values that are no tensors, and values on the CPU."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        rate = float(self.hparams.get("rate", 0.1))
+        print("step", batch_idx, rate, loss.shape)
+        if batch_idx % 100 == 0:
+            print(loss.item())
+        if batch_idx % 10:
+            return loss
+        self.log("value", float(loss))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", self._shared_step(batch).item())
+
+
+class Releasing(Lit):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        torch.cuda.empty_cache()  # trap
+
+
+class Collecting(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        gc.collect()  # trap
+        return self._shared_step(batch)
+
+
+class RarelyReleasing(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx % 1000 == 0:
+            torch.cuda.empty_cache()
+        return self._shared_step(batch)
+
+    def on_validation_epoch_end(self) -> None:
+        torch.cuda.empty_cache()
+        gc.collect()
+
+
+class DoubleSoftmax(Lit):
+    def _shared_step(self, batch: Any) -> Tensor:
+        probabilities = F.softmax(self(batch[0]), dim=-1)  # trap
+        return F.cross_entropy(probabilities.view(-1, 4), batch[1])
+
+
+class SoftmaxLayer(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1))
+        self.loss = nn.CrossEntropyLoss()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self.classifier(batch[0]), batch[1])  # trap
+
+
+class SingleSoftmax(Lit):
+    """Softmax for the accuracy, and for a loss that needs probabilities."""
+
+    def _shared_step(self, batch: Any) -> Tensor:
+        logits = self(batch[0])
+        probabilities = F.softmax(logits, dim=-1)
+        self.log("confidence", probabilities.max())
+        return F.cross_entropy(logits, batch[1]) + F.nll_loss(probabilities.log(), batch[1])
+
+
+class WideHead(Lit):
+    num_classes = 12_000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, self.num_classes))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self(batch[0])
+        return F.cross_entropy(logits.float(), batch[1])  # trap
+
+
+class NarrowHead(WideHead):
+    num_classes = 9_000
+
+
+def gpt2(**changes: Any) -> GPT2LMHeadModel:
+    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}
+    return GPT2LMHeadModel(GPT2Config(**sizes | changes, bos_token_id=0, eos_token_id=0))
+
+
+class UnreadAttentions(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = gpt2()  # type: ignore[assignment]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.net(batch, labels=batch, output_attentions=True)  # trap
+        return output.loss
+
+
+class ReadAttentions(UnreadAttentions):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = self.net(batch, labels=batch, output_attentions=True)
+        states = self.net(batch, output_hidden_states=True)
+        return output.loss + output.attentions[0].mean() + distance(states)
+
+
+def distance(states: Any) -> Any:
+    return states.hidden_states[0].mean()
+
+
+class CheckpointedBlock(nn.Module):
+    """It checkpoints its inside if it is told to."""
+
+    def __init__(self, is_checkpointed: bool = True) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Any:
+        if not (self.is_checkpointed and self.training):
+            return self.inside(x)
+        return checkpoint(self.inside, x, use_reentrant=False)  # trap
+
+
+class Blocks(Lit):
+    def __init__(self, is_checkpointed: bool = True) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[CheckpointedBlock(is_checkpointed) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.blocks(x))
+
+
+class CheckpointedLayers(Lit):
+    """The module around the layers checkpoints them."""
+
+    def __init__(self, layer: Callable[[], nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), layer(), nn.ReLU()) for _ in range(3)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)  # trap
+        return self.net(x)
+
+
+class Normalised(Lit):
+    def __init__(self, norm: Callable[[], nn.Module] = lambda: nn.BatchNorm1d(8)) -> None:
+        super().__init__()
+        self.net.insert(0, norm())
+
+
+class ExactMetric(Lit):
+    """A metric of the training steps that keeps all predictions, and another one of validation."""
+
+    def __init__(self, metric: Callable[[], Any] = lambda: AUROC(task="binary")) -> None:
+        super().__init__()
+        self.train_metric, self.val_metric = metric(), AUROC(task="binary")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        self.train_metric.update(self(batch[0])[:, 0].detach(), batch[1])
+        self.log("metric", self.train_metric)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.val_metric(self(batch[0])[:, 0], batch[1])
+
+
+class BitsAndBytes(Lit):
+    """Its own 8-bit optimizer."""
+
+    def __init__(self, model: Callable[[], nn.Module], optimizer: str = "AdamW8bit") -> None:
+        super().__init__()
+        self.net, self.optimizer = model(), optimizer  # type: ignore[assignment]
+
+    def configure_optimizers(self) -> Any:
+        import bitsandbytes
+
+        return getattr(bitsandbytes.optim, self.optimizer)(self.parameters())
+
+
+def wide() -> nn.Module:
+    return nn.Linear(128, 128)
+
+
+def tied() -> nn.Module:
+    return gpt2(vocab_size=500)
+
+
+class Tied(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = tied()  # type: ignore[assignment]
+
+
+class Fused(Lit):
+    def __init__(self, is_fused: bool = True) -> None:
+        super().__init__()
+        self.is_fused = is_fused
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), fused=self.is_fused)
+
+
+def t5() -> nn.Module:
+    return T5ForConditionalGeneration(
+        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    )
+
+
+@dataclass(frozen=True)
+class Project:
+    """A model and its training.
+
+    ``make``: constructs the model; the others are arguments of `check_training`.
+    """
+
+    make: Callable[[], nn.Module]
+    settings: Mapping[str, Any] | None = None
+    trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+def _allocator(text: str, name: str = "PYTORCH_CUDA_ALLOC_CONF") -> Project:
+    return Project(Lit, environment={name: text})
+
+
+ALL = {"activation_checkpointing": "all"}
+MIXED = {"precision": "bf16-mixed"}
+CLIPPED = {"gradient_clip_val": 1.0, **MIXED}
+
+TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
+    "kept_graph": ([Project(KeptLoss), Project(SummedLoss)], [Project(DetachedLoss)]),
+    "growing_list": (
+        [Project(GrowingOutputs)],
+        [Project(EmptiedOutputs), Project(UnreadOutputs), Project(DetachedLoss)],
+    ),
+    "retained_graph": (
+        [Project(Retaining), Project(RetainingHook)],
+        [Project(Manual), Project(GradientPenalty)],
+    ),
+    "gradient_cycle": ([Project(GradientCycle)], [Project(GradientPenalty)]),
+    "kept_gradients": ([Project(KeptGradients)], [Project(FreedGradients), Project(Manual)]),
+    "missing_zero_grad": ([Project(AddedGradients)], [Project(Manual), Project(HelpedOptimizer)]),
+    "device_wait": (
+        [Project(Waiting), Project(Printing), Project(WaitingForPredictions)],
+        [Project(RarelyWaiting)],
+    ),
+    "cache_release": ([Project(Releasing), Project(Collecting)], [Project(RarelyReleasing)]),
+    "double_softmax": ([Project(DoubleSoftmax), Project(SoftmaxLayer)], [Project(SingleSoftmax)]),
+    "float32_logits": (
+        [Project(WideHead, trainer_arguments=MIXED)],
+        [
+            Project(WideHead),  # in float32 `.float()` copies nothing
+            Project(NarrowHead, trainer_arguments=MIXED),
+            Project(WideHead, {"chunked_cross_entropy": True}, MIXED),
+        ],
+    ),
+    "unread_output": ([Project(UnreadAttentions)], [Project(ReadAttentions)]),
+    "checkpointed_twice": (
+        [Project(Blocks, ALL), Project(CheckpointedLayers, ALL)],
+        [Project(Blocks), Project(lambda: Blocks(False), ALL)],
+    ),
+    "lost_dropout_mask": (
+        [Project(lambda: CheckpointedLayers(nn.Dropout))],
+        [Project(CheckpointedLayers), Project(lambda: CheckpointedLayers(lambda: nn.Dropout(0)))],
+    ),
+    "repeated_statistics": (
+        [Project(lambda: CheckpointedLayers(lambda: nn.BatchNorm1d(8)))],
+        [Project(lambda: CheckpointedLayers(lambda: nn.LayerNorm(8)))],
+    ),
+    "batch_statistics": (
+        [
+            Project(Normalised, trainer_arguments={"accumulate_grad_batches": 4}),
+            Project(Normalised, {"micro_batch_size": 2}),
+            Project(Normalised, {"accumulate_grad_batches": 2}),
+        ],
+        [
+            Project(Normalised, {"micro_batch_size": "auto"}),
+            Project(lambda: Normalised(lambda: nn.LayerNorm(8)), {"micro_batch_size": 2}),
+        ],
+    ),
+    "growing_metric": (
+        [Project(ExactMetric)],
+        [
+            Project(lambda: ExactMetric(MeanMetric)),
+            Project(lambda: ExactMetric(lambda: AUROC(task="binary", thresholds=50))),
+            Project(lambda: ExactMetric(lambda: AUROC(task="binary", compute_on_cpu=True))),
+        ],
+    ),
+    "8bit_embedding": (
+        [
+            Project(lambda: BitsAndBytes(tied)),
+            Project(lambda: BitsAndBytes(tied, "PagedAdamW8bit")),
+        ],
+        [
+            Project(lambda: BitsAndBytes(tied, "AdamW32bit")),
+            Project(lambda: BitsAndBytes(wide)),
+            Project(Tied, {"optimizer": "8bit", "force_8bit": ("*",)}),
+        ],
+    ),
+    "8bit_small_tensors": (
+        [Project(lambda: BitsAndBytes(gpt2))],
+        [Project(lambda: BitsAndBytes(wide)), Project(lambda: BitsAndBytes(gpt2, "AdamW32bit"))],
+    ),
+    "float16_overflow": (
+        [Project(t5, trainer_arguments={"precision": "16-mixed"})],
+        [Project(t5, trainer_arguments=MIXED), Project(gpt2, trainer_arguments={"precision": 16})],
+    ),
+    "refused_clipping": (
+        [Project(Fused, trainer_arguments=CLIPPED)],
+        [
+            Project(lambda: Fused(False), trainer_arguments=CLIPPED),
+            Project(Fused, trainer_arguments=MIXED),
+            Project(Fused, trainer_arguments={"gradient_clip_val": 1.0}),
+        ],
+    ),
+    "memsave_conflict": (
+        [
+            Project(Manual, {"accumulate_grad_batches": 4}),
+            Project(Lit, {"accumulate_grad_batches": 4}, {"accumulate_grad_batches": 2}),
+        ],
+        [Project(Manual, {"stack": "classic"}), Project(Lit, {"accumulate_grad_batches": 4})],
+    ),
+    "allocator_settings": (
+        [
+            _allocator("max_split_sise_mb:100"),
+            _allocator("expandable_segments:True,max_split_size_mb=100"),
+            _allocator("expandable_segments:true", "PYTORCH_ALLOC_CONF"),
+            _allocator("max_split_size_mb:10"),
+            _allocator("garbage_collection_threshold:80"),
+            _allocator("backend:cudaMallocAsync"),
+            Project(
+                Lit,
+                environment={
+                    "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:100",
+                    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+                },
+            ),
+        ],
+        [
+            _allocator("expandable_segments:True, max_split_size_mb:100"),
+            _allocator("roundup_power2_divisions:[256:1,512:2,>:4],backend:native"),
+            _allocator("a_setting_of_a_later_version:1"),
+            _allocator(""),
+        ],
+    ),
+    "debug_settings": (
+        [
+            Project(Lit, environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+            Project(Lit, environment={"CUDA_LAUNCH_BLOCKING": "1"}),
+            Project(Lit, trainer_arguments={"detect_anomaly": True}),
+        ],
+        [Project(Lit, environment={"CUDA_LAUNCH_BLOCKING": "0"})],
+    ),
+    "broken_packages": ([], []),
+}
+"""By the name of the check: projects with the trap, and projects that look nearly like them."""
