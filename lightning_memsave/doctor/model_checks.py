@@ -142,7 +142,8 @@ LAST_WITHOUT_BF16_CLIPPING = (2, 6, 6)
 def find_refused_clipping(subject: Subject) -> Iterator[LocatedProblem]:
     """Find gradient clipping that Lightning refuses beside a fused optimizer."""
     is_mixed = subject.precision.endswith("mixed")
-    if not subject.trainer_arguments.get("gradient_clip_val") or not is_mixed:
+    is_replaced = bool(subject.settings.get("optimizer"))  # by an 8-bit form, which is not fused
+    if not subject.trainer_arguments.get("gradient_clip_val") or not is_mixed or is_replaced:
         return
     is_bf16 = subject.precision.startswith("bf16")
     installed = [subject.versions.get(name) for name in ("lightning", "pytorch-lightning")]

@@ -49,6 +49,7 @@ CHECKS: tuple[Check, ...] = (
         "`torch.cuda.empty_cache()` or `gc.collect()` in every step",
         step.find_cache_releases,
     ),
+    Check("pinned_in_step", "memory that every step pins", step.find_pinned_copies),
     Check("double_softmax", "softmax before `cross_entropy`", loss.find_double_softmax),
     Check(
         "float32_logits",

@@ -4,12 +4,13 @@ import ast
 import gc
 from collections import deque
 from collections.abc import Iterator
-from typing import Any
 
 import torch
+from torch import nn
 
 from lightning_memsave.doctor.check import LocatedProblem, Subject, problem_in
 from lightning_memsave.doctor.source import (
+    STEP_HOOKS,
     Method,
     Reached,
     always_run,
@@ -18,10 +19,11 @@ from lightning_memsave.doctor.source import (
     keyword_of,
     own_attribute,
     own_methods,
+    reached_from,
 )
 from lightning_memsave.doctor.values import Kind, StepValues, moves_to_host
 
-_APPENDING = ("append", "appendleft", "extend", "insert", "add")
+_APPENDING = ("append", "appendleft", "extend", "insert")
 _EMPTYING = ("clear", "pop", "popleft", "popitem", "remove")
 
 
@@ -69,7 +71,7 @@ def find_growing_lists(subject: Subject) -> Iterator[LocatedProblem]:
 
 # Method, statement and attribute of `self` of what keeps a value of these kinds.
 def _stores(
-    module: Any, reached: list[Reached], values: StepValues, *kinds: Kind
+    module: nn.Module, reached: list[Reached], values: StepValues, *kinds: Kind
 ) -> Iterator[tuple[Method, ast.AST, str]]:
     for one in reached:
         for node in ast.walk(one.method.tree):
@@ -89,11 +91,15 @@ def _stores(
                 yield one.method, node, owner
 
 
-# Lists that are made in a hook do not exist yet.
-def _is_list(module: Any, name: str) -> bool:
-    value = vars(module).get(name, [])
+# Modules and objects of other classes may detach what they are given.
+def _is_list(module: nn.Module, name: str) -> bool:
+    value = vars(module).get(name)
+    if value is None:  # it is made in a later hook
+        made = (node for m in own_methods(module).values() for node in ast.walk(m.tree))
+        lists = (n for n in made if isinstance(n, ast.Assign) and isinstance(n.value, ast.List))
+        return bool(name) and any(own_attribute(n.targets[0]) == name for n in lists)
     is_bounded = isinstance(value, deque) and value.maxlen is not None
-    return bool(name) and isinstance(value, list | dict | deque) and not is_bounded
+    return isinstance(value, list | dict | deque) and not is_bounded
 
 
 # Attributes of `self` that a method empties, replaces, deletes, or gives another name.
@@ -129,6 +135,8 @@ _WAITS = (
 
 def find_waits(subject: Subject) -> Iterator[LocatedProblem]:
     """Find values that each training step reads from the device."""
+    if _trains_on_cpu(subject):
+        return
     for method, node in _in_each_step(subject):
         if isinstance(node, ast.Call) and (fix := _why_it_waits(method, node, subject.values)):
             yield problem_in(method, node, _WAITS, fix)
@@ -156,6 +164,8 @@ def _why_it_waits(method: Method, call: ast.Call, values: StepValues) -> str:
 
 def find_cache_releases(subject: Subject) -> Iterator[LocatedProblem]:
     """Find steps that empty the allocator's cache or collect garbage each time."""
+    if _trains_on_cpu(subject):
+        return
     why = {
         torch.cuda.empty_cache: "it gives the cache back to the driver in each step, waits for the "
         "GPU, and the next step allocates it again",
@@ -226,6 +236,26 @@ def find_kept_gradients(subject: Subject) -> Iterator[LocatedProblem]:
                 )
 
 
+def find_pinned_copies(subject: Subject) -> Iterator[LocatedProblem]:
+    """Find steps that pin memory each time."""
+    hooks = (*STEP_HOOKS, "on_before_batch_transfer", "transfer_batch_to_device")
+    for reached in reached_from(subject.module, hooks):
+        nodes = list(always_run(reached.method.tree.body)) if reached.in_each else []
+        calls = {*calls_in(nodes, "pin_memory")}
+        calls |= {
+            n for n in nodes if isinstance(n, ast.Call) and keyword_of(n, "pin_memory") is True
+        }
+        for call in calls:
+            yield problem_in(
+                reached.method,
+                call,
+                "it copies to pinned host memory in each step, on the thread that launches the "
+                "kernels",
+                "Use `DataLoader(pin_memory=True)`, which does it in a thread of its own, or pin a "
+                "buffer once and copy into it.",
+            )
+
+
 _HELPERS = ("optimizers", "toggle_optimizer", "untoggle_optimizer", "clip_gradients", "zip")
 
 
@@ -271,6 +301,10 @@ def _is_passed_on(node: ast.AST, names: set[str]) -> bool:
     given = [*node.args, *(keyword.value for keyword in node.keywords)]
     is_given = any(isinstance(one, ast.Name) and one.id in names for one in given)
     return is_given and word not in _HELPERS
+
+
+def _trains_on_cpu(subject: Subject) -> bool:
+    return subject.trainer_arguments.get("accelerator") == "cpu"
 
 
 def _in_each_step(subject: Subject) -> Iterator[tuple[Method, ast.AST]]:

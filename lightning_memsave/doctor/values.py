@@ -25,8 +25,11 @@ class Kind(enum.IntEnum):
     """A tensor that autograd can differentiate: it holds on to its graph."""
 
 
-Value: TypeAlias = Kind | tuple[Any, ...]
-"""The kind of a value; of a tuple, that of each item."""
+Value: TypeAlias = Kind | tuple[Any, ...] | dict[str, Any]
+"""The kind of a value; of a tuple or a dictionary, that of each item."""
+
+_LOSS: dict[str, Any] = {"loss": Kind.GRAPH}
+"""A loss, or a dictionary with one."""
 
 _HOST_METHODS = frozenset(
     {
@@ -49,15 +52,18 @@ _HOST_ATTRIBUTES = frozenset(
 
 def strongest(value: Value) -> Kind:
     """Return the strongest kind in a value."""
-    if isinstance(value, tuple):
-        return max(map(strongest, value), default=Kind.UNKNOWN)
+    if isinstance(value, tuple | dict):
+        items = value if isinstance(value, tuple) else value.values()
+        return max(map(strongest, items), default=Kind.UNKNOWN)
     return value
 
 
 def _weaker(one: Value, other: Value) -> Value:
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return tuple(map(_weaker, one, other))
-    if isinstance(one, tuple) or isinstance(other, tuple):
+    if isinstance(one, dict) and isinstance(other, dict):
+        return {name: _weaker(one[name], other[name]) for name in one.keys() & other.keys()}
+    if isinstance(one, tuple | dict) or isinstance(other, tuple | dict):
         return Kind.UNKNOWN
     return min(one, other)
 
@@ -65,6 +71,8 @@ def _weaker(one: Value, other: Value) -> Value:
 def _weaker_than_graph(value: Value) -> Value:
     if isinstance(value, tuple):
         return tuple(map(_weaker_than_graph, value))
+    if isinstance(value, dict):
+        return {name: _weaker_than_graph(item) for name, item in value.items()}
     return min(value, Kind.TENSOR)
 
 
@@ -224,6 +232,8 @@ class _Walk(ast.NodeVisitor):
         if isinstance(found, tuple) and isinstance(index, int) and index < len(found):
             item: Value = found[index]
             return item
+        if isinstance(found, dict):
+            return found.get(index, Kind.UNKNOWN) if isinstance(index, str) else Kind.UNKNOWN
         return strongest(found)
 
     def visit_BinOp(self, node: ast.BinOp) -> Value:
@@ -248,7 +258,11 @@ class _Walk(ast.NodeVisitor):
         return strongest(tuple(map(self.visit, node.elts)))
 
     def visit_Dict(self, node: ast.Dict) -> Value:
-        return strongest(tuple(map(self.visit, node.values)))
+        values = list(map(self.visit, node.values))
+        keys = [key.value if isinstance(key, ast.Constant) else None for key in node.keys]
+        if all(isinstance(key, str) for key in keys):
+            return dict(zip(map(str, keys), values, strict=True))
+        return strongest(tuple(values))
 
     def visit_Starred(self, node: ast.Starred) -> Value:
         return strongest(self.visit(node.value))
@@ -265,7 +279,7 @@ class _Walk(ast.NodeVisitor):
         if isinstance(target, ast.Name):
             # What `training_step` returns has a graph, whoever computed it.
             if self._is_loss(target) and isinstance(expression, ast.Call | ast.BinOp):
-                value = value if _reads_value(expression) else Kind.GRAPH
+                value = value if _reads_value(expression) or strongest(value) else _LOSS
             self.names[target.id] = value
             self.expressions.pop(target.id, None)
             if expression is not None:
@@ -276,7 +290,7 @@ class _Walk(ast.NodeVisitor):
             for i, item in enumerate(target.elts):
                 self._assign(item, items[i] if is_known else Kind.UNKNOWN, None)
                 if isinstance(expression, ast.Call) and self._is_loss(item):
-                    self._assign(item, Kind.GRAPH, None)
+                    self._assign(item, _LOSS, None)
 
     def _is_loss(self, target: ast.expr) -> bool:
         return self.has_grad and isinstance(target, ast.Name) and target.id in self.losses

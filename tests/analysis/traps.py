@@ -8,8 +8,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as in users' projects
 from torch.utils.checkpoint import checkpoint
 from torchmetrics import AUROC, MeanMetric
 from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
@@ -61,12 +61,40 @@ class SummedLoss(Lit):
         self.total = self.total + value  # trap
 
 
+class Bank(nn.Module):
+    """It keeps what it is given, without its graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+
+    def append(self, value: Tensor) -> None:
+        self.kept.append(value.detach())
+
+
+class KeptOutput(Lit):
+    """The loss comes from a function that is not followed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = step_of(self, batch)
+        self.losses.append(output)  # trap
+        return output
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.clear()
+
+
+def step_of(module: Lit, batch: Any) -> dict[str, Any]:
+    return {"loss": F.cross_entropy(module(batch[0]), batch[1]), "name": "step"}
+
+
 class DetachedLoss(Lit):
     """It keeps values without graphs, and losses that are gone before the step ends."""
 
     def __init__(self) -> None:
         super().__init__()
         self.parts: list[Tensor] = []
+        self.bank = Bank()
         self.latest: deque[Tensor] = deque(maxlen=10)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -76,6 +104,7 @@ class DetachedLoss(Lit):
         self.losses.append(loss.detach())
         self.latest.append(loss.detach())
         self.total += loss.detach()
+        self.bank.append(loss)
         with torch.no_grad():
             self.losses.append(self(batch[0]).mean())
         return sum(self.parts)
@@ -187,7 +216,7 @@ class Waiting(Lit):
 class Printing(Lit):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = self._shared_step(batch)
-        print(f"{batch_idx}: {loss:.3f}")  # trap
+        print(f"{batch_idx}: {loss:.3f}")  # trap # noqa: T201
 
 
 class WaitingForPredictions(Lit):
@@ -207,9 +236,9 @@ class RarelyWaiting(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self._shared_step(batch)
         rate = float(self.hparams.get("rate", 0.1))
-        print("step", batch_idx, rate, loss.shape)
+        print("step", batch_idx, rate, loss.shape)  # noqa: T201
         if batch_idx % 100 == 0:
-            print(loss.item())
+            print(loss.item())  # noqa: T201
         if batch_idx % 10:
             return loss
         self.log("value", float(loss))
@@ -217,6 +246,14 @@ class RarelyWaiting(Lit):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self._shared_step(batch).item())
+
+
+class PrintingNames(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = step_of(self, batch)
+        own = {"logits": self(batch[0]), "size": len(batch[0])}
+        print(output["name"], own["size"], own.keys())  # noqa: T201
+        return output
 
 
 class Releasing(Lit):
@@ -239,6 +276,22 @@ class RarelyReleasing(Lit):
     def on_validation_epoch_end(self) -> None:
         torch.cuda.empty_cache()
         gc.collect()
+
+
+class Pinning(Lit):
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0].pin_memory(), batch[1]  # trap
+
+
+class PinningTensor(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.host = torch.empty(8, pin_memory=True)  # trap
+        return self._shared_step(batch)
+
+
+class PinnedOnce(Lit):
+    def on_fit_start(self) -> None:
+        self.host = torch.empty(8, pin_memory=torch.cuda.is_available())
 
 
 class DoubleSoftmax(Lit):
@@ -434,7 +487,10 @@ MIXED = {"precision": "bf16-mixed"}
 CLIPPED = {"gradient_clip_val": 1.0, **MIXED}
 
 TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
-    "kept_graph": ([Project(KeptLoss), Project(SummedLoss)], [Project(DetachedLoss)]),
+    "kept_graph": (
+        [Project(KeptLoss), Project(KeptOutput), Project(SummedLoss)],
+        [Project(DetachedLoss)],
+    ),
     "growing_list": (
         [Project(GrowingOutputs)],
         [Project(EmptiedOutputs), Project(UnreadOutputs), Project(DetachedLoss)],
@@ -448,9 +504,14 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
     "missing_zero_grad": ([Project(AddedGradients)], [Project(Manual), Project(HelpedOptimizer)]),
     "device_wait": (
         [Project(Waiting), Project(Printing), Project(WaitingForPredictions)],
-        [Project(RarelyWaiting)],
+        [
+            Project(RarelyWaiting),
+            Project(PrintingNames),
+            Project(Waiting, trainer_arguments={"accelerator": "cpu"}),
+        ],
     ),
     "cache_release": ([Project(Releasing), Project(Collecting)], [Project(RarelyReleasing)]),
+    "pinned_in_step": ([Project(Pinning), Project(PinningTensor)], [Project(PinnedOnce)]),
     "double_softmax": ([Project(DoubleSoftmax), Project(SoftmaxLayer)], [Project(SingleSoftmax)]),
     "float32_logits": (
         [Project(WideHead, trainer_arguments=MIXED)],
