@@ -11,6 +11,7 @@ from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.doctor.check import LocatedProblem, Subject, problem_in
 from lightning_memsave.doctor.source import (
     Method,
+    is_installed,
     is_library,
     is_self,
     keyword_of,
@@ -103,7 +104,8 @@ def _has_statistics(module: nn.Module) -> bool:
 
 def _uses(model: nn.Module) -> Iterator[tuple[nn.Module, _Use]]:
     for module in model.modules():
-        if not is_library(type(module)):
+        # What a package does is not the user's to change, unless it is the model itself.
+        if not is_library(type(module)) and (module is model or not is_installed(type(module))):
             yield from ((module, use) for use in _uses_in(module))
 
 

@@ -2,7 +2,6 @@
 
 import ast
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,10 +28,10 @@ _VIEWS = frozenset(
 def find_double_softmax(subject: Subject) -> Iterator[LocatedProblem]:
     """Find softmax before a cross-entropy, which applies softmax itself."""
     for method, logits in _logits(subject):
-        for part in _operations(subject, method, logits):
-            if _is_softmax(subject, method, part):
+        for place, part in _operations(subject, method, logits):
+            if _is_softmax(subject, place, part):
                 yield problem_in(
-                    method,
+                    place,
                     part,
                     "`cross_entropy` applies softmax itself: gradients become too small, and one "
                     "more copy of the logits is kept for backward",
@@ -46,11 +45,11 @@ def find_float32_logits(subject: Subject) -> Iterator[LocatedProblem]:
         return
     is_low = not subject.precision.startswith(("32", "64"))
     for method, logits in _logits(subject):
-        for part in _operations(subject, method, logits):
-            is_log = _function_of(method, part) in _LOG_SOFTMAX or _called(part) == "log_softmax"
-            if is_log or (is_low and _is_to_float32(method, part)):
+        for place, part in _operations(subject, method, logits):
+            is_log = place.resolve(part.func) in _LOG_SOFTMAX or _called(part) == "log_softmax"
+            if is_log or (is_low and _is_to_float32(place, part)):
                 yield problem_in(
-                    method,
+                    place,
                     part,
                     f"it copies logits of more than {WIDE:,} classes in float32, next to the "
                     "copies that the loss and its gradient make",
@@ -81,28 +80,42 @@ def _is_cross_entropy(subject: Subject, method: Method, call: ast.Call) -> bool:
 
 
 # The calls that an expression goes through, the last one first, as far as they are known.
-def _operations(subject: Subject, method: Method, node: ast.expr) -> Iterator[ast.Call]:
-    while True:
+def _operations(
+    subject: Subject, method: Method, start: ast.expr
+) -> Iterator[tuple[Method, ast.Call]]:
+    node: ast.expr | None = start
+    entered = {method}
+    while node is not None:
         node = subject.values.definition(node)
-        if isinstance(node, ast.Subscript) or (
-            isinstance(node, ast.Attribute) and node.attr == "mT"
-        ):
+        if isinstance(node, ast.Subscript | ast.Attribute) and _is_part(node):
             node = node.value
             continue
         if not isinstance(node, ast.Call):
             return
-        yield node
-        is_view = is_method_call(node) and node.func.attr in _VIEWS  # type: ignore[attr-defined]
-        if is_view or _is_to_float32(method, node):
-            node = node.func.value  # type: ignore[attr-defined]
-        elif node.args and _function_of(method, node) in _LOG_SOFTMAX:
-            node = node.args[0]
+        yield method, node
+        own = subject.values.own_method(node.func)
+        if own is not None and own not in entered:
+            method, node = own, _only_result(own)
+            entered.add(own)
         else:
-            return
+            node = _operand(method, node)
 
 
-def _function_of(method: Method, node: ast.Call) -> Any:
-    return method.resolve(node.func)
+def _is_part(node: ast.Subscript | ast.Attribute) -> bool:
+    return isinstance(node, ast.Subscript) or node.attr in ("mT", "T")
+
+
+def _operand(method: Method, call: ast.Call) -> ast.expr | None:
+    is_view = is_method_call(call) and _called(call) in _VIEWS
+    if is_view or _is_to_float32(method, call):
+        return call.func.value  # type: ignore[attr-defined,no-any-return]
+    is_log = method.resolve(call.func) in _LOG_SOFTMAX
+    return call.args[0] if is_log and call.args else None
+
+
+def _only_result(method: Method) -> ast.expr | None:
+    returned = [node.value for node in ast.walk(method.tree) if isinstance(node, ast.Return)]
+    return returned[0] if len(returned) == 1 else None
 
 
 def _called(node: ast.Call) -> str:
@@ -113,7 +126,7 @@ def _is_softmax(subject: Subject, method: Method, node: ast.Call) -> bool:
     module = submodule_of(subject.values.modules, node.func)
     if isinstance(module, nn.Sequential) and len(module):
         module = module[-1]
-    if isinstance(module, nn.Softmax) or _function_of(method, node) in _SOFTMAX:
+    if isinstance(module, nn.Softmax) or method.resolve(node.func) in _SOFTMAX:
         return True
     return _called(node) == "softmax" and subject.values.kind(node) > 0
 

@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import linecache
+import sys
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -98,6 +99,12 @@ def _methods_of(cls: Any) -> dict[str, Method]:
 def is_library(cls: type) -> bool:
     """Return whether a class belongs to torch, Lightning or another library that is not checked."""
     return cls.__module__.partition(".")[0] in _LIBRARIES
+
+
+def is_installed(cls: type) -> bool:
+    """Return whether the code of a class is in an installed package."""
+    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
+    return "site-packages" in file
 
 
 def _method(name: str, value: Any) -> Method | None:

@@ -107,6 +107,13 @@ class StepValues:
             node, seen = self._definitions[node], seen + 1
         return node
 
+    def own_method(self, function: ast.expr) -> Method | None:
+        """Return the user's own method that ``self(...)`` or ``self.method(...)`` calls."""
+        if is_self(function):
+            return self.methods.get("forward")
+        is_own = isinstance(function, ast.Attribute) and is_self(function.value)
+        return self.methods.get(function.attr) if is_own else None  # type: ignore[attr-defined]
+
     def note(self, node: ast.AST, value: Value) -> None:
         """Keep the kind of an expression; of several calls of its method, the strongest."""
         self._kinds[node] = max(self.kind(node), strongest(value))
@@ -326,7 +333,7 @@ class _Walk(ast.NodeVisitor):
         given = [self.visit(argument) for argument in node.args]
         given += [self.visit(keyword.value) for keyword in node.keywords]
         strong = strongest(tuple(given))
-        own = self._own_method(function)
+        own = self.values.own_method(function)
         if own is not None:
             return self.values.call(own, given[: len(node.args)], self.has_grad)
         module = submodule_of(self.values.modules, function)
@@ -342,12 +349,6 @@ class _Walk(ast.NodeVisitor):
         if isinstance(function, ast.Attribute):
             return self._of_method(node, function, strongest(self.visit(function.value)))
         return Kind.UNKNOWN
-
-    def _own_method(self, function: ast.expr) -> Method | None:
-        if is_self(function):
-            return self.values.methods.get("forward")
-        is_own = isinstance(function, ast.Attribute) and is_self(function.value)
-        return self.values.methods.get(function.attr) if is_own else None  # type: ignore[attr-defined]
 
     def _output(self, module: nn.Module, strong: Kind) -> Kind:
         if any(cls.__module__.startswith("torchmetrics") for cls in type(module).__mro__):

@@ -21,8 +21,9 @@ from lightning_memsave import CheckpointedTransformer, MemSaveCallback, check_tr
 from lightning_memsave.doctor.check import Subject
 from lightning_memsave.doctor.registry import CHECKS, run_checks
 from lightning_memsave.targets.find import load_target
-from tests.analysis import traps
-from tests.analysis.traps import TRAPS, Lit, Project
+from tests.analysis import trap_modules
+from tests.analysis.trap_modules import Lit
+from tests.analysis.traps import CLIPPED, TRAPS, Project
 from tests.cases import MODELS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -59,7 +60,7 @@ def test_reports_the_trap_alone(name: str, project: Project) -> None:
     for problem in found.problems:
         assert problem.fix.endswith((".", "?"))
         if problem.file is not None:
-            assert Path(problem.file).resolve() == Path(traps.__file__)
+            assert Path(problem.file).resolve() == Path(trap_modules.__file__)
             assert "# trap" in linecache.getline(problem.file, problem.line)
 
 
@@ -93,7 +94,7 @@ def test_examples_have_no_problem(name: str, model: str | None) -> None:
 
 
 def test_examples_with_our_own_module_have_no_problem() -> None:
-    make = functools.partial(CheckpointedTransformer, traps.gpt2().config, task="causal_lm")
+    make = functools.partial(CheckpointedTransformer, trap_modules.gpt2().config, task="causal_lm")
     assert check_training(make, environment={}).problems == ()
 
 
@@ -119,8 +120,8 @@ def test_packages_that_break_each_other() -> None:
 
 def test_clipping_is_allowed_where_lightning_allows_it() -> None:
     """Lightning#21435 is fixed on its main branch."""
-    module = traps.Fused()
-    optimizers, arguments = [module.configure_optimizers()], traps.CLIPPED
+    module = trap_modules.Fused()
+    optimizers, arguments = [module.configure_optimizers()], CLIPPED
     for version, names in {"2.6.6": ["refused_clipping"], "2.6.7": [], "2.7.0rc1": []}.items():
         versions = {"lightning": version}
         subject = Subject(module, "bf16-mixed", arguments, {}, optimizers, versions=versions)
@@ -132,7 +133,7 @@ def test_clipping_is_allowed_where_lightning_allows_it() -> None:
 def fit(module: nn.Module, **arguments: Any) -> None:
     """Train two steps, so that a claim of the doctor is seen to be true."""
     data = TensorDataset(torch.randn(8, 8), torch.randint(4, (8,)))
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(max_steps=2, accelerator="cpu", **quiet, **arguments)
     trainer.fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
 
@@ -141,47 +142,48 @@ class TestClaims:
     """What the doctor says of a trap happens."""
 
     def test_lightning_refuses_clipping(self) -> None:
-        fit(traps.Fused(), precision="bf16-mixed")
+        fit(trap_modules.Fused(), precision="bf16-mixed")
         with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-            fit(traps.Fused(), **traps.CLIPPED)
+            fit(trap_modules.Fused(), **CLIPPED)
 
     def test_kept_losses_keep_their_graphs(self) -> None:
-        module = traps.KeptLoss()
+        module = trap_modules.KeptLoss()
         module.on_train_epoch_end = lambda: None  # type: ignore[method-assign]
         fit(module)
         assert all(entry["loss"].grad_fn is not None for entry in module.losses)
 
     def test_statistics_are_updated_twice(self) -> None:
-        module = traps.CheckpointedLayers(lambda: nn.BatchNorm1d(8))
+        module = trap_modules.CheckpointedLayers(lambda: nn.BatchNorm1d(8))
         fit(module)
         layers: Any = module.layers
         assert layers[0][1].num_batches_tracked == 4
 
     def test_gradients_are_wrong_with_other_dropout_masks(self) -> None:
-        module, x = traps.CheckpointedLayers(lambda: nn.Dropout(0.5)), torch.randn(4, 8)
-        gradients = []
-        for preserved in (True, False):
-            with mock.patch.object(traps, "checkpoint", _preserving(preserved)):
+        module, x = trap_modules.CheckpointedLayers(lambda: nn.Dropout(0.5)), torch.randn(4, 8)
+        weight, gradients = next(module.layers.parameters()), []
+        for is_preserved in (True, False):
+            with mock.patch.object(trap_modules, "checkpoint", _preserving(is_preserved)):
                 torch.manual_seed(0)
                 module.zero_grad()
                 module(x).sum().backward()
-                gradients.append(module.layers[0][0].weight.grad.clone())  # type: ignore
-        assert not torch.allclose(*gradients)
+                assert weight.grad is not None
+                gradients.append(weight.grad.clone())
+        assert not torch.allclose(gradients[0], gradients[1])
 
     def test_torch_warns_of_the_gradient_cycle(self) -> None:
         with pytest.warns(UserWarning, match="reference cycle between the parameter"):
-            fit(traps.GradientCycle())
+            fit(trap_modules.GradientCycle())
 
     def test_gradients_add_up(self) -> None:
-        module = traps.AddedGradients()
-        x, y = torch.randn(4, 8), torch.randint(4, (4,))
-        norms = []
+        """Two steps that change no parameter."""
+        module: Any = trap_modules.AddedGradients()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-        module.optimizers = lambda: optimizer  # type: ignore[method-assign,assignment,misc,return-value]
-        module.manual_backward = lambda loss: loss.backward()  # type: ignore[method-assign,misc]
+        module.optimizers = lambda: optimizer
+        module.manual_backward = lambda loss: loss.backward()
+        batch, norms = (torch.randn(4, 8), torch.randint(4, (4,))), []
         for step in range(2):
-            module.training_step((x, y), step)
-            norms.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))  # type: ignore
+            module.training_step(batch, step)
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
         torch.testing.assert_close(norms[1], 2 * norms[0])
 
     @pytest.mark.parametrize(
@@ -208,9 +210,10 @@ def test_the_page_lists_the_checks() -> None:
 
 
 def test_a_fit_that_needs_data_is_a_note() -> None:
-    class NeedsData(traps.KeptLoss):
+    class NeedsData(trap_modules.KeptLoss):
         def setup(self, stage: str) -> None:
-            self.num_classes = self.trainer.datamodule.num_classes
+            datamodule: Any = vars(self.trainer)["datamodule"]
+            self.num_classes = datamodule.num_classes
 
     found = check_training(NeedsData, environment={})
     assert [problem.check for problem in found.problems] == ["kept_graph"]
@@ -225,10 +228,12 @@ def test_code_that_cannot_be_read_is_no_problem() -> None:
 
 
 def test_prints_and_converts_to_json() -> None:
-    found = check_training(traps.KeptLoss, environment={})
+    found = check_training(trap_modules.KeptLoss, environment={})
     line = found.problems[0].line
     assert str(found).startswith("KeptLoss: 1 problem\n\nkept_graph  ")
-    assert f"traps.py:{line}\n  `self.losses.append({{'loss': loss}})` in `KeptLoss." in str(found)
+    assert f"trap_modules.py:{line}\n  `self.losses.append({{'loss': loss}})` in `KeptLoss." in str(
+        found
+    )
     assert found.to_dict()["problems"][0]["line"] == line
     assert str(check_training(Lit, environment={})) == "Lit: no problem found"
 

@@ -1,468 +1,62 @@
-"""For each check of the doctor a project that it reports, and one that nearly looks like it."""
+"""For each check of the doctor projects with its trap, and projects that look nearly like them."""
 
-import gc
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import lightning.pytorch as pl
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - as in users' projects
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 from torchmetrics import AUROC, MeanMetric
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
-
-class Lit(pl.LightningModule):
-    """A project without traps, on which the others build."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-        self.losses: list[Any] = []
-        self.total: Any = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.net(x)
-        return logits
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self._shared_step(batch)
-        self.log("loss", loss)
-        return loss
-
-    def _shared_step(self, batch: Any) -> Tensor:
-        x, y = batch
-        return F.cross_entropy(self(x), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters())
-
-
-class KeptLoss(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self._shared_step(batch)
-        self.losses.append({"loss": loss})  # trap
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.losses.clear()
-
-
-class SummedLoss(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self._shared_step(batch)
-        self._add(loss)
-        return {"loss": loss}
-
-    def _add(self, value: Tensor) -> None:
-        self.total = self.total + value  # trap
-
-
-class Bank(nn.Module):
-    """It keeps what it is given, without its graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-
-    def append(self, value: Tensor) -> None:
-        self.kept.append(value.detach())
-
-
-class KeptOutput(Lit):
-    """The loss comes from a function that is not followed."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = step_of(self, batch)
-        self.losses.append(output)  # trap
-        return output
-
-    def on_train_epoch_end(self) -> None:
-        self.losses.clear()
-
-
-def step_of(module: Lit, batch: Any) -> dict[str, Any]:
-    return {"loss": F.cross_entropy(module(batch[0]), batch[1]), "name": "step"}
-
-
-class DetachedLoss(Lit):
-    """It keeps values without graphs, and losses that are gone before the step ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[Tensor] = []
-        self.bank = Bank()
-        self.latest: deque[Tensor] = deque(maxlen=10)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.parts.clear()
-        loss = self._shared_step(batch)
-        self.parts.append(loss)
-        self.losses.append(loss.detach())
-        self.latest.append(loss.detach())
-        self.total += loss.detach()
-        self.bank.append(loss)
-        with torch.no_grad():
-            self.losses.append(self(batch[0]).mean())
-        return sum(self.parts)
-
-    def on_train_epoch_end(self) -> None:
-        self.log("epoch_loss", torch.stack(self.losses).mean())
-        self.losses.clear()
-
-
-class GrowingOutputs(Lit):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.losses.append(self(batch[0]))  # trap
-
-    def on_validation_epoch_end(self) -> None:
-        self.log("mean", torch.cat(self.losses).mean())
-
-
-class EmptiedOutputs(GrowingOutputs):
-    def on_validation_epoch_end(self) -> None:
-        super().on_validation_epoch_end()
-        self.losses = []
-
-
-class UnreadOutputs(Lit):
-    """A callback reads and empties them."""
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.losses.append(self(batch[0]))
-
-
-class Manual(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        loss = self._shared_step(batch)
-        self.manual_backward(loss.square(), retain_graph=True)
-        self.manual_backward(loss)
-        optimizer.step()
-
-
-class Retaining(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self._shared_step(batch), retain_graph=True)  # trap
-        optimizer.step()
-
-
-class RetainingHook(Lit):
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(retain_graph=True)  # trap
-
-
-class GradientCycle(Lit):
-    def backward(self, loss: Tensor) -> None:
-        loss.backward(create_graph=True)  # trap
-
-
-class GradientPenalty(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        x = batch[0].requires_grad_()
-        loss = self(x).square().mean()
-        (gradient,) = torch.autograd.grad(loss, x, create_graph=True, retain_graph=True)
-        return loss + gradient.square().mean()
-
-
-class KeptGradients(Lit):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=False)  # trap
-
-
-class FreedGradients(Lit):
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        optimizer.zero_grad(set_to_none=True)
-
-
-class AddedGradients(Manual):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        self.manual_backward(self._shared_step(batch))
-        optimizer.step()  # trap
-
-
-class HelpedOptimizer(Manual):
-    """Another function may set the gradients to zero."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        optimizer: Any = self.optimizers()
-        self.manual_backward(self._shared_step(batch))
-        optimizer.step()
-        forget_gradients(optimizer)
-
-
-def forget_gradients(optimizer: Any) -> None:
-    optimizer.zero_grad()
-
-
-class Waiting(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self._shared_step(batch)
-        self.log("loss", loss.item())  # trap
-        return loss
-
-
-class Printing(Lit):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        loss = self._shared_step(batch)
-        print(f"{batch_idx}: {loss:.3f}")  # trap # noqa: T201
-
-
-class WaitingForPredictions(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        self.losses.extend(logits.argmax(-1).cpu())  # trap
-        return loss
-
-    def on_train_epoch_end(self) -> None:
-        self.losses.clear()
-
-
-class RarelyWaiting(Lit):
-    """It reads values now and then, values that are no tensors, and values on the CPU."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self._shared_step(batch)
-        rate = float(self.hparams.get("rate", 0.1))
-        print("step", batch_idx, rate, loss.shape)  # noqa: T201
-        if batch_idx % 100 == 0:
-            print(loss.item())  # noqa: T201
-        if batch_idx % 10:
-            return loss
-        self.log("value", float(loss))
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("loss", self._shared_step(batch).item())
-
-
-class PrintingNames(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = step_of(self, batch)
-        own = {"logits": self(batch[0]), "size": len(batch[0])}
-        print(output["name"], own["size"], own.keys())  # noqa: T201
-        return output
-
-
-class Releasing(Lit):
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        torch.cuda.empty_cache()  # trap
-
-
-class Collecting(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        gc.collect()  # trap
-        return self._shared_step(batch)
-
-
-class RarelyReleasing(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if batch_idx % 1000 == 0:
-            torch.cuda.empty_cache()
-        return self._shared_step(batch)
-
-    def on_validation_epoch_end(self) -> None:
-        torch.cuda.empty_cache()
-        gc.collect()
-
-
-class Pinning(Lit):
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        return batch[0].pin_memory(), batch[1]  # trap
-
-
-class PinningTensor(Lit):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.host = torch.empty(8, pin_memory=True)  # trap
-        return self._shared_step(batch)
-
-
-class PinnedOnce(Lit):
-    def on_fit_start(self) -> None:
-        self.host = torch.empty(8, pin_memory=torch.cuda.is_available())
-
-
-class DoubleSoftmax(Lit):
-    def _shared_step(self, batch: Any) -> Tensor:
-        probabilities = F.softmax(self(batch[0]), dim=-1)  # trap
-        return F.cross_entropy(probabilities.view(-1, 4), batch[1])
-
-
-class SoftmaxLayer(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.classifier = nn.Sequential(nn.Linear(8, 4), nn.Softmax(-1))
-        self.loss = nn.CrossEntropyLoss()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.loss(self.classifier(batch[0]), batch[1])  # trap
-
-
-class SingleSoftmax(Lit):
-    """Softmax for the accuracy, and for a loss that needs probabilities."""
-
-    def _shared_step(self, batch: Any) -> Tensor:
-        logits = self(batch[0])
-        probabilities = F.softmax(logits, dim=-1)
-        self.log("confidence", probabilities.max())
-        return F.cross_entropy(logits, batch[1]) + F.nll_loss(probabilities.log(), batch[1])
-
-
-class WideHead(Lit):
-    num_classes = 12_000
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(8, self.num_classes))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        logits = self(batch[0])
-        return F.cross_entropy(logits.float(), batch[1])  # trap
-
-
-class NarrowHead(WideHead):
-    num_classes = 9_000
-
-
-def gpt2(**changes: Any) -> GPT2LMHeadModel:
-    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}
-    return GPT2LMHeadModel(GPT2Config(**sizes | changes, bos_token_id=0, eos_token_id=0))
-
-
-class UnreadAttentions(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = gpt2()  # type: ignore[assignment]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.net(batch, labels=batch, output_attentions=True)  # trap
-        return output.loss
-
-
-class ReadAttentions(UnreadAttentions):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.net(batch, labels=batch, output_attentions=True)
-        states = self.net(batch, output_hidden_states=True)
-        return output.loss + output.attentions[0].mean() + distance(states)
-
-
-def distance(states: Any) -> Any:
-    return states.hidden_states[0].mean()
-
-
-class CheckpointedBlock(nn.Module):
-    """It checkpoints its inside if it is told to."""
-
-    def __init__(self, is_checkpointed: bool = True) -> None:
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: Tensor) -> Any:
-        if not (self.is_checkpointed and self.training):
-            return self.inside(x)
-        return checkpoint(self.inside, x, use_reentrant=False)  # trap
-
-
-class Blocks(Lit):
-    def __init__(self, is_checkpointed: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[CheckpointedBlock(is_checkpointed) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.blocks(x))
-
-
-class CheckpointedLayers(Lit):
-    """The module around the layers checkpoints them."""
-
-    def __init__(self, layer: Callable[[], nn.Module] = nn.Identity) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), layer(), nn.ReLU()) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)  # trap
-        return self.net(x)
-
-
-class Normalised(Lit):
-    def __init__(self, norm: Callable[[], nn.Module] = lambda: nn.BatchNorm1d(8)) -> None:
-        super().__init__()
-        self.net.insert(0, norm())
-
-
-class ExactMetric(Lit):
-    """A metric of the training steps that keeps all predictions, and another one of validation."""
-
-    def __init__(self, metric: Callable[[], Any] = lambda: AUROC(task="binary")) -> None:
-        super().__init__()
-        self.train_metric, self.val_metric = metric(), AUROC(task="binary")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self._shared_step(batch)
-        self.train_metric.update(self(batch[0])[:, 0].detach(), batch[1])
-        self.log("metric", self.train_metric)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.val_metric(self(batch[0])[:, 0], batch[1])
-
-
-class BitsAndBytes(Lit):
-    """Its own 8-bit optimizer."""
-
-    def __init__(self, model: Callable[[], nn.Module], optimizer: str = "AdamW8bit") -> None:
-        super().__init__()
-        self.net, self.optimizer = model(), optimizer  # type: ignore[assignment]
-
-    def configure_optimizers(self) -> Any:
-        import bitsandbytes
-
-        return getattr(bitsandbytes.optim, self.optimizer)(self.parameters())
-
-
-def wide() -> nn.Module:
-    return nn.Linear(128, 128)
-
-
-def tied() -> nn.Module:
-    return gpt2(vocab_size=500)
-
-
-class Tied(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = tied()  # type: ignore[assignment]
-
-
-class Fused(Lit):
-    def __init__(self, is_fused: bool = True) -> None:
-        super().__init__()
-        self.is_fused = is_fused
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), fused=self.is_fused)
-
-
-def t5() -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
+from tests.analysis.trap_modules import (
+    AddedGradients,
+    BitsAndBytes,
+    Blocks,
+    CheckpointedLayers,
+    Collecting,
+    DetachedLoss,
+    DoubleSoftmax,
+    EmptiedOutputs,
+    ExactMetric,
+    FreedGradients,
+    Fused,
+    GradientCycle,
+    GradientPenalty,
+    GrowingOutputs,
+    HelpedOptimizer,
+    KeptGradients,
+    KeptLoss,
+    KeptOutput,
+    Lit,
+    Manual,
+    NarrowHead,
+    Normalised,
+    PinnedOnce,
+    Pinning,
+    PinningTensor,
+    Printing,
+    PrintingNames,
+    RarelyReleasing,
+    RarelyWaiting,
+    ReadAttentions,
+    Releasing,
+    Retaining,
+    RetainingHook,
+    SingleSoftmax,
+    SoftmaxIfAsked,
+    SoftmaxInForward,
+    SoftmaxLayer,
+    SummedLoss,
+    Tied,
+    UnreadAttentions,
+    UnreadOutputs,
+    Waiting,
+    WaitingForPredictions,
+    WideHead,
+    gpt2,
+    t5,
+    tied,
+    wide,
+)
 
 
 @dataclass(frozen=True)
@@ -512,7 +106,10 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
     ),
     "cache_release": ([Project(Releasing), Project(Collecting)], [Project(RarelyReleasing)]),
     "pinned_in_step": ([Project(Pinning), Project(PinningTensor)], [Project(PinnedOnce)]),
-    "double_softmax": ([Project(DoubleSoftmax), Project(SoftmaxLayer)], [Project(SingleSoftmax)]),
+    "double_softmax": (
+        [Project(DoubleSoftmax), Project(SoftmaxLayer), Project(SoftmaxInForward)],
+        [Project(SingleSoftmax), Project(SoftmaxIfAsked)],
+    ),
     "float32_logits": (
         [Project(WideHead, trainer_arguments=MIXED)],
         [
