@@ -126,7 +126,7 @@ def check_training(
     make: Any = model
     if isinstance(model, Target):
         model.module_without_data  # noqa: B018 - says what is missing
-        make, notes = model.make, model.notes
+        make = model.make
         trainer_arguments = {**model.trainer_arguments, **trainer_arguments}
         if settings is None and model.settings is not None:
             settings = MemSaveCallback(**with_instances(model.settings))
@@ -142,11 +142,10 @@ def check_training(
         start, problems = _start(step, fakes, settings is not None)
         if start.failure:
             notes = (
-                *notes,
                 f"a fit could not be started without data, so its optimizers were not checked "
                 f"({start.failure})",
             )
-        module = getattr(start.module, "wrapped", start.module)
+        module = start.model
         subject = Subject(
             module,
             step.precision,

@@ -276,7 +276,7 @@ def read_request(name: str, arguments: argparse.Namespace) -> Request:
             time_limit_s=arguments.time_limit,
         )
         step = _with_settings(step, callback_settings(target.settings, arguments))
-    notes = (*target.notes, *_strategy_notes(target.trainer_arguments))
+    notes = (*target.notes, *strategy_notes(target.trainer_arguments))
     return Request(target, batch, step, gpus, notes)
 
 
@@ -326,7 +326,8 @@ def callback_settings(
     return with_instances({**base, **given})
 
 
-def _strategy_notes(found: Mapping[str, Any]) -> list[str]:
+def strategy_notes(found: Mapping[str, Any]) -> list[str]:
+    """Say that a strategy in the Trainer's arguments is ignored."""
     strategy, notes = found.get("strategy"), []
     if strategy not in _ONE_DEVICE:
         name = strategy.get("class_path") if isinstance(strategy, dict) else strategy

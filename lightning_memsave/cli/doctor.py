@@ -4,11 +4,13 @@ import argparse
 import contextlib
 import json
 import sys
+from dataclasses import replace
 
 from lightning_memsave.cli.arguments import (
     add_model_arguments,
     add_settings_arguments,
     callback_settings,
+    strategy_notes,
 )
 
 SUMMARY = "Check a model and its training for traps that cost memory or time."
@@ -47,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         settings = callback_settings(target.settings, arguments)
         has_callback = settings != {"stack": "off"}
         check = check_training(target, settings=settings if has_callback else None)
+        check = replace(check, notes=(*check.notes, *strategy_notes(target.trainer_arguments)))
     if arguments.json:
         print(json.dumps({"target": target.name, **check.to_dict()}, indent=2))
     else:

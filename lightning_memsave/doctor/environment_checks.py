@@ -44,22 +44,11 @@ def find_allocator_settings(subject: Subject) -> Iterator[LocatedProblem]:
             f"Run `unset {first}`, and write all settings into `{second}`.",
         )
     for name, text in list(given.items())[:1]:
-        for item in _items(text):
-            why, fix = _wrong_setting(*item)
+        # Values in brackets have commas, too: their parts are no names of settings.
+        for item in filter(None, text.replace(" ", "").split(",")):
+            why, fix = _wrong_setting(*item.partition(":"))
             if why:
                 yield LocatedProblem(f"`{name}={text}`", why, fix)
-
-
-# Commas separate settings, and also the values in brackets.
-def _items(text: str) -> list[tuple[str, str, str]]:
-    items, depth = [""], 0
-    for character in text.replace(" ", ""):
-        depth += (character == "[") - (character == "]")
-        if character == "," and not depth:
-            items.append("")
-        else:
-            items[-1] += character
-    return [item.partition(":") for item in items if item]
 
 
 def _wrong_setting(key: str, colon: str, value: str) -> tuple[str, str]:

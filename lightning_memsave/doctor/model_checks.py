@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.doctor.check import LocatedProblem, Subject
 from lightning_memsave.doctor.source import own_attribute
-from lightning_memsave.trainer.precision import overflows_in_float16
+from lightning_memsave.trainer.precision import overflows_certainly
 
 
 def find_batch_statistics(subject: Subject) -> Iterator[LocatedProblem]:
@@ -126,10 +126,10 @@ def find_float16_overflow(subject: Subject) -> Iterator[LocatedProblem]:
     """Find models whose activations overflow in the precision of the Trainer."""
     if not subject.precision.startswith("16"):
         return
-    if why := overflows_in_float16(subject.module):
+    if why := overflows_certainly(subject.module):
         yield LocatedProblem(
             f"`precision={subject.precision!r}`",
-            f"{why}, so the loss becomes NaN or infinite",
+            f"{why}, so the loss may become NaN or infinite",
             f"Use `precision='bf16-{subject.precision.partition('-')[2]}'` on a GPU with native "
             "bfloat16, and otherwise `precision='32-true'`.",
         )

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
@@ -29,6 +30,13 @@ class FitStart:
     optimizers: Sequence[Optimizer] = ()
     problems: tuple[Problem, ...] = ()
     failure: str = ""
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's own module: without the LightningModule that a plain one was wrapped in."""
+        is_wrapped = type(self.module).__name__ == "Wrapped"
+        model: nn.Module = self.module.wrapped if is_wrapped else self.module
+        return model
 
 
 def start_fit(step: TrainingStep, fakes: FakeTensors, *, with_callback: bool) -> FitStart:

@@ -21,8 +21,8 @@ from lightning_memsave import CheckpointedTransformer, MemSaveCallback, check_tr
 from lightning_memsave.doctor.check import Subject
 from lightning_memsave.doctor.registry import CHECKS, run_checks
 from lightning_memsave.targets.find import load_target
-from tests.analysis import trap_modules
-from tests.analysis.trap_modules import Lit
+from tests.analysis import trap_models, trap_steps
+from tests.analysis.trap_steps import Lit
 from tests.analysis.traps import CLIPPED, TRAPS, Project
 from tests.cases import MODELS
 
@@ -60,7 +60,7 @@ def test_reports_the_trap_alone(name: str, project: Project) -> None:
     for problem in found.problems:
         assert problem.fix.endswith((".", "?"))
         if problem.file is not None:
-            assert Path(problem.file).resolve() == Path(trap_modules.__file__)
+            assert Path(problem.file).name in ("trap_steps.py", "trap_models.py")
             assert "# trap" in linecache.getline(problem.file, problem.line)
 
 
@@ -94,7 +94,7 @@ def test_examples_have_no_problem(name: str, model: str | None) -> None:
 
 
 def test_examples_with_our_own_module_have_no_problem() -> None:
-    make = functools.partial(CheckpointedTransformer, trap_modules.gpt2().config, task="causal_lm")
+    make = functools.partial(CheckpointedTransformer, trap_models.gpt2().config, task="causal_lm")
     assert check_training(make, environment={}).problems == ()
 
 
@@ -110,6 +110,17 @@ def test_all_classes_of_the_examples_are_tested() -> None:
     assert classes == {"Sorter", "PassageClassifier", "ByteModel"}
 
 
+def test_embeddings_that_the_user_keeps_in_32_bits() -> None:
+    import bitsandbytes
+
+    manager: Any = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    make = functools.partial(trap_models.BitsAndBytes, trap_models.tied)
+    with mock.patch.object(manager, "module_weight_config_triple", []) as chosen:
+        assert len(check_training(make, environment={}).problems) == 1
+        chosen.append((nn.Embedding(2, 2), "weight", {"optim_bits": 32}))
+        assert check_training(make, environment={}).problems == ()
+
+
 def test_packages_that_break_each_other() -> None:
     both = {"nvidia-ml-py": "13.0", "nvidia-ml-py3": "7.352.0"}
     (found,) = run_checks(Subject(nn.Linear(1, 1), versions=both))
@@ -120,7 +131,7 @@ def test_packages_that_break_each_other() -> None:
 
 def test_clipping_is_allowed_where_lightning_allows_it() -> None:
     """Lightning#21435 is fixed on its main branch."""
-    module = trap_modules.Fused()
+    module = trap_models.Fused()
     optimizers, arguments = [module.configure_optimizers()], CLIPPED
     for version, names in {"2.6.6": ["refused_clipping"], "2.6.7": [], "2.7.0rc1": []}.items():
         versions = {"lightning": version}
@@ -142,27 +153,27 @@ class TestClaims:
     """What the doctor says of a trap happens."""
 
     def test_lightning_refuses_clipping(self) -> None:
-        fit(trap_modules.Fused(), precision="bf16-mixed")
+        fit(trap_models.Fused(), precision="bf16-mixed")
         with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
-            fit(trap_modules.Fused(), **CLIPPED)
+            fit(trap_models.Fused(), **CLIPPED)
 
     def test_kept_losses_keep_their_graphs(self) -> None:
-        module = trap_modules.KeptLoss()
+        module = trap_steps.KeptLoss()
         module.on_train_epoch_end = lambda: None  # type: ignore[method-assign]
         fit(module)
         assert all(entry["loss"].grad_fn is not None for entry in module.losses)
 
     def test_statistics_are_updated_twice(self) -> None:
-        module = trap_modules.CheckpointedLayers(lambda: nn.BatchNorm1d(8))
+        module = trap_models.CheckpointedLayers(lambda: nn.BatchNorm1d(8))
         fit(module)
         layers: Any = module.layers
         assert layers[0][1].num_batches_tracked == 4
 
     def test_gradients_are_wrong_with_other_dropout_masks(self) -> None:
-        module, x = trap_modules.CheckpointedLayers(lambda: nn.Dropout(0.5)), torch.randn(4, 8)
+        module, x = trap_models.CheckpointedLayers(lambda: nn.Dropout(0.5)), torch.randn(4, 8)
         weight, gradients = next(module.layers.parameters()), []
         for is_preserved in (True, False):
-            with mock.patch.object(trap_modules, "checkpoint", _preserving(is_preserved)):
+            with mock.patch.object(trap_models, "checkpoint", _preserving(is_preserved)):
                 torch.manual_seed(0)
                 module.zero_grad()
                 module(x).sum().backward()
@@ -172,11 +183,11 @@ class TestClaims:
 
     def test_torch_warns_of_the_gradient_cycle(self) -> None:
         with pytest.warns(UserWarning, match="reference cycle between the parameter"):
-            fit(trap_modules.GradientCycle())
+            fit(trap_steps.GradientCycle())
 
     def test_gradients_add_up(self) -> None:
         """Two steps that change no parameter."""
-        module: Any = trap_modules.AddedGradients()
+        module: Any = trap_steps.AddedGradients()
         optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
         module.optimizers = lambda: optimizer
         module.manual_backward = lambda loss: loss.backward()
@@ -207,10 +218,12 @@ def test_the_page_lists_the_checks() -> None:
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE)
     assert rows == [(check.name, check.finds) for check in CHECKS]
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"[{len(CHECKS)} known traps](docs/doctor.md)" in readme
 
 
 def test_a_fit_that_needs_data_is_a_note() -> None:
-    class NeedsData(trap_modules.KeptLoss):
+    class NeedsData(trap_steps.KeptLoss):
         def setup(self, stage: str) -> None:
             datamodule: Any = vars(self.trainer)["datamodule"]
             self.num_classes = datamodule.num_classes
@@ -221,6 +234,25 @@ def test_a_fit_that_needs_data_is_a_note() -> None:
     assert "AttributeError" in found.notes[0]
 
 
+def test_data_is_not_prepared() -> None:
+    class Downloads(Lit):
+        def prepare_data(self) -> None:
+            raise OSError("no network")
+
+    assert check_training(Downloads, environment={}).notes == ()
+
+
+def test_a_plain_module_and_one_with_an_attribute_like_our_wrapper() -> None:
+    class Outer(trap_steps.KeptLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = self.net
+
+    found = check_training(Outer, environment={})
+    assert (found.model, len(found.problems)) == ("Outer", 1)
+    assert check_training(nn.Linear(2, 2), environment={}).model == "Linear"
+
+
 def test_code_that_cannot_be_read_is_no_problem() -> None:
     names: dict[str, Any] = {"Lit": Lit}
     exec("class Typed(Lit):\n    def training_step(self, batch, i): self.x.append(0)", names)
@@ -228,10 +260,10 @@ def test_code_that_cannot_be_read_is_no_problem() -> None:
 
 
 def test_prints_and_converts_to_json() -> None:
-    found = check_training(trap_modules.KeptLoss, environment={})
+    found = check_training(trap_steps.KeptLoss, environment={})
     line = found.problems[0].line
     assert str(found).startswith("KeptLoss: 1 problem\n\nkept_graph  ")
-    assert f"trap_modules.py:{line}\n  `self.losses.append({{'loss': loss}})` in `KeptLoss." in str(
+    assert f"trap_steps.py:{line}\n  `self.losses.append({{'loss': loss}})` in `KeptLoss." in str(
         found
     )
     assert found.to_dict()["problems"][0]["line"] == line

@@ -7,29 +7,45 @@ from typing import Any
 from torch import nn
 from torchmetrics import AUROC, MeanMetric
 
-from tests.analysis.trap_modules import (
-    AddedGradients,
+from tests.analysis.trap_models import (
     BitsAndBytes,
     Blocks,
     CheckpointedLayers,
+    CheckpointedStem,
+    Either,
+    ExactMetric,
+    Fused,
+    HeadOnly,
+    Normalised,
+    ReadAttentions,
+    Tied,
+    UnreadAttentions,
+    gpt2,
+    made_for_bfloat16,
+    t5,
+    tied,
+    wide,
+)
+from tests.analysis.trap_steps import (
+    AddedGradients,
     Collecting,
     DetachedLoss,
     DoubleSoftmax,
     EmptiedOutputs,
-    ExactMetric,
     FreedGradients,
-    Fused,
     GradientCycle,
     GradientPenalty,
     GrowingOutputs,
     HelpedOptimizer,
+    KeptAfterNoGrad,
     KeptGradients,
     KeptLoss,
     KeptOutput,
+    LatestOutputs,
     Lit,
     Manual,
     NarrowHead,
-    Normalised,
+    PerhapsDetached,
     PinnedOnce,
     Pinning,
     PinningTensor,
@@ -37,25 +53,22 @@ from tests.analysis.trap_modules import (
     PrintingNames,
     RarelyReleasing,
     RarelyWaiting,
-    ReadAttentions,
     Releasing,
     Retaining,
+    RetainingFirst,
+    RetainingForLightning,
     RetainingHook,
+    RetainingInLoop,
     SingleSoftmax,
     SoftmaxIfAsked,
     SoftmaxInForward,
+    SoftmaxInOneReturn,
     SoftmaxLayer,
     SummedLoss,
-    Tied,
-    UnreadAttentions,
     UnreadOutputs,
     Waiting,
     WaitingForPredictions,
     WideHead,
-    gpt2,
-    t5,
-    tied,
-    wide,
 )
 
 
@@ -78,20 +91,27 @@ def _allocator(text: str, name: str = "PYTORCH_CUDA_ALLOC_CONF") -> Project:
 
 ALL = {"activation_checkpointing": "all"}
 MIXED = {"precision": "bf16-mixed"}
+FLOAT16 = {"precision": "16-mixed"}
 CLIPPED = {"gradient_clip_val": 1.0, **MIXED}
 
 TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
     "kept_graph": (
-        [Project(KeptLoss), Project(KeptOutput), Project(SummedLoss)],
-        [Project(DetachedLoss)],
+        [Project(KeptLoss), Project(KeptAfterNoGrad), Project(KeptOutput), Project(SummedLoss)],
+        [Project(DetachedLoss), Project(PerhapsDetached)],
     ),
     "growing_list": (
         [Project(GrowingOutputs)],
-        [Project(EmptiedOutputs), Project(UnreadOutputs), Project(DetachedLoss)],
+        [Project(EmptiedOutputs), Project(UnreadOutputs), Project(LatestOutputs)],
     ),
     "retained_graph": (
         [Project(Retaining), Project(RetainingHook)],
-        [Project(Manual), Project(GradientPenalty)],
+        [
+            Project(Manual),
+            Project(GradientPenalty),
+            Project(RetainingFirst),
+            Project(RetainingInLoop),
+            Project(RetainingForLightning),
+        ],
     ),
     "gradient_cycle": ([Project(GradientCycle)], [Project(GradientPenalty)]),
     "kept_gradients": ([Project(KeptGradients)], [Project(FreedGradients), Project(Manual)]),
@@ -108,7 +128,7 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
     "pinned_in_step": ([Project(Pinning), Project(PinningTensor)], [Project(PinnedOnce)]),
     "double_softmax": (
         [Project(DoubleSoftmax), Project(SoftmaxLayer), Project(SoftmaxInForward)],
-        [Project(SingleSoftmax), Project(SoftmaxIfAsked)],
+        [Project(SingleSoftmax), Project(SoftmaxIfAsked), Project(SoftmaxInOneReturn)],
     ),
     "float32_logits": (
         [Project(WideHead, trainer_arguments=MIXED)],
@@ -120,8 +140,12 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
     ),
     "unread_output": ([Project(UnreadAttentions)], [Project(ReadAttentions)]),
     "checkpointed_twice": (
-        [Project(Blocks, ALL), Project(CheckpointedLayers, ALL)],
-        [Project(Blocks), Project(lambda: Blocks(False), ALL)],
+        [Project(Blocks, ALL), Project(CheckpointedLayers, ALL), Project(Either, ALL)],
+        [
+            Project(Blocks),
+            Project(lambda: Blocks(False), ALL),
+            Project(CheckpointedStem, {**ALL, "blocks": "re:blocks.*"}),
+        ],
     ),
     "lost_dropout_mask": (
         [Project(lambda: CheckpointedLayers(nn.Dropout))],
@@ -138,7 +162,7 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
             Project(Normalised, {"accumulate_grad_batches": 2}),
         ],
         [
-            Project(Normalised, {"micro_batch_size": "auto"}),
+            Project(Normalised, {"micro_batch_size": "auto"}, {"accumulate_grad_batches": 1}),
             Project(lambda: Normalised(lambda: nn.LayerNorm(8)), {"micro_batch_size": 2}),
         ],
     ),
@@ -158,6 +182,7 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
         [
             Project(lambda: BitsAndBytes(tied, "AdamW32bit")),
             Project(lambda: BitsAndBytes(wide)),
+            Project(lambda: HeadOnly(tied)),
             Project(Tied, {"optimizer": "8bit", "force_8bit": ("*",)}),
         ],
     ),
@@ -166,14 +191,18 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
         [Project(lambda: BitsAndBytes(wide)), Project(lambda: BitsAndBytes(gpt2, "AdamW32bit"))],
     ),
     "float16_overflow": (
-        [Project(t5, trainer_arguments={"precision": "16-mixed"})],
-        [Project(t5, trainer_arguments=MIXED), Project(gpt2, trainer_arguments={"precision": 16})],
+        [Project(t5, trainer_arguments=FLOAT16)],
+        [
+            Project(t5, trainer_arguments=MIXED),
+            Project(made_for_bfloat16, trainer_arguments=FLOAT16),
+        ],
     ),
     "refused_clipping": (
         [Project(Fused, trainer_arguments=CLIPPED)],
         [
             Project(lambda: Fused(False), trainer_arguments=CLIPPED),
             Project(Fused, trainer_arguments=MIXED),
+            Project(lambda: Fused(model=wide), {"optimizer": "8bit"}, CLIPPED),
             Project(Fused, trainer_arguments={"gradient_clip_val": 1.0}),
         ],
     ),

@@ -68,7 +68,8 @@ def test_json(capsys: Any) -> None:
 
 
 def test_yaml_with_a_callback(capsys: Any, project: Path) -> None:
-    assert json_of(capsys, "doctor", "config.yaml")["problems"] == []
+    found = json_of(capsys, "doctor", "config.yaml")
+    assert (found["problems"], found["notes"]) == ([], [])
     text = (project / "config.yaml").read_text()
     (project / "traps.yaml").write_text(
         text.replace("net.Lit", "traps.Keeping").replace(
@@ -82,6 +83,13 @@ def test_yaml_with_a_callback(capsys: Any, project: Path) -> None:
     assert checks_of(found) == ["kept_graph", "memsave_conflict", "debug_settings"]
     found = json_of(capsys, "doctor", "traps.yaml", "--no-memsave", status=1)
     assert checks_of(found) == ["kept_graph", "debug_settings"]
+
+
+def test_a_strategy_is_a_note(capsys: Any, project: Path) -> None:
+    text = (project / "config.yaml").read_text()
+    (project / "fsdp.yaml").write_text(text.replace("trainer:\n", "trainer:\n  strategy: fsdp\n"))
+    (note,) = json_of(capsys, "doctor", "fsdp.yaml")["notes"]
+    assert "`strategy: fsdp` is ignored" in note
 
 
 def test_settings_of_the_command_line(capsys: Any) -> None:

@@ -1,17 +1,13 @@
-"""LightningModules with traps, and others that look nearly like them; `traps.py` lists them."""
+"""LightningModules whose steps have traps, and others that look nearly like them."""
 
 import gc
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as in users' projects
-from torch.utils.checkpoint import checkpoint
-from torchmetrics import AUROC
-from transformers import GPT2Config, GPT2LMHeadModel, T5Config, T5ForConditionalGeneration
 
 
 class Lit(pl.LightningModule):
@@ -71,6 +67,15 @@ class Bank(nn.Module):
         self.kept.append(value.detach())
 
 
+class KeptAfterNoGrad(KeptLoss):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.losses.append(self(batch[0]))
+        loss = self._shared_step(batch)
+        self.losses.append(loss)  # trap
+        return loss
+
+
 class KeptOutput(Lit):
     """The loss comes from a function that is not followed."""
 
@@ -85,6 +90,37 @@ class KeptOutput(Lit):
 
 def step_of(module: Lit, batch: Any) -> dict[str, Any]:
     return {"loss": F.cross_entropy(module(batch[0]), batch[1]), "name": "step"}
+
+
+class Meter:
+    """It is no list, and keeps no graph."""
+
+    def __init__(self) -> None:
+        self.total = 0.0
+
+    def append(self, value: Tensor) -> None:
+        self.total += float(value.detach())
+
+
+class PerhapsDetached(Lit):
+    """Whether the values have graphs depends on a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps_graph, self.meter = False, Meter()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        self.losses.append(loss if self.keeps_graph else loss.detach())
+        value = loss
+        if not self.keeps_graph:
+            value = loss.detach()
+        self.losses.append(value)
+        self.meter.append(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.losses.clear()
 
 
 class DetachedLoss(Lit):
@@ -127,6 +163,18 @@ class EmptiedOutputs(GrowingOutputs):
         self.losses = []
 
 
+class LatestOutputs(GrowingOutputs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: deque[Tensor] = deque(maxlen=10)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.latest.append(self(batch[0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("mean", torch.cat(list(self.latest)).mean())
+
+
 class UnreadOutputs(Lit):
     """A callback reads and empties them."""
 
@@ -154,6 +202,37 @@ class Retaining(Manual):
         optimizer.zero_grad()
         self.manual_backward(self._shared_step(batch), retain_graph=True)  # trap
         optimizer.step()
+
+
+class RetainingFirst(Manual):
+    """Backward passes of which another one follows, in another method, a loop or Lightning."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        loss = self._shared_step(batch)
+        self._backward(loss)
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def _backward(self, loss: Tensor) -> None:
+        self.manual_backward(loss, retain_graph=True)
+
+
+class RetainingInLoop(Manual):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        for loss in self._shared_step(batch).unbind():
+            self.manual_backward(loss, retain_graph=True)
+        optimizer.step()
+
+
+class RetainingForLightning(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self._shared_step(batch)
+        loss.backward(retain_graph=True)
+        return loss
 
 
 class RetainingHook(Lit):
@@ -238,10 +317,16 @@ class RarelyWaiting(Lit):
         print("step", batch_idx, rate, loss.shape)  # noqa: T201
         if batch_idx % 100 == 0:
             print(loss.item())  # noqa: T201
+            self._show(loss)
+        batch_idx % 100 == 0 and self._show(loss.item())
+        self.log("rare", loss.item() if batch_idx % 100 == 0 else 0.0)
         if batch_idx % 10:
             return loss
         self.log("value", float(loss))
         return loss
+
+    def _show(self, value: Any) -> None:
+        print(value.cpu())  # noqa: T201
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self._shared_step(batch).item())
@@ -321,6 +406,14 @@ class SoftmaxIfAsked(Lit):
         return F.softmax(logits, -1) if asked else logits
 
 
+class SoftmaxInOneReturn(Lit):
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.net(x)
+        if not self.training:
+            return F.softmax(logits, -1)
+        return logits
+
+
 class SingleSoftmax(Lit):
     """Softmax for the accuracy, and for a loss that needs probabilities."""
 
@@ -345,132 +438,3 @@ class WideHead(Lit):
 
 class NarrowHead(WideHead):
     num_classes = 9_000
-
-
-def gpt2(**changes: Any) -> GPT2LMHeadModel:
-    sizes = {"vocab_size": 50, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 40}
-    return GPT2LMHeadModel(GPT2Config(**sizes | changes, bos_token_id=0, eos_token_id=0))
-
-
-class UnreadAttentions(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = gpt2()  # type: ignore[assignment]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.net(batch, labels=batch, output_attentions=True)  # trap
-        return output.loss
-
-
-class ReadAttentions(UnreadAttentions):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.net(batch, labels=batch, output_attentions=True)
-        states = self.net(batch, output_hidden_states=True)
-        return output.loss + output.attentions[0].mean() + distance(states)
-
-
-def distance(states: Any) -> Any:
-    return states.hidden_states[0].mean()
-
-
-class CheckpointedBlock(nn.Module):
-    """It checkpoints its inside if it is told to."""
-
-    def __init__(self, is_checkpointed: bool = True) -> None:
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-        self.is_checkpointed = is_checkpointed
-
-    def forward(self, x: Tensor) -> Any:
-        if not (self.is_checkpointed and self.training):
-            return self.inside(x)
-        return checkpoint(self.inside, x, use_reentrant=False)  # trap
-
-
-class Blocks(Lit):
-    def __init__(self, is_checkpointed: bool = True) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(*[CheckpointedBlock(is_checkpointed) for _ in range(3)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(self.blocks(x))
-
-
-class CheckpointedLayers(Lit):
-    """The module around the layers checkpoints them."""
-
-    def __init__(self, layer: Callable[[], nn.Module] = nn.Identity) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(8, 8), layer(), nn.ReLU()) for _ in range(3)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)  # trap
-        return self.net(x)
-
-
-class Normalised(Lit):
-    def __init__(self, norm: Callable[[], nn.Module] = lambda: nn.BatchNorm1d(8)) -> None:
-        super().__init__()
-        self.net.insert(0, norm())
-
-
-class ExactMetric(Lit):
-    """A metric of the training steps that keeps all predictions, and another one of validation."""
-
-    def __init__(self, metric: Callable[[], Any] = lambda: AUROC(task="binary")) -> None:
-        super().__init__()
-        self.train_metric, self.val_metric = metric(), AUROC(task="binary")
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        loss = self._shared_step(batch)
-        self.train_metric.update(self(batch[0])[:, 0].detach(), batch[1])
-        self.log("metric", self.train_metric)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.val_metric(self(batch[0])[:, 0], batch[1])
-
-
-class BitsAndBytes(Lit):
-    """Its own 8-bit optimizer."""
-
-    def __init__(self, model: Callable[[], nn.Module], optimizer: str = "AdamW8bit") -> None:
-        super().__init__()
-        self.net, self.optimizer = model(), optimizer  # type: ignore[assignment]
-
-    def configure_optimizers(self) -> Any:
-        import bitsandbytes
-
-        return getattr(bitsandbytes.optim, self.optimizer)(self.parameters())
-
-
-def wide() -> nn.Module:
-    return nn.Linear(128, 128)
-
-
-def tied() -> nn.Module:
-    return gpt2(vocab_size=500)
-
-
-class Tied(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = tied()  # type: ignore[assignment]
-
-
-class Fused(Lit):
-    def __init__(self, is_fused: bool = True) -> None:
-        super().__init__()
-        self.is_fused = is_fused
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), fused=self.is_fused)
-
-
-def t5() -> nn.Module:
-    return T5ForConditionalGeneration(
-        T5Config(d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    )
