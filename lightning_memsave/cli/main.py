@@ -96,7 +96,7 @@ def _failed(command: str, error: Exception, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memsave",
-        description="Predict, explain and compare the memory of training, without a GPU.",
+        description="Predict, explain, compare and check the memory of training, without a GPU.",
         allow_abbrev=False,
     )
     version = f"lightning-memsave {lightning_memsave.__version__}"

@@ -23,6 +23,7 @@ STEP_HOOKS = (
     *("training_step", "on_train_batch_start", "on_train_batch_end"),
     *("on_before_backward", "backward", "on_after_backward", "on_before_zero_grad"),
     *("on_before_optimizer_step", "optimizer_step", "optimizer_zero_grad"),
+    *("configure_gradient_clipping", "lr_scheduler_step"),
 )
 """Hooks that run in each training step."""
 EVALUATION_HOOKS = (
@@ -83,7 +84,7 @@ def own_methods(module: nn.Module) -> dict[str, Method]:
     return _methods_of(cls)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=256)
 def _methods_of(cls: Any) -> dict[str, Method]:
     found: dict[str, Method] = {}
     seen: set[str] = set()

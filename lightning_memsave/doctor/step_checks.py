@@ -265,10 +265,8 @@ def find_missing_zero_grad(subject: Subject) -> Iterator[LocatedProblem]:
         return
     methods = [reached.method for reached in subject.step]
     nodes = [node for method in methods for node in ast.walk(method.tree)]
-    sets_zero = any(calls_in(nodes, "zero_grad")) or any(
-        isinstance(n, ast.Attribute) and n.attr == "grad" and isinstance(n.ctx, ast.Store)
-        for n in nodes
-    )
+    everywhere = [m.tree for m in own_methods(subject.module).values()]
+    sets_zero = any(_sets_zero(node) for tree in everywhere for node in ast.walk(tree))
     if sets_zero or not any(calls_in(nodes, "backward", "manual_backward")):
         return
     for method in methods:
@@ -292,6 +290,13 @@ def find_missing_zero_grad(subject: Subject) -> Iterator[LocatedProblem]:
                     "add up over all steps",
                     f"Write `{owner.id}.zero_grad()` before `self.manual_backward(loss)`.",
                 )
+
+
+def _sets_zero(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Attribute):
+        return False
+    is_assigned = node.attr == "grad" and isinstance(node.ctx, ast.Store)
+    return is_assigned or node.attr in ("zero_grad", "optimizer_zero_grad", "zero_")
 
 
 def _is_passed_on(node: ast.AST, names: set[str]) -> bool:

@@ -112,9 +112,9 @@ class PerhapsDetached(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self._shared_step(batch)
         self.losses.append(loss if self.keeps_graph else loss.detach())
-        value = loss
-        if not self.keeps_graph:
-            value = loss.detach()
+        value = loss.detach()
+        if self.keeps_graph:
+            value = loss
         self.losses.append(value)
         self.meter.append(loss)
         return loss
@@ -280,6 +280,20 @@ class HelpedOptimizer(Manual):
         forget_gradients(optimizer)
 
 
+class ClearedGradients(AddedGradients):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+class ResetSum(SummedLoss):
+    """It sums up the losses of a window, and forgets them with it."""
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.total = 0.0
+
+
 def forget_gradients(optimizer: Any) -> None:
     optimizer.zero_grad()
 
@@ -409,9 +423,9 @@ class SoftmaxIfAsked(Lit):
 class SoftmaxInOneReturn(Lit):
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.net(x)
-        if not self.training:
-            return F.softmax(logits, -1)
-        return logits
+        if self.training:
+            return logits
+        return F.softmax(logits, -1)
 
 
 class SingleSoftmax(Lit):

@@ -28,6 +28,7 @@ from tests.analysis.trap_models import (
 )
 from tests.analysis.trap_steps import (
     AddedGradients,
+    ClearedGradients,
     Collecting,
     DetachedLoss,
     DoubleSoftmax,
@@ -54,6 +55,7 @@ from tests.analysis.trap_steps import (
     RarelyReleasing,
     RarelyWaiting,
     Releasing,
+    ResetSum,
     Retaining,
     RetainingFirst,
     RetainingForLightning,
@@ -97,7 +99,7 @@ CLIPPED = {"gradient_clip_val": 1.0, **MIXED}
 TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
     "kept_graph": (
         [Project(KeptLoss), Project(KeptAfterNoGrad), Project(KeptOutput), Project(SummedLoss)],
-        [Project(DetachedLoss), Project(PerhapsDetached)],
+        [Project(DetachedLoss), Project(PerhapsDetached), Project(ResetSum)],
     ),
     "growing_list": (
         [Project(GrowingOutputs)],
@@ -115,7 +117,10 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
     ),
     "gradient_cycle": ([Project(GradientCycle)], [Project(GradientPenalty)]),
     "kept_gradients": ([Project(KeptGradients)], [Project(FreedGradients), Project(Manual)]),
-    "missing_zero_grad": ([Project(AddedGradients)], [Project(Manual), Project(HelpedOptimizer)]),
+    "missing_zero_grad": (
+        [Project(AddedGradients)],
+        [Project(Manual), Project(HelpedOptimizer), Project(ClearedGradients)],
+    ),
     "device_wait": (
         [Project(Waiting), Project(Printing), Project(WaitingForPredictions)],
         [
