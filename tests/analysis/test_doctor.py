@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import pytorch_lightning
 import torch
 from lightning.pytorch import Trainer
 from torch import nn
@@ -113,7 +114,7 @@ def test_all_classes_of_the_examples_are_tested() -> None:
 def test_embeddings_that_the_user_keeps_in_32_bits() -> None:
     import bitsandbytes
 
-    manager: Any = bitsandbytes.optim.GlobalOptimManager.get_instance()
+    manager = vars(bitsandbytes.optim)["GlobalOptimManager"].get_instance()
     make = functools.partial(trap_models.BitsAndBytes, trap_models.tied)
     with mock.patch.object(manager, "module_weight_config_triple", []) as chosen:
         assert len(check_training(make, environment={}).problems) == 1
@@ -251,6 +252,25 @@ def test_a_plain_module_and_one_with_an_attribute_like_our_wrapper() -> None:
     found = check_training(Outer, environment={})
     assert (found.model, len(found.problems)) == ("Outer", 1)
     assert check_training(nn.Linear(2, 2), environment={}).model == "Linear"
+
+
+def test_modules_of_the_other_package() -> None:
+    class Other(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.total = nn.Linear(8, 1), torch.zeros(())
+
+        def training_step(self, batch: Any) -> Any:
+            loss = self.layer(batch).mean()
+            self.total += loss
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found = check_training(Other, environment={})
+    assert [problem.check for problem in found.problems] == ["kept_graph"]
+    assert found.notes == ()
 
 
 def test_code_that_cannot_be_read_is_no_problem() -> None:

@@ -137,8 +137,8 @@ class HeadOnly(BitsAndBytes):
     def configure_optimizers(self) -> Any:
         import bitsandbytes
 
-        self.head = nn.Linear(128, 128)
-        return bitsandbytes.optim.AdamW8bit(self.head.parameters())
+        self.head, optim = nn.Linear(128, 128), vars(bitsandbytes.optim)
+        return optim["AdamW8bit"](self.head.parameters())
 
 
 def wide() -> nn.Module:

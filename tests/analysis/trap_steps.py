@@ -332,15 +332,16 @@ class RarelyWaiting(Lit):
         if batch_idx % 100 == 0:
             print(loss.item())  # noqa: T201
             self._show(loss)
-        batch_idx % 100 == 0 and self._show(loss.item())
+        _ = batch_idx % 100 == 0 and self._show(loss.item())
         self.log("rare", loss.item() if batch_idx % 100 == 0 else 0.0)
         if batch_idx % 10:
             return loss
         self.log("value", float(loss))
         return loss
 
-    def _show(self, value: Any) -> None:
+    def _show(self, value: Any) -> bool:
         print(value.cpu())  # noqa: T201
+        return True
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", self._shared_step(batch).item())
