@@ -29,9 +29,7 @@ _EMPTYING = ("clear", "pop", "popleft", "popitem", "remove")
 
 def find_kept_graphs(subject: Subject) -> Iterator[LocatedProblem]:
     """Find values that stay attached to their graph after the step."""
-    emptied = {
-        name for reached in subject.step for name in _emptied_in(reached.method, is_alias=True)
-    }
+    emptied = {name for reached in subject.step for name in _emptied_in(reached.method)}
     for method, node, owner in _stores(subject.module, subject.step, subject.values, Kind.GRAPH):
         if owner not in emptied:
             yield problem_in(
@@ -49,7 +47,7 @@ def find_growing_lists(subject: Subject) -> Iterator[LocatedProblem]:
     kept, read = set(), set()
     for method in methods:
         if method.name != "__init__":
-            kept |= set(_emptied_in(method, is_alias=True))
+            kept |= set(_emptied_in(method))
             read |= set(_read_in(method))
     stores = [
         *_stores(subject.module, subject.step, subject.values, Kind.TENSOR),
@@ -103,7 +101,7 @@ def _is_list(module: nn.Module, name: str) -> bool:
 
 
 # Attributes of `self` that a method empties, replaces, deletes, or gives another name.
-def _emptied_in(method: Method, *, is_alias: bool) -> Iterator[str]:
+def _emptied_in(method: Method) -> Iterator[str]:
     for node in ast.walk(method.tree):
         if is_method_call(node) and node.func.attr in _EMPTYING:  # type: ignore[attr-defined]
             yield own_attribute(node.func.value)  # type: ignore[attr-defined]
@@ -112,9 +110,9 @@ def _emptied_in(method: Method, *, is_alias: bool) -> Iterator[str]:
         elif isinstance(node, ast.Assign):
             adds = isinstance(node.value, ast.BinOp)
             yield from () if adds else map(own_attribute, node.targets)
-            yield own_attribute(node.value) if is_alias else ""
+            yield own_attribute(node.value)
         elif isinstance(node, ast.For):
-            yield from (own_attribute(part) for part in ast.walk(node.iter)) if is_alias else ()
+            yield from map(own_attribute, ast.walk(node.iter))
 
 
 # A list is read where its name stands without `.append`.
