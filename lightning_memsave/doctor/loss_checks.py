@@ -1,4 +1,4 @@
-"""Checks on the code of the loss: copies of logits, and outputs that nothing reads."""
+"""Checks on the code of the loss: softmax and copies of logits."""
 
 import ast
 from collections.abc import Iterator
@@ -8,9 +8,9 @@ from torch import nn
 from torch.nn import functional
 
 from lightning_memsave.doctor.check import LocatedProblem, Subject, problem_in
-from lightning_memsave.doctor.source import Method, is_method_call, keyword_of
+from lightning_memsave.doctor.source import Method, is_method_call
 from lightning_memsave.doctor.values import submodule_of
-from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads, is_hugging_face
+from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
 
 WIDE = 10_000
 """Logits of so many classes are among the largest tensors of a step."""
@@ -39,22 +39,31 @@ def find_double_softmax(subject: Subject) -> Iterator[LocatedProblem]:
                 )
 
 
-def find_float32_logits(subject: Subject) -> Iterator[LocatedProblem]:
-    """Find float32 copies of wide logits that chunked cross-entropy would avoid."""
-    if subject.settings.get("chunked_cross_entropy") or not _is_wide(subject.module):
+def find_copied_logits(subject: Subject) -> Iterator[LocatedProblem]:
+    """Find copies of wide logits that a loss does not need."""
+    if not _is_wide(subject.module):
         return
     is_low = not subject.precision.startswith(("32", "64"))
+    is_chunked = bool(subject.settings.get("chunked_cross_entropy"))
     for method, logits in _logits(subject):
         for place, part in _operations(subject, method, logits):
-            is_log = place.resolve(part.func) in _LOG_SOFTMAX or _called(part) == "log_softmax"
-            if is_log or (is_low and _is_to_float32(place, part)):
+            if place.resolve(part.func) in _LOG_SOFTMAX or _called(part) == "log_softmax":
                 yield problem_in(
                     place,
                     part,
-                    f"it copies logits of more than {WIDE:,} classes in float32, next to the "
-                    "copies that the loss and its gradient make",
-                    "Remove it, and set `MemSaveCallback(chunked_cross_entropy=True)`, which "
-                    "computes the loss in float32 without such copies.",
+                    "`cross_entropy` applies it itself: one more copy of the logits, of more than "
+                    f"{WIDE:,} classes, is kept for backward, and `chunked_cross_entropy` has no "
+                    "effect",
+                    "Pass the logits to `cross_entropy`, without `log_softmax`.",
+                )
+            elif is_low and not is_chunked and _is_to_float32(place, part):
+                yield problem_in(
+                    place,
+                    part,
+                    f"in `precision={subject.precision!r}` it makes a float32 copy of logits of "
+                    f"more than {WIDE:,} classes",
+                    "Set `MemSaveCallback(chunked_cross_entropy=True)`, which computes the loss in "
+                    "float32 without a copy.",
                 )
 
 
@@ -134,61 +143,3 @@ def _is_softmax(subject: Subject, method: Method, node: ast.Call) -> bool:
 def _is_to_float32(method: Method, node: ast.Call) -> bool:
     is_to = _called(node) == "to" and any(method.resolve(a) is torch.float32 for a in node.args)
     return (_called(node) == "float" and not node.args) or is_to
-
-
-# What a Hugging Face model returns for each flag.
-_OUTPUTS = {
-    "use_cache": "past_key_values",
-    "output_attentions": "attentions",
-    "output_hidden_states": "hidden_states",
-}
-_COSTS = {
-    "use_cache": "keys and values of all layers are kept until the step ends",
-    "output_attentions": "the attention scores of all layers are kept until the step ends, and "
-    "kernels such as FlashAttention, which never store them, cannot be used",
-    "output_hidden_states": "the hidden states of all layers are kept until the step ends, also "
-    "those that activation checkpointing would free",
-}
-
-
-def find_unread_outputs(subject: Subject) -> Iterator[LocatedProblem]:
-    """Find outputs of Hugging Face models that a step asks for, and does not read."""
-    for reached in subject.step:
-        tree = reached.method.tree
-        for node in ast.walk(tree):
-            if not (isinstance(node, ast.Call) and _calls_hugging_face(subject, node)):
-                continue
-            read = _attributes_read(tree, node)
-            for flag, name in _OUTPUTS.items():
-                if keyword_of(node, flag) is True and read is not None and name not in read:
-                    yield problem_in(
-                        reached.method,
-                        node,
-                        f"`{flag}=True`, but this method does not read `{name}`: {_COSTS[flag]}",
-                        f"Remove `{flag}=True`.",
-                    )
-
-
-def _calls_hugging_face(subject: Subject, call: ast.Call) -> bool:
-    module = submodule_of(subject.values.modules, call.func)
-    return module is not None and is_hugging_face(module)
-
-
-# The attributes that are read of the result of a call; `None` if it is used in another way.
-def _attributes_read(tree: ast.FunctionDef, call: ast.Call) -> set[str] | None:
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    parent = parents[call]
-    if isinstance(parent, ast.Attribute):
-        return {parent.attr}
-    is_assigned = isinstance(parent, ast.Assign) and len(parent.targets) == 1
-    target = parent.targets[0] if is_assigned else None  # type: ignore[attr-defined]
-    if not isinstance(target, ast.Name):
-        return None
-    read = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and node.id == target.id and isinstance(node.ctx, ast.Load):
-            user = parents[node]
-            if not isinstance(user, ast.Attribute):
-                return None
-            read.add(user.attr)
-    return read

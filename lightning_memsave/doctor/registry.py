@@ -52,14 +52,9 @@ CHECKS: tuple[Check, ...] = (
     Check("pinned_in_step", "memory that every step pins", step.find_pinned_copies),
     Check("double_softmax", "softmax before `cross_entropy`", loss.find_double_softmax),
     Check(
-        "float32_logits",
-        "float32 copies of logits of more than 10,000 classes",
-        loss.find_float32_logits,
-    ),
-    Check(
-        "unread_output",
-        "attentions, hidden states or a cache of a Hugging Face model that no line reads",
-        loss.find_unread_outputs,
+        "logits_copy",
+        "`.float()` or `log_softmax` of logits of more than 10,000 classes before `cross_entropy`",
+        loss.find_copied_logits,
     ),
     Check(
         "checkpointed_twice",

@@ -18,7 +18,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_memsave import CheckpointedTransformer, MemSaveCallback, check_training
+from lightning_memsave import (
+    ActivationCheckpointing,
+    CheckpointedTransformer,
+    MemSaveCallback,
+    check_training,
+    predict_memory,
+)
 from lightning_memsave.doctor.check import Subject
 from lightning_memsave.doctor.registry import CHECKS, run_checks
 from lightning_memsave.targets.find import load_target
@@ -170,6 +176,17 @@ class TestClaims:
         layers: Any = module.layers
         assert layers[0][1].num_batches_tracked == 4
 
+    @pytest.mark.parametrize(("is_checkpointed", "num_runs"), [(True, 3), (False, 2)])
+    def test_blocks_run_three_times(self, is_checkpointed: bool, num_runs: int) -> None:
+        module: Any = trap_models.Blocks(is_checkpointed)
+        runs: list[nn.Module] = []
+        for block in module.blocks:
+            layer = block.inside[0]
+            layer.forward = functools.partial(_counted, layer.forward, runs)
+        with ActivationCheckpointing().apply(module):
+            module(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        assert len(runs) == num_runs * len(module.blocks)
+
     def test_gradients_are_wrong_with_other_dropout_masks(self) -> None:
         module, x = trap_models.CheckpointedLayers(lambda: nn.Dropout(0.5)), torch.randn(4, 8)
         weight, gradients = next(module.layers.parameters()), []
@@ -181,6 +198,21 @@ class TestClaims:
                 assert weight.grad is not None
                 gradients.append(weight.grad.clone())
         assert not torch.allclose(gradients[0], gradients[1])
+
+    def test_peaks_are_higher(self) -> None:
+        tokens = torch.randn(512, 8), torch.randint(4, (512,))
+
+        def peak(make: Any, **arguments: Any) -> int:
+            return predict_memory(make, tokens, device="cpu", **arguments).peak_bytes
+
+        logits_bytes = 512 * trap_steps.WideHead.num_classes * 4
+        plain = peak(trap_steps.PlainHead)
+        assert peak(trap_steps.LogSoftmax) >= plain + logits_bytes
+        assert peak(trap_steps.LogSoftmax, settings={"chunked_cross_entropy": True}) > plain
+        low = {"trainer_arguments": {"precision": "bf16-true"}}
+        assert peak(trap_steps.WideHead, **low) >= 1.5 * peak(trap_steps.PlainHead, **low)
+        assert peak(trap_steps.RetainingHook) > peak(Lit)
+        assert peak(trap_steps.KeptGradients) > peak(Lit)
 
     def test_torch_warns_of_the_gradient_cycle(self) -> None:
         with pytest.warns(UserWarning, match="reference cycle between the parameter"):
@@ -206,6 +238,11 @@ class TestClaims:
         code = f"import torch; torch._C._accelerator_setAllocatorSettings({text!r})"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
         assert done.returncode != 0
+
+
+def _counted(forward: Any, runs: list[Any], x: Any) -> Any:
+    runs.append(x)
+    return forward(x)
 
 
 def _preserving(is_preserved: bool) -> Any:

@@ -17,27 +17,6 @@ def gpt2(**changes: Any) -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(**sizes | changes, bos_token_id=0, eos_token_id=0))
 
 
-class UnreadAttentions(Lit):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = gpt2()  # type: ignore[assignment]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.net(batch, labels=batch, output_attentions=True)  # trap
-        return output.loss
-
-
-class ReadAttentions(UnreadAttentions):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        output = self.net(batch, labels=batch, output_attentions=True)
-        states = self.net(batch, output_hidden_states=True)
-        return output.loss + output.attentions[0].mean() + distance(states)
-
-
-def distance(states: Any) -> Any:
-    return states.hidden_states[0].mean()
-
-
 class CheckpointedBlock(nn.Module):
     """It checkpoints its inside if it is told to."""
 

@@ -451,5 +451,21 @@ class WideHead(Lit):
         return F.cross_entropy(logits.float(), batch[1])  # trap
 
 
+class PlainHead(WideHead):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
+class LogSoftmax(WideHead):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        log_probabilities = self(batch[0]).log_softmax(-1)  # trap
+        return F.cross_entropy(log_probabilities, batch[1])
+
+
+class NllLoss(WideHead):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return F.nll_loss(F.log_softmax(self(batch[0]), -1), batch[1])
+
+
 class NarrowHead(WideHead):
     num_classes = 9_000

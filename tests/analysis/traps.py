@@ -17,9 +17,7 @@ from tests.analysis.trap_models import (
     Fused,
     HeadOnly,
     Normalised,
-    ReadAttentions,
     Tied,
-    UnreadAttentions,
     gpt2,
     made_for_bfloat16,
     t5,
@@ -44,8 +42,10 @@ from tests.analysis.trap_steps import (
     KeptOutput,
     LatestOutputs,
     Lit,
+    LogSoftmax,
     Manual,
     NarrowHead,
+    NllLoss,
     PerhapsDetached,
     PinnedOnce,
     Pinning,
@@ -93,6 +93,7 @@ def _allocator(text: str, name: str = "PYTORCH_CUDA_ALLOC_CONF") -> Project:
 
 ALL = {"activation_checkpointing": "all"}
 MIXED = {"precision": "bf16-mixed"}
+CHUNKED = {"chunked_cross_entropy": True}
 FLOAT16 = {"precision": "16-mixed"}
 CLIPPED = {"gradient_clip_val": 1.0, **MIXED}
 
@@ -135,15 +136,19 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
         [Project(DoubleSoftmax), Project(SoftmaxLayer), Project(SoftmaxInForward)],
         [Project(SingleSoftmax), Project(SoftmaxIfAsked), Project(SoftmaxInOneReturn)],
     ),
-    "float32_logits": (
-        [Project(WideHead, trainer_arguments=MIXED)],
+    "logits_copy": (
+        [
+            Project(WideHead, trainer_arguments=MIXED),
+            Project(LogSoftmax),
+            Project(LogSoftmax, CHUNKED),
+        ],
         [
             Project(WideHead),  # in float32 `.float()` copies nothing
             Project(NarrowHead, trainer_arguments=MIXED),
-            Project(WideHead, {"chunked_cross_entropy": True}, MIXED),
+            Project(WideHead, CHUNKED, MIXED),
+            Project(NllLoss, trainer_arguments=MIXED),
         ],
     ),
-    "unread_output": ([Project(UnreadAttentions)], [Project(ReadAttentions)]),
     "checkpointed_twice": (
         [Project(Blocks, ALL), Project(CheckpointedLayers, ALL), Project(Either, ALL)],
         [
