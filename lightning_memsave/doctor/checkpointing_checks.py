@@ -41,26 +41,30 @@ class _Use:
 
 
 def find_repeated_checkpointing(subject: Subject) -> Iterator[LocatedProblem]:
-    """Find blocks that checkpoint themselves, and are checkpointed by `MemSaveCallback` too."""
+    """Find reentrant checkpoints in blocks that `MemSaveCallback` checkpoints too."""
+    # With `use_reentrant=False` torch recomputes a whole block once, and a part of it saves memory.
     which = subject.settings.get("activation_checkpointing")
     if not which:
         return
     blocks = find_blocks(subject.module, subject.settings.get("blocks"))
     inside = {id(m) for block in blocks for m in block.module.modules()}
-    fix = (
-        "Remove this call, or set `MemSaveCallback(activation_checkpointing=None)`: one of the two "
-        "saves the memory."
-    )
     for module, use in _uses(subject.module):
         is_inside = id(module) in inside or any(id(m) in inside for m in use.targets)
-        if use.is_on and is_inside:
+        if use.is_on and is_inside and _is_reentrant(use.call):
             yield problem_in(
                 use.method,
                 use.call,
-                f"`activation_checkpointing={which!r}` recomputes these blocks already, so they "
-                "run three times per step instead of twice",
-                fix,
+                f"`activation_checkpointing={which!r}` recomputes these blocks already; with "
+                "reentrant checkpointing inside or around them they run three times per step "
+                "instead of twice",
+                "Remove this call, or pass `use_reentrant=False`.",
             )
+
+
+# Without the argument torch warns, and is reentrant.
+def _is_reentrant(call: ast.Call) -> bool:
+    is_given = any(keyword.arg in ("use_reentrant", None) for keyword in call.keywords)
+    return keyword_of(call, "use_reentrant") is True or not is_given
 
 
 def find_lost_dropout_masks(subject: Subject) -> Iterator[LocatedProblem]:

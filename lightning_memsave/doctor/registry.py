@@ -58,7 +58,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "checkpointed_twice",
-        "blocks that call `torch.utils.checkpoint` and are checkpointed by `MemSaveCallback`",
+        "reentrant `torch.utils.checkpoint` of blocks that `MemSaveCallback` checkpoints too",
         checkpointing.find_repeated_checkpointing,
     ),
     Check(

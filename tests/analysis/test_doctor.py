@@ -176,9 +176,16 @@ class TestClaims:
         layers: Any = module.layers
         assert layers[0][1].num_batches_tracked == 4
 
-    @pytest.mark.parametrize(("is_checkpointed", "num_runs"), [(True, 3), (False, 2)])
-    def test_blocks_run_three_times(self, is_checkpointed: bool, num_runs: int) -> None:
-        module: Any = trap_models.Blocks(is_checkpointed)
+    @pytest.mark.parametrize(
+        ("make", "num_runs"),
+        [
+            (trap_models.Blocks, 3),
+            (trap_models.NotReentrantBlocks, 2),
+            (functools.partial(trap_models.Blocks, False), 2),
+        ],
+    )
+    def test_blocks_run_three_times(self, make: Any, num_runs: int) -> None:
+        module: Any = make()
         runs: list[nn.Module] = []
         for block in module.blocks:
             layer = block.inside[0]

@@ -28,7 +28,7 @@ class CheckpointedBlock(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if not (self.is_checkpointed and self.training):
             return self.inside(x)
-        return checkpoint(self.inside, x, use_reentrant=False)  # trap
+        return checkpoint(self.inside, x, use_reentrant=True)  # trap
 
 
 class Blocks(Lit):
@@ -43,8 +43,19 @@ class Blocks(Lit):
 class CheckpointedIfEither(CheckpointedBlock):
     def forward(self, x: Tensor) -> Any:
         if self.is_checkpointed or self.inside is None:
-            return checkpoint(self.inside, x, use_reentrant=False)  # trap
+            return checkpoint(self.inside, x, use_reentrant=True)  # trap
         return self.inside(x)
+
+
+class NotReentrant(CheckpointedBlock):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+class NotReentrantBlocks(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*[NotReentrant() for _ in range(3)])
 
 
 class Either(Blocks):
@@ -73,6 +84,13 @@ class CheckpointedLayers(Lit):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)  # trap
+        return self.net(x)
+
+
+class ReentrantLayers(CheckpointedLayers):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)  # trap
         return self.net(x)
 
 

@@ -17,6 +17,8 @@ from tests.analysis.trap_models import (
     Fused,
     HeadOnly,
     Normalised,
+    NotReentrantBlocks,
+    ReentrantLayers,
     Tied,
     gpt2,
     made_for_bfloat16,
@@ -150,10 +152,12 @@ TRAPS: dict[str, tuple[list[Project], list[Project]]] = {
         ],
     ),
     "checkpointed_twice": (
-        [Project(Blocks, ALL), Project(CheckpointedLayers, ALL), Project(Either, ALL)],
+        [Project(Blocks, ALL), Project(ReentrantLayers, ALL), Project(Either, ALL)],
         [
             Project(Blocks),
             Project(lambda: Blocks(False), ALL),
+            Project(NotReentrantBlocks, ALL),
+            Project(CheckpointedLayers, ALL),
             Project(CheckpointedStem, {**ALL, "blocks": "re:blocks.*"}),
         ],
     ),
