@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lightning_memsave.analysis.compare import compare_memory as compare_memory
+    from lightning_memsave.analysis.doctor import check_training as check_training
     from lightning_memsave.analysis.explain import explain_memory as explain_memory
     from lightning_memsave.analysis.predict import predict_memory as predict_memory
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
@@ -94,6 +95,7 @@ _MODULES = {
     "OOMObserver": "callbacks.oom_observer",
     "OptimizerInBackward": "techniques.optimizer_in_backward.technique",
     "PeakMemory": "measure.peak",
+    "check_training": "analysis.doctor",
     "compare_memory": "analysis.compare",
     "explain_memory": "analysis.explain",
     "find_blocks": "core.blocks",

@@ -21,7 +21,7 @@ ROOMS = (
     {"core"},
     {"techniques", "measure", "trainer"},
     {"prediction"},
-    {"explain", "targets"},
+    {"doctor", "explain", "targets"},
     {"planning", "report"},
     {"callbacks"},
     {"analysis", "modules"},

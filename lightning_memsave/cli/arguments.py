@@ -54,20 +54,7 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, needs_batch: bool) ->
         help="check whether the step fits this GPU: T4, A100-40GB, 'RTX 3060', or a size such as "
         "12GiB; can be repeated, or separated with commas",
     )
-    group.add_argument(
-        "--memsave",
-        action=argparse.BooleanOptionalAction,
-        help="train with `MemSaveCallback()`; --no-memsave ignores the callback in a YAML file",
-    )
-    group.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="argument of MemSaveCallback, such as activation_checkpointing=all, as text or "
-        "JSON: 'force_8bit=emb*', 'force_8bit=[\"emb*\", \"head*\"]'; can be repeated",
-    )
-    group.add_argument("--precision", help="such as bf16-mixed; same as --set precision=...")
+    add_settings_arguments(group)
     group.add_argument(
         "--optimizer",
         metavar="NAME",
@@ -99,6 +86,24 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, needs_batch: bool) ->
         metavar="SECONDS",
         help=f"stop each prediction after so many seconds; default: {_TIME_LIMIT_S:g}",
     )
+
+
+def add_settings_arguments(parser: "argparse._ActionsContainer") -> None:
+    """Add the arguments that describe `MemSaveCallback` and the precision."""
+    parser.add_argument(
+        "--memsave",
+        action=argparse.BooleanOptionalAction,
+        help="train with `MemSaveCallback()`; --no-memsave ignores the callback in a YAML file",
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="argument of MemSaveCallback, such as activation_checkpointing=all, as text or "
+        "JSON: 'force_8bit=emb*', 'force_8bit=[\"emb*\", \"head*\"]'; can be repeated",
+    )
+    parser.add_argument("--precision", help="such as bf16-mixed; same as --set precision=...")
 
 
 def refuse_step_arguments(arguments: argparse.Namespace, fix: str) -> None:
@@ -270,8 +275,8 @@ def read_request(name: str, arguments: argparse.Namespace) -> Request:
             attention=arguments.attention,
             time_limit_s=arguments.time_limit,
         )
-        step = _with_settings(step, _settings(target.settings, arguments))
-    notes = (*target.notes, *_strategy_notes(target.trainer_arguments))
+        step = _with_settings(step, callback_settings(target.settings, arguments))
+    notes = (*target.notes, *strategy_notes(target.trainer_arguments))
     return Request(target, batch, step, gpus, notes)
 
 
@@ -302,7 +307,10 @@ def read_settings(pairs: Sequence[str]) -> dict[str, Any]:
     return given | single
 
 
-def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) -> dict[str, Any]:
+def callback_settings(
+    found: Mapping[str, Any] | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Combine the settings of a YAML file with those of the command line."""
     from lightning_memsave.analysis.predict import with_instances
     from lightning_memsave.callbacks.memsave import MemSaveCallback
 
@@ -318,7 +326,8 @@ def _settings(found: Mapping[str, Any] | None, arguments: argparse.Namespace) ->
     return with_instances({**base, **given})
 
 
-def _strategy_notes(found: Mapping[str, Any]) -> list[str]:
+def strategy_notes(found: Mapping[str, Any]) -> list[str]:
+    """Say that a strategy in the Trainer's arguments is ignored."""
     strategy, notes = found.get("strategy"), []
     if strategy not in _ONE_DEVICE:
         name = strategy.get("class_path") if isinstance(strategy, dict) else strategy

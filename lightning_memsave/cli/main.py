@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import lightning_memsave
-from lightning_memsave.cli import compare, convert, env, explain, predict
+from lightning_memsave.cli import compare, convert, doctor, env, explain, predict
 from lightning_memsave.cli.arguments import StepError
 from lightning_memsave.errors import MemsaveError
 
@@ -33,16 +33,22 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "predict": predict,
         "explain": explain,
         "compare": compare,
+        "doctor": doctor,
         "convert": convert,
         "env": env,
     }
 )
-# Their status 1 means "does not fit"; errors have other statuses.
-_ANSWERING = ("predict", "explain", "compare")
-_ANSWERS = (
+_FITS = (
     "0 done; 1 the step does not fit a --gpu; 2 wrong or unusable arguments;\n"
     "  3 the training step fails or does not end"
 )
+# Their status 1 is an answer; errors have other statuses.
+_ANSWERS = {
+    "predict": _FITS,
+    "explain": _FITS,
+    "compare": _FITS,
+    "doctor": "0 done; 1 there is a problem; 2 wrong or unusable arguments",
+}
 _INTERRUPTED = 130
 _TAKE_SIZES = ("--batch", "--gpu", "--time-limit")
 
@@ -56,7 +62,8 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 if done. ``predict``, ``explain`` and ``compare`` return 1 if a step does
         not fit a ``--gpu``, 2 for unusable arguments, 3 if the training step fails or does not end;
-        ``convert`` and ``env`` return 1 if they fail. Wrong arguments exit with 2, Ctrl-C with 130.
+        ``doctor`` returns 1 if it finds a problem, 2 for unusable arguments; ``convert`` and
+        ``env`` return 1 if they fail. Wrong arguments exit with 2, Ctrl-C with 130.
     """
     arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
     try:
@@ -66,7 +73,7 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (MemsaveError, OSError) as error:
-        status = 2 if arguments.command in _ANSWERING else 1
+        status = 2 if arguments.command in _ANSWERS else 1
         return _failed(arguments.command, error, status)
 
 
@@ -89,7 +96,7 @@ def _failed(command: str, error: Exception, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memsave",
-        description="Predict, explain and compare the memory of training, without a GPU.",
+        description="Predict, explain, compare and check the memory of training, without a GPU.",
         allow_abbrev=False,
     )
     version = f"lightning-memsave {lightning_memsave.__version__}"
@@ -97,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, command in COMMANDS.items():
         examples = "".join(f"\n  {line}" for line in command.EXAMPLES.splitlines())
-        statuses = _ANSWERS if name in _ANSWERING else "0 done; 1 failed; 2 wrong arguments"
+        statuses = _ANSWERS.get(name, "0 done; 1 failed; 2 wrong arguments")
         subparser = subparsers.add_parser(
             name,
             help=command.SUMMARY,

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 
 from lightning_memsave.core.memory import MemoryBreakdown
@@ -230,15 +231,9 @@ class _Predictor:
         module = self.fakes.copy_module(self.pl_module)
         step, package = self.step, package_of(self.pl_module)
         on_cuda = step.device == "cuda"
-        arguments, assumptions = _simulated_arguments(step.arguments)
-        trainer_arguments = dict(step.trainer_settings)
+        arguments, trainer_arguments, assumptions = simulated_arguments(step, package)
         accumulated = trainer_arguments.pop("accumulate_grad_batches", 1)
-        precision = step.effective_settings["precision"] or trainer_arguments.get("precision")
-        if on_cuda and precision in ("16-mixed", 16, "16"):
-            # On a CPU Lightning replaces float16 by bfloat16, for which some GPUs have no kernels.
-            arguments["precision"] = None
-            trainer_arguments.pop("precision", None)
-            trainer_arguments["plugins"] = [half_precision_on_cpu(package)]
+        precision = step.effective_settings["precision"] or step.trainer_settings.get("precision")
         callback = step.make_callback(**copy.deepcopy(arguments))
         batch, rest_bytes, share = _first_micro_batches(self.batch, arguments)
         num_accumulated = arguments["accumulate_grad_batches"] or accumulated
@@ -297,8 +292,19 @@ def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
     }
 
 
-def _simulated_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    arguments = {**given, "monitor": False, "report": False, "predict": False}
+def simulated_arguments(
+    step: TrainingStep, package: ModuleType
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Choose the arguments with which a step is simulated on the CPU.
+
+    Args:
+        step: The step.
+        package: ``lightning.pytorch`` or ``pytorch_lightning``.
+
+    Returns:
+        The arguments of `MemSaveCallback`, those of the Trainer, and the assumptions in them.
+    """
+    arguments = {**step.arguments, "monitor": False, "report": False, "predict": False}
     arguments["eval_micro_batch_size"] = None  # only training steps are simulated
     assumptions = []
     optimizer = arguments["optimizer"]
@@ -310,7 +316,14 @@ def _simulated_arguments(given: Mapping[str, Any]) -> tuple[dict[str, Any], list
         )
     if arguments["accumulate_grad_batches"] is not None:
         arguments["accumulate_grad_batches"] = min(arguments["accumulate_grad_batches"], 2)
-    return arguments, assumptions
+    trainer_arguments = dict(step.trainer_settings)
+    precision = step.effective_settings["precision"] or trainer_arguments.get("precision")
+    if step.device == "cuda" and precision in ("16-mixed", 16, "16"):
+        # On a CPU Lightning replaces float16 by bfloat16, for which some GPUs have no kernels.
+        arguments["precision"] = None
+        trainer_arguments.pop("precision", None)
+        trainer_arguments["plugins"] = [half_precision_on_cpu(package)]
+    return arguments, trainer_arguments, assumptions
 
 
 # Also the bytes of the others, and the share of the samples.

@@ -91,6 +91,53 @@ def simulate_steps(
     _train_own_parameters(pl_module)
     forget_metric_names(pl_module)
     observer = _Observer(accumulated, settings.deadline_s)
+    trainer = _make_trainer([*callbacks, observer], accumulated, settings)
+    try:
+        with settings.emulation():
+            trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
+    finally:
+        observer.close()
+    return observer.take_recording()
+
+
+def simulate_start(
+    pl_module: Any, callbacks: Sequence[Any], settings: SimulationSettings
+) -> list[torch.optim.Optimizer]:
+    """Start a fit on fake tensors, and end it before the first batch.
+
+    Args:
+        pl_module: A LightningModule on fake tensors, used for this simulation only.
+        callbacks: Callbacks of the Trainer, used for this simulation only.
+        settings: Settings of the fit.
+
+    Returns:
+        The optimizers.
+
+    Note:
+        Call it inside `fake_tensors`. Exceptions of the module's own code propagate.
+    """
+    _skip(pl_module, ["prepare_data", *_END_HOOKS, "configure_callbacks"])
+    _train_own_parameters(pl_module)
+    observer = _EndAtStart()
+    accumulated = settings.accumulate_grad_batches
+    trainer = _make_trainer([*callbacks, observer], accumulated, settings)
+    trainer.fit(pl_module, _Repeated(None, settings.num_batches))
+    return observer.optimizers
+
+
+class _EndAtStart(CallbackBase):
+    """Ends a fit before its first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.optimizers = list(trainer.optimizers)
+        trainer.should_stop = True
+
+
+def _make_trainer(callbacks: Sequence[Any], accumulated: int, settings: SimulationSettings) -> Any:
     trainer = settings.package.Trainer(
         **{
             "accelerator": "cpu",
@@ -103,17 +150,12 @@ def simulate_steps(
             "limit_val_batches": 0,
             "use_distributed_sampler": False,
             "accumulate_grad_batches": accumulated,
-            "callbacks": [*callbacks, observer],
+            "callbacks": [*callbacks],
         }
         | dict(settings.trainer_arguments)
     )
     leave_signals(trainer)
-    try:
-        with settings.emulation():
-            trainer.fit(pl_module, _Repeated(batch, settings.num_batches))
-    finally:
-        observer.close()
-    return observer.take_recording()
+    return trainer
 
 
 class _Repeated:

@@ -151,6 +151,24 @@ class TrainingStep:
         """Value of ``CUBLAS_WORKSPACE_CONFIG``; ``None`` to read it from the environment."""
         return DETERMINISTIC_WORKSPACE if self.trainer_arguments.get("deterministic") else None
 
+    def build_module(self, fakes: FakeTensors) -> Any:
+        """Build the LightningModule on fake tensors; a plain module is wrapped in one.
+
+        Args:
+            fakes: Copies modules and batches to fake tensors.
+
+        Returns:
+            The LightningModule.
+
+        Raises:
+            ConfigurationError: If it cannot be constructed or copied.
+        """
+        module = self.model if isinstance(self.model, nn.Module) else _make(self.model)
+        if module is self.model:
+            trainer = getattr(module, "_trainer", None)
+            module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
+        return module if is_lightning(module) else wrap(module, self.optimizer, self.loss)
+
     def build(self, fakes: FakeTensors) -> tuple[Any, Any]:
         """Build the LightningModule and the batch on fake tensors.
 
@@ -163,18 +181,11 @@ class TrainingStep:
         Raises:
             ConfigurationError: If either cannot be constructed or copied, or the batch is empty.
         """
-        module = self.model if isinstance(self.model, nn.Module) else _make(self.model)
-        batch = self.batch
+        fake_module, batch = self.build_module(fakes), self.batch
         if inspect.isroutine(batch):
             with real_tensors():
                 batch = batch()
         _check_batch(batch)
-        fake_module = module
-        if module is self.model:
-            trainer = getattr(module, "_trainer", None)
-            fake_module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
-        if not is_lightning(fake_module):
-            fake_module = wrap(fake_module, self.optimizer, self.loss)
         if self.fit is None:
             return fake_module, fakes.copy_batch(batch)
         for submodule in fake_module.modules():

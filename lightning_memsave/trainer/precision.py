@@ -113,13 +113,22 @@ def overflows_in_float16(module: nn.Module) -> str:
     Returns:
         The reason; empty for models that are not known to, and for those without a config.
     """
+    if why := overflows_certainly(module):
+        return why
     for part in module.modules():
         config = getattr(part, "config", None)
-        family = str(getattr(config, "model_type", ""))
+        is_model = bool(getattr(config, "model_type", ""))
+        if is_model and getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16"):
+            return f"the config of `{type(part).__name__}` says that it was made for bfloat16"
+    return ""
+
+
+def overflows_certainly(module: nn.Module) -> str:
+    """Return why activations overflow in float16, only for families that are known for it."""
+    for part in module.modules():
+        family = str(getattr(getattr(part, "config", None), "model_type", ""))
         if family.startswith(_OVERFLOWING):
             return f"activations of `{type(part).__name__}` overflow in float16"
-        if family and getattr(config, "dtype", None) in (torch.bfloat16, "bfloat16"):
-            return f"the config of `{type(part).__name__}` says that it was made for bfloat16"
     return ""
 
 

@@ -1,0 +1,1 @@
+"""Checks for traps that cost memory or time, on the code, the model and the environment."""

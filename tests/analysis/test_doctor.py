@@ -1,0 +1,343 @@
+"""Each check reports its trap, with the line, and nothing that is none."""
+
+import ast
+import functools
+import linecache
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_memsave import (
+    ActivationCheckpointing,
+    CheckpointedTransformer,
+    MemSaveCallback,
+    check_training,
+    predict_memory,
+)
+from lightning_memsave.doctor.check import Subject
+from lightning_memsave.doctor.registry import CHECKS, run_checks
+from lightning_memsave.targets.find import load_target
+from tests.analysis import trap_models, trap_steps
+from tests.analysis.trap_steps import Lit
+from tests.analysis.traps import CLIPPED, TRAPS, Project
+from tests.cases import MODELS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def check(project: Project) -> Any:
+    return check_training(
+        project.make,
+        settings=project.settings,
+        trainer_arguments=project.trainer_arguments,
+        environment=project.environment,
+    )
+
+
+def cases(with_trap: bool) -> list[Any]:
+    return [
+        pytest.param(name, project, id=f"{name}-{i}")
+        for name, pair in TRAPS.items()
+        for i, project in enumerate(pair[0 if with_trap else 1])
+    ]
+
+
+def test_each_check_has_a_trap():
+    assert list(TRAPS) == [check.name for check in CHECKS]
+    assert all(all(pair) for name, pair in TRAPS.items() if name != "broken_packages")
+
+
+@pytest.mark.parametrize(("name", "project"), cases(with_trap=True))
+def test_reports_the_trap_alone(name: str, project: Project) -> None:
+    found = check(project)
+    assert {problem.check for problem in found.problems} == {name}, found
+    assert found.notes == ()
+    for problem in found.problems:
+        assert problem.fix.endswith((".", "?"))
+        if problem.file is not None:
+            assert Path(problem.file).name in ("trap_steps.py", "trap_models.py")
+            assert "# trap" in linecache.getline(problem.file, problem.line)
+
+
+@pytest.mark.parametrize(("name", "project"), cases(with_trap=False))
+def test_does_not_report_what_is_nearly_a_trap(name: str, project: Project) -> None:
+    found = check(project)
+    assert found.problems == (), found
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("stack", ["off", "classic", "bitwise", "single_gpu"])
+def test_models_of_the_contract_have_no_problem(stack: str) -> None:
+    for name, make in MODELS.items():
+        assert check_training(make, settings={"stack": stack}, environment={}).problems == (), name
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        (f"{EXAMPLES}/_sorting.py:Sorter", None),
+        (f"{EXAMPLES}/demo.py:PassageClassifier", None),
+        (f"{EXAMPLES}/cli/train.py:ByteModel", None),
+        (f"{EXAMPLES}/cli/config.yaml", f"{EXAMPLES}/cli/train.py:ByteModel"),
+    ],
+)
+def test_examples_have_no_problem(name: str, model: str | None) -> None:
+    target = load_target(name, model=model)
+    found = check_training(target, environment={})
+    assert found.problems == (), found
+    assert check_training(target, settings=MemSaveCallback(), environment={}).problems == ()
+
+
+def test_examples_with_our_own_module_have_no_problem() -> None:
+    make = functools.partial(CheckpointedTransformer, trap_models.gpt2().config, task="causal_lm")
+    assert check_training(make, environment={}).problems == ()
+
+
+def test_all_classes_of_the_examples_are_tested() -> None:
+    bases = ("LightningModule", "CheckpointedTransformer")
+    classes = {
+        node.name
+        for path in EXAMPLES.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        if any(ast.unparse(base).endswith(bases) for base in node.bases)
+    }
+    assert classes == {"Sorter", "PassageClassifier", "ByteModel"}
+
+
+def test_embeddings_that_the_user_keeps_in_32_bits() -> None:
+    import bitsandbytes
+
+    manager = vars(bitsandbytes.optim)["GlobalOptimManager"].get_instance()
+    make = functools.partial(trap_models.BitsAndBytes, trap_models.tied)
+    with mock.patch.object(manager, "module_weight_config_triple", []) as chosen:
+        assert len(check_training(make, environment={}).problems) == 1
+        chosen.append((nn.Embedding(2, 2), "weight", {"optim_bits": 32}))
+        assert check_training(make, environment={}).problems == ()
+
+
+def test_packages_that_break_each_other() -> None:
+    both = {"nvidia-ml-py": "13.0", "nvidia-ml-py3": "7.352.0"}
+    (found,) = run_checks(Subject(nn.Linear(1, 1), versions=both))
+    assert (found.check, found.place) == ("broken_packages", "")
+    assert "pip uninstall nvidia-ml-py3" in found.fix
+    assert run_checks(Subject(nn.Linear(1, 1), versions={"nvidia-ml-py": "13.0"})) == []
+
+
+def test_clipping_is_allowed_where_lightning_allows_it() -> None:
+    """Lightning#21435 is fixed on its main branch."""
+    module = trap_models.Fused()
+    optimizers, arguments = [module.configure_optimizers()], CLIPPED
+    for version, names in {"2.6.6": ["refused_clipping"], "2.6.7": [], "2.7.0rc1": []}.items():
+        versions = {"lightning": version}
+        subject = Subject(module, "bf16-mixed", arguments, {}, optimizers, versions=versions)
+        assert [problem.check for problem in run_checks(subject)] == names
+        subject = Subject(module, "16-mixed", arguments, {}, optimizers, versions=versions)
+        assert [problem.check for problem in run_checks(subject)] == ["refused_clipping"]
+
+
+def fit(module: nn.Module, **arguments: Any) -> None:
+    """Train two steps, so that a claim of the doctor is seen to be true."""
+    data = TensorDataset(torch.randn(8, 8), torch.randint(4, (8,)))
+    quiet: Any = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(max_steps=2, accelerator="cpu", **quiet, **arguments)
+    trainer.fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
+
+
+class TestClaims:
+    """What the doctor says of a trap happens."""
+
+    def test_lightning_refuses_clipping(self) -> None:
+        fit(trap_models.Fused(), precision="bf16-mixed")
+        with pytest.raises(RuntimeError, match="does not allow for gradient clipping"):
+            fit(trap_models.Fused(), **CLIPPED)
+
+    def test_kept_losses_keep_their_graphs(self) -> None:
+        module = trap_steps.KeptLoss()
+        module.on_train_epoch_end = lambda: None  # type: ignore[method-assign]
+        fit(module)
+        assert all(entry["loss"].grad_fn is not None for entry in module.losses)
+
+    def test_statistics_are_updated_twice(self) -> None:
+        module = trap_models.CheckpointedLayers(lambda: nn.BatchNorm1d(8))
+        fit(module)
+        layers: Any = module.layers
+        assert layers[0][1].num_batches_tracked == 4
+
+    @pytest.mark.parametrize(
+        ("make", "num_runs"),
+        [
+            (trap_models.Blocks, 3),
+            (trap_models.NotReentrantBlocks, 2),
+            (functools.partial(trap_models.Blocks, False), 2),
+        ],
+    )
+    def test_blocks_run_three_times(self, make: Any, num_runs: int) -> None:
+        module: Any = make()
+        runs: list[nn.Module] = []
+        for block in module.blocks:
+            layer = block.inside[0]
+            layer.forward = functools.partial(_counted, layer.forward, runs)
+        with ActivationCheckpointing().apply(module):
+            module(torch.randn(4, 8, requires_grad=True)).sum().backward()
+        assert len(runs) == num_runs * len(module.blocks)
+
+    def test_gradients_are_wrong_with_other_dropout_masks(self) -> None:
+        module, x = trap_models.CheckpointedLayers(lambda: nn.Dropout(0.5)), torch.randn(4, 8)
+        weight, gradients = next(module.layers.parameters()), []
+        for is_preserved in (True, False):
+            with mock.patch.object(trap_models, "checkpoint", _preserving(is_preserved)):
+                torch.manual_seed(0)
+                module.zero_grad()
+                module(x).sum().backward()
+                assert weight.grad is not None
+                gradients.append(weight.grad.clone())
+        assert not torch.allclose(gradients[0], gradients[1])
+
+    def test_peaks_are_higher(self) -> None:
+        tokens = torch.randn(512, 8), torch.randint(4, (512,))
+
+        def peak(make: Any, **arguments: Any) -> int:
+            return predict_memory(make, tokens, device="cpu", **arguments).peak_bytes
+
+        logits_bytes = 512 * trap_steps.WideHead.num_classes * 4
+        plain = peak(trap_steps.PlainHead)
+        assert peak(trap_steps.LogSoftmax) >= plain + logits_bytes
+        assert peak(trap_steps.LogSoftmax, settings={"chunked_cross_entropy": True}) > plain
+        low = {"trainer_arguments": {"precision": "bf16-true"}}
+        assert peak(trap_steps.WideHead, **low) >= 1.5 * peak(trap_steps.PlainHead, **low)
+        assert peak(trap_steps.RetainingHook) > peak(Lit)
+        assert peak(trap_steps.KeptGradients) > peak(Lit)
+
+    def test_torch_warns_of_the_gradient_cycle(self) -> None:
+        with pytest.warns(UserWarning, match="reference cycle between the parameter"):
+            fit(trap_steps.GradientCycle())
+
+    def test_gradients_add_up(self) -> None:
+        """Two steps that change no parameter."""
+        module: Any = trap_steps.AddedGradients()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+        module.optimizers = lambda: optimizer
+        module.manual_backward = lambda loss: loss.backward()
+        batch, norms = (torch.randn(4, 8), torch.randint(4, (4,))), []
+        for step in range(2):
+            module.training_step(batch, step)
+            norms.append(torch.nn.utils.get_total_norm([p.grad for p in module.parameters()]))
+        torch.testing.assert_close(norms[1], 2 * norms[0])
+
+    @pytest.mark.parametrize(
+        "text",
+        ["max_split_size_mb:10", "garbage_collection_threshold:80", "expandable_segments:true"],
+    )
+    def test_torch_refuses_the_setting(self, text: str) -> None:
+        code = f"import torch; torch._C._accelerator_setAllocatorSettings({text!r})"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+        assert done.returncode != 0
+
+
+def _counted(forward: Any, runs: list[Any], x: Any) -> Any:
+    runs.append(x)
+    return forward(x)
+
+
+def _preserving(is_preserved: bool) -> Any:
+    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(function, *args, **kwargs | {"preserve_rng_state": is_preserved})
+
+    return run
+
+
+def test_the_page_lists_the_checks() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \|", page, re.MULTILINE)
+    assert rows == [(check.name, check.finds) for check in CHECKS]
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert f"[{len(CHECKS)} known traps](docs/doctor.md)" in readme
+
+
+def test_a_fit_that_needs_data_is_a_note() -> None:
+    class NeedsData(trap_steps.KeptLoss):
+        def setup(self, stage: str) -> None:
+            datamodule: Any = vars(self.trainer)["datamodule"]
+            self.num_classes = datamodule.num_classes
+
+    found = check_training(NeedsData, environment={})
+    assert [problem.check for problem in found.problems] == ["kept_graph"]
+    assert "a fit could not be started without data" in found.notes[0]
+    assert "AttributeError" in found.notes[0]
+
+
+def test_data_is_not_prepared() -> None:
+    class Downloads(Lit):
+        def prepare_data(self) -> None:
+            raise OSError("no network")
+
+    assert check_training(Downloads, environment={}).notes == ()
+
+
+def test_a_plain_module_and_one_with_an_attribute_like_our_wrapper() -> None:
+    class Outer(trap_steps.KeptLoss):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = self.net
+
+    found = check_training(Outer, environment={})
+    assert (found.model, len(found.problems)) == ("Outer", 1)
+    assert check_training(nn.Linear(2, 2), environment={}).model == "Linear"
+
+
+def test_modules_of_the_other_package() -> None:
+    class Other(pytorch_lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.total = nn.Linear(8, 1), torch.zeros(())
+
+        def training_step(self, batch: Any) -> Any:
+            loss = self.layer(batch).mean()
+            self.total += loss
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    found = check_training(Other, environment={})
+    assert [problem.check for problem in found.problems] == ["kept_graph"]
+    assert found.notes == ()
+
+
+def test_code_that_cannot_be_read_is_no_problem() -> None:
+    names: dict[str, Any] = {"Lit": Lit}
+    exec("class Typed(Lit):\n    def training_step(self, batch, i): self.x.append(0)", names)
+    assert check_training(names["Typed"], environment={}).problems == ()
+
+
+def test_prints_and_converts_to_json() -> None:
+    found = check_training(trap_steps.KeptLoss, environment={})
+    line = found.problems[0].line
+    assert str(found).startswith("KeptLoss: 1 problem\n\nkept_graph  ")
+    assert f"trap_steps.py:{line}\n  `self.losses.append({{'loss': loss}})` in `KeptLoss." in str(
+        found
+    )
+    assert found.to_dict()["problems"][0]["line"] == line
+    assert str(check_training(Lit, environment={})) == "Lit: no problem found"
+
+
+def test_neither_the_module_nor_its_state_changes() -> None:
+    module = Lit()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    check_training(module, settings=MemSaveCallback(stack="single_gpu"), environment={})
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not list(module.net._forward_hooks)
+    assert "forward" not in vars(module)
