@@ -147,11 +147,12 @@ def _train(
     # What follows writes its result.
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     error = fit.error
+    said = str(error).replace(f"{folder}/", "")
     return {
         "digest": digest,
         "num_ops": fit.num_ops,
         "step_before": step_before,
-        "error": "" if error is None else f"{type(error).__name__}: {str(error)[:200]}",
+        "error": "" if error is None else f"{type(error).__name__}: {said[:200]}",
         "is_clear": isinstance(error, OSError) and bool(error.strerror),
         "notes": "\n".join(getattr(error, "__notes__", ())),
     }

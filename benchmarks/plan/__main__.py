@@ -12,17 +12,17 @@ import logging
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._training import LanguageModel, fit
+from benchmarks.launches.__main__ import Model
 from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
 
@@ -49,18 +49,6 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 DRY = ("plain", "recompute all blocks", "1 sample at once")
-
-
-class Model(NamedTuple):
-    """A model and its batch.
-
-    Args:
-        build: Makes the model.
-        batch: Its keywords.
-    """
-
-    build: Callable[[], nn.Module]
-    batch: dict[str, Tensor]
 
 
 def models(width: int, num_blocks: int) -> dict[str, Model]:

@@ -1,6 +1,5 @@
 """Check a model and its training for traps that cost memory or time."""
 
-import importlib.metadata
 import os
 import textwrap
 from collections.abc import Callable, Mapping
@@ -11,6 +10,7 @@ from torch import nn
 
 from lightning_memsave.analysis.predict import read_settings, with_instances
 from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.callbacks.report import installed_versions
 from lightning_memsave.doctor.check import LocatedProblem, Subject
 from lightning_memsave.doctor.registry import run_checks
 from lightning_memsave.prediction.fake.tensors import FakeTensors, fake_tensors
@@ -154,7 +154,7 @@ def check_training(
             start.optimizers,
             problems,
             os.environ if environment is None else environment,
-            _versions(),
+            installed_versions(_PACKAGES),
         )
         found = tuple(run_checks(subject))
     return TrainingCheck(type(module).__name__, found, notes)
@@ -168,13 +168,3 @@ def _start(
     if start.failure or not has_callback:
         return start, ()
     return start, start_fit(step, fakes, with_callback=True).problems
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

@@ -79,8 +79,20 @@ def versions() -> dict[str, str]:
     Returns:
         Version by package name, for installed packages, and ``python``.
     """
-    found = {"python": platform.python_version()}
-    for package in _PACKAGES:
+    return {"python": platform.python_version(), **installed_versions(_PACKAGES)}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Read the versions of packages.
+
+    Args:
+        packages: Their names.
+
+    Returns:
+        Version by name, for those that are installed.
+    """
+    found = {}
+    for package in packages:
         try:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
