@@ -94,7 +94,7 @@ class WithLoss(nn.Module):
         return self.model(input_ids=tokens, labels=tokens).loss
 
 
-@pytest.mark.parametrize("which", ["all", "selective", 2], ids=str)
+@pytest.mark.parametrize("which", ["all", "nested:1,full:1,selective:1", "selective", 2], ids=str)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.daily(2)
 def test_hugging_face_families_train_bitwise_equal(family, which):
@@ -128,7 +128,7 @@ class CountOps(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("which", "products"),
     # Four per block: query, key and value in one, attention output, two of the MLP.
-    [(None, 0), ("all", 3 * 4), ("selective", 0), (1, 4)],
+    [(None, 0), ("all", 3 * 4), ("selective", 0), (1, 4), ("selective:1,full:2", 2 * 4)],
 )
 def test_recomputes_the_matrix_products_that_it_should(which, products):
     model = make_model("transformer").train()
@@ -282,6 +282,16 @@ def test_which_chooses_the_number_of_blocks(which, count):
 def test_refuses_more_blocks_than_there_are():
     with pytest.raises(IncompatibleError, match='Use a number up to 4, or "all"'):
         ActivationCheckpointing(5).apply(make_model("dropout"))
+    with pytest.raises(IncompatibleError, match='Use a number up to 4, or "all"'):
+        ActivationCheckpointing("full:3,selective:2").apply(make_model("dropout"))
+
+
+def test_blocks_can_be_recomputed_in_different_ways():
+    handle = ActivationCheckpointing("nested:1,selective:2").apply(make_model("transformer"))
+    assert handle.summary == (
+        "1 of 3 blocks recomputed: 1 x TransformerEncoderLayer; of them once more: "
+        "1 x MultiheadAttention; 2 recomputed selectively: 2 x TransformerEncoderLayer"
+    )
 
 
 def test_selective_is_refused_where_a_layer_overwrites_what_it_keeps():
@@ -293,7 +303,24 @@ def test_selective_is_refused_where_a_layer_overwrites_what_it_keeps():
     assert snapshot(model) == before
 
 
-@pytest.mark.parametrize("which", [0, -1, 0.0, 1.5, True, "none", "every:0", "every:x", None, []])
+@pytest.mark.parametrize(
+    "which",
+    [
+        0,
+        -1,
+        0.0,
+        1.5,
+        True,
+        "none",
+        "every:0",
+        "every:x",
+        "full:0",
+        "full:2,keep:1",
+        "full",
+        None,
+        [],
+    ],
+)
 def test_refuses_what_says_nothing(which):
     with pytest.raises(ConfigurationError, match='Use "all"'):
         ActivationCheckpointing(which)

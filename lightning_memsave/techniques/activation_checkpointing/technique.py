@@ -76,9 +76,10 @@ def inplace_problems(blocks: Sequence[Block]) -> list[Problem]:
 
 
 _VALUES = (
-    '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, or a share '
-    "such as 0.5"
+    '"all", "nested", "selective", "sqrt", "every:2", a number of blocks such as 6, a share such '
+    'as 0.5, or numbers of blocks in order such as "nested:2,full:4,selective:4"'
 )
+_KINDS = ("nested", "full", "selective")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,10 @@ class ActivationCheckpointing(Technique[nn.Module]):
             attention are saved and only the rest is recomputed; ``"sqrt"`` to split each long
             ``nn.Sequential`` into about sqrt(n) segments (Chen et al.). For transformer blocks
             ``"all"`` needs less memory than ``"sqrt"`` for the same recomputation, because the
-            activations inside a block are far larger than its input.
+            activations inside a block are far larger than its input. ``"nested:2,full:4,
+            selective:4"`` treats the first 2 blocks as ``"nested"``, the next 4 as ``"all"``, the
+            next 4 as ``"selective"``, and leaves the others as they are; `plan_memory` finds such
+            numbers.
         blocks: Selectors of blocks: class names, classes, ``"re:..."`` regular expressions
             over module names, compiled expressions, or functions of name and module. ``None`` finds
             them: see `find_blocks`.
@@ -181,25 +185,33 @@ class ActivationCheckpointing(Technique[nn.Module]):
             return [] if self._chains(target) or not self._blocks(target) else [no_chain(target)]
         blocks = self._blocks(target)
         problems = []
-        if isinstance(self.which, int) and 0 < len(blocks) < self.which:
+        runs = None if isinstance(self.which, float) else _runs(str(self.which))
+        wanted = sum(count for _, count in runs or ())
+        if isinstance(self.which, int):
+            wanted = self.which
+        if 0 < len(blocks) < wanted:
             problems.append(
                 Problem(
-                    f"`activation_checkpointing={self.which}`",
+                    f"`activation_checkpointing={self.which!r}`",
                     f"the model has {len(blocks)} blocks",
                     f'Use a number up to {len(blocks)}, or "all".',
                 )
             )
-        if self.which == "selective":
-            problems += inplace_problems(blocks)
-        return problems
+        selective = [block for block, kind in self.kinds_of(blocks) if kind == "selective"]
+        return problems + inplace_problems(selective)
 
     def _apply(self, target: nn.Module) -> Handle[nn.Module]:
         if self.which == "sqrt":
-            return _patched(target, self._chains(target), _Segments.forward, "split into segments")
+            chains = self._chains(target)
+            undo = [patch_method(chain.module, _Segments.forward) for chain in chains]
+            undo += _switch_caches_off(target, chains)
+            words = f"{len(chains)} split into segments: {_counted(chains)}"
+            return Handle(target, [chain.name for chain in chains], (), undo, summary=words)
         blocks = self._blocks(target)
         if not blocks:
             return Handle(target, (), [self._nothing_found(target)])
-        chosen = self.choose(blocks)
+        kinds = {block.name: kind for block, kind in self.kinds_of(blocks)}
+        chosen = [block for block in blocks if block.name in kinds]
         plain = [b for b in chosen if not isinstance(b.module, torch.jit.ScriptModule)]
         free = [block for block in plain if not _checkpoints_itself(target, block)]
         skipped = []
@@ -209,13 +221,22 @@ class ActivationCheckpointing(Technique[nn.Module]):
             skipped.append(
                 f"{len(plain) - len(free)} of {len(chosen)} blocks checkpoint themselves already"
             )
-        if self.which == "selective":
-            return _patched(target, free, _Selective.forward, "recomputed selectively", skipped)
-        words = f"of {len(blocks)} blocks recomputed"
-        if self.which == "nested":
-            parts = [p for p in parts_of(free) if not isinstance(p.module, torch.jit.ScriptModule)]
-            return _patched(target, free, _Full.forward, words, skipped, parts=parts)
-        return _patched(target, free, _Full.forward, words, skipped)
+        full = [block for block in free if kinds[block.name] != "selective"]
+        selective = [block for block in free if kinds[block.name] == "selective"]
+        nested = [block for block in full if kinds[block.name] == "nested"]
+        parts = [p for p in parts_of(nested) if not isinstance(p.module, torch.jit.ScriptModule)]
+        words = []
+        if full or not selective:
+            words.append(f"{len(full)} of {len(blocks)} blocks recomputed: {_counted(full)}")
+        if parts:
+            words[-1] += f"; of them once more: {_counted(parts)}"
+        if selective:
+            words.append(f"{len(selective)} recomputed selectively: {_counted(selective)}")
+        undo = [patch_method(b.module, _Full.forward) for b in (*full, *parts)]
+        undo += [patch_method(block.module, _Selective.forward) for block in selective]
+        undo += _switch_caches_off(target, free)
+        names = [block.name for block in (*free, *parts)]
+        return Handle(target, names, skipped, undo, summary="; ".join(words))
 
     def _blocks(self, model: nn.Module) -> list[Block]:
         return find_blocks(model, self.blocks)
@@ -227,14 +248,31 @@ class ActivationCheckpointing(Technique[nn.Module]):
             [Block("", model)] if is_chain(model) else []
         )
 
-    def choose(self, blocks: list[T]) -> list[T]:
-        """Select the checkpointed blocks from all blocks."""
-        if isinstance(self.which, str):
-            kind, _, every = self.which.partition(":")
-            return blocks[:: int(every)] if kind == "every" else blocks
+    def kinds_of(self, blocks: Sequence[T]) -> list[tuple[T, str]]:
+        """Say how each checkpointed block is recomputed.
+
+        Args:
+            blocks: All blocks, in order.
+
+        Returns:
+            The checkpointed ones, each with ``"full"``, ``"nested"`` or ``"selective"``.
+
+        Example:
+            >>> ActivationCheckpointing("full:1,selective:1").kinds_of(["a", "b", "c"])
+            [('a', 'full'), ('b', 'selective')]
+        """
         if isinstance(self.which, int):
-            return blocks[: self.which]
-        return blocks[: math.ceil(self.which * len(blocks))]
+            return [(block, "full") for block in blocks[: self.which]]
+        if isinstance(self.which, float):
+            return [(block, "full") for block in blocks[: math.ceil(self.which * len(blocks))]]
+        if self.which.startswith("every:"):
+            every = int(self.which.removeprefix("every:"))
+            return [(block, "full") for block in blocks[::every]]
+        if (runs := _runs(self.which)) is not None:
+            kinds = [kind for kind, count in runs for _ in range(count)]
+            return list(zip(blocks, kinds, strict=False))
+        kind = self.which if self.which in _KINDS else "full"
+        return [(block, kind) for block in blocks]
 
     def _nothing_found(self, model: nn.Module) -> str:
         name, repeated = type(model).__name__, repeated_classes(model)
@@ -353,24 +391,6 @@ def _run_chain(layers: list[nn.Module], input: Any) -> Any:
     return input
 
 
-def _patched(
-    model: nn.Module,
-    blocks: list[Block],
-    forward: Callable[..., Any],
-    words: str,
-    skipped: Sequence[str] = (),
-    *,
-    parts: Sequence[Block] = (),
-) -> Handle[nn.Module]:
-    undo = [patch_method(block.module, forward) for block in (*blocks, *parts)]
-    undo += _switch_caches_off(model, blocks)
-    summary = f"{len(blocks)} {words}: {_counted(blocks)}"
-    if parts:
-        summary += f"; of them once more: {_counted(parts)}"
-    names = [block.name for block in (*blocks, *parts)]
-    return Handle(model, names, skipped, undo, summary=summary)
-
-
 def _counted(blocks: Sequence[Block]) -> str:
     classes = Counter(type(block.module).__name__ for block in blocks)
     return ", ".join(f"{count} x {name}" for name, count in classes.items())
@@ -385,10 +405,18 @@ def _is_valid(which: object) -> bool:
         return 0.0 < which <= 1.0
     if not isinstance(which, str):
         return False
-    kind, colon, every = which.partition(":")
-    if colon:
-        return kind == "every" and every.isdecimal() and int(every) >= 1
-    return kind in ("all", "nested", "selective", "sqrt")
+    every = which.removeprefix("every:")
+    if every != which:
+        return every.isdecimal() and int(every) >= 1
+    return which in ("all", "nested", "selective", "sqrt") or _runs(which) is not None
+
+
+# Of "nested:2,full:4": pairs of kind and number; `None` of any other text.
+def _runs(which: str) -> list[tuple[str, int]] | None:
+    pairs = [part.strip().partition(":") for part in which.split(",")]
+    if any(kind not in _KINDS or not n.isdecimal() or int(n) < 1 for kind, _, n in pairs):
+        return None
+    return [(kind, int(n)) for kind, _, n in pairs]
 
 
 # Hugging Face sets the flag on blocks or, in older models, on the module that calls them.
