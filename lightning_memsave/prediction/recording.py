@@ -157,7 +157,8 @@ class StepProfile(LiveTensors):
     @override
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         in_step = self._num_running_steps > self._num_running_closures or is_updating()
-        self._work.add(func, args, kwargs, result, in_step=in_step)
+        module_of = self._current_module
+        self._work.add(func, args, kwargs, result, in_step=in_step, module_of=module_of)
 
     @override
     def __enter__(self) -> Self:

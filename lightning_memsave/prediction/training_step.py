@@ -66,6 +66,7 @@ class TrainingStep:
         attention: CUDA's attention kernel; ``None`` for torch's own choice.
         time_limit_s: Abort a prediction after this many seconds; ``None`` for no limit.
         fit: The running fit that the step belongs to; ``None`` before a fit.
+        change: Changes the copy of the module before the step, such as the number of its blocks.
 
     Raises:
         ConfigurationError: If an argument is invalid.
@@ -83,6 +84,7 @@ class TrainingStep:
     attention: str | None = None
     time_limit_s: float | None = TIME_LIMIT_S
     fit: RunningFit | None = None
+    change: Callable[[nn.Module], object] | None = None
 
     def __post_init__(self) -> None:
         _check_device(self.device)
@@ -167,6 +169,8 @@ class TrainingStep:
         if module is self.model:
             trainer = getattr(module, "_trainer", None)
             module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
+        if self.change is not None:
+            self.change(module)
         return module if is_lightning(module) else wrap(module, self.optimizer, self.loss)
 
     def build(self, fakes: FakeTensors) -> tuple[Any, Any]:
