@@ -96,7 +96,7 @@ class BlockCosts:
         runs: All blocks of the model, in order.
         recorded: Recorded steps: how each block in it was recomputed, and the prediction. Parts
             outside of blocks are those of the last.
-        num_parameters: Of the whole model.
+        sizes: Elements of each parameter of the whole model.
         rates: What the device reaches.
     """
 
@@ -104,14 +104,14 @@ class BlockCosts:
         self,
         runs: Sequence[Run],
         recorded: Sequence[tuple[Mapping[str, str], MemoryPrediction]],
-        num_parameters: int,
+        sizes: Sequence[int],
         rates: Rates,
     ) -> None:
         self._runs = [(number, run) for number, run in enumerate(runs) for _ in run.names]
         self._costs: dict[tuple[int, str], _Cost] = {}
         run_of = {name: number for number, run in enumerate(runs) for name in run.names}
         for kinds, prediction in recorded:
-            step = _Step(prediction, kinds, run_of, num_parameters, rates)
+            step = _Step(prediction, kinds, run_of, sizes, rates)
             for name, cost in step.costs.items():
                 self._costs.setdefault((run_of[name], kinds[name]), cost)
         last = recorded[-1][1]
@@ -154,7 +154,7 @@ class _Step:
         prediction: MemoryPrediction,
         kinds: Mapping[str, str],
         run_of: Mapping[str, int],
-        num_parameters: int,
+        sizes: Sequence[int],
         rates: Rates,
     ) -> None:
         self.costs = {name: _Cost() for name in kinds}
@@ -163,7 +163,7 @@ class _Step:
         self.parts: list[_Part] = []
         self._read_memory(prediction)
         self._share_gradients(run_of)
-        self.outside_s = self._read_time(prediction, num_parameters, rates)
+        self.outside_s = self._read_time(prediction, sizes, rates)
 
     def _read_memory(self, prediction: MemoryPrediction) -> None:
         trace = prediction.trace
@@ -228,9 +228,11 @@ class _Step:
                 change += mean - self._gradients[name, number]
                 self.costs[name].visits[number] = _Visit(change, max(excess, change))
 
-    def _read_time(self, prediction: MemoryPrediction, num_parameters: int, rates: Rates) -> float:
-        # Updates take all parameters together.
-        more = num_parameters / max(1, prediction.num_parameters)
+    # Updates take all parameters together: small ones take as long as their kernels to launch.
+    def _read_time(self, prediction: MemoryPrediction, sizes: Sequence[int], rates: Rates) -> float:
+        num_tensors = sum(category == "parameter" for category, _ in prediction.trace.storages)
+        by_elements = sum(sizes) / max(1, prediction.num_parameters)
+        by_tensors = len(sizes) / max(1, num_tensors)
         outside_s = 0.0
         for kernel, count in prediction.work:
             seconds = count * rates.seconds(kernel)
@@ -238,6 +240,8 @@ class _Step:
             if block is not None:
                 self.costs[block].seconds += seconds
             else:
+                is_short = seconds <= count * kernel.num_launches * rates.launch_s
+                more = by_tensors if is_short else by_elements
                 outside_s += seconds * (more if kernel.phase == "optimizer" else 1)
         return outside_s
 

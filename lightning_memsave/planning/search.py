@@ -24,6 +24,7 @@ _MAX_VERIFIED = 8
 _STEP = 0.04
 _MOST_NESTED = 12
 _MENTIONED = 0.02  # of the peak
+_SLACK = 0.004
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +33,6 @@ class _Candidate:
     kinds: tuple[str, ...]
     estimated_bytes: int
     seconds: float
-
-    @property
-    def device_bytes(self) -> int:
-        corrections = self.variant.corrections
-        return self.estimated_bytes + (corrections[-1] if corrections else 0)
 
 
 class PlanSearch:
@@ -67,6 +63,10 @@ class PlanSearch:
         self._margin_of = margin_of
         self._variants = Variants(what_if, open_arguments, exactness, rates, limit_s)
         self._verified: dict[int, MemoryPrediction | None] = {}
+        # By how much whole predictions were higher than estimates, by variant; the last for others.
+        self._corrections: dict[int, int] = {}
+        self._correction = 0
+        self._slack_bytes = 0.0
         self._candidates: list[_Candidate] = []
         self._unchanged_s = 1.0
 
@@ -115,10 +115,10 @@ class PlanSearch:
         rest = [
             c
             for c in self._candidates
-            if c.device_bytes < found.plan.device_bytes
+            if self._bytes(c) < found.plan.device_bytes
             and fixed.items() <= self._variants.settings(c.variant.changes).items()
         ]
-        return [self._plan(candidate) for candidate in _frontier(rest)]
+        return [self._plan(candidate) for candidate in self._frontier(rest)]
 
     def _prepare(self) -> None:
         if self._candidates:
@@ -141,13 +141,16 @@ class PlanSearch:
     # The fastest that the whole prediction confirms. What it finds corrects the estimates of the
     # same variant, so that a faster one may come into reach.
     def _best(self, room: int) -> _Candidate | None:
+        self._slack_bytes = 0.0
         for _ in range(_MAX_VERIFIED):
             best = self._fastest(self._candidates, room)
             if best is None:
-                best = min(self._candidates, key=lambda c: c.device_bytes)
+                best = min(self._candidates, key=self._bytes)
             if id(best) in self._verified:
                 break
             self._verify(best)
+            if self._bytes(best) > room:
+                self._slack_bytes += _SLACK * room
         fitting = [c for c in self._candidates if self._is_known_to_fit(c, room)]
         return self._fastest(fitting, room)
 
@@ -187,26 +190,49 @@ class PlanSearch:
         prediction = self._variants.predict(candidate.variant, candidate.kinds)
         self._verified[id(candidate)] = prediction
         if prediction is not None:
-            correction = prediction.device_bytes - candidate.estimated_bytes
-            candidate.variant.corrections.append(correction)
+            self._correction = prediction.device_bytes - candidate.estimated_bytes
+            self._corrections[id(candidate.variant)] = self._correction
 
     def _bytes(self, candidate: _Candidate) -> float:
         prediction = self._verified.get(id(candidate))
         if prediction is not None:
             return prediction.device_bytes
-        # It could not be predicted.
-        return math.inf if id(candidate) in self._verified else candidate.device_bytes
+        if id(candidate) in self._verified:  # it could not be predicted
+            return math.inf
+        return self._estimate(candidate) + self._slack_bytes
+
+    def _estimate(self, candidate: _Candidate) -> int:
+        if candidate.variant.costs is None:
+            return candidate.estimated_bytes
+        correction = self._corrections.get(id(candidate.variant), self._correction)
+        return candidate.estimated_bytes + correction
 
     def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
         return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
 
     def _thinned(self, best: _Candidate) -> Iterator[_Candidate]:
         before = math.inf
-        frontier = _frontier([*self._candidates, best])
+        self._slack_bytes = 0.0
+        frontier = self._frontier([*self._candidates, best])
         for candidate in frontier:
-            if candidate in (best, frontier[-1]) or candidate.device_bytes < before * (1 - _STEP):
-                before = candidate.device_bytes
+            num_bytes = self._bytes(candidate)
+            if candidate in (best, frontier[-1]) or num_bytes < before * (1 - _STEP):
+                before = num_bytes
                 yield candidate
+
+    def _frontier(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        ranks = list(Exactness)
+        found: list[_Candidate] = []
+        least = math.inf
+
+        def order(one: _Candidate) -> tuple[float, float, int]:
+            return one.seconds, self._bytes(one), ranks.index(one.variant.exactness)
+
+        for one in sorted(candidates, key=order):
+            if self._bytes(one) < least:
+                least = self._bytes(one)
+                found.append(one)
+        return found
 
     def _plan(self, candidate: _Candidate) -> Plan:
         changes = dict(candidate.variant.changes)
@@ -214,15 +240,14 @@ class PlanSearch:
             changes[RECOMPUTED] = value_of(candidate.kinds)
         settings = {**self._what_if.step.settings, **self._variants.settings(changes)}
         prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
-        overhead = candidate.estimated_bytes - candidate.device_bytes
-        costs = candidate.variant.costs
-        overhead += 0 if costs is None else costs.overhead_bytes
+        costs, num_bytes = candidate.variant.costs, self._estimate(candidate)
+        overhead_bytes = 0 if costs is None else costs.overhead_bytes
         return Plan(
             settings,
             as_code(self._what_if.step.make_callback, settings),
             candidate.variant.exactness.value,
-            prediction.peak_bytes if prediction else candidate.device_bytes - overhead,
-            prediction.device_bytes if prediction else candidate.device_bytes,
+            prediction.peak_bytes if prediction else num_bytes - overhead_bytes,
+            prediction.device_bytes if prediction else num_bytes,
             candidate.seconds / self._unchanged_s,
             prediction is not None,
             prediction,
@@ -238,26 +263,17 @@ class PlanSearch:
             for name, size in sorted(sizes.items(), key=lambda item: -item[1])
             if size > _MENTIONED * smallest.peak_bytes
         )
-        free = f" and {format_bytes(budget_bytes - room)} that stay free" if budget_bytes > room else ""
+        free = (
+            f" and {format_bytes(budget_bytes - room)} that stay free"
+            if budget_bytes > room
+            else ""
+        )
         raise InfeasiblePlanError(
-            f"No settings fit a budget of {format_bytes(budget_bytes)}. The least that was found is "
+            f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
             f"{made_of or 'estimated from its blocks'}. {self._variants.ways_out(least_bytes)}",
             smallest,
         )
-
-
-def _frontier(candidates: Sequence[_Candidate]) -> list[_Candidate]:
-    ranks = list(Exactness)
-    found: list[_Candidate] = []
-    least = math.inf
-    for one in sorted(
-        candidates, key=lambda c: (c.seconds, c.device_bytes, ranks.index(c.variant.exactness))
-    ):
-        if one.device_bytes < least:
-            least = one.device_bytes
-            found.append(one)
-    return found
 
 
 # The first blocks need recomputation most: their activations live longest. One kind follows another

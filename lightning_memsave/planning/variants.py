@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -27,9 +27,8 @@ from lightning_memsave.units import MIB
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
-# Of a run of equal blocks so many are recorded, in this order; both ends of a run are special.
-_RECORDED = ("nested", "full", "full", "selective", KEEP, KEEP)
-_NUM_OF_ONE_KIND = 4
+# Of a run of equal blocks so many are recorded, in this order.
+_RECORDED = ("nested", "full", "selective", KEEP)
 _FASTER, _SMALLER = 0.99, 0.999
 
 
@@ -74,8 +73,6 @@ class Variant:
     costs: BlockCosts | None = None
     prediction: MemoryPrediction | None = None
     seconds: float = 0.0
-    corrections: list[int] = field(default_factory=list)
-    """By how many bytes whole predictions were higher than what was estimated."""
 
     def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
         """Estimate bytes on the device and seconds."""
@@ -110,16 +107,16 @@ class Variants:
         self._end_s = time.monotonic() + limit_s
         self._open = set(open_arguments)
         self._limit = exactness
-        self._off = {e.argument: None for e in entries() if e.argument in self._open} | {
-            name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open
-        }
+        self._off: dict[str, Any] = {
+            e.argument: None for e in entries() if e.argument in self._open
+        } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
         if "early_release" in self._open:  # costs nothing
             self._off["early_release"] = True
         self._known: dict[str, Variant | None] = {}
         self.runs: list[Run] = []
         self.kinds: tuple[str, ...] = ()
         """How blocks may be recomputed, the one with the least memory first."""
-        self._num_parameters = 0
+        self._sizes: list[int] = []
         self._copies = what_if
         if RECOMPUTED in self._open:
             self._find_blocks()
@@ -159,7 +156,9 @@ class Variants:
         fixed = [e.argument for e in entries() if e.offers and e.argument not in self._open]
         if fixed:
             ways.append(f"leave {', '.join(f'`{name}`' for name in fixed)} to the planner")
-        ways.append("a smaller batch or shorter samples" if self._num_samples != 1 else "shorter samples")
+        ways.append(
+            "a smaller batch or shorter samples" if self._num_samples != 1 else "shorter samples"
+        )
         return f"Use {', '.join(ways)}, or a smaller model."
 
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,9 +231,9 @@ class Variants:
         if not blocks:
             return
         self.runs = runs_of(model, blocks)
-        self._num_parameters = sum(p.numel() for p in model.parameters())
+        self._sizes = [parameter.numel() for parameter in model.parameters()]
         self.kinds = tuple(kind for kind in ("nested", "full", "selective") if _can(kind, blocks))
-        most = len(_RECORDED) if len(self.runs) == 1 else _NUM_OF_ONE_KIND
+        most = len(_RECORDED)
         long = [r for r in self.runs if len(r.names) > most and can_be_cut(model, r)]
         if not long:
             return
@@ -346,7 +345,7 @@ class Variants:
             settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
             prediction = predict(settings, limit_s=self.left_s)
             recorded.append((dict(zip(names, kinds, strict=True)), prediction))
-        costs = BlockCosts(self.runs, recorded, self._num_parameters, self.rates)
+        costs = BlockCosts(self.runs, recorded, self._sizes, self.rates)
         return Variant(changes, exactness, costs)
 
     # One step shows all kinds where all blocks are equal and there are enough of them.

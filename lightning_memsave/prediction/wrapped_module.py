@@ -113,9 +113,7 @@ def unwrap(prediction: MemoryPrediction, has_loss: bool) -> MemoryPrediction:
             ),
             places=tuple((phase, own(name)) for phase, name in prediction.trace.places),
         ),
-        work=Work(
-            tuple((k._replace(module=own(k.module)), n) for k, n in prediction.work.kernels)
-        ),
+        work=Work(tuple((k._replace(module=own(k.module)), n) for k, n in prediction.work.kernels)),
         assumptions=(*(() if has_loss else (_LOSS,)), *prediction.assumptions),
         ineffective={
             name: why.replace("`Wrapped`", f"`{prediction.model}`")
