@@ -1,9 +1,7 @@
 """Plan the settings of a training step for a budget of memory."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -13,13 +11,12 @@ from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.what_if import WhatIf
-from lightning_memsave.planning.budget import margin_bytes, rates_of, read_budget
+from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.plan import MemoryPlan
-from lightning_memsave.planning.search import PlanSearch
+from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.training_step import MakeOptimizer
 from lightning_memsave.targets.target import Target
-from lightning_memsave.techniques.registry import entries
 
 TIME_LIMIT_S = 300.0
 
@@ -123,24 +120,4 @@ def search_of(
     except ValueError as error:
         choices = ", ".join(f'"{e.value}"' for e in Exactness)
         raise ConfigurationError(f"`exactness={exactness!r}` is not one of {choices}.") from error
-    fixed, open_arguments = _split(what_if.step.settings)
-    search = PlanSearch(
-        replace(what_if, step=replace(what_if.step, settings=fixed), _known={}),
-        open_arguments,
-        limit,
-        rates_of(gpu, device),
-        limit_s=limit_s,
-        margin_of=partial(margin_bytes, device=device),
-    )
-    return search, budget_bytes
-
-
-# What is off because nobody named it is open, and so is "auto".
-def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Collection[str]]:
-    defaults = MemSaveCallback().arguments
-    fixed = {
-        name: value
-        for name, value in settings.items()
-        if name != "stack" and value != defaults[name] and value != "auto"
-    }
-    return fixed, [e.argument for e in entries() if e.argument not in fixed]
+    return search_for(what_if, limit, limit_s), budget_bytes

@@ -19,6 +19,7 @@ from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries
 from lightning_memsave.trainer.hooks import log_info
@@ -29,7 +30,7 @@ TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # The Trainer has its precision by now; the others do not change training steps.
-_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
+_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack", "budget")
 
 
 class RunPrediction(Predicted):
@@ -49,6 +50,10 @@ class RunPrediction(Predicted):
         """A fit begins."""
         self.prediction, self.note, self.seconds = None, "", 0.0
         self.is_due = self.limit_s is not None
+
+    def use(self, prediction: MemoryPrediction, seconds: float) -> None:
+        """Take the prediction of a plan instead of another one."""
+        self.prediction, self.seconds, self.is_due = prediction, seconds, False
 
     def before_batch(
         self,

@@ -108,3 +108,55 @@ class MemoryPlan:
             "seconds": self.seconds,
             "num_predictions": self.num_predictions,
         }
+
+
+@dataclass
+class RunPlan:
+    """The plan of a fit.
+
+    Args:
+        plan: The plan that the fit began with.
+        budget_bytes: What it was made for.
+        margin_bytes: Part of it that is left free.
+        ladder: The plans to which the fit can change, the fastest first, and this one among them.
+        found: All of the search; ``None`` if the plan comes from a checkpoint.
+    """
+
+    plan: Plan
+    budget_bytes: int
+    margin_bytes: int
+    ladder: tuple[Plan, ...]
+    found: MemoryPlan | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Time that the search took."""
+        return 0.0 if self.found is None else self.found.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for the report of a run."""
+        plan = {"budget_bytes": self.budget_bytes, "margin_bytes": self.margin_bytes}
+        plan |= {"plan": self.plan.to_dict()}
+        return plan if self.found is None else self.found.to_dict()
+
+    def state(self, now: Plan) -> dict[str, Any]:
+        """Give what a checkpoint keeps, with the plan that is in force by now."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "margin_bytes": self.margin_bytes,
+            "plan": now.to_dict(),
+            "ladder": [plan.to_dict() for plan in self.ladder],
+        }
+
+    @classmethod
+    def from_state(cls, state: Any) -> "RunPlan | None":
+        """Read what `state` gave; ``None`` if it cannot be read."""
+        try:
+            return cls(
+                Plan(**state["plan"]),
+                state["budget_bytes"],
+                state["margin_bytes"],
+                tuple(Plan(**plan) for plan in state["ladder"]),
+            )
+        except (TypeError, KeyError):
+            return None

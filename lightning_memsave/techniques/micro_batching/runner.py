@@ -1,5 +1,6 @@
 """Run batches as micro-batches, with smaller ones after an out-of-memory error."""
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -131,6 +132,9 @@ class MicroBatchRunner:
         self.tell_apart: Callable[[Any, bool], bool] | None = None
         """Called with a batch and whether the weightings give its micro-batches different weights;
         returns whether the batch may be split."""
+        self.relieve: Callable[[int], bool] | None = None
+        """Called after each out-of-memory error of a batch, with their number so far; returns
+        whether to repeat the batch as it is, instead of with smaller micro-batches."""
         self.asks_together = False
         """Whether `tell_apart` is a collective call of all processes."""
         self.advice = _ADVICE
@@ -203,7 +207,7 @@ class MicroBatchRunner:
             MemoryExhaustedError: If memory runs out with one sample.
         """
         before = _Before(save_state if self.is_auto else lambda: None)
-        while True:
+        for num_failures in itertools.count(1):
             failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
                 return
@@ -214,6 +218,8 @@ class MicroBatchRunner:
             # Outside of the except block, whose traceback would keep tensors of the step alive.
             before.has_failed = True
             forget()
+            if self.relieve is not None and self.relieve(num_failures):
+                continue
             if size == 0:
                 self._failure_of(before.prepare)
                 raise MemoryExhaustedError(self._report(failure))
