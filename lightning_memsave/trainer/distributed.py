@@ -96,6 +96,19 @@ def all_reduce_min(trainer: Any, size: int) -> int:
     return int(found.item())
 
 
+def broadcast_from_rank_zero(trainer: Any, value: Any) -> Any:
+    """Return the value of rank zero on all ranks, which must all call this.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later: it has made the process group by then.
+        value: Anything that can be pickled; ignored on other ranks.
+
+    Returns:
+        The value of rank zero.
+    """
+    return trainer.strategy.broadcast(value)
+
+
 def broadcast_buffers(trainer: Any) -> None:
     """Broadcast the buffers of the first process, if DDP would in the next forward pass.
 
