@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.run_prediction import obstacle, step_of
+from lightning_memsave.callbacks.settings.arguments import make_settings
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.explain.parameters import parameter_table
@@ -19,11 +20,11 @@ from lightning_memsave.planning.plan import RunPlan
 from lightning_memsave.planning.search import search_for
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
-from lightning_memsave.techniques.registry import entries
+from lightning_memsave.techniques.registry import entries, values_of
 from lightning_memsave.trainer.first_batch import first_batch
 from lightning_memsave.trainer.precision import overflows_in_float16
-from lightning_memsave.trainer.trainer import facts_of
 
+_ANY = Exactness.APPROXIMATE.value
 LIMIT_S = 120.0
 """Of the search, unless `predict=` is a number of seconds."""
 
@@ -56,7 +57,7 @@ def plan_fit(
     outcome: RunPlan | MemsaveError | None = None
     if trainer.is_global_zero:
         try:
-            outcome = _plan(trainer, pl_module, batch, make_callback, arguments, saved)
+            outcome = _plan(trainer, pl_module, make_callback, arguments, saved, batch=batch)
         # All ranks have to end.
         except MemsaveError as error:
             outcome = error
@@ -70,13 +71,14 @@ def plan_fit(
 def _plan(
     trainer: Any,
     pl_module: Any,
-    batch: Any,
     make_callback: Callable[..., Any],
     arguments: Mapping[str, Any],
     saved: RunPlan | None,
+    *,
+    batch: Any,
 ) -> RunPlan:
     def refusal(why: str) -> IncompatibleError:
-        fix = "Name the settings instead, such as `stack=\"single_gpu\"`, or remove `budget`."
+        fix = 'Name the settings instead, such as `stack="single_gpu"`, or remove `budget`.'
         return IncompatibleError(
             "MemSaveCallback", [Problem(f"`budget={arguments['budget']!r}`", why, fix)]
         )
@@ -105,7 +107,8 @@ def _plan(
         attention=attention_of(pl_module),
         overflows=bool(overflows_in_float16(pl_module)),
     )
-    search = search_for(what_if, Exactness(arguments["exactness"]), limit_s, _conflicting(trainer))
+    closed = _conflicting(trainer, pl_module, arguments)
+    search = search_for(what_if, Exactness(arguments["exactness"]), limit_s, closed)
     try:
         # The user's own modes, such as one that counts operations, must not see it.
         with _disable_current_modes():
@@ -116,15 +119,15 @@ def _plan(
         raise refusal(f"its step cannot be predicted ({error})") from error
 
 
-# What the strategy or the hooks of the fit stand against stays off.
-def _conflicting(trainer: Any) -> list[str]:
-    facts = facts_of(trainer)
+# What stands against the strategy or the module stays off; the settings know it.
+def _conflicting(trainer: Any, pl_module: Any, arguments: Mapping[str, Any]) -> list[str]:
     found = []
     for entry in entries():
-        if entry.technique is None or not entry.offers:
+        if arguments[entry.argument] != "auto" or not entry.offers:
             continue
-        technique = entry.technique.from_value(entry.offers[0].value)
-        if technique is not None and technique.conflicts(facts, entry.argument):
+        plan = values_of("single_gpu") | {entry.argument: entry.offers[0].value}
+        settings, _ = make_settings("MemSaveCallback", {**arguments, "exactness": _ANY}, plan)
+        if settings.conflicts_of(entry.argument, trainer, pl_module):
             found.append(entry.argument)
     return found
 

@@ -135,9 +135,7 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain values, for the report of a run."""
-        plan = {"budget_bytes": self.budget_bytes, "margin_bytes": self.margin_bytes}
-        plan |= {"plan": self.plan.to_dict()}
-        return plan if self.found is None else self.found.to_dict()
+        return self.state(self.plan) if self.found is None else self.found.to_dict()
 
     def state(self, now: Plan) -> dict[str, Any]:
         """Give what a checkpoint keeps, with the plan that is in force by now."""

@@ -40,7 +40,7 @@ class RunningFit:
         num_batches: Batches per epoch, for learning-rate schedules.
         other_bytes: Memory held throughout the fit that the simulation does not allocate, such as
             the buffers of a strategy.
-        has_started: Whether hooks such as ``on_fit_start`` have been called, and not only ``setup``.
+        has_started: Whether hooks such as ``on_fit_start`` have been called, not only ``setup``.
     """
 
     num_batches: int = 1000

@@ -15,7 +15,6 @@ from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.units import format_bytes
 
-
 _REFINED_AT = 4
 _WORTH_IT = 0.95  # of the time of a step: a faster plan must save more to be changed to
 
@@ -136,11 +135,11 @@ class BudgetSetting(Setting):
         offset = measured.peak_bytes - plan.prediction.measurable_bytes
         room = made.budget_bytes - made.margin_bytes - offset
         fitting = [other for other in made.ladder if other.device_bytes <= room]
-        what = f"the measured peak is {format_bytes(offset)} above the predicted one"
-        if plan.device_bytes > room and fitting:
-            self._change_to(trainer, fitting[0], what)
-        elif fitting and fitting[0].time_ratio < _WORTH_IT * plan.time_ratio:
-            self._change_to(trainer, fitting[0], what)
+        is_over = plan.device_bytes > room
+        if fitting and (is_over or fitting[0].time_ratio < _WORTH_IT * plan.time_ratio):
+            side = "above" if offset > 0 else "below"
+            why = f"the measured peak is {format_bytes(abs(offset))} {side} the predicted one"
+            self._change_to(trainer, fitting[0], why)
 
     def _change_to(self, trainer: Any, plan: Plan, why: str) -> bool:
         if self._change is None:
