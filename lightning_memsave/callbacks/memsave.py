@@ -296,7 +296,7 @@ class MemSaveCallback(CallbackBase):
         if self.plan is not None:
             self._budget.allow_changes(trainer, pl_module, self._settings)
             if self.plan.plan.prediction is not None:
-                self._prediction.use(self.plan.plan.prediction, self.plan.seconds)
+                self._prediction.use(self.plan.plan.prediction)
                 self._keep_gradients()
         if self._reported is not None:
             self._reported.run_prediction = self._prediction

@@ -51,9 +51,9 @@ class RunPrediction(Predicted):
         self.prediction, self.note, self.seconds = None, "", 0.0
         self.is_due = self.limit_s is not None
 
-    def use(self, prediction: MemoryPrediction, seconds: float) -> None:
-        """Take the prediction of a plan instead of another one."""
-        self.prediction, self.seconds, self.is_due = prediction, seconds, False
+    def use(self, prediction: MemoryPrediction) -> None:
+        """Take the prediction of a plan, which was made before the fit."""
+        self.prediction, self.is_due = prediction, False
 
     def before_batch(
         self,

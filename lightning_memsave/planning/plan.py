@@ -44,7 +44,8 @@ class Plan:
     @property
     def short(self) -> str:
         """What is on, such as ``"activation_checkpointing=6, optimizer='8bit'"``."""
-        on = {n: v for n, v in self.settings.items() if v not in (None, "auto", False, ())}
+        off = (None, "auto", False, ())
+        on = {n: v for n, v in self.settings.items() if v not in off and n != "exactness"}
         return ", ".join(f"{name}={value!r}" for name, value in on.items()) or "nothing on"
 
     def __str__(self) -> str:
@@ -127,11 +128,6 @@ class RunPlan:
     margin_bytes: int
     ladder: tuple[Plan, ...]
     found: MemoryPlan | None = None
-
-    @property
-    def seconds(self) -> float:
-        """Time that the search took."""
-        return 0.0 if self.found is None else self.found.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Give everything as plain values, for the report of a run."""

@@ -19,7 +19,7 @@ from lightning_memsave.planning.variants import RECOMPUTED, Variant, Variants, v
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.techniques.registry import entries
-from lightning_memsave.units import format_bytes
+from lightning_memsave.units import MIB, format_bytes
 
 EQUALLY_FAST = 0.01
 """Plans whose time differs by less, as a share, are judged by exactness."""
@@ -49,6 +49,7 @@ class PlanSearch:
         rates: What the device reaches.
         limit_s: Seconds after which nothing more is predicted.
         margin_of: Gives the bytes of a budget that stay free.
+        given: Arguments that the user has chosen, for messages.
     """
 
     def __init__(
@@ -60,10 +61,11 @@ class PlanSearch:
         *,
         limit_s: float = math.inf,
         margin_of: Callable[[int], int] = lambda budget_bytes: 0,
+        given: Sequence[str] = (),
     ) -> None:
         self._start_s = time.monotonic()
         self._what_if = what_if
-        self._margin_of = margin_of
+        self._margin_of, self._exactness, self._given = margin_of, exactness, given
         self._variants = Variants(what_if, open_arguments, exactness, rates, limit_s)
         self._verified: dict[int, MemoryPrediction | None] = {}
         # By how much whole predictions were higher than estimates, by variant; the last for others.
@@ -92,7 +94,13 @@ class PlanSearch:
         if best is None:
             self._refuse(budget_bytes, room)
         best = self._more_exact(best, room)
-        others = [c for c in self._candidates if c.variant is not best.variant]
+        slower_s = best.seconds * (1 + EQUALLY_FAST)
+        others = [
+            c
+            for c in self._candidates
+            if c.variant is not best.variant
+            and (c.seconds > slower_s or c.variant.exactness is not best.variant.exactness)
+        ]
         second = self._fastest(others, room)
         return MemoryPlan(
             budget_bytes,
@@ -266,6 +274,16 @@ class PlanSearch:
             prediction,
         )
 
+    def _ways_out(self, least_bytes: int) -> str:
+        ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
+        if self._exactness is not Exactness.APPROXIMATE:
+            ways.append('`exactness="approximate"`')
+        if self._given:
+            ways.append(f"no {' or '.join(f'`{name}=`' for name in self._given)}")
+        is_one = self._what_if.num_samples == 1
+        ways.append("shorter samples" if is_one else "a smaller batch")
+        return f"Use {', '.join(ways)}, or a smaller model."
+
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
         known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
         smallest = self._plan(min(known or self._candidates, key=self._bytes))
@@ -284,7 +302,7 @@ class PlanSearch:
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
-            f"{made_of or 'estimated from its blocks'}. {self._variants.ways_out(least_bytes)}",
+            f"{made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes)}",
             smallest,
         )
 
@@ -314,6 +332,7 @@ def search_for(
         for name, value in step.settings.items()
         if name not in _NEITHER and value not in ("auto", defaults[name])
     }
+    given = [entry.argument for entry in entries() if entry.offers and entry.argument in fixed]
     fixed |= {name: None for name in closed if name not in fixed}
     return PlanSearch(
         replace(what_if, step=replace(step, settings=fixed), _known={}),
@@ -322,6 +341,7 @@ def search_for(
         rates_of(what_if.gpu, what_if.device),
         limit_s=limit_s,
         margin_of=functools.partial(margin_bytes, device=what_if.device),
+        given=given,
     )
 
 

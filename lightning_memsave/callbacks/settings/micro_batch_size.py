@@ -100,6 +100,8 @@ class MicroBatchSetting(Setting):
         self.value = value
         self.size: int | None = None
         """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
+        self.is_kept_whole = False
+        """Batches are repeated when memory runs out, but not split."""
         self.is_planned = False
         """The size was planned, and memory did not run out."""
         self.relieve: Callable[[int], bool] | None = None
@@ -116,14 +118,19 @@ class MicroBatchSetting(Setting):
     def read(cls, arguments: Arguments) -> "MicroBatchSetting":
         """Make the setting that the arguments describe."""
         technique, why = read_micro_batching(arguments, "micro_batch_size")
+        is_kept_whole = bool(why) and arguments["budget"] is not None
+        if is_kept_whole:  # batches are repeated with another plan, which needs no smaller ones
+            why = ""
         value = "None" if technique is None or why else repr(technique.micro_batch_size)
-        return cls(
+        setting = cls(
             None if why else technique,
             value,
             not why and is_asked(arguments, "micro_batch_size"),
             off_reason=why,
             limit=exactness_limit(arguments),
         )
+        setting.is_kept_whole = is_kept_whole
+        return setting
 
     @property
     def is_auto(self) -> bool:
@@ -198,7 +205,9 @@ class MicroBatchSetting(Setting):
         assert self.technique is not None, "there is something to run"
         runner = self.technique.make_runner(functools.partial(self._agree, trainer))
         runner.size = self.size if self.is_auto else runner.size
-        runner.needs_proof, runner.asks_together = True, trainer.world_size > 1
+        runner.may_shrink = not self.is_kept_whole
+        runner.needs_proof = runner.may_shrink
+        runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
         return runner
 
@@ -422,6 +431,10 @@ class MicroBatchSetting(Setting):
             )
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
+        if self.is_kept_whole:
+            details = ["whole batches; repeated with a smaller plan when memory runs out"]
+            self.rows = [Row(self.name, self.value, "on", tuple(details), "bitwise")]
+            return
         details = ["batches pass in micro-batches of this size"]
         if self.is_auto:
             why = "planned" if self.is_planned else "memory ran out with more"

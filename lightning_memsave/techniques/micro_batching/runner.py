@@ -119,6 +119,8 @@ class MicroBatchRunner:
         """Whether the size shrinks when memory runs out."""
         self.size: int | None = None if self.is_auto else size
         """Samples per micro-batch; ``None`` for the whole batch."""
+        self.may_shrink = True
+        """Whether a batch that ran out of memory may be repeated with a smaller size."""
         self.retries: list[str] = []
         """One line for each out-of-memory error."""
         self.weightings: Sequence[Weighting] = ()
@@ -211,7 +213,9 @@ class MicroBatchRunner:
             failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
                 return
-            next_size = NO_LIMIT if failure is None else self.size_of(batch) // 2
+            next_size = NO_LIMIT
+            if failure is not None:
+                next_size = self.size_of(batch) // 2 if self.may_shrink else 0
             size = self._agree(next_size)
             if size == NO_LIMIT:
                 return
@@ -254,6 +258,8 @@ class MicroBatchRunner:
 
     def _report(self, failure: str | None) -> str:
         why = failure or "another process ran out of memory"
+        if not self.may_shrink:
+            return f"Out of memory, and micro-batches would change results: {why}\n{self.advice}"
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
             f"Out of memory with one sample per micro-batch, which cannot be reduced: {why}\n"
