@@ -4,7 +4,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -169,31 +168,26 @@ def _look(trainer: Any, loader: Any) -> Any:
     is_combined = isinstance(loader, connector.CombinedLoader)
     # The mode of Lightning for loaders that are not combined.
     combined = copy.copy(loader) if is_combined else connector.CombinedLoader(loader, _MODE)
-    combined._iterator = None  # a copy has that of training, if there is one
     loaders = combined.flattened
     if problems := [problem for each in loaders for problem in _problems(each)]:
         raise IncompatibleError("MemSaveCallback(budget=...)", problems)
     fitting, training = connector.TrainerFn.FITTING, connector.RunningStage.TRAINING
     with _restored(trainer, loaders):
-        combined.flattened = [_copied(each) for each in loaders]
         if trainer.overfit_batches > 0:
             connector._resolve_overfit_batches(combined, mode=training)
         combined.flattened = [
             _in_one_worker(connector._process_dataloader(trainer, fitting, training, each))
             for each in combined.flattened
         ]
+        iter(combined)
         try:
-            return next(iter(combined), (None,))[0]
+            return next(combined, (None,))[0]
         finally:
             combined.reset()
 
 
-def _copied(loader: Any) -> Any:
-    return copy.copy(loader) if isinstance(loader, DataLoader) else loader
-
-
-# Without a second worker, nothing but the batch and the next one is loaded. `CombinedLoader.reset`
-# ends persistent workers at once, and others only when they are collected.
+# Loads nothing but the batch and the next one, and starts no thread that pins them.
+# `CombinedLoader.reset` ends persistent workers at once; others end when they are collected.
 def _in_one_worker(loader: Any) -> Any:
     if isinstance(loader, DataLoader):
         has_workers = loader.num_workers > 0
@@ -262,9 +256,7 @@ def _held_by(one: Any) -> list[Any]:
         return [one.func, one.args, one.keywords]
     if isinstance(one, types.FunctionType):
         return list(inspect.getclosurevars(one).nonlocals.values())
-    # Loggers and threads know of streams and queues that are not of the data.
-    is_of_python = type(one).__module__.partition(".")[0] in sys.stdlib_module_names
-    return [] if is_of_python else list(getattr(one, "__dict__", {}).values())
+    return list(getattr(one, "__dict__", {}).values())
 
 
 @contextlib.contextmanager

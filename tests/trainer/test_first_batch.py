@@ -1,5 +1,6 @@
 """Looking at the first batch must leave training bit for bit unchanged."""
 
+import functools
 import gc
 import random
 import threading
@@ -211,6 +212,23 @@ class LateCollator:
         return torch.stack(samples) + float(self.rng.random())
 
 
+class Noise:
+    """Draws from a generator of its own, in a method, a closure or a partial."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + float(self.rng.random())
+
+    def closure(self) -> Callable[[list[Tensor]], Tensor]:
+        noise = self
+        return lambda samples: noise.collate(list(samples))
+
+    def partial(self) -> Callable[[list[Tensor]], Tensor]:
+        return functools.partial(Noise.collate, self)
+
+
 class OwnLoader:
     """No DataLoader: a list of batches in an order of its own, without a length."""
 
@@ -259,6 +277,9 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "stream": lambda lit: DataLoader(Stream(), batch_size=5),
     "stream_in_workers": lambda lit: DataLoader(Stream(), batch_size=5, num_workers=2),
     "late_collator": lambda lit: shuffled(collate_fn=LateCollator()),
+    "method": lambda lit: shuffled(collate_fn=Noise().collate),
+    "closure": lambda lit: shuffled(collate_fn=Noise().closure()),
+    "partial": lambda lit: shuffled(collate_fn=Noise().partial()),
     "own_loader": lambda lit: OwnLoader(),
     "dict": lambda lit: {"a": shuffled(), "b": shuffled(Augmented(10))},
     "list": lambda lit: [shuffled(), shuffled(Augmented(10), num_workers=1)],
@@ -355,6 +376,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+OF_SETUP = {"steps_in_setup", "steps_in_setup_workers"}
+
+
 @packages
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 @pytest.mark.parametrize("name", CASES)
@@ -363,7 +387,9 @@ def test_training_is_unchanged_where(package, name):
     calls, make_loader = case.pop("calls", None), case.pop("make_loader")
     plain, looked = (train(package, make_loader, looks, **case) for looks in (False, True))
     assert_unchanged(plain, looked, calls)
-    assert looked.looked_at[0] is not None
+    is_shown = torch.equal(looked.looked_at[0], looked.batches[0][0])
+    # Else random numbers are drawn, or the batch size is set, after the look.
+    assert is_shown == (name not in {"draws_before", "both_draw", "batch_size"} | OF_SETUP)
 
 
 @packages
@@ -501,6 +527,9 @@ class WithFile(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         self.file.seek(index)
         return torch.full((WIDTH,), float(self.file.read(1)[0]))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(24))
 
 
 @packages
@@ -682,9 +711,10 @@ def test_an_error_of_the_data_is_raised_and_workers_end(package):
 
     seen = Seen(package, True)
     lit = make_project(package, lambda lit: shuffled(Broken(), num_workers=1), seen)
+    before = psutil.Process().children()
     with pytest.raises(KeyError):
         make_trainer(package, seen.callback).fit(lit)
-    assert psutil.Process().children() == []
+    assert [worker for worker in psutil.Process().children() if worker not in before] == []
 
 
 @packages
