@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import inspect
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -207,13 +206,23 @@ def _problems(loader: Any) -> Iterator[Problem]:
         "Take a batch by hand, call `plan_memory(model, batch, budget=...)`, and pass the settings "
         "that it prints to `MemSaveCallback` in place of `budget`."
     )
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        why = "it keeps its position, so looking at the first batch could skip it in training"
+    dataset = getattr(loader, "dataset", None)
+    streams = [loader, dataset] if isinstance(dataset, IterableDataset) else [loader]
+    stateful = next((one for one in streams if _keeps_position(one)), None)
+    if stateful is not None:
+        whose = "it" if stateful is loader else f"its `{type(dataset).__name__}`"
+        why = f"{whose} keeps its position, so looking at the first batch could skip it in training"
         yield Problem(what, why, fix)
     elif (once := _find_iterator(loader)) is not None:
         why = "it can be read only once" if once is loader else f"it reads from {_named(once)}"
         why += ", so looking at the first batch would remove it from training"
         yield Problem(what, why, fix)
+
+
+# Streams of Hugging Face are known to begin anew with each iterator.
+def _keeps_position(one: Any) -> bool:
+    is_known = type(one).__module__.startswith("datasets.")
+    return not is_known and hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def _named(iterator: Any) -> str:
@@ -255,7 +264,7 @@ def _held_by(one: Any) -> list[Any]:
     if isinstance(one, functools.partial):
         return [one.func, one.args, one.keywords]
     if isinstance(one, types.FunctionType):
-        return list(inspect.getclosurevars(one).nonlocals.values())
+        return [c.cell_contents for c in one.__closure__ or () if c != types.CellType()]
     return list(getattr(one, "__dict__", {}).values())
 
 

@@ -222,8 +222,13 @@ class Noise:
         return torch.stack(samples) + float(self.rng.random())
 
     def closure(self) -> Callable[[list[Tensor]], Tensor]:
-        noise = self
-        return lambda samples: noise.collate(list(samples))
+        noise, late = self, 0
+
+        def collate(samples: list[Tensor]) -> Tensor:
+            return noise.collate(samples) if samples else torch.zeros(late)  # noqa: F821
+
+        del late  # a closure may know of names without a value
+        return collate
 
     def partial(self) -> Callable[[list[Tensor]], Tensor]:
         return functools.partial(Noise.collate, self)
@@ -454,6 +459,10 @@ class StatefulLoader:
         self.position = state["position"]
 
 
+class StatefulStream(StatefulLoader, IterableDataset[Tensor]):
+    """The same as a dataset."""
+
+
 class Infinite(DataLoader[Any]):
     """Keeps one iterator for all epochs, as well-known loaders do."""
 
@@ -493,7 +502,11 @@ ONE_SHOT: dict[str, tuple[Callable[[], Any], str]] = {
     "dataset": (lambda: DataLoader(ItsOwnIterator()), "`ItsOwnIterator`"),
     "sampler": (lambda: DataLoader(Vectors(), sampler=iter(range(9))), "`range_iterator`"),
     "infinite": (lambda: Infinite(Vectors()), "`_SingleProcessDataLoaderIter`"),
-    "stateful": (StatefulLoader, "keeps its position"),
+    "stateful": (StatefulLoader, "it keeps its position"),
+    "stateful_stream": (
+        lambda: DataLoader(StatefulStream()),
+        "`StatefulStream` keeps its position",
+    ),
 }
 
 
@@ -516,7 +529,7 @@ def test_refuses_what_a_look_would_take_from_training(package, name):
 
 
 class WithFile(Dataset[Tensor]):
-    """Reads a file by position; files are iterators of lines."""
+    """Reads a file by position; files are iterators of lines. What it counts can be saved."""
 
     def __init__(self, path: Any) -> None:
         self.file = path.open("rb")
@@ -530,6 +543,11 @@ class WithFile(Dataset[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self[index] for index in range(24))
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    load_state_dict = state_dict
 
 
 @packages
