@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lightning_memsave.analysis.compare import compare_memory as compare_memory
     from lightning_memsave.analysis.doctor import check_training as check_training
     from lightning_memsave.analysis.explain import explain_memory as explain_memory
+    from lightning_memsave.analysis.plan import plan_memory as plan_memory
     from lightning_memsave.analysis.predict import predict_memory as predict_memory
     from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor as GPUMemoryMonitor
     from lightning_memsave.callbacks.memsave import MemSaveCallback as MemSaveCallback
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from lightning_memsave.errors import ConfigurationError as ConfigurationError
     from lightning_memsave.errors import ExactnessWarning as ExactnessWarning
     from lightning_memsave.errors import IncompatibleError as IncompatibleError
+    from lightning_memsave.errors import InfeasiblePlanError as InfeasiblePlanError
     from lightning_memsave.errors import MemoryExhaustedError as MemoryExhaustedError
     from lightning_memsave.errors import MemsaveError as MemsaveError
     from lightning_memsave.errors import MemsaveWarning as MemsaveWarning
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     )
     from lightning_memsave.modules.mixins import LowBitOptimizerMixin as LowBitOptimizerMixin
     from lightning_memsave.modules.mixins import MemoryLoggingMixin as MemoryLoggingMixin
+    from lightning_memsave.planning.plan import MemoryPlan as MemoryPlan
     from lightning_memsave.prediction.result import MemoryPrediction as MemoryPrediction
     from lightning_memsave.report.page import write_page as write_page
     from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -77,6 +80,7 @@ _MODULES = {
     "ExactnessWarning": "errors",
     "GPUMemoryMonitor": "callbacks.memory_monitor",
     "IncompatibleError": "errors",
+    "InfeasiblePlanError": "errors",
     "LowBitOptimizer": "techniques.low_bit_optimizer.technique",
     "LowBitOptimizerMixin": "modules.mixins",
     "LowPrecisionWeights": "techniques.low_precision_weights.technique",
@@ -86,6 +90,7 @@ _MODULES = {
     "MemoryBreakdown": "core.memory",
     "MemoryExhaustedError": "errors",
     "MemoryLoggingMixin": "modules.mixins",
+    "MemoryPlan": "planning.plan",
     "MemoryPrediction": "prediction.result",
     "MemsaveError": "errors",
     "MemsaveWarning": "errors",
@@ -99,6 +104,7 @@ _MODULES = {
     "compare_memory": "analysis.compare",
     "explain_memory": "analysis.explain",
     "find_blocks": "core.blocks",
+    "plan_memory": "analysis.plan",
     "predict_memory": "analysis.predict",
     "write_page": "report.page",
 }

@@ -4,7 +4,8 @@ MemsaveError
 ├── ConfigurationError(ValueError)        an argument is invalid
 ├── IncompatibleError(RuntimeError)       a technique conflicts with model, Trainer or machine
 ├── MissingDependencyError(ImportError)   a required package is missing or too old
-└── MemoryExhaustedError(RuntimeError)    memory ran out, and nothing is left to reduce
+├── MemoryExhaustedError(RuntimeError)    memory ran out, and nothing is left to reduce
+└── InfeasiblePlanError(RuntimeError)     no settings fit the budget
 
 MemsaveWarning(UserWarning)
 ├── NoEffectWarning                       a technique has no effect
@@ -106,6 +107,19 @@ class MissingDependencyError(MemsaveError, ImportError):
 
 class MemoryExhaustedError(MemsaveError, RuntimeError):
     """Memory ran out, and nothing is left to reduce; the message lists the attempts."""
+
+
+class InfeasiblePlanError(MemsaveError, RuntimeError):
+    """No settings fit a budget; the message says what the smallest peak is made of.
+
+    Args:
+        message: What was asked for, what the smallest peak is made of, and what would fit.
+        smallest: The `Plan` with the smallest peak.
+    """
+
+    def __init__(self, message: str, smallest: Any = None) -> None:
+        super().__init__(message)
+        self.smallest = smallest
 
 
 class MemsaveWarning(UserWarning):

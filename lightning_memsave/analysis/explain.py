@@ -24,7 +24,7 @@ from lightning_memsave.explain.parameters import ParameterTable, parameter_table
 from lightning_memsave.explain.sentences import sentences_of
 from lightning_memsave.explain.what_if import WhatIf, attention_of
 from lightning_memsave.measure.storages import tensors_in_batch
-from lightning_memsave.planning.search import Remedy, cheapest_that_fits, remedies_of
+from lightning_memsave.planning.remedies import Remedy, cheapest_that_fits, remedies_of
 from lightning_memsave.prediction.batch_sizes import find_sequence
 from lightning_memsave.prediction.cuda.gpus import Gpu, as_gpu
 from lightning_memsave.prediction.fake.tensors import fake_tensors

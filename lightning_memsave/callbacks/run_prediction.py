@@ -19,6 +19,7 @@ from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries
 from lightning_memsave.trainer.hooks import log_info
@@ -29,7 +30,7 @@ TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # The Trainer has its precision by now; the others do not change training steps.
-_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
+_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack", "budget")
 
 
 class RunPrediction(Predicted):
@@ -49,6 +50,10 @@ class RunPrediction(Predicted):
         """A fit begins."""
         self.prediction, self.note, self.seconds = None, "", 0.0
         self.is_due = self.limit_s is not None
+
+    def use(self, prediction: MemoryPrediction) -> None:
+        """Take the prediction of a plan, which was made before the fit."""
+        self.prediction, self.is_due = prediction, False
 
     def before_batch(
         self,
@@ -237,7 +242,7 @@ def step_of(
         fit=RunningFit(
             _finite(trainer.num_training_batches),
             _bucket_bytes(trainer, pl_module),
-            trainer.world_size,
+            num_processes=trainer.world_size,
         ),
     )
 

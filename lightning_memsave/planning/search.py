@@ -1,176 +1,356 @@
-"""Find the settings that lower the peak, and by how much."""
+"""Find the fastest plan that fits a budget."""
 
+import functools
+import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
-from lightning_memsave.explain.dominant_parts import dominant_embedding
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
-from lightning_memsave.planning.candidates import (
-    Candidate,
-    CurrentSettings,
-    joint_candidates,
-    micro_batch_candidates,
-    single_candidates,
-)
-from lightning_memsave.planning.step_time import Rates, step_time
-from lightning_memsave.prediction.cuda.gpus import Gpu
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.errors import InfeasiblePlanError
+from lightning_memsave.explain.what_if import WhatIf
+from lightning_memsave.planning.block_costs import KEEP
+from lightning_memsave.planning.budget import margin_bytes, rates_of
+from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.planning.step_time import Rates
+from lightning_memsave.planning.variants import RECOMPUTED, Variant, Variants, value_of
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
-from lightning_memsave.units import format_bytes
+from lightning_memsave.techniques.registry import entries
+from lightning_memsave.units import MIB, format_bytes
 
-_SHARE_OF_SINGLE = 2 / 3
+EQUALLY_FAST = 0.01
+"""Plans whose time differs by less, as a share, are judged by exactness."""
+_MAX_VERIFIED = 8
+_STEP = 0.04
+_MOST_NESTED = 12
+_MENTIONED = 0.02  # of the peak
+_SLACK = 0.004
 
 
 @dataclass(frozen=True, slots=True)
-class Remedy:
-    """Settings that lower the peak.
-
-    Args:
-        name: Such as ``"recompute all blocks"``.
-        how: What to type.
-        peak_bytes: Predicted peak with them.
-        device_bytes: Device memory needed with them.
-        saved_bytes: By how much the peak is lower.
-        exactness: How far values may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
-        cost: Roughly what they cost: counted in passes, not measured.
-        fits: Whether the step fits the GPU with them; ``None`` if no GPU was named.
-        time_ratio: Estimated time of a step over that of the unchanged one, on the GPU; ``None`` if
-            its throughput is not known.
-        prediction: Of the step with them.
-    """
-
-    name: str
-    how: str
-    peak_bytes: int
-    device_bytes: int
-    saved_bytes: int
-    exactness: str
-    cost: str
-    fits: bool | None = None
-    time_ratio: float | None = None
-    prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for JSON.
-
-        Returns:
-            The fields under their names, without the prediction.
-        """
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
-
-    def __str__(self) -> str:
-        fits = {None: "", True: "; fits", False: "; does not fit"}[self.fits]
-        time = "" if self.time_ratio is None else f"; {self.time_ratio:.2f} times the time"
-        return (
-            f"{self.name}: -{format_bytes(self.saved_bytes)}, to {format_bytes(self.device_bytes)} "
-            f"on the device{fits}{time} ({self.exactness}; {self.cost}): {self.how}"
-        )
+class _Candidate:
+    variant: Variant
+    kinds: tuple[str, ...]
+    estimated_bytes: int
+    seconds: float
 
 
-def cheapest_that_fits(remedies: list[Remedy]) -> Remedy | None:
-    """Find the remedy to take.
-
-    Args:
-        remedies: From `remedies_of` with a GPU.
-
-    Returns:
-        The first that fits; ``None`` if none does.
-    """
-    return next((remedy for remedy in remedies if remedy.fits), None)
-
-
-def remedies_of(
-    what_if: WhatIf, written: Mapping[str, Any] | None = None, limit_s: float = math.inf
-) -> list[Remedy]:
-    """Predict which settings lower the peak.
+class PlanSearch:
+    """Finds plans for one step, with any budget.
 
     Args:
         what_if: Predicts variants of the step.
-        written: Settings that a remedy is added to in what to type; ``None`` for the step's.
-        limit_s: Seconds after which no prediction is started; a third is kept for several settings
-            together, which save the most.
-
-    Returns:
-        The remedies, the cheapest first; `cheapest_that_fits` finds the one to take.
+        open_arguments: Arguments of `MemSaveCallback` that may be chosen; others are as in the
+            step's settings.
+        exactness: How far results may move.
+        rates: What the device reaches.
+        limit_s: Seconds after which nothing more is predicted.
+        margin_of: Gives the bytes of a budget that stay free.
+        given: Arguments that the user has chosen, for messages.
     """
-    return _Search(what_if, what_if.step.settings if written is None else written, limit_s).run()
 
-
-class _Search:
-    def __init__(self, what_if: WhatIf, written: Mapping[str, Any], limit_s: float) -> None:
-        self._what_if = what_if
-        self._written = written
-        self._limit_s = limit_s
+    def __init__(
+        self,
+        what_if: WhatIf,
+        open_arguments: Collection[str],
+        exactness: Exactness,
+        rates: Rates,
+        *,
+        limit_s: float = math.inf,
+        margin_of: Callable[[int], int] = lambda budget_bytes: 0,
+        given: Sequence[str] = (),
+    ) -> None:
         self._start_s = time.monotonic()
-        self._found: list[tuple[Candidate, Remedy]] = []
+        self._what_if = what_if
+        self._margin_of, self._exactness, self._given = margin_of, exactness, given
+        self._variants = Variants(what_if, open_arguments, exactness, rates, limit_s)
+        self._verified: dict[int, MemoryPrediction | None] = {}
+        # By how much whole predictions were higher than estimates, by variant; the last for others.
+        self._corrections: dict[int, int] = {}
+        self._correction = 0
+        self._slack_bytes = 0.0
+        self._candidates: list[_Candidate] = []
+        self._unchanged_s = 1.0
 
-    def run(self) -> list[Remedy]:
-        what_if = self._what_if
-        now = CurrentSettings(
-            what_if.step.effective_settings,
-            what_if.step.precision,
-            what_if.gpu is None or what_if.gpu.has_bf16,
-            what_if.num_samples or 0,
-            dominant_embedding(what_if.table),
-            what_if.overflows,
+    def find(self, budget_bytes: int) -> MemoryPlan:
+        """Find the fastest plan that fits.
+
+        Args:
+            budget_bytes: Bytes that the device may use.
+
+        Returns:
+            The plan and the frontier.
+
+        Raises:
+            InfeasiblePlanError: If none fits.
+            ImpossibleVariantError: If the step cannot be predicted.
+        """
+        self._prepare()
+        room = budget_bytes - self._margin_of(budget_bytes)
+        best = self._best(room)
+        if best is None:
+            self._refuse(budget_bytes, room)
+        best = self._more_exact(best, room)
+        slower_s = best.seconds * (1 + EQUALLY_FAST)
+        others = [
+            c
+            for c in self._candidates
+            if c.variant is not best.variant
+            and (c.seconds > slower_s or c.variant.exactness is not best.variant.exactness)
+        ]
+        second = self._fastest(others, room)
+        return MemoryPlan(
+            budget_bytes,
+            budget_bytes - room,
+            self._plan(best),
+            None if second is None else self._plan(second),
+            tuple(self._plan(candidate) for candidate in self._thinned(self._candidates, best)),
+            time.monotonic() - self._start_s,
+            self._variants.num_predictions,
         )
-        for candidate in single_candidates(now):
-            self._try(candidate, _SHARE_OF_SINGLE)
-        self._try_micro_batches(micro_batch_candidates(now))
-        for candidate in joint_candidates(now, [helped for helped, _ in self._found]):
-            self._try(candidate)
-            # Of a large embedding most can be saved by the stack, which comes last.
-            if any(r.fits for _, r in self._found) or (what_if.gpu is None and not now.embedding):
-                break
-        return [remedy for _, remedy in self._found]
 
-    def _try(self, candidate: Candidate, share: float = 1) -> bool:
-        left_s = self._start_s + share * self._limit_s - time.monotonic()
-        base = self._what_if.base()
-        try:
-            prediction = self._what_if.predict(candidate.changes, limit_s=left_s)
-        except ImpossibleVariantError:
-            return False
-        if prediction.peak_bytes >= base.peak_bytes:
-            return False
-        self._found.append((candidate, self._remedy(candidate, base, prediction)))
-        return True
+    def ladder(self, found: MemoryPlan) -> list[Plan]:
+        """List plans that differ in recomputation and micro-batches only: a fit can change to them.
 
-    # Where one sample at once does not help, larger micro-batches do not either; and where half of
-    # the batch saves as much, smaller ones are of no use.
-    def _try_micro_batches(self, candidates: Sequence[Candidate]) -> None:
-        if not candidates or not self._try(candidates[-1], _SHARE_OF_SINGLE):
+        Args:
+            found: As `find` gives it.
+
+        Returns:
+            The plans, the fastest first, each of which needs less than the one before; the plan
+            that was found is among them.
+        """
+        names = (RECOMPUTED, "micro_batch_size")
+        fixed = {n: v for n, v in found.plan.settings.items() if n not in names}
+        chosen = next(c for c in self._candidates if self._plan(c) == found.plan)
+        same = [
+            c
+            for c in self._candidates
+            if c.variant.exactness.value == found.plan.exactness
+            and fixed.items() <= self._settings_of(c).items()
+        ]
+        return [self._plan(candidate) for candidate in self._thinned(same, chosen)]
+
+    def _prepare(self) -> None:
+        if self._candidates:
             return
-        smallest = self._found.pop()
-        for candidate in candidates[:-1]:
-            helped = self._try(candidate, _SHARE_OF_SINGLE)
-            if helped and self._found[-1][1].peak_bytes <= smallest[1].peak_bytes:
-                return
-        self._found.append(smallest)
+        unchanged = self._variants.unchanged()
+        if unchanged is None:  # the reason is raised
+            self._what_if.predict(self._variants.settings({}))
+            raise AssertionError("a copy of it cannot be predicted")
+        num_blocks = self._variants.num_blocks
+        self._unchanged_s = unchanged.estimate([KEEP] * num_blocks)[1]
+        for variant in self._variants.all():
+            self._candidates += self._candidates_of(variant)
 
-    def _remedy(
-        self, candidate: Candidate, base: MemoryPrediction, prediction: MemoryPrediction
-    ) -> Remedy:
-        gpu = self._what_if.gpu
-        return Remedy(
-            candidate.name,
-            as_code(self._what_if.step.make_callback, {**self._written, **candidate.changes}),
-            prediction.peak_bytes,
-            prediction.device_bytes,
-            base.peak_bytes - prediction.peak_bytes,
-            candidate.exactness,
-            candidate.cost,
-            None if gpu is None else prediction.fits(gpu).fits,
-            None if gpu is None else _time_ratio(prediction, base, gpu),
+    def _candidates_of(self, variant: Variant) -> list[_Candidate]:
+        if variant.costs is None:
+            return [_Candidate(variant, (), *variant.estimate(()))]
+        choices = dict.fromkeys(_choices(self._variants.num_blocks, self._variants.kinds))
+        return [_Candidate(variant, kinds, *variant.estimate(kinds)) for kinds in choices]
+
+    # The fastest that the whole prediction confirms. What it finds corrects the estimates of the
+    # same variant, so that a faster one may come into reach.
+    def _best(self, room: int) -> _Candidate | None:
+        self._slack_bytes = 0.0
+        for _ in range(_MAX_VERIFIED):
+            best = self._fastest(self._candidates, room)
+            if best is None:
+                best = min(self._candidates, key=self._bytes)
+            if id(best) in self._verified:
+                break
+            self._verify(best)
+            if self._bytes(best) > room:
+                self._slack_bytes += _SLACK * room
+        fitting = [c for c in self._candidates if self._is_known_to_fit(c, room)]
+        return self._fastest(fitting, room)
+
+    def _fastest(self, candidates: Iterable[_Candidate], room: int) -> _Candidate | None:
+        fitting = [c for c in candidates if self._bytes(c) <= room]
+        if not fitting:
+            return None
+        limit_s = min(c.seconds for c in fitting) * (1 + EQUALLY_FAST)
+        ranks = list(Exactness)
+        return min(
+            (c for c in fitting if c.seconds <= limit_s),
+            key=lambda c: (ranks.index(c.variant.exactness), c.seconds, self._bytes(c)),
+        )
+
+    def _more_exact(self, best: _Candidate, room: int) -> _Candidate:
+        limit_s = best.seconds * (1 + EQUALLY_FAST)
+        ranks = list(Exactness)
+        for variant in self._variants.without_each(best.variant):
+            if ranks.index(variant.exactness) > ranks.index(best.variant.exactness):
+                continue
+            candidates = [c for c in self._candidates if c.variant is variant]
+            if not candidates:
+                candidates = self._candidates_of(variant)
+                self._candidates += candidates
+            found = self._fastest(candidates, room)
+            if found is None or found.seconds > limit_s:
+                continue
+            further = self._more_exact(found, room)
+            for better in dict.fromkeys((further, found)):
+                if id(better) not in self._verified:
+                    self._verify(better)
+                if self._is_known_to_fit(better, room):
+                    return better
+        return best
+
+    def _verify(self, candidate: _Candidate) -> None:
+        prediction = self._variants.predict(candidate.variant, candidate.kinds)
+        self._verified[id(candidate)] = prediction
+        if prediction is not None:
+            self._correction = prediction.device_bytes - candidate.estimated_bytes
+            self._corrections[id(candidate.variant)] = self._correction
+
+    def _bytes(self, candidate: _Candidate) -> float:
+        prediction = self._verified.get(id(candidate))
+        if prediction is not None:
+            return prediction.device_bytes
+        if id(candidate) in self._verified:  # it could not be predicted
+            return math.inf
+        return self._estimate(candidate) + self._slack_bytes
+
+    def _estimate(self, candidate: _Candidate) -> int:
+        if candidate.variant.costs is None:
+            return candidate.estimated_bytes
+        correction = self._corrections.get(id(candidate.variant), self._correction)
+        return candidate.estimated_bytes + correction
+
+    def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
+        return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
+
+    def _thinned(
+        self, candidates: Sequence[_Candidate], chosen: _Candidate
+    ) -> Iterator[_Candidate]:
+        self._slack_bytes = 0.0
+        frontier = self._frontier(candidates)
+        at = [c for c in frontier if self._bytes(c) > self._bytes(chosen) and c is not chosen]
+        below = [c for c in frontier if self._bytes(c) < self._bytes(chosen)]
+        before = math.inf
+        for candidate in (*at, chosen, *below):
+            num_bytes = self._bytes(candidate)
+            is_end = candidate is chosen or candidate is frontier[-1]
+            if is_end or num_bytes < before * (1 - _STEP):
+                before = num_bytes
+                yield candidate
+
+    def _frontier(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
+        ranks = list(Exactness)
+        found: list[_Candidate] = []
+        least = math.inf
+
+        def order(one: _Candidate) -> tuple[float, float, int]:
+            return one.seconds, self._bytes(one), ranks.index(one.variant.exactness)
+
+        for one in sorted(candidates, key=order):
+            if self._bytes(one) < least:
+                least = self._bytes(one)
+                found.append(one)
+        return found
+
+    def _settings_of(self, candidate: _Candidate) -> dict[str, Any]:
+        changes = dict(candidate.variant.changes)
+        if candidate.variant.costs is not None:
+            changes[RECOMPUTED] = value_of(candidate.kinds)
+        return {**self._what_if.step.settings, **self._variants.settings(changes)}
+
+    def _plan(self, candidate: _Candidate) -> Plan:
+        settings = self._settings_of(candidate)
+        prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
+        costs, num_bytes = candidate.variant.costs, self._estimate(candidate)
+        overhead_bytes = 0 if costs is None else costs.overhead_bytes
+        return Plan(
+            settings,
+            as_code(self._what_if.step.make_callback, settings),
+            candidate.variant.exactness.value,
+            prediction.peak_bytes if prediction else num_bytes - overhead_bytes,
+            prediction.device_bytes if prediction else num_bytes,
+            candidate.seconds / self._unchanged_s,
+            prediction is not None,
             prediction,
         )
 
+    def _ways_out(self, least_bytes: int) -> str:
+        ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
+        if self._exactness is not Exactness.APPROXIMATE:
+            ways.append('`exactness="approximate"`')
+        if self._given:
+            ways.append(f"no {' or '.join(f'`{name}=`' for name in self._given)}")
+        is_one = self._what_if.num_samples == 1
+        ways.append("shorter samples" if is_one else "a smaller batch")
+        return f"Use {', '.join(ways)}, or a smaller model."
 
-def _time_ratio(prediction: MemoryPrediction, base: MemoryPrediction, gpu: Gpu) -> float | None:
-    if gpu.throughput is None:
-        return None
-    rates = Rates.of_gpu(gpu.throughput)
-    return step_time(prediction.work, rates).seconds / step_time(base.work, rates).seconds
+    def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
+        known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
+        smallest = self._plan(min(known or self._candidates, key=self._bytes))
+        least_bytes = smallest.device_bytes + budget_bytes - room
+        sizes = {} if smallest.prediction is None else smallest.prediction.peak.by_category()
+        made_of = ", ".join(
+            f"{format_bytes(size)} of {name.replace('_', ' ')}"
+            for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+            if size > _MENTIONED * smallest.peak_bytes
+        )
+        free = (
+            f" and {format_bytes(budget_bytes - room)} that stay free"
+            if budget_bytes > room
+            else ""
+        )
+        raise InfeasiblePlanError(
+            f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
+            f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
+            f"{made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes)}",
+            smallest,
+        )
+
+
+# Not of what is trained, or not in a plan.
+_NEITHER = ("stack", "budget", "monitor", "report", "predict")
+
+
+def search_for(
+    what_if: WhatIf, exactness: Exactness, limit_s: float = math.inf, closed: Collection[str] = ()
+) -> PlanSearch:
+    """Prepare a search with all arguments open that the step's settings leave to it.
+
+    Args:
+        what_if: Predicts variants of the step.
+        exactness: How far results may move.
+        limit_s: Seconds after which nothing more is predicted.
+        closed: Arguments of `MemSaveCallback` that stay off.
+
+    Returns:
+        The search. What is off in the step's settings because nobody named it is open.
+    """
+    step = what_if.step
+    defaults = step.make_callback().arguments
+    fixed = {
+        name: value
+        for name, value in step.settings.items()
+        if name not in _NEITHER and value not in ("auto", defaults[name])
+    }
+    given = [entry.argument for entry in entries() if entry.offers and entry.argument in fixed]
+    fixed |= {name: None for name in closed if name not in fixed}
+    return PlanSearch(
+        replace(what_if, step=replace(step, settings=fixed), _known={}),
+        [entry.argument for entry in entries() if entry.argument not in fixed],
+        exactness,
+        rates_of(what_if.gpu, what_if.device),
+        limit_s=limit_s,
+        margin_of=functools.partial(margin_bytes, device=what_if.device),
+        given=given,
+    )
+
+
+# The first blocks need recomputation most: their activations live longest. One kind follows another
+# in the order of what they save.
+def _choices(number: int, kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for first, second in itertools.pairwise((*kinds, KEEP)):
+        step = max(1, number // _MOST_NESTED) if first == "nested" else 1
+        for num_first in range(0, number + 1, step):
+            for num_second in range(1 if second == KEEP else number - num_first + 1):
+                rest = number - num_first - num_second
+                yield (first,) * num_first + (second,) * num_second + (KEEP,) * rest

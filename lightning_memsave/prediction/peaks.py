@@ -134,7 +134,9 @@ class Peaks:
             else:
                 changes.append((number, event.change))
         there = [(number, num_bytes) for number, num_bytes in enumerate(at_start) if num_bytes]
-        return StepTrace(tuple(storages), (*there, *changes))
+        places = [(e.phase, e.module) for e in self.events[self.start : self.end]]
+        before = [("", "")] * len(there)
+        return StepTrace(tuple(storages), (*there, *changes), (*before, *places))
 
     def changes(self) -> Iterator[tuple[int, int]]:
         """Iterate over the requests to an allocator.

@@ -247,6 +247,7 @@ class _Predictor:
             num_batches=fit.num_batches,
             trainer_arguments=trainer_arguments,
             is_running=step.fit is not None,
+            has_started=step.fit is not None and step.fit.has_started,
             emulation=emulation if on_cuda else contextlib.nullcontext,
             deadline_s=self.deadline_s,
         )

@@ -157,7 +157,7 @@ class StepProfile(LiveTensors):
     @override
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         in_step = self._num_running_steps > self._num_running_closures or is_updating()
-        self._work.add(func, args, kwargs, result, in_step=in_step)
+        self._work.add(func, args, kwargs, result, in_step=in_step, module_of=self._module_in)
 
     @override
     def __enter__(self) -> Self:
@@ -212,6 +212,9 @@ class StepProfile(LiveTensors):
         is_in_update = self._num_running_steps > self._num_running_closures
         is_update = is_in_update and not torch.is_grad_enabled()
         return "optimizer" if is_update else "forward"
+
+    def _module_in(self, phase: str) -> str:
+        return self._current_module("forward" if phase == "forward" else "backward")
 
     def _current_module(self, phase: str) -> str:
         # During recomputation in backward, modules are running.

@@ -37,10 +37,13 @@ class StepTrace:
         storages: Category and origin of all storages that were ever alive.
         changes: Index in ``storages`` and change in bytes (negative when freed), in order,
             beginning with those alive before the step.
+        places: For each change, the phase and the name of the module that runs; both empty for what
+            was alive before the step.
     """
 
     storages: tuple[tuple[str, Origin], ...] = ()
     changes: tuple[tuple[int, int], ...] = ()
+    places: tuple[tuple[str, str], ...] = ()
 
     def to_snapshot(self) -> dict[str, Any]:
         """Convert it to the format of ``torch.cuda.memory._snapshot``.

@@ -40,11 +40,13 @@ class RunningFit:
         num_batches: Batches per epoch, for learning-rate schedules.
         other_bytes: Memory held throughout the fit that the simulation does not allocate, such as
             the buffers of a strategy.
+        has_started: Whether hooks such as ``on_fit_start`` have been called, not only ``setup``.
         num_processes: Processes that train together, one per GPU.
     """
 
     num_batches: int = 1000
     other_bytes: int = 0
+    has_started: bool = True
     num_processes: int = 1
 
 
@@ -68,6 +70,7 @@ class TrainingStep:
         attention: CUDA's attention kernel; ``None`` for torch's own choice.
         time_limit_s: Abort a prediction after this many seconds; ``None`` for no limit.
         fit: The running fit that the step belongs to; ``None`` before a fit.
+        change: Changes the copy of the module before the step, such as the number of its blocks.
 
     Raises:
         ConfigurationError: If an argument is invalid.
@@ -85,6 +88,7 @@ class TrainingStep:
     attention: str | None = None
     time_limit_s: float | None = TIME_LIMIT_S
     fit: RunningFit | None = None
+    change: Callable[[nn.Module], object] | None = None
 
     def __post_init__(self) -> None:
         _check_device(self.device)
@@ -169,6 +173,8 @@ class TrainingStep:
         if module is self.model:
             trainer = getattr(module, "_trainer", None)
             module = fakes.copy_module(module, without=[] if trainer is None else [trainer])
+        if self.change is not None:
+            self.change(module)
         return module if is_lightning(module) else wrap(module, self.optimizer, self.loss)
 
     def build(self, fakes: FakeTensors) -> tuple[Any, Any]:

@@ -43,6 +43,8 @@ class Kernel(NamedTuple):
         flop: Floating-point operations of products.
         num_bytes: Bytes that it reads and writes.
         num_launches: More than one for a list of many tensors.
+        module: Name of the module that runs it, or of whose forward pass it is the backward pass;
+            empty in the optimizer.
     """
 
     phase: Phase
@@ -51,6 +53,7 @@ class Kernel(NamedTuple):
     flop: int
     num_bytes: int
     num_launches: int = 1
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,16 @@ class WorkCounter:
         """Forget what was counted."""
         self._counts.clear()
 
-    def add(self, func: Any, args: Any, kwargs: Any, result: Any, *, in_step: bool) -> None:
+    def add(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        *,
+        in_step: bool,
+        module_of: Callable[[Phase], str] = lambda phase: "",
+    ) -> None:
         """Count an operator.
 
         Args:
@@ -104,6 +116,7 @@ class WorkCounter:
             kwargs: Its keyword arguments.
             result: Its result.
             in_step: Whether an optimizer steps.
+            module_of: Names the module for a phase other than the optimizer.
         """
         traits = _traits_of(func)
         if not traits.has_kernel:
@@ -123,7 +136,9 @@ class WorkCounter:
                 kind = "to_host" if ends[0] else "from_host"
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
         num_launches = math.ceil(len(args[0]) / _TENSORS_PER_LAUNCH) if traits.is_list else 1
-        self._counts[Kernel(_phase(in_step), kind, dtype, flop, num_bytes, num_launches)] += 1
+        phase = _phase(in_step)
+        module = "" if in_step else module_of(phase)
+        self._counts[Kernel(phase, kind, dtype, flop, num_bytes, num_launches, module)] += 1
 
     # Torch's formulas take longer than all else here, and blocks repeat.
     def _flop_of(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_memsave.core.nested import items_of
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.prediction.work import Work
 from lightning_memsave.trainer.trainer import PACKAGES
 
 _WRAPPER = "wrapped"
@@ -110,7 +111,9 @@ def unwrap(prediction: MemoryPrediction, has_loss: bool) -> MemoryPrediction:
                 (category, replace(origin, module=own(origin.module)))
                 for category, origin in prediction.trace.storages
             ),
+            places=tuple((phase, own(name)) for phase, name in prediction.trace.places),
         ),
+        work=Work(tuple((k._replace(module=own(k.module)), n) for k, n in prediction.work.kernels)),
         assumptions=(*(() if has_loss else (_LOSS,)), *prediction.assumptions),
         ineffective={
             name: why.replace("`Wrapped`", f"`{prediction.model}`")

@@ -225,18 +225,18 @@ class ActivationCheckpointing(Technique[nn.Module]):
         selective = [block for block in free if kinds[block.name] == "selective"]
         nested = [block for block in full if kinds[block.name] == "nested"]
         parts = [p for p in parts_of(nested) if not isinstance(p.module, torch.jit.ScriptModule)]
-        words = []
+        summary = []
         if full or not selective:
-            words.append(f"{len(full)} of {len(blocks)} blocks recomputed: {_counted(full)}")
+            summary.append(f"{len(full)} of {len(blocks)} blocks recomputed: {_counted(full)}")
         if parts:
-            words[-1] += f"; of them once more: {_counted(parts)}"
+            summary[-1] += f"; of them once more: {_counted(parts)}"
         if selective:
-            words.append(f"{len(selective)} recomputed selectively: {_counted(selective)}")
+            summary.append(f"{len(selective)} recomputed selectively: {_counted(selective)}")
         undo = [patch_method(b.module, _Full.forward) for b in (*full, *parts)]
         undo += [patch_method(block.module, _Selective.forward) for block in selective]
         undo += _switch_caches_off(target, free)
         names = [block.name for block in (*free, *parts)]
-        return Handle(target, names, skipped, undo, summary="; ".join(words))
+        return Handle(target, names, skipped, undo, summary="; ".join(summary))
 
     def _blocks(self, model: nn.Module) -> list[Block]:
         return find_blocks(model, self.blocks)

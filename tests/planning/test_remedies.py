@@ -5,7 +5,7 @@ from torch import nn
 from lightning_memsave.analysis.explain import explain_memory
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.callbacks.memsave import MemSaveCallback
-from lightning_memsave.planning.search import cheapest_that_fits
+from lightning_memsave.planning.remedies import cheapest_that_fits
 from tests.explain.test_factors import bert, ids
 
 BLOCKS = {"num_hidden_layers": 1}

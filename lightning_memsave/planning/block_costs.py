@@ -1,0 +1,277 @@
+"""Memory and time of a step with any choice of recomputed blocks, from few recorded steps."""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from torch import nn
+
+from lightning_memsave.core.blocks import Block, ancestors
+from lightning_memsave.planning.step_time import Rates
+from lightning_memsave.prediction.result import MemoryPrediction
+
+KEEP = "keep"
+"""Of a block that is not recomputed."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Equal blocks that follow each other in one container.
+
+    Args:
+        names: Their names, in order.
+    """
+
+    names: tuple[str, ...]
+
+    def cut(self, model: nn.Module, num_blocks: int) -> None:
+        """Remove all but the first blocks from a model."""
+        for name in self.names[num_blocks:]:
+            container, _, key = name.rpartition(".")
+            del model.get_submodule(container)._modules[key]
+
+
+def runs_of(model: nn.Module, blocks: Sequence[Block]) -> list[Run]:
+    """Find the runs of equal blocks.
+
+    Args:
+        model: What they are in.
+        blocks: As `find_blocks` gives them.
+
+    Returns:
+        The runs, in order; of one block each where no two that follow each other are equal.
+    """
+    keys = [(block.name.rpartition(".")[0], _signature(block.module)) for block in blocks]
+    starts = [0, *(i for i, (a, b) in enumerate(pairwise(keys), 1) if a != b), len(blocks)]
+    return [Run(tuple(b.name for b in blocks[i:j])) for i, j in pairwise(starts) if j > i]
+
+
+def can_be_cut(model: nn.Module, run: Run) -> bool:
+    """Return whether a model may run with fewer blocks: its own code loops over the container."""
+    container = model.get_submodule(run.names[0].rpartition(".")[0])
+    return isinstance(container, nn.ModuleList | nn.Sequential)
+
+
+def _signature(module: nn.Module) -> tuple[object, ...]:
+    shapes = tuple((n, tuple(p.shape), p.requires_grad) for n, p in module.named_parameters())
+    return type(module), shapes
+
+
+@dataclass
+class _Cost:
+    """Of one block, recomputed in one way."""
+
+    resident_bytes: int = 0
+    seconds: float = 0.0
+    visits: list["_Visit"] = field(default_factory=list)
+    own: Counter[int] = field(default_factory=Counter)
+
+
+class _Visit(NamedTuple):
+    """Bytes that a part of a step adds, and the most that it has meanwhile."""
+
+    change: int
+    excess: int
+
+
+class _Part(NamedTuple):
+    """A part of a step outside of blocks, or a pass over blocks."""
+
+    number: int
+    phase: str
+    is_pass: bool
+    visit: _Visit
+
+
+class BlockCosts:
+    """Costs of each block by how it is recomputed; composes the peak and the time of a step.
+
+    Blocks are visited in order in forward and in reverse in backward. A visit adds bytes and has a
+    highest point, both read from the recorded step; levels are sums of visits. Blocks that were not
+    in the recorded model cost what an equal one costs.
+
+    Args:
+        runs: All blocks of the model, in order.
+        recorded: Recorded steps: how each block in it was recomputed, and the prediction. Parts
+            outside of blocks are those of the last.
+        sizes: Elements of each parameter of the whole model.
+        rates: What the device reaches.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Run],
+        recorded: Sequence[tuple[Mapping[str, str], MemoryPrediction]],
+        sizes: Sequence[int],
+        rates: Rates,
+    ) -> None:
+        self._runs = [(number, run) for number, run in enumerate(runs) for _ in run.names]
+        self._costs: dict[tuple[int, str], _Cost] = {}
+        run_of = {name: number for number, run in enumerate(runs) for name in run.names}
+        for kinds, prediction in recorded:
+            step = _Step(prediction, kinds, run_of, sizes, rates)
+            for name, cost in step.costs.items():
+                self._costs.setdefault((run_of[name], kinds[name]), cost)
+        last = recorded[-1][1]
+        self._parts, self._outside_s = step.parts, step.outside_s
+        self._resident_bytes = step.outside_bytes
+        self.overhead_bytes = last.device_bytes - last.peak_bytes
+        """Of the device's allocator and context."""
+
+    def peak_and_seconds(self, kinds: Sequence[str]) -> tuple[int, float]:
+        """Estimate a step.
+
+        Args:
+            kinds: How each block is recomputed, or `KEEP`.
+
+        Returns:
+            Peak bytes of live tensors, and seconds.
+        """
+        costs = [
+            self._costs[number, kind] for (number, _), kind in zip(self._runs, kinds, strict=True)
+        ]
+        level = peak = self._resident_bytes + sum(cost.resident_bytes for cost in costs)
+        for part in self._parts:
+            if part.is_pass:
+                for cost in costs if part.phase == "forward" else reversed(costs):
+                    if part.number < len(cost.visits):
+                        change, excess = cost.visits[part.number]
+                        peak = max(peak, level + excess)
+                        level += change
+            else:
+                peak = max(peak, level + part.visit.excess)
+                level += part.visit.change + sum(cost.own[part.number] for cost in costs)
+        return peak, self._outside_s + sum(cost.seconds for cost in costs)
+
+
+class _Step:
+    """Reads a recorded step."""
+
+    def __init__(
+        self,
+        prediction: MemoryPrediction,
+        kinds: Mapping[str, str],
+        run_of: Mapping[str, int],
+        sizes: Sequence[int],
+        rates: Rates,
+    ) -> None:
+        self.costs = {name: _Cost() for name in kinds}
+        self._blocks = _BlockOf(kinds)
+        self.outside_bytes = 0
+        self.parts: list[_Part] = []
+        self._read_memory(prediction)
+        self._share_gradients(run_of)
+        self.outside_s = self._read_time(prediction, sizes, rates)
+
+    def _read_memory(self, prediction: MemoryPrediction) -> None:
+        trace = prediction.trace
+        owners = [self._blocks.of(origin.module) for _, origin in trace.storages]
+        changes = list(zip(trace.changes, trace.places, strict=True))
+        for (index, change), (phase, _) in changes:
+            if not phase:
+                owner = owners[index]
+                if owner is None:
+                    self.outside_bytes += change
+                else:
+                    self.costs[owner].resident_bytes += change
+        steps = [(index, change, *place) for (index, change), place in changes if place[0]]
+        places = list(_smoothed([(phase, self._blocks.of(m)) for _, _, phase, m in steps]))
+        self._gradients: Counter[tuple[str, int]] = Counter()
+        block, level, highest, number = None, 0, 0, -1
+        before: tuple[str, bool] | None = None
+        for (index, change, _, _), (phase, name) in zip(steps, places, strict=True):
+            if before != (phase, name is not None) or name != block:
+                self._close(block, level, highest)
+                level = highest = 0
+                if before != (phase, name is not None):
+                    number += 1
+                    self.parts.append(_Part(number, phase, name is not None, _Visit(0, 0)))
+                before, block = (phase, name is not None), name
+            level += change
+            highest = max(highest, level)
+            owner = owners[index]
+            if name is None and owner is not None:
+                self.costs[owner].own[number] += change
+                self.parts[-1] = self.parts[-1]._replace(
+                    visit=_Visit(self.parts[-1].visit.change - change, 0)
+                )
+            if name is not None and trace.storages[index][0] == "gradient":
+                self._gradients[name, number] += change
+        self._close(block, level, highest)
+
+    def _close(self, block: str | None, level: int, highest: int) -> None:
+        if not self.parts:
+            return
+        part = self.parts[-1]
+        if block is None:
+            visit = _Visit(part.visit.change + level, highest)
+            self.parts[-1] = part._replace(visit=visit)
+            return
+        visits = self.costs[block].visits
+        visits += [_Visit(0, 0)] * (part.number + 1 - len(visits))
+        change, excess = visits[part.number]  # of a block that is called again
+        visits[part.number] = _Visit(change + level, max(excess, change + highest))
+
+    # Updates in backward free the gradients of several blocks at once: each has its share.
+    def _share_gradients(self, run_of: Mapping[str, int]) -> None:
+        members: dict[tuple[int, int], list[str]] = {}
+        for part in self.parts:
+            for name, cost in self.costs.items():
+                if part.is_pass and part.number < len(cost.visits):
+                    members.setdefault((run_of[name], part.number), []).append(name)
+        for (_, number), names in members.items():
+            mean = sum(self._gradients[name, number] for name in names) // len(names)
+            for name in names:
+                change, excess = self.costs[name].visits[number]
+                change += mean - self._gradients[name, number]
+                self.costs[name].visits[number] = _Visit(change, max(excess, change))
+
+    # Updates take all parameters together: small ones take as long as their kernels to launch.
+    def _read_time(self, prediction: MemoryPrediction, sizes: Sequence[int], rates: Rates) -> float:
+        num_tensors = sum(category == "parameter" for category, _ in prediction.trace.storages)
+        by_elements = sum(sizes) / max(1, prediction.num_parameters)
+        by_tensors = len(sizes) / max(1, num_tensors)
+        outside_s = 0.0
+        for kernel, count in prediction.work:
+            seconds = count * rates.seconds(kernel)
+            block = self._blocks.of(kernel.module)
+            if block is not None:
+                self.costs[block].seconds += seconds
+            else:
+                is_short = seconds <= count * kernel.num_launches * rates.launch_s
+                more = by_tensors if is_short else by_elements
+                outside_s += seconds * (more if kernel.phase == "optimizer" else 1)
+        return outside_s
+
+
+class _BlockOf:
+    """Finds the block that a module is in."""
+
+    def __init__(self, names: Collection[str]) -> None:
+        self._known: dict[str, str | None] = {name: name for name in names}
+
+    def of(self, module: str) -> str | None:
+        if module not in self._known:
+            around = [n for n in ancestors(module) if self._known.get(n) == n]
+            self._known[module] = around[0] if around else None
+        return self._known[module]
+
+
+# Between two blocks of one pass, what is outside belongs to the first.
+def _smoothed(places: Sequence[tuple[str, str | None]]) -> Iterator[tuple[str, str | None]]:
+    following: list[tuple[str, str] | None] = []
+    later = None
+    for phase, name in reversed(places):
+        later = later if name is None else (phase, name)
+        following.append(later)
+    before: tuple[str, str] | None = None
+    for (phase, name), after in zip(places, reversed(following), strict=True):
+        if name is not None:
+            before = phase, name
+        is_between = before is not None and after is not None and before[0] == after[0] == phase
+        if name is None and is_between:
+            yield before  # type: ignore[misc] # it is known
+        else:
+            yield phase, name

@@ -1,0 +1,121 @@
+"""Read a budget of memory, and the rates to plan with."""
+
+import math
+from typing import Any, NoReturn
+
+from lightning_memsave.errors import ConfigurationError
+from lightning_memsave.planning.step_time import Rates, measure_rates
+from lightning_memsave.prediction.cuda.constants import context_bytes
+from lightning_memsave.prediction.cuda.gpus import GPUS, Gpu
+from lightning_memsave.units import MIB, format_bytes, parse_bytes
+
+# Of a GPU for which only a size is known: of the capability that is assumed for its kernels.
+_TYPICAL = "A100-40GB"
+# Predictions for CUDA may be off, and other things take memory too: facts/planning_offloading.md.
+_MARGIN_SHARE, _MARGIN_BYTES = 0.03, 256 * MIB
+
+
+def margin_bytes(budget_bytes: int, device: str) -> int:
+    """Say how much of a budget a plan leaves free: nothing where predictions are exact."""
+    if device != "cuda":
+        return 0
+    return max(_MARGIN_BYTES, math.ceil(_MARGIN_SHARE * budget_bytes))
+
+
+def check_budget(budget: Any) -> None:
+    """Refuse what can be no budget, on any device.
+
+    Args:
+        budget: Bytes, a text such as ``"12GiB"`` or ``"auto"``, or a share of the device's memory.
+
+    Raises:
+        ConfigurationError: If it is none of these.
+    """
+    if isinstance(budget, str):
+        _check_text(budget)
+    elif isinstance(budget, bool) or not isinstance(budget, int | float):
+        _refuse(budget, f"is {type(budget).__name__}, not a size")
+    elif math.isnan(budget) or budget <= 0:
+        _refuse(budget, "leaves no memory at all" if budget == 0 else "is not above 0")
+    elif isinstance(budget, float) and budget > 1:
+        _refuse(budget, "is a share of more than all memory; a size has a unit")
+    elif isinstance(budget, int) and budget < MIB:
+        _refuse(budget, f"is a number of bytes, so {budget} B; a larger size has a unit")
+
+
+def _check_text(budget: str) -> None:
+    text = budget.strip()
+    if text == "auto":
+        return
+    if text.startswith("-"):
+        _refuse(budget, "is negative")
+    if text.replace(".", "", 1).isdecimal():
+        _refuse(budget, "has no unit")
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigurationError:
+        num_bytes = -1
+    if num_bytes < MIB:
+        _refuse(budget, "is not a number with a unit" if num_bytes < 0 else "is less than 1 MiB")
+
+
+def read_budget(budget: Any, total_bytes: int | None, gpu: Gpu | None, device: str) -> int:
+    """Read a budget for a device.
+
+    Args:
+        budget: As for `check_budget`; ``"auto"`` is all of ``total_bytes``.
+        total_bytes: Memory of the device; ``None`` if that is not known.
+        gpu: The GPU; ``None`` for any other.
+        device: ``"cuda"`` or ``"cpu"``.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ConfigurationError: If it can be no budget of that device.
+    """
+    check_budget(budget)
+    if isinstance(budget, float) or budget == "auto":
+        if total_bytes is None:
+            _refuse(
+                budget, "is a part of a device whose memory is not known", 'also `gpu="T4"`, or '
+            )
+        num_bytes = total_bytes if budget == "auto" else math.floor(budget * total_bytes)
+    else:
+        num_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
+    if total_bytes is not None and num_bytes > total_bytes:
+        _refuse(
+            budget, f"is more than the {format_bytes(total_bytes)} of the device", "at most that: "
+        )
+    if device == "cuda":
+        needed = context_bytes((gpu and gpu.compute_capability) or (8, 0))
+        if num_bytes <= needed + margin_bytes(num_bytes, device):
+            _refuse(
+                budget,
+                f"is not more than the CUDA context of {format_bytes(needed)} and the "
+                f"{format_bytes(margin_bytes(num_bytes, device))} that a plan leaves free",
+            )
+    return num_bytes
+
+
+def _refuse(budget: Any, why: str, more: str = "") -> NoReturn:
+    raise ConfigurationError(
+        f'`budget={budget!r}` {why}. Use {more}a size such as `budget="12GiB"`, a share of the '
+        'device such as `budget=0.9`, or `budget="auto"`.'
+    )
+
+
+def rates_of(gpu: Gpu | None, device: str) -> Rates:
+    """Choose the rates with which plans are compared.
+
+    Args:
+        gpu: The GPU; ``None`` for any.
+        device: ``"cuda"``, or ``"cpu"`` to measure this machine, in a second.
+
+    Returns:
+        Those of the GPU, or of a typical one if its throughput is not known.
+    """
+    if device == "cpu":
+        return measure_rates("cpu")
+    throughput = None if gpu is None else gpu.throughput
+    return Rates.of_gpu(throughput or GPUS[_TYPICAL].throughput)  # type: ignore[arg-type]

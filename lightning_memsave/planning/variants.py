@@ -1,0 +1,349 @@
+"""Variants of a step for the planner: what is on beside recomputation, each recorded once."""
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from lightning_memsave.core.blocks import Block, BlockSelector, find_blocks
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.explain.dominant_parts import dominant_embedding
+from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts, Run, can_be_cut, runs_of
+from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
+from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    inplace_problems,
+    parts_of,
+)
+from lightning_memsave.techniques.registry import entries
+
+RECOMPUTED = "activation_checkpointing"
+MICRO_BATCH = "micro_batch_size"
+_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
+# Of a run of equal blocks so many are recorded, in this order.
+_RECORDED = ("nested", "full", "selective", KEEP)
+_FASTER, _SMALLER = 0.99, 0.999
+
+
+def value_of(kinds: Sequence[str]) -> Any:
+    """Write how blocks are recomputed as the argument `activation_checkpointing`.
+
+    Args:
+        kinds: Of each block, `KEEP` for the last ones only.
+
+    Returns:
+        The value.
+
+    Example:
+        >>> value_of(["full", "full", "keep"]), value_of(["nested", "full", "selective", "keep"])
+        (2, 'nested:1,full:1,selective:1')
+    """
+    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds) if kind != KEEP}
+    if not counts:
+        return None
+    (kind, number), *others = counts.items()
+    if not others and number == len(kinds):
+        return "all" if kind == "full" else kind
+    if not others and kind == "full":
+        return number
+    return ",".join(f"{kind}:{number}" for kind, number in counts.items())
+
+
+@dataclass
+class Variant:
+    """A step with some settings on, for any choice of recomputed blocks.
+
+    Args:
+        changes: Arguments of `MemSaveCallback`.
+        exactness: Of the least exact of them.
+        costs: Of its blocks; ``None`` if nothing is chosen about them.
+        prediction: Of the step as it is, where there is no choice.
+        seconds: Estimated, of that prediction.
+    """
+
+    changes: Mapping[str, Any]
+    exactness: Exactness
+    costs: BlockCosts | None = None
+    prediction: MemoryPrediction | None = None
+    seconds: float = 0.0
+
+    def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
+        """Estimate bytes on the device and seconds."""
+        if self.costs is None:
+            assert self.prediction is not None, "one of the two is there"
+            return self.prediction.device_bytes, self.seconds
+        peak_bytes, seconds = self.costs.peak_and_seconds(kinds)
+        return peak_bytes + self.costs.overhead_bytes, seconds
+
+
+class Variants:
+    """Records variants of a step.
+
+    Args:
+        what_if: Predicts them whole.
+        open_arguments: Arguments of `MemSaveCallback` that may be chosen.
+        exactness: How far results may move.
+        rates: What the device reaches.
+        limit_s: Seconds after which nothing more is recorded.
+    """
+
+    def __init__(
+        self,
+        what_if: WhatIf,
+        open_arguments: Collection[str],
+        exactness: Exactness,
+        rates: Rates,
+        limit_s: float = math.inf,
+    ) -> None:
+        self.what_if = what_if
+        self.rates = rates
+        self._end_s = time.monotonic() + limit_s
+        self._open = set(open_arguments)
+        self._limit = exactness
+        self._off: dict[str, Any] = {
+            e.argument: None for e in entries() if e.argument in self._open
+        } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
+        if "early_release" in self._open:  # costs nothing
+            self._off["early_release"] = True
+        self._known: dict[str, Variant | None] = {}
+        self.runs: list[Run] = []
+        self.kinds: tuple[str, ...] = ()
+        """How blocks may be recomputed, the one with the least memory first."""
+        self._sizes: list[int] = []
+        self._copies = what_if
+        if RECOMPUTED in self._open:
+            self._find_blocks()
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model about which there is a choice."""
+        return sum(len(run.names) for run in self.runs)
+
+    @property
+    def _num_samples(self) -> int:
+        return self.what_if.num_samples or 0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left."""
+        return self._end_s - time.monotonic()
+
+    @property
+    def num_predictions(self) -> int:
+        """How many steps were predicted, copies with fewer blocks among them."""
+        copies = 0 if self._copies is self.what_if else self._copies.num_predictions
+        return self.what_if.num_predictions + copies
+
+    def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""
+        return {**self._off, **changes}
+
+    def unchanged(self) -> Variant | None:
+        """Record the step with nothing on."""
+        return self._record([], None)
+
+    def all(self) -> list[Variant]:
+        """Record the variants that are worth a choice.
+
+        Returns:
+            Everything on that helps; this with smaller and smaller micro-batches; this without each
+            of its settings; what is more exact; and nothing on.
+        """
+        chosen = self._helpful()
+        found = [self.unchanged(), self._record(chosen, None)]
+        found += [self._record(_without(chosen, one), None) for one in chosen]
+        for limit in (Exactness.BITWISE, Exactness.ROUNDING):
+            rest = [one for one in chosen if limit.allows(Exactness(one.exactness))]
+            found.append(self._record(rest, None))
+        for size in self._micro_batches():
+            found.append(self._record(chosen, size))
+        by_changes = {repr(v.changes): v for v in found if v is not None}
+        return list(by_changes.values())
+
+    def without_each(self, variant: Variant) -> Iterator[Variant]:
+        """Record a variant without each setting that changes results, the least exact first."""
+        size = variant.changes.get(MICRO_BATCH)
+        on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
+        inexact = [c for c in on if Exactness(c.exactness) is not Exactness.BITWISE]
+        for one in sorted(inexact, key=lambda c: _rank(c.exactness), reverse=True):
+            found = self._record(_without(on, one), size)
+            if found is not None and len(found.changes) < len(variant.changes):
+                yield found
+
+    def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
+        """Predict a plan whole; ``None`` if the model cannot do it, or there is no time left."""
+        changes = dict(variant.changes)
+        if variant.costs is not None:
+            changes[RECOMPUTED] = value_of(kinds)
+        try:
+            return self.what_if.predict(self.settings(changes), limit_s=self.left_s)
+        except ImpossibleVariantError:
+            return None
+
+    def seconds(self, prediction: MemoryPrediction) -> float:
+        """Estimate how long a predicted step takes."""
+        return step_time(prediction.work, self.rates).seconds
+
+    def _find_blocks(self) -> None:
+        step = self.what_if.step
+        selectors = step.settings.get("blocks")
+        if isinstance(step.model, nn.Module):
+            self._use_blocks(step.model, selectors)
+            return
+        with fake_tensors():
+            assert step.model is not None, "checked before"
+            module = step.model()
+            if callable(configure := getattr(module, "configure_model", None)):
+                configure()
+            self._use_blocks(module, selectors)
+
+    def _use_blocks(
+        self, model: nn.Module, selectors: BlockSelector | Sequence[BlockSelector] | None
+    ) -> None:
+        blocks = find_blocks(model, selectors)
+        if not blocks:
+            return
+        self.runs = runs_of(model, blocks)
+        self._sizes = [parameter.numel() for parameter in model.parameters()]
+        self.kinds = tuple(kind for kind in ("nested", "full", "selective") if _can(kind, blocks))
+        most = len(_RECORDED)
+        long = [r for r in self.runs if len(r.names) > most and can_be_cut(model, r)]
+        if not long:
+            return
+
+        def cut(copy: nn.Module) -> None:
+            for run in long:
+                run.cut(copy, most)
+
+        step = replace(self.what_if.step, change=cut)
+        self._copies = replace(self.what_if, step=step, _known={})
+        self._names = [
+            name for run in self.runs for name in (run.names[:most] if run in long else run.names)
+        ]
+        if self.unchanged() is None:  # it counts its blocks
+            self._copies = self.what_if
+            self._known.clear()
+
+    def _helpful(self) -> list[Candidate]:
+        found = self._options()
+        # Of several values of an argument the last one saves the most.
+        chosen = list({next(iter(c.changes)): c for c in found}.values())
+        for one in list(chosen):
+            with_it, without = self._record(chosen, None), self._record(_without(chosen, one), None)
+            if with_it is None or without is None:
+                chosen = _without(chosen, one) if with_it is None else chosen
+            elif not self._helps(with_it, without):
+                chosen = _without(chosen, one)
+        return chosen
+
+    def _helps(self, with_it: Variant, without: Variant) -> bool:
+        for kinds in self._extremes():
+            (new, new_s), (old, old_s) = with_it.estimate(kinds), without.estimate(kinds)
+            if new < _SMALLER * old or new_s < _FASTER * old_s:
+                return True
+        return False
+
+    def _extremes(self) -> list[list[str]]:
+        return [[kind] * self.num_blocks for kind in (KEEP, *self.kinds)]
+
+    def _options(self) -> list[Candidate]:
+        what_if = self.what_if
+        step = what_if.step.with_settings(self._off)
+        now = CurrentSettings(
+            step.effective_settings,
+            step.precision,
+            what_if.gpu is None or what_if.gpu.has_bf16,
+            self._num_samples,
+            dominant_embedding(what_if.table),
+            what_if.overflows,
+        )
+        found = single_candidates(now)
+        if what_if.attention in (None, "sdpa"):
+            found = [one for one in found if "attention" not in one.changes]
+        # Weights in bfloat16 name the precision that they need; here it is a choice of its own.
+        if any("precision" in one.changes and len(one.changes) == 1 for one in found):
+            found = [
+                replace(c, changes={n: v for n, v in c.changes.items() if n != "precision"})
+                if len(c.changes) > 1
+                else c
+                for c in found
+            ]
+        return [
+            one
+            for one in found
+            if self._limit.allows(Exactness(one.exactness))
+            and next(iter(one.changes)) not in _LEFT_ALONE
+            and all(self._may_set(name, value) for name, value in one.changes.items())
+        ]
+
+    # On a CPU precision stays as it is.
+    def _may_set(self, name: str, value: Any) -> bool:
+        if name == "precision" and self.what_if.device == "cpu":
+            return False
+        return name in self._open or self.what_if.step.settings.get(name) == value or (
+            name == "force_8bit" and "optimizer" in self._open
+        )  # fmt: skip
+
+    def _micro_batches(self) -> list[int]:
+        number = self._num_samples
+        if MICRO_BATCH not in self._open or not self._limit.allows(Exactness.ROUNDING):
+            return []
+        return list(dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length())))
+
+    def _record(self, on: Sequence[Candidate], size: Any) -> Variant | None:
+        changes = {name: value for one in on for name, value in one.changes.items()}
+        exactness = max([Exactness(c.exactness) for c in on], key=_rank, default=Exactness.BITWISE)
+        if isinstance(size, int):
+            changes[MICRO_BATCH] = size
+            exactness = max(exactness, Exactness.ROUNDING, key=_rank)
+        key = repr(sorted(changes.items()))
+        if key not in self._known:
+            try:
+                self._known[key] = self._make(changes, exactness)
+            except ImpossibleVariantError:
+                self._known[key] = None
+        return self._known[key]
+
+    def _make(self, changes: Mapping[str, Any], exactness: Exactness) -> Variant:
+        predict: Callable[..., MemoryPrediction] = self._copies.predict
+        if not self.kinds:
+            prediction = predict(self.settings(changes), limit_s=self.left_s)
+            seconds = self.seconds(prediction)
+            return Variant(changes, exactness, prediction=prediction, seconds=seconds)
+        names = [name for run in self.runs for name in run.names]
+        if self._copies is not self.what_if:
+            names = self._names
+        recorded = []
+        for kinds in self._assignments(len(names)):
+            settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
+            prediction = predict(settings, limit_s=self.left_s)
+            recorded.append((dict(zip(names, kinds, strict=True)), prediction))
+        costs = BlockCosts(self.runs, recorded, self._sizes, self.rates)
+        return Variant(changes, exactness, costs)
+
+    # One step shows all kinds where all blocks are equal and there are enough of them.
+    def _assignments(self, number: int) -> list[list[str]]:
+        mixed = [kind for kind in _RECORDED if kind in (*self.kinds, KEEP)]
+        if len(self.runs) > 1 or number < len(mixed):
+            return [[kind] * number for kind in (*self.kinds, KEEP)]
+        return [mixed + [KEEP] * (number - len(mixed))]
+
+
+def _can(kind: str, blocks: Sequence[Block]) -> bool:
+    if kind == "nested":
+        return bool(parts_of(blocks))
+    return kind == "full" or not inplace_problems(blocks)
+
+
+def _without(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
+    return [c for c in chosen if c is not one and c.name != one.name]
+
+
+def _rank(exactness: Exactness | str) -> int:
+    return list(Exactness).index(Exactness(exactness))
