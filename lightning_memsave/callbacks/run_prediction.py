@@ -239,7 +239,11 @@ def step_of(
         },
         device=device.type,
         gpu=local_gpu(device) if device.type == "cuda" else None,
-        fit=RunningFit(_finite(trainer.num_training_batches), _bucket_bytes(trainer, pl_module)),
+        fit=RunningFit(
+            _finite(trainer.num_training_batches),
+            _bucket_bytes(trainer, pl_module),
+            num_processes=trainer.world_size,
+        ),
     )
 
 

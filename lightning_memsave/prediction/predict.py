@@ -21,6 +21,7 @@ from lightning_memsave.prediction.cuda.allocator import CachingAllocator, least_
 from lightning_memsave.prediction.cuda.constants import (
     constant_assumptions,
     context_bytes,
+    distributed_bytes,
     workspaces,
 )
 from lightning_memsave.prediction.cuda.kernels import (
@@ -270,13 +271,17 @@ class _Predictor:
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
             guesses=self.fakes.guesses,
-            context_bytes=context_bytes(step.capability) if on_cuda else 0,
+            context_bytes=context_bytes(step.capability)
+            + distributed_bytes(step.capability, fit.num_processes)
+            if on_cuda
+            else 0,
         )
         return _with_guessed_copies(prediction, module, callback.rows)
 
     def _cuda_assumptions(self, recording: Recording) -> tuple[str, ...]:
         step = self.step
-        constants = constant_assumptions(step.capability, step.workspace_config)
+        num_processes = (step.fit or RunningFit()).num_processes
+        constants = constant_assumptions(step.capability, step.workspace_config, num_processes)
         operators = {event.op for event in recording.events}
         return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
 

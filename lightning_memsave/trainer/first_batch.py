@@ -3,8 +3,6 @@
 import contextlib
 import copy
 import functools
-import inspect
-import sys
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -169,31 +167,26 @@ def _look(trainer: Any, loader: Any) -> Any:
     is_combined = isinstance(loader, connector.CombinedLoader)
     # The mode of Lightning for loaders that are not combined.
     combined = copy.copy(loader) if is_combined else connector.CombinedLoader(loader, _MODE)
-    combined._iterator = None  # a copy has that of training, if there is one
     loaders = combined.flattened
     if problems := [problem for each in loaders for problem in _problems(each)]:
         raise IncompatibleError("MemSaveCallback(budget=...)", problems)
     fitting, training = connector.TrainerFn.FITTING, connector.RunningStage.TRAINING
     with _restored(trainer, loaders):
-        combined.flattened = [_copied(each) for each in loaders]
         if trainer.overfit_batches > 0:
             connector._resolve_overfit_batches(combined, mode=training)
         combined.flattened = [
             _in_one_worker(connector._process_dataloader(trainer, fitting, training, each))
             for each in combined.flattened
         ]
+        iter(combined)
         try:
-            return next(iter(combined), (None,))[0]
+            return next(combined, (None,))[0]
         finally:
             combined.reset()
 
 
-def _copied(loader: Any) -> Any:
-    return copy.copy(loader) if isinstance(loader, DataLoader) else loader
-
-
-# Without a second worker, nothing but the batch and the next one is loaded. `CombinedLoader.reset`
-# ends persistent workers at once, and others only when they are collected.
+# Loads nothing but the batch and the next one, and starts no thread that pins them.
+# `CombinedLoader.reset` ends persistent workers at once; others end when they are collected.
 def _in_one_worker(loader: Any) -> Any:
     if isinstance(loader, DataLoader):
         has_workers = loader.num_workers > 0
@@ -213,13 +206,23 @@ def _problems(loader: Any) -> Iterator[Problem]:
         "Take a batch by hand, call `plan_memory(model, batch, budget=...)`, and pass the settings "
         "that it prints to `MemSaveCallback` in place of `budget`."
     )
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
-        why = "it keeps its position, so looking at the first batch could skip it in training"
+    dataset = getattr(loader, "dataset", None)
+    streams = [loader, dataset] if isinstance(dataset, IterableDataset) else [loader]
+    stateful = next((one for one in streams if _keeps_position(one)), None)
+    if stateful is not None:
+        whose = "it" if stateful is loader else f"its `{type(dataset).__name__}`"
+        why = f"{whose} keeps its position, so looking at the first batch could skip it in training"
         yield Problem(what, why, fix)
     elif (once := _find_iterator(loader)) is not None:
         why = "it can be read only once" if once is loader else f"it reads from {_named(once)}"
         why += ", so looking at the first batch would remove it from training"
         yield Problem(what, why, fix)
+
+
+# Streams of Hugging Face are known to begin anew with each iterator.
+def _keeps_position(one: Any) -> bool:
+    is_known = type(one).__module__.startswith("datasets.")
+    return not is_known and hasattr(one, "state_dict") and hasattr(one, "load_state_dict")
 
 
 def _named(iterator: Any) -> str:
@@ -261,10 +264,8 @@ def _held_by(one: Any) -> list[Any]:
     if isinstance(one, functools.partial):
         return [one.func, one.args, one.keywords]
     if isinstance(one, types.FunctionType):
-        return list(inspect.getclosurevars(one).nonlocals.values())
-    # Loggers and threads know of streams and queues that are not of the data.
-    is_of_python = type(one).__module__.partition(".")[0] in sys.stdlib_module_names
-    return [] if is_of_python else list(getattr(one, "__dict__", {}).values())
+        return [c.cell_contents for c in one.__closure__ or () if c != types.CellType()]
+    return list(getattr(one, "__dict__", {}).values())
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Looking at the first batch must leave training bit for bit unchanged."""
 
+import functools
 import gc
 import random
 import threading
@@ -28,6 +29,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.trainer.first_batch import before_strategy_setup, first_batch
+from lightning_memsave.trainer.trainer import check_host, data_connector_of
 from tests.callbacks.lit import PACKAGES, Vectors, make_lit, make_trainer
 from tests.cases import WIDTH
 from tests.helpers import seed_all
@@ -211,6 +213,28 @@ class LateCollator:
         return torch.stack(samples) + float(self.rng.random())
 
 
+class Noise:
+    """Draws from a generator of its own, in a method, a closure or a partial."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(3)
+
+    def collate(self, samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) + float(self.rng.random())
+
+    def closure(self) -> Callable[[list[Tensor]], Tensor]:
+        noise, late = self, 0
+
+        def collate(samples: list[Tensor]) -> Tensor:
+            return noise.collate(samples) if samples else torch.zeros(late)  # noqa: F821
+
+        del late  # a closure may know of names without a value
+        return collate
+
+    def partial(self) -> Callable[[list[Tensor]], Tensor]:
+        return functools.partial(Noise.collate, self)
+
+
 class OwnLoader:
     """No DataLoader: a list of batches in an order of its own, without a length."""
 
@@ -259,6 +283,9 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "stream": lambda lit: DataLoader(Stream(), batch_size=5),
     "stream_in_workers": lambda lit: DataLoader(Stream(), batch_size=5, num_workers=2),
     "late_collator": lambda lit: shuffled(collate_fn=LateCollator()),
+    "method": lambda lit: shuffled(collate_fn=Noise().collate),
+    "closure": lambda lit: shuffled(collate_fn=Noise().closure()),
+    "partial": lambda lit: shuffled(collate_fn=Noise().partial()),
     "own_loader": lambda lit: OwnLoader(),
     "dict": lambda lit: {"a": shuffled(), "b": shuffled(Augmented(10))},
     "list": lambda lit: [shuffled(), shuffled(Augmented(10), num_workers=1)],
@@ -355,6 +382,9 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+OF_SETUP = {"steps_in_setup", "steps_in_setup_workers"}
+
+
 @packages
 @pytest.mark.filterwarnings("ignore:You requested to overfit")
 @pytest.mark.parametrize("name", CASES)
@@ -363,7 +393,9 @@ def test_training_is_unchanged_where(package, name):
     calls, make_loader = case.pop("calls", None), case.pop("make_loader")
     plain, looked = (train(package, make_loader, looks, **case) for looks in (False, True))
     assert_unchanged(plain, looked, calls)
-    assert looked.looked_at[0] is not None
+    is_shown = torch.equal(looked.looked_at[0], looked.batches[0][0])
+    # Else random numbers are drawn, or the batch size is set, after the look.
+    assert is_shown == (name not in {"draws_before", "both_draw", "batch_size"} | OF_SETUP)
 
 
 @packages
@@ -428,6 +460,10 @@ class StatefulLoader:
         self.position = state["position"]
 
 
+class StatefulStream(StatefulLoader, IterableDataset[Tensor]):
+    """The same as a dataset."""
+
+
 class Infinite(DataLoader[Any]):
     """Keeps one iterator for all epochs, as well-known loaders do."""
 
@@ -467,7 +503,11 @@ ONE_SHOT: dict[str, tuple[Callable[[], Any], str]] = {
     "dataset": (lambda: DataLoader(ItsOwnIterator()), "`ItsOwnIterator`"),
     "sampler": (lambda: DataLoader(Vectors(), sampler=iter(range(9))), "`range_iterator`"),
     "infinite": (lambda: Infinite(Vectors()), "`_SingleProcessDataLoaderIter`"),
-    "stateful": (StatefulLoader, "keeps its position"),
+    "stateful": (StatefulLoader, "it keeps its position"),
+    "stateful_stream": (
+        lambda: DataLoader(StatefulStream()),
+        "`StatefulStream` keeps its position",
+    ),
 }
 
 
@@ -490,7 +530,7 @@ def test_refuses_what_a_look_would_take_from_training(package, name):
 
 
 class WithFile(Dataset[Tensor]):
-    """Reads a file by position; files are iterators of lines."""
+    """Reads a file by position; files are iterators of lines. What it counts can be saved."""
 
     def __init__(self, path: Any) -> None:
         self.file = path.open("rb")
@@ -501,6 +541,14 @@ class WithFile(Dataset[Tensor]):
     def __getitem__(self, index: int) -> Tensor:
         self.file.seek(index)
         return torch.full((WIDTH,), float(self.file.read(1)[0]))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self[index] for index in range(24))
+
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+    load_state_dict = state_dict
 
 
 @packages
@@ -682,9 +730,10 @@ def test_an_error_of_the_data_is_raised_and_workers_end(package):
 
     seen = Seen(package, True)
     lit = make_project(package, lambda lit: shuffled(Broken(), num_workers=1), seen)
+    before = psutil.Process().children()
     with pytest.raises(KeyError):
         make_trainer(package, seen.callback).fit(lit)
-    assert psutil.Process().children() == []
+    assert [worker for worker in psutil.Process().children() if worker not in before] == []
 
 
 @packages
@@ -697,3 +746,13 @@ def test_warnings_of_lightning_come_once(package):
         counts.append(sorted(str(warning.message) for warning in caught))
     assert counts[0] == counts[1]
     assert any("requested to overfit" in message for message in counts[0])
+
+
+@packages
+def test_a_missing_function_of_lightning_is_named(package, monkeypatch):
+    trainer = make_trainer(package)
+    assert check_host(trainer) == []
+    monkeypatch.delattr(data_connector_of(trainer), "_process_dataloader")
+    (problem,) = check_host(trainer)
+    module = f"{package.__name__}.trainer.connectors.data_connector"
+    assert problem.what == f"`{module}._process_dataloader`"
