@@ -14,13 +14,14 @@ from lightning_memsave.callbacks.settings.arguments import make_settings
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.explain.parameters import parameter_table
-from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf, attention_of
+from lightning_memsave.explain.what_if import WhatIf, attention_of
 from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.plan import RunPlan
 from lightning_memsave.planning.search import search_for
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.techniques.registry import entries, values_of
+from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
 from lightning_memsave.trainer.first_batch import first_batch
 from lightning_memsave.trainer.precision import overflows_in_float16
 
@@ -53,19 +54,32 @@ def plan_fit(
         IncompatibleError: If the fit cannot be planned.
         InfeasiblePlanError: If no settings fit.
     """
-    batch = first_batch(trainer)
-    outcome: RunPlan | MemsaveError | None = None
+    why = obstacle(trainer, pl_module)
+    batch = None if why else first_batch(trainer)
+    outcome: RunPlan | Exception | None = None
     if trainer.is_global_zero:
         try:
-            outcome = _plan(trainer, pl_module, make_callback, arguments, saved, batch=batch)
-        # All ranks have to end.
+            if why:
+                outcome = _refusal(arguments, f"the fit cannot be planned ({why})")
+            else:
+                outcome = _plan(trainer, pl_module, make_callback, arguments, saved, batch=batch)
+        # All ranks have to end, and the user's code may raise anything on fake tensors.
         except MemsaveError as error:
             outcome = error
-    outcome = trainer.strategy.broadcast(outcome)
-    if isinstance(outcome, MemsaveError):
+        except Exception as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            outcome = _refusal(arguments, f"planning failed ({what})")
+    outcome = broadcast_from_rank_zero(trainer, outcome)
+    if isinstance(outcome, Exception):
         raise outcome
     assert outcome is not None, "rank zero has planned"
     return outcome
+
+
+def _refusal(arguments: Mapping[str, Any], why: str) -> IncompatibleError:
+    fix = 'Name the settings instead, such as `stack="single_gpu"`, or remove `budget`.'
+    problem = Problem(f"`budget={arguments['budget']!r}`", why, fix)
+    return IncompatibleError("MemSaveCallback", [problem])
 
 
 def _plan(
@@ -77,17 +91,9 @@ def _plan(
     *,
     batch: Any,
 ) -> RunPlan:
-    def refusal(why: str) -> IncompatibleError:
-        fix = 'Name the settings instead, such as `stack="single_gpu"`, or remove `budget`.'
-        return IncompatibleError(
-            "MemSaveCallback", [Problem(f"`budget={arguments['budget']!r}`", why, fix)]
-        )
-
     device = trainer.strategy.root_device
-    if why := obstacle(trainer, pl_module):
-        raise refusal(f"the fit cannot be planned ({why})")
     if batch is None:
-        raise refusal("there is no batch to plan with")
+        raise _refusal(arguments, "there is no batch to plan with")
     gpu = local_gpu(device) if device.type == "cuda" else None
     budget = arguments["budget"]
     total_bytes = psutil.virtual_memory().total if gpu is None else gpu.total_bytes
@@ -109,14 +115,10 @@ def _plan(
     )
     closed = _conflicting(trainer, pl_module, arguments)
     search = search_for(what_if, Exactness(arguments["exactness"]), limit_s, closed)
-    try:
-        # The user's own modes, such as one that counts operations, must not see it.
-        with _disable_current_modes():
-            found = search.find(budget_bytes)
-            ladder = tuple(search.ladder(found))
-            return RunPlan(found.plan, budget_bytes, found.margin_bytes, ladder, found)
-    except ImpossibleVariantError as error:
-        raise refusal(f"its step cannot be predicted ({error})") from error
+    # The user's own modes, such as one that counts operations, must not see it.
+    with _disable_current_modes():
+        found = search.find(budget_bytes)
+    return RunPlan(found.plan, budget_bytes, found.margin_bytes, tuple(search.ladder(found)), found)
 
 
 # What stands against the strategy or the module stays off; the settings know it.

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.memory_probes import is_compiled
@@ -22,6 +21,7 @@ from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries
+from lightning_memsave.trainer.distributed import copies_gradients
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.trainer.trainer import is_strategy
 from lightning_memsave.units import format_bytes
@@ -247,10 +247,8 @@ def step_of(
     )
 
 
-# DDP copies the gradients into buckets of its own, unless they are views of them.
 def _bucket_bytes(trainer: Any, pl_module: Any) -> int:
-    ddp = trainer.strategy.model
-    if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
+    if not copies_gradients(trainer):
         return 0
     return sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
 

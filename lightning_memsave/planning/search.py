@@ -12,7 +12,7 @@ from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP
-from lightning_memsave.planning.budget import margin_bytes, rates_of
+from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.step_time import Rates
 from lightning_memsave.planning.variants import RECOMPUTED, Variant, Variants, value_of
@@ -340,7 +340,7 @@ def search_for(
         exactness,
         rates_of(what_if.gpu, what_if.device),
         limit_s=limit_s,
-        margin_of=functools.partial(margin_bytes, device=what_if.device),
+        margin_of=functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device),
         given=given,
     )
 

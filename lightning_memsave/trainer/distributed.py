@@ -64,6 +64,15 @@ def has_static_graph(trainer: Any) -> bool:
     return bool(vars(trainer.strategy).get("_ddp_kwargs", {}).get("static_graph"))
 
 
+def copies_gradients(trainer: Any) -> bool:
+    """Return whether DDP keeps, or will keep, a copy of all gradients in buckets of its own."""
+    ddp = trainer.strategy.model
+    if isinstance(ddp, DistributedDataParallel):
+        return not ddp.gradient_as_bucket_view
+    settings = vars(trainer.strategy).get("_ddp_kwargs")  # only `DDPStrategy` has them
+    return settings is not None and not settings.get("gradient_as_bucket_view")
+
+
 @contextlib.contextmanager
 def alone(trainer: Any) -> Iterator[None]:
     """Run forward and backward without DDP synchronization.

@@ -66,17 +66,17 @@ def _gpt2() -> Planned:
 
 def _bert() -> Planned:
     config = transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=12, num_attention_heads=2, intermediate_size=64,
+        hidden_size=32, num_hidden_layers=8, num_attention_heads=2, intermediate_size=64,
         vocab_size=200,
     )  # fmt: skip
-    return Planned(transformers.BertForMaskedLM(config), _tokens(4, 32), 12)
+    return Planned(transformers.BertForMaskedLM(config), _tokens(4, 32), 8)
 
 
 def _t5() -> Planned:
     config = transformers.T5Config(
-        d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=200,
-        decoder_start_token_id=0, use_cache=False,
-    )  # fmt: skip
+        d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=200, use_cache=False
+    )
+    config.decoder_start_token_id = 0
     return Planned(transformers.T5ForConditionalGeneration(config), _tokens(4, 32), 4)
 
 
@@ -149,9 +149,7 @@ def _assignments(number: int, kinds: tuple[str, ...]) -> Iterator[tuple[str, ...
     for cuts in itertools.combinations_with_replacement(range(number + 1), len(kinds)):
         ends = (0, *cuts, number)
         sizes = [b - a for a, b in itertools.pairwise(ends)]
-        yield tuple(
-            kind for kind, n in zip((*kinds, "keep"), sizes, strict=True) for _ in range(n)
-        )
+        yield tuple(kind for kind, n in zip((*kinds, "keep"), sizes, strict=True) for _ in range(n))
 
 
 __all__ = ["PLANNED", "RATES", "all_plans", "planned", "search_for", "search_of", "what_if_of"]

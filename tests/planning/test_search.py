@@ -23,12 +23,12 @@ def test_the_plan_is_as_fast_as_the_best_of_all(name, device):
     for share in SHARES:
         budget = int(share * plain)
         fitting = [seconds for num_bytes, seconds, _ in everything if num_bytes <= budget]
-        try:
-            found = search.find(budget)
-        except InfeasiblePlanError as error:
-            assert not fitting
-            assert error.smallest.device_bytes > budget
+        if not fitting:
+            with pytest.raises(InfeasiblePlanError) as failure:
+                search.find(budget)
+            assert failure.value.smallest.device_bytes > budget
             continue
+        found = search.find(budget)
         assert found.plan.is_verified
         exact = {repr(sorted(c.items())): (b, s) for b, s, c in everything}
         chosen = {n: found.plan.settings[n] for n in everything[0][2]}
@@ -68,7 +68,9 @@ def test_the_frontier_goes_down_and_the_ladder_holds_everything_else():
     assert not found.fits(found.frontier[0])
     ladder = search.ladder(found)
     assert found.plan in ladder
-    assert [p.device_bytes for p in ladder] == sorted((p.device_bytes for p in ladder), reverse=True)
+    assert [p.device_bytes for p in ladder] == sorted(
+        (p.device_bytes for p in ladder), reverse=True
+    )
     assert {p.settings["optimizer_in_backward"] for p in ladder} == {
         found.plan.settings["optimizer_in_backward"]
     }
@@ -77,5 +79,5 @@ def test_the_frontier_goes_down_and_the_ladder_holds_everything_else():
 def test_few_predictions_are_enough():
     search = search_of("bert")
     found = search.find(10**9)
-    assert planned("bert").num_blocks == 12
+    assert planned("bert").num_blocks == 8
     assert found.num_predictions <= 8
