@@ -310,3 +310,21 @@ def test_shares_and_free_memory(budget):
     fit(encoder(), callback, max_steps=1)
     assert callback.plan.budget_bytes > 100 * MIB
     assert callback.plan.plan.settings["activation_checkpointing"] is None
+
+
+@pytest.mark.gpu
+def test_the_budget_is_a_wall_and_is_taken_down():
+    before = torch.cuda.get_per_process_memory_fraction()
+    callback = MemSaveCallback(budget="3GiB", exactness="bitwise")
+    fit(encoder(), callback, accelerator="gpu", max_steps=3)
+    assert torch.cuda.get_per_process_memory_fraction() == before
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(encoder(), callback, Grabs(), accelerator="gpu", max_steps=3)
+    assert torch.cuda.get_per_process_memory_fraction() == before
+
+
+class Grabs(PACKAGES["lightning"].Callback):  # type: ignore[name-defined, misc]
+    """Allocates more than the budget, though the GPU has more."""
+
+    def on_train_start(self, trainer, pl_module):
+        self.held = torch.empty(4 * 2**30, dtype=torch.uint8, device=pl_module.device)

@@ -13,7 +13,7 @@ from torch import nn
 from lightning_memsave.analysis.explain import make_what_if
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.what_if import WhatIf
-from lightning_memsave.planning.search import PlanSearch, search_for
+from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variants import value_of
 from lightning_memsave.prediction.cuda.gpus import GPUS
@@ -150,6 +150,3 @@ def _assignments(number: int, kinds: tuple[str, ...]) -> Iterator[tuple[str, ...
         ends = (0, *cuts, number)
         sizes = [b - a for a, b in itertools.pairwise(ends)]
         yield tuple(kind for kind, n in zip((*kinds, "keep"), sizes, strict=True) for _ in range(n))
-
-
-__all__ = ["PLANNED", "RATES", "all_plans", "planned", "search_for", "search_of", "what_if_of"]

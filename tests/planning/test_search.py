@@ -1,8 +1,20 @@
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.search import EQUALLY_FAST
-from tests.planning.plans import PLANNED, all_plans, planned, search_of
+from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch
+from tests.planning.plans import (
+    OPEN,
+    PLANNED,
+    RATES,
+    all_plans,
+    planned,
+    search_of,
+    what_if_of,
+)
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
 _DAILY = ("encoder", "no blocks")
@@ -77,3 +89,18 @@ def test_few_predictions_are_enough():
     found = search.find(10**9)
     assert planned("bert").num_blocks == 8
     assert found.num_predictions <= 8
+
+
+def test_no_time_is_not_called_infeasible():
+    what_if = what_if_of("encoder")
+    search = PlanSearch(what_if, OPEN, Exactness.APPROXIMATE, RATES, limit_s=1e-3)
+    with pytest.raises(TimeoutError, match="allow it more seconds"):
+        search.find(10**9)
+
+
+def test_what_the_model_raises_comes_through():
+    what_if = what_if_of("encoder")
+    what_if.step = replace(what_if.step, batch=torch.ones(8, 32, 31))
+    search = PlanSearch(what_if, OPEN, Exactness.APPROXIMATE, RATES)
+    with pytest.raises(Exception, match="31"):
+        search.find(10**9)
