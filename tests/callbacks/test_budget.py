@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class Encoder(nn.Module):
         return self.head(self.blocks(x.unsqueeze(1).repeat(1, 64, 1))).square().mean()
 
 
-def encoder(package: Any = PACKAGES["lightning"]) -> Any:
+def encoder(package: Any = pl) -> Any:
     torch.manual_seed(1)
     return make_lit(package, Encoder())
 
@@ -113,7 +114,7 @@ def test_what_cannot_fit_ends_before_training_and_changes_nothing():
     lit = encoder()
     before = snapshot(lit.model)
     callback = MemSaveCallback(budget="1MiB", exactness="bitwise")
-    trainer = make_trainer(PACKAGES["lightning"], callback)
+    trainer = make_trainer(pl, callback)
     with pytest.raises(InfeasiblePlanError, match=r"The least found is .*Use `budget=\"\d+MiB\"`"):
         trainer.fit(lit)
     assert snapshot(lit.model) == before
@@ -129,7 +130,7 @@ def test_given_settings_stay(plain):
     assert callback.monitor.summary.peak_bytes <= plain[2] // 2
 
 
-class FailsAt(PACKAGES["lightning"].Callback):  # type: ignore[name-defined, misc]
+class FailsAt(pl.Callback):
     """Lets the next passes of a step run out of memory."""
 
     def __init__(self, step: int, num_failures: int) -> None:
@@ -172,7 +173,7 @@ def test_after_the_last_plan_batches_are_split_where_that_is_allowed(plain):
 
 @pytest.mark.predicts
 def test_allocator_retries_change_to_a_smaller_plan(plain):
-    class Retries(PACKAGES["lightning"].Callback):
+    class Retries(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             budget = callback._settings.find(BudgetSetting)
             budget.note_retries(trainer, 0 if batch_idx < 2 else 3)
@@ -189,7 +190,7 @@ def test_allocator_retries_change_to_a_smaller_plan(plain):
 def test_a_higher_peak_than_predicted_changes_to_a_smaller_plan(plain):
     """A callback of the user holds tensors that no prediction can know."""
 
-    class Holds(PACKAGES["lightning"].Callback):
+    class Holds(pl.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             self.held = torch.ones(plain[2] // 16)
 
@@ -219,7 +220,7 @@ def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
     for budget, is_kept in ((plain_bytes, True), (plain_bytes // 2, False)):
         resumed = MemSaveCallback(budget=budget, exactness="bitwise")
         lit = encoder()
-        trainer = make_trainer(PACKAGES["lightning"], resumed, max_epochs=2)
+        trainer = make_trainer(pl, resumed, max_epochs=2)
         trainer.fit(lit, ckpt_path=path)
         assert (resumed.plan.found is None) is is_kept
         assert resumed.monitor.summary.peak_bytes <= budget
@@ -234,14 +235,14 @@ def test_a_second_fit_plans_again_and_leaves_nothing_behind(plain):
     callback = MemSaveCallback(budget=plain[2] // 2, exactness="bitwise")
     before = snapshot(lit)
     for _ in range(2):
-        make_trainer(PACKAGES["lightning"], callback).fit(lit)
+        make_trainer(pl, callback).fit(lit)
         assert callback.plan.found is not None
     assert snapshot(lit).keys() == before.keys()
 
 
 def test_evaluation_needs_no_plan():
     callback = MemSaveCallback(budget="1GiB")
-    make_trainer(PACKAGES["lightning"], callback).validate(encoder(), verbose=False)
+    make_trainer(pl, callback).validate(encoder(), verbose=False)
     assert callback.plan is None
 
 
@@ -249,7 +250,7 @@ def test_a_compiled_module_cannot_be_planned():
     lit = encoder()
     lit.model.compile(backend="eager")
     with pytest.raises(IncompatibleError, match=r"`budget='1GiB'`: the fit cannot be planned"):
-        make_trainer(PACKAGES["lightning"], MemSaveCallback(budget="1GiB")).fit(lit)
+        make_trainer(pl, MemSaveCallback(budget="1GiB")).fit(lit)
 
 
 BAD = [
@@ -290,15 +291,13 @@ def test_a_stack_beside_a_budget_is_refused(stack):
 
 
 def test_more_than_the_device_has_is_refused():
-    trainer = make_trainer(PACKAGES["lightning"], MemSaveCallback(budget="4096000GiB"))
+    trainer = make_trainer(pl, MemSaveCallback(budget="4096000GiB"))
     with pytest.raises(ConfigurationError, match=r"is more than the .* of the device"):
         trainer.fit(encoder())
 
 
 def test_a_fit_without_batches_is_refused():
-    trainer = make_trainer(
-        PACKAGES["lightning"], MemSaveCallback(budget="1GiB"), limit_train_batches=0
-    )
+    trainer = make_trainer(pl, MemSaveCallback(budget="1GiB"), limit_train_batches=0)
     with pytest.raises(IncompatibleError, match="there is no batch to plan with"):
         trainer.fit(encoder())
 
@@ -323,7 +322,7 @@ def test_the_budget_is_a_wall_and_is_taken_down():
     assert torch.cuda.get_per_process_memory_fraction() == before
 
 
-class Grabs(PACKAGES["lightning"].Callback):  # type: ignore[name-defined, misc]
+class Grabs(pl.Callback):
     """Allocates more than the budget, though the GPU has more."""
 
     def on_train_start(self, trainer, pl_module):

@@ -39,13 +39,14 @@ def train(*callbacks: Any, **arguments: Any) -> Notes:
     in_force = None
     if callback.plan is not None:
         in_force = callback._settings.find(BudgetSetting).state()["plan"]["settings"]
+    assert callback.monitor is not None
+    assert callback.monitor.summary is not None
     return {
         "losses": trace.losses,
         "weights": [p.sum().item() for p in lit.parameters()],
         "plan": None if callback.plan is None else callback.plan.plan.to_dict(),
         "in_force": in_force,
-        "peak": callback.monitor and callback.monitor.peak_bytes,
-        "measured": callback.monitor and callback.monitor.summary.peak_bytes,  # type: ignore[union-attr]
+        "measured": callback.monitor.summary.peak_bytes,
     }
 
 

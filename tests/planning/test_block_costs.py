@@ -1,0 +1,64 @@
+from dataclasses import replace
+
+import pytest
+
+from lightning_memsave.core.blocks import find_blocks
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts, Run, can_be_cut, runs_of
+from lightning_memsave.planning.step_time import step_time
+from lightning_memsave.planning.variants import value_of
+from lightning_memsave.prediction.predict import predict
+from tests.planning.plans import RATES, planned, what_if_of
+
+RECORDED = ("nested", "full", "selective", KEEP)
+CHOICES = (
+    [KEEP] * 6,
+    ["full"] * 6,
+    ["nested"] * 6,
+    ["selective"] * 6,
+    ["full"] * 3 + [KEEP] * 3,
+    ["full"] * 2 + ["selective"] * 2 + [KEEP] * 2,
+    ["nested"] * 2 + ["full"] * 4,
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [({}, 0.005), ({"optimizer_in_backward": True}, 0.005), ({"micro_batch_size": 1}, 0.03)],
+    ids=str,
+)
+def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, error):
+    model = planned("gpt2").model
+    (run,) = runs_of(model, find_blocks(model))
+    assert len(run.names) == 6
+    step = what_if_of("gpt2").step.with_settings({"early_release": True, **settings})
+    few = replace(
+        step.with_settings({"activation_checkpointing": value_of(RECORDED)}),
+        change=lambda copy: run.cut(copy, len(RECORDED)),
+    )
+    recorded = [(dict(zip(run.names, RECORDED, strict=False)), predict(few))]
+    costs = BlockCosts([run], recorded, [p.numel() for p in model.parameters()], RATES)
+    for kinds in CHOICES:
+        whole = predict(step.with_settings({"activation_checkpointing": value_of(kinds)}))
+        peak_bytes, seconds = costs.peak_and_seconds(kinds)
+        assert peak_bytes == pytest.approx(whole.peak_bytes, rel=error), kinds
+        assert seconds == pytest.approx(step_time(whole.work, RATES).seconds, rel=0.01), kinds
+
+
+def test_runs_are_blocks_of_equal_shapes_that_follow_each_other():
+    model = planned("t5").model
+    runs = runs_of(model, find_blocks(model))
+    # The first block of each stack has the table of relative positions.
+    assert [len(run.names) for run in runs] == [1, 1, 1, 1]
+    model = planned("convolutions").model
+    assert [len(run.names) for run in runs_of(model, find_blocks(model))] == [1, 1, 1, 1]
+
+
+def test_a_cut_keeps_the_names_of_the_first_blocks():
+    model = planned("gpt2").model
+    run = Run(("transformer.h.4", "transformer.h.5"))
+    assert can_be_cut(model, run)
+    step = replace(what_if_of("gpt2").step, change=lambda copy: run.cut(copy, 1))
+    names = {module.name for module in predict(step).modules}
+    assert "transformer.h.4" in names
+    assert "transformer.h.5" not in names
+    assert hasattr(model.get_submodule("transformer.h"), "5")  # of the user's model
