@@ -17,6 +17,8 @@ from lightning_memsave.planning.budget import margin_bytes, rates_of, read_budge
 from lightning_memsave.planning.plan import MemoryPlan
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.prediction.cuda.gpus import Gpu
+from lightning_memsave.prediction.predict import predict
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import MakeOptimizer
 from lightning_memsave.targets.target import Target
 from lightning_memsave.techniques.registry import entries
@@ -100,22 +102,30 @@ def plan_what_if(
     what_if: WhatIf, budget: Any, exactness: str, limit_s: float = math.inf
 ) -> MemoryPlan:
     """Do what `plan_memory` does, after its arguments are read."""
-    search, budget_bytes = search_of(what_if, budget, exactness, limit_s)
-    return search.find(budget_bytes)
+    budget_bytes = budget_of(what_if, budget)
+    return search_of(what_if, exactness, limit_s).find(budget_bytes)
 
 
-def search_of(
-    what_if: WhatIf, budget: Any, exactness: str, limit_s: float = math.inf
-) -> tuple[PlanSearch, int]:
-    """Prepare the search for plans; the second is the budget in bytes."""
-    gpu, device = what_if.gpu, what_if.device
+def budget_of(what_if: WhatIf, budget: Any) -> int:
+    """Read a budget in bytes for the device of a step; ``None`` is all memory of its GPU."""
+    gpu = what_if.gpu
     if budget is None and gpu is None:
         raise ConfigurationError(
             'A plan needs a budget. Use `budget="12GiB"`, or `gpu="RTX 3060"` for all of its '
             "memory."
         )
     total_bytes = None if gpu is None else gpu.total_bytes
-    budget_bytes = read_budget("auto" if budget is None else budget, total_bytes, gpu, device)
+    return read_budget("auto" if budget is None else budget, total_bytes, gpu, what_if.device)
+
+
+def unchanged_step(what_if: WhatIf) -> MemoryPrediction:
+    """Predict a step with nothing on but what is fixed."""
+    fixed, _ = _split(what_if.step.settings)
+    return predict(replace(what_if.step, settings={"stack": "off", **fixed}))
+
+
+def search_of(what_if: WhatIf, exactness: str, limit_s: float = math.inf) -> PlanSearch:
+    """Prepare the search for plans of a step, for any budget."""
     if not what_if.can_predict:
         raise ConfigurationError("A plan needs a batch. Pass one that the model trains on.")
     try:
@@ -124,19 +134,24 @@ def search_of(
         choices = ", ".join(f'"{e.value}"' for e in Exactness)
         raise ConfigurationError(f"`exactness={exactness!r}` is not one of {choices}.") from error
     fixed, open_arguments = _split(what_if.step.settings)
-    search = PlanSearch(
+    return PlanSearch(
         replace(what_if, step=replace(what_if.step, settings=fixed), _known={}),
         open_arguments,
         limit,
-        rates_of(gpu, device),
+        rates_of(what_if.gpu, what_if.device),
         limit_s=limit_s,
-        margin_of=partial(margin_bytes, device=device),
+        margin_of=partial(margin_bytes, device=what_if.device),
     )
-    return search, budget_bytes
 
 
 # What is off because nobody named it is open, and so is "auto".
 def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Collection[str]]:
+    stack = settings.get("stack")
+    if stack not in (None, "off"):
+        raise ConfigurationError(
+            f"`stack={stack!r}` chooses all settings and leaves none to plan. Use `stack='off'`, "
+            "and name the settings that are fixed."
+        )
     defaults = MemSaveCallback().arguments
     fixed = {
         name: value
