@@ -246,7 +246,11 @@ def _show(
         parts.append(shown.found)
         parts += [Text(), Text("In the YAML file of LightningCLI:"), Text()]
         parts.append(Text(_yaml(shown, request, arguments)))
-    show(*parts, Text(f"The unchanged step needs {format_bytes(shown.unchanged.device_bytes)}."))
+    unchanged_bytes = shown.unchanged.device_bytes
+    free_bytes = 0 if shown.found is None else shown.found.margin_bytes
+    fits = unchanged_bytes + free_bytes <= shown.budget_bytes
+    how = "fits too" if fits else "does not fit"
+    show(*parts, Text(f"The unchanged step {how}: it needs {format_bytes(unchanged_bytes)}."))
     show_notes([f"note: {note}" for note in request.notes], arguments.html)
 
 
@@ -333,6 +337,7 @@ def _frontier(found: "MemoryPlan", case: _Case) -> "PageFrontier":
             plan.exactness,
             plan.how,
             is_verified=plan.is_verified,
+            fits=found.fits(plan),
             is_chosen=plan == found.plan,
         )
         for plan in found.frontier

@@ -62,6 +62,7 @@ class PagePlan:
         exactness: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
         how: What to type.
         is_verified: Whether the whole step was predicted; otherwise the bytes are estimated.
+        fits: Whether it fits the budget.
         is_chosen: Whether it is the plan.
     """
 
@@ -70,6 +71,7 @@ class PagePlan:
     exactness: str
     how: str
     is_verified: bool = True
+    fits: bool = True
     is_chosen: bool = False
 
 

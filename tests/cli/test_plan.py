@@ -14,6 +14,9 @@ from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.cli.lightning_pytorch import MemSaveCLI
 from lightning_memsave.cli.main import main
 from lightning_memsave.targets.find import load_target
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
 from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of, write_project
 from tests.report.test_page import data_in
 
@@ -130,11 +133,35 @@ class TestOneBudget:
             assert (arguments["early_release"], arguments["precision"]) == (None, None)
             assert arguments["force_8bit"] == ["*wte*"]
 
+    @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+    def test_techniques_of_a_yaml_file_are_fixed_and_written_as_they_were(
+        self, capsys, project, monkeypatch
+    ):
+        path = project / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        technique = {
+            "class_path": "lightning_memsave.ActivationCheckpointing",
+            "init_args": {"which": 1},
+        }
+        [callback] = config["trainer"]["callbacks"]
+        callback["init_args"]["activation_checkpointing"] = technique
+        path.write_text(yaml.safe_dump(config))
+        options = ("--batch", BATCH, "--gpu", "T4", *BITWISE)
+        found = yaml.safe_load(json_of(capsys, "plan", "config.yaml", *options)["yaml"])
+        [callback] = found["trainer"]["callbacks"]
+        assert callback["init_args"]["activation_checkpointing"] == technique
+        for made in callbacks_of(found, project / "cli.yaml", monkeypatch):
+            assert made.arguments["activation_checkpointing"] == ActivationCheckpointing(which=1)
+
     def test_text_shows_the_frontier_and_what_to_type(self, capsys, project):
-        arguments = ("plan", *GPT2, "--gpu", "2560MiB", *BITWISE, "--html", "plan.html")
-        assert main([*arguments]) == 0
+        arguments = ("plan", *GPT2, "--gpu", "2GiB,2560MiB", *BITWISE, "--html", "plan.html")
+        assert main([*arguments]) == 1
         out = capsys.readouterr().out
-        head, table, *_ = out.split("\n\n")
+        gpus, settings, verdict, head, table, *_ = out.split("\n\n")
+        rows = [line.split()[:2] for line in gpus.splitlines()[1:]]
+        assert rows == [["2GiB", "NO"], ["2560MiB", "yes"]]
+        assert settings.startswith("2GiB: activation_checkpointing='nested'")
+        assert verdict == "2560MiB is enough, the smallest of them. Its plan:"
         assert head.startswith("The fastest plan for 2.50 GiB, of which 256.00 MiB stay free: ")
         _, *rows = table.splitlines()
         chosen = [row.split()[1:] for row in rows if row.startswith(">")]
@@ -142,7 +169,7 @@ class TestOneBudget:
         assert any(" NO " in row for row in rows)
         assert "\nMemSaveCallback(activation_checkpointing=" in out
         assert "In the YAML file of LightningCLI:\n\ntrainer:\n  callbacks:\n" in out
-        assert "The unchanged step needs " in out
+        assert "The unchanged step does not fit: it needs 4." in out
         assert out.endswith("\npage: plan.html\n")
         assert max(map(len, out.splitlines())) <= 100
 
@@ -150,8 +177,7 @@ class TestOneBudget:
 class TestGpus:
     def test_names_the_smallest_that_is_enough(self, capsys):
         gpus = ["--gpu", "4GiB,2GiB", "--gpu", "3GiB"]
-        arguments = ["plan", *GPT2, *BITWISE, *gpus]
-        found = json_of(capsys, *arguments, status=1)
+        found = json_of(capsys, "plan", *GPT2, *BITWISE, *gpus, status=1)
         assert found["gpu"] == "3GiB"
         by_name = {gpu["name"]: gpu for gpu in found["gpus"]}
         assert list(by_name) == ["4GiB", "2GiB", "3GiB"]
@@ -163,14 +189,6 @@ class TestGpus:
         needed = small["smallest"]["device_bytes"] + small["margin_bytes"]
         assert needed > small["budget_bytes"] == 2 * 2**30
         assert "No settings fit a budget of 2.00 GiB" in small["reason"]
-        assert main(arguments) == 1
-        out = capsys.readouterr().out
-        assert "3GiB is enough, the smallest of them. Its plan:" in out
-        assert [line.split()[:2] for line in out.splitlines()[1:4]] == [
-            ["4GiB", "yes"],
-            ["2GiB", "NO"],
-            ["3GiB", "yes"],
-        ]
 
     def test_each_has_its_own_kernels_and_throughput(self, capsys):
         arguments = ("plan", "gpt2", "--batch", "4x32", *BITWISE)
