@@ -254,6 +254,7 @@ FOREIGN_PRIVATE_NAMES = {
         "_dispatch_keyset_full_after _destroy _autograd _get_sequence_nr",
         "measure.live_tensors": "_C _python_dispatch",
         "callbacks.oom_remedies": "_disable_current_modes _python_dispatch",
+        "callbacks.run_plan": "_disable_current_modes _python_dispatch",
         "callbacks.run_prediction": "_disable_current_modes _python_dispatch",
         "targets.checkpoints": "_subclasses",
         "techniques.activation_checkpointing.recompute": "_pytree _C "

@@ -1,9 +1,8 @@
 """Plan the settings of a training step for a budget of memory."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -13,15 +12,14 @@ from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.explain.what_if import WhatIf
-from lightning_memsave.planning.budget import margin_bytes, rates_of, read_budget
+from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.plan import MemoryPlan
-from lightning_memsave.planning.search import PlanSearch
+from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import MakeOptimizer
 from lightning_memsave.targets.target import Target
-from lightning_memsave.techniques.registry import entries
 
 TIME_LIMIT_S = 300.0
 
@@ -120,42 +118,23 @@ def budget_of(what_if: WhatIf, budget: Any) -> int:
 
 def unchanged_step(what_if: WhatIf) -> MemoryPrediction:
     """Predict a step with nothing on but what is fixed."""
-    fixed, _ = _split(what_if.step.settings)
-    return predict(replace(what_if.step, settings={"stack": "off", **fixed}))
+    settings = {n: v for n, v in what_if.step.settings.items() if n != "budget"}
+    return predict(replace(what_if.step, settings=settings | {"stack": "off"}))
 
 
 def search_of(what_if: WhatIf, exactness: str, limit_s: float = math.inf) -> PlanSearch:
     """Prepare the search for plans of a step, for any budget."""
     if not what_if.can_predict:
         raise ConfigurationError("A plan needs a batch. Pass one that the model trains on.")
-    try:
-        limit = Exactness(exactness)
-    except ValueError as error:
-        choices = ", ".join(f'"{e.value}"' for e in Exactness)
-        raise ConfigurationError(f"`exactness={exactness!r}` is not one of {choices}.") from error
-    fixed, open_arguments = _split(what_if.step.settings)
-    return PlanSearch(
-        replace(what_if, step=replace(what_if.step, settings=fixed), _known={}),
-        open_arguments,
-        limit,
-        rates_of(what_if.gpu, what_if.device),
-        limit_s=limit_s,
-        margin_of=partial(margin_bytes, device=what_if.device),
-    )
-
-
-# What is off because nobody named it is open, and so is "auto".
-def _split(settings: Mapping[str, Any]) -> tuple[dict[str, Any], Collection[str]]:
-    stack = settings.get("stack")
+    stack = what_if.step.settings.get("stack")
     if stack not in (None, "off"):
         raise ConfigurationError(
             f"`stack={stack!r}` chooses all settings and leaves none to plan. Use `stack='off'`, "
             "and name the settings that are fixed."
         )
-    defaults = MemSaveCallback().arguments
-    fixed = {
-        name: value
-        for name, value in settings.items()
-        if name != "stack" and value != defaults[name] and value != "auto"
-    }
-    return fixed, [e.argument for e in entries() if e.argument not in fixed]
+    try:
+        limit = Exactness(exactness)
+    except ValueError as error:
+        choices = ", ".join(f'"{e.value}"' for e in Exactness)
+        raise ConfigurationError(f"`exactness={exactness!r}` is not one of {choices}.") from error
+    return search_for(what_if, limit, limit_s)

@@ -1,5 +1,6 @@
 """`MemSaveCallback`: all techniques behind one callback."""
 
+import functools
 import inspect
 import sys
 import warnings
@@ -11,8 +12,10 @@ from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
 from lightning_memsave.callbacks.resume_advice import add_resume_advice
+from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
+from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
@@ -21,6 +24,7 @@ from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
+from lightning_memsave.planning.plan import RunPlan
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -31,7 +35,8 @@ from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptim
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
-from lightning_memsave.techniques.registry import entries, with_stack
+from lightning_memsave.techniques.registry import entries, with_plan, with_stack
+from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.trainer import (
     check_host,
@@ -93,6 +98,10 @@ class MemSaveCallback(CallbackBase):
             ``"single_gpu"`` (the least GPU memory without host memory) or ``"off"`` (only the
             arguments given beside it). Arguments given beside a stack win. ``None`` is
             ``"classic"``.
+        budget: Device memory that training may take: bytes, a text such as ``"12GiB"``, a share of
+            the device's memory, or ``"auto"`` for what is free. The fastest settings that fit are
+            chosen from the first batch, among those that ``exactness`` allows and that are not
+            given; when memory runs out, the next faster ones take their place.
         blocks: What the blocks are, where they cannot be found: a class name, a class, ``"re:"``
             and a regular expression over module names, a function of name and module, or several.
         optimizer_kwargs: Settings of an optimizer that is chosen by name.
@@ -142,6 +151,7 @@ class MemSaveCallback(CallbackBase):
         attention: str | AttentionKernel | None = "auto",
         early_release: bool | str | None = "auto",
         stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,
+        budget: int | float | str | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
@@ -164,6 +174,10 @@ class MemSaveCallback(CallbackBase):
         names = dict.fromkeys([*_DEFAULTS, *(entry.argument for entry in entries())])
         self.arguments = {name: given.get(name, "auto") for name in names}
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
+        self._in_force = with_stack(self.arguments)
+        self.plan: RunPlan | None = None
+        """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
+        self._undo_planning: Callable[[], None] | None = None
         self._prediction = RunPrediction(time_limit(predict))
         self._is_disabled = False
         self._has_warned_of_window = False
@@ -202,7 +216,7 @@ class MemSaveCallback(CallbackBase):
             All arguments by name, with the values of the stack; what yielded is off.
         """
         updates = self._settings.find(OptimizerInBackwardSetting).effective
-        arguments = {**with_stack(self.arguments), "optimizer_in_backward": updates}
+        arguments = {**self._in_force, "optimizer_in_backward": updates}
         return effective_settings(arguments, self.rows, self._micro_batches.size)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -229,10 +243,17 @@ class MemSaveCallback(CallbackBase):
         self._outside = sys.exception()
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
-        problems = check_host(trainer) or self._settings.apply(trainer, pl_module, is_fit)
+        self.plan = None
+        is_planned = is_fit and self.arguments["budget"] is not None
+        problems = check_host(trainer)
+        if not problems and not is_planned:
+            problems = self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
         self._user = id(trainer)
+        if is_planned:
+            function = functools.partial(self._apply_plan, trainer, pl_module)
+            self._undo_planning = before_strategy_setup(trainer, function)
         with self._settings.undone_on_error():
             if is_fit:
                 own = first_of(trainer, GPUMemoryMonitor)
@@ -241,6 +262,21 @@ class MemSaveCallback(CallbackBase):
                 put_first(trainer, self, *added)
                 for monitor in added:  # the hook that is running does not know of it
                     monitor.setup(trainer, pl_module, stage)
+
+    # The first batch decides, and optimizers and precision are not set up yet.
+    def _apply_plan(self, trainer: Any, pl_module: Any) -> None:
+        size = self._micro_batches.size
+        self.plan = plan_fit(trainer, pl_module, MemSaveCallback, self.arguments, self.plan)
+        chosen = self.plan.plan.settings
+        self._settings, _ = make_settings(type(self).__name__, self.arguments, chosen)
+        self._in_force = with_plan(self.arguments, chosen)
+        self._budget.use(self.plan)
+        if isinstance(chosen.get("micro_batch_size"), int):
+            self._micro_batches.resize(chosen["micro_batch_size"])
+        elif size is not None:  # of the checkpoint
+            self._micro_batches.size = size
+        if problems := self._settings.apply(trainer, pl_module, True):
+            raise IncompatibleError(type(self).__name__, problems)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Change what exists only now, and show the table.
@@ -257,6 +293,11 @@ class MemSaveCallback(CallbackBase):
         if problems := self._settings.start(trainer, pl_module):
             raise IncompatibleError(type(self).__name__, problems)
         self._prediction.begin()
+        if self.plan is not None:
+            self._budget.allow_changes(trainer, pl_module, self._settings)
+            if self.plan.plan.prediction is not None:
+                self._prediction.use(self.plan.plan.prediction)
+                self._keep_gradients()
         if self._reported is not None:
             self._reported.run_prediction = self._prediction
         self._has_started = True
@@ -271,9 +312,16 @@ class MemSaveCallback(CallbackBase):
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
-            if self.prediction is not None:
-                updates = self._settings.find(OptimizerInBackwardSetting)
-                updates.keep_gradients(self.prediction.kept_gradient_bytes)
+            self._keep_gradients()
+        if self.plan is not None:
+            self._budget.watch(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Compare the plan with what was measured, once."""
+        if self.plan is not None and self._reported is not None:
+            self._budget.refine(trainer, self._reported.summary)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Materialize logits that are still referenced."""
@@ -316,6 +364,9 @@ class MemSaveCallback(CallbackBase):
 
     def _undo(self, trainer: Any) -> None:
         self._outside = None
+        if self._undo_planning is not None:
+            self._undo_planning()
+            self._undo_planning = None
         remove_callback(trainer, self.monitor)
         for failure in self._settings.undo():
             say(trainer, failure)
@@ -326,11 +377,15 @@ class MemSaveCallback(CallbackBase):
         """Save the micro-batch size that memory was enough for, for a resumed run."""
         if not self._is_disabled:
             self._warn_of_open_window(trainer)
-            state = {"micro_batch_size": self._micro_batches.size}
+            state: dict[str, Any] = {"micro_batch_size": self._micro_batches.size}
+            if self.plan is not None:
+                state["plan"] = self._budget.state()
             checkpoint.setdefault("callbacks", {})[self.state_key] = state
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Continue with the micro-batch size of the run that wrote the checkpoint."""
+        """Continue with the micro-batch size and the plan of the run that wrote the checkpoint."""
+        if isinstance(state_dict, Mapping) and self.arguments["budget"] is not None:
+            self.plan = RunPlan.from_state(state_dict.get("plan"))
         size = state_dict.get("micro_batch_size") if isinstance(state_dict, Mapping) else state_dict
         if type(size) is int and size >= 1:
             self._micro_batches.size = size
@@ -356,6 +411,15 @@ class MemSaveCallback(CallbackBase):
             f"that is a multiple of {window}.",
             MemsaveWarning,
         )
+
+    def _keep_gradients(self) -> None:
+        if self.prediction is not None:
+            updates = self._settings.find(OptimizerInBackwardSetting)
+            updates.keep_gradients(self.prediction.kept_gradient_bytes)
+
+    @property
+    def _budget(self) -> BudgetSetting:
+        return self._settings.find(BudgetSetting)
 
     @property
     def _micro_batches(self) -> MicroBatchSetting:
@@ -393,6 +457,7 @@ class MemSaveCallback(CallbackBase):
             predicted=self._prediction.to_dict(error_of_prediction) if has_started else None,
             error=error,
             device=trainer.strategy.root_device,
+            plan=None if self.plan is None else self.plan.to_dict(),
         )
 
 

@@ -120,6 +120,7 @@ def write_report(
     predicted: dict[str, Any] | None,
     device: torch.device,
     error: BaseException | None = None,
+    plan: dict[str, Any] | None = None,
 ) -> None:
     """Write ``memsave_report.json``, or warn that it cannot be written.
 
@@ -131,6 +132,7 @@ def write_report(
         predicted: What was predicted, with ``peak_bytes``; ``None`` if nothing was to be.
         device: Where the model was.
         error: What ended the fit, if something did.
+        plan: What was planned for a budget; ``None`` without one.
     """
     try:
         is_cuda = device.type == "cuda"
@@ -144,6 +146,7 @@ def write_report(
             "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
             "versions": versions(),
             "predicted": predicted,
+            "plan": plan,
         }
         write_file(directory, REPORT_NAME, json.dumps(report, indent=2) + "\n")
     # Remote file systems raise their own classes. A run that is over must not fail for this, and

@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.memory_probes import is_compiled
@@ -19,8 +18,10 @@ from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.prediction.predict import predict
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries
+from lightning_memsave.trainer.distributed import copies_gradients
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.trainer.trainer import is_strategy
 from lightning_memsave.units import format_bytes
@@ -29,7 +30,7 @@ TIME_LIMIT_S = 20.0
 
 _PREDICTABLE = ("32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true")
 # The Trainer has its precision by now; the others do not change training steps.
-_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack")
+_LEFT_OUT = ("precision", "eval_micro_batch_size", "tf32", "stack", "budget")
 
 
 class RunPrediction(Predicted):
@@ -49,6 +50,10 @@ class RunPrediction(Predicted):
         """A fit begins."""
         self.prediction, self.note, self.seconds = None, "", 0.0
         self.is_due = self.limit_s is not None
+
+    def use(self, prediction: MemoryPrediction) -> None:
+        """Take the prediction of a plan, which was made before the fit."""
+        self.prediction, self.is_due = prediction, False
 
     def before_batch(
         self,
@@ -234,14 +239,16 @@ def step_of(
         },
         device=device.type,
         gpu=local_gpu(device) if device.type == "cuda" else None,
-        fit=RunningFit(_finite(trainer.num_training_batches), _bucket_bytes(trainer, pl_module)),
+        fit=RunningFit(
+            _finite(trainer.num_training_batches),
+            _bucket_bytes(trainer, pl_module),
+            num_processes=trainer.world_size,
+        ),
     )
 
 
-# DDP copies the gradients into buckets of its own, unless they are views of them.
 def _bucket_bytes(trainer: Any, pl_module: Any) -> int:
-    ddp = trainer.strategy.model
-    if not isinstance(ddp, DistributedDataParallel) or ddp.gradient_as_bucket_view:
+    if not copies_gradients(trainer):
         return 0
     return sum(p.numel() * p.element_size() for p in pl_module.parameters() if p.requires_grad)
 

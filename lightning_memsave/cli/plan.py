@@ -192,12 +192,12 @@ def _yaml(case: _Case, request: Request, arguments: argparse.Namespace) -> str:
 def _to_dict(
     request: Request, cases: list[_Case], shown: _Case, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    from lightning_memsave.planning.budget import margin_bytes
+    from lightning_memsave.planning.budget import margin_of
 
     def of(case: _Case) -> dict[str, Any]:
         refusal = case.refusal
         nothing = dict.fromkeys(("plan", "runner_up", "seconds", "num_predictions"))
-        free_bytes = margin_bytes(case.budget_bytes, request.step.device)
+        free_bytes = margin_of(case.budget_bytes, case.gpu, request.step.device)
         return {
             "unchanged_bytes": case.unchanged.device_bytes,
             "budget_bytes": case.budget_bytes,

@@ -30,7 +30,7 @@ class Run:
         """Remove all but the first blocks from a model."""
         for name in self.names[num_blocks:]:
             container, _, key = name.rpartition(".")
-            del model.get_submodule(container)._modules[key]
+            delattr(model.get_submodule(container), key)
 
 
 def runs_of(model: nn.Module, blocks: Sequence[Block]) -> list[Run]:

@@ -5,21 +5,21 @@ from typing import Any, NoReturn
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.step_time import Rates, measure_rates
-from lightning_memsave.prediction.cuda.constants import context_bytes
+from lightning_memsave.prediction.cuda.constants import context_bytes, margin_bytes
 from lightning_memsave.prediction.cuda.gpus import GPUS, Gpu
 from lightning_memsave.units import MIB, format_bytes, parse_bytes
 
 # Of a GPU for which only a size is known: of the capability that is assumed for its kernels.
 _TYPICAL = "A100-40GB"
-# Predictions for CUDA may be off, and other things take memory too: facts/planning_offloading.md.
-_MARGIN_SHARE, _MARGIN_BYTES = 0.03, 256 * MIB
 
 
-def margin_bytes(budget_bytes: int, device: str) -> int:
+def margin_of(budget_bytes: int, gpu: Gpu | None, device: str) -> int:
     """Say how much of a budget a plan leaves free: nothing where predictions are exact."""
-    if device != "cuda":
-        return 0
-    return max(_MARGIN_BYTES, math.ceil(_MARGIN_SHARE * budget_bytes))
+    return margin_bytes(budget_bytes, _capability(gpu)) if device == "cuda" else 0
+
+
+def _capability(gpu: Gpu | None) -> tuple[int, int]:
+    return (gpu and gpu.compute_capability) or (8, 0)
 
 
 def check_budget(budget: Any) -> None:
@@ -88,12 +88,12 @@ def read_budget(budget: Any, total_bytes: int | None, gpu: Gpu | None, device: s
             budget, f"is more than the {format_bytes(total_bytes)} of the device", "at most that: "
         )
     if device == "cuda":
-        needed = context_bytes((gpu and gpu.compute_capability) or (8, 0))
-        if num_bytes <= needed + margin_bytes(num_bytes, device):
+        needed, margin = context_bytes(_capability(gpu)), margin_of(num_bytes, gpu, device)
+        if num_bytes <= needed + margin:
             _refuse(
                 budget,
                 f"is not more than the CUDA context of {format_bytes(needed)} and the "
-                f"{format_bytes(margin_bytes(num_bytes, device))} that a plan leaves free",
+                f"{format_bytes(margin)} that a plan leaves free",
             )
     return num_bytes
 

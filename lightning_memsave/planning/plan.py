@@ -66,7 +66,8 @@ class Plan:
 
     @property
     def _on(self) -> dict[str, Any]:
-        return {n: v for n, v in self.settings.items() if v not in (None, "auto", False, ())}
+        off = (None, "auto", False, ())
+        return {n: v for n, v in self.settings.items() if v not in off and n != "exactness"}
 
     def __str__(self) -> str:
         return f"{self.how}: {self.size}, {self.time_ratio:.2f} times the time ({self.exactness})"
@@ -198,6 +199,51 @@ class MemoryPlan(JupyterMixin):
 
     def __repr__(self) -> str:
         return f"<MemoryPlan for {format_bytes(self.budget_bytes)}: {self.plan}>"
+
+
+@dataclass
+class RunPlan:
+    """The plan of a fit.
+
+    Args:
+        plan: The plan that the fit began with.
+        budget_bytes: What it was made for.
+        margin_bytes: Part of it that is left free.
+        ladder: The plans to which the fit can change, the fastest first, and this one among them.
+        found: All of the search; ``None`` if the plan comes from a checkpoint.
+    """
+
+    plan: Plan
+    budget_bytes: int
+    margin_bytes: int
+    ladder: tuple[Plan, ...]
+    found: MemoryPlan | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give everything as plain values, for the report of a run."""
+        return self.state(self.plan) if self.found is None else self.found.to_dict()
+
+    def state(self, now: Plan) -> dict[str, Any]:
+        """Give what a checkpoint keeps, with the plan that is in force by now."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "margin_bytes": self.margin_bytes,
+            "plan": now.to_dict(),
+            "ladder": [plan.to_dict() for plan in self.ladder],
+        }
+
+    @classmethod
+    def from_state(cls, state: Any) -> "RunPlan | None":
+        """Read what `state` gave; ``None`` if it cannot be read."""
+        try:
+            return cls(
+                Plan(**state["plan"]),
+                state["budget_bytes"],
+                state["margin_bytes"],
+                tuple(Plan(**plan) for plan in state["ladder"]),
+            )
+        except (TypeError, KeyError):
+            return None
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

@@ -1,22 +1,25 @@
 """Find the fastest plan that fits a budget."""
 
+import functools
 import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP
+from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.step_time import Rates
 from lightning_memsave.planning.variants import RECOMPUTED, Variant, Variants, value_of
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
-from lightning_memsave.units import format_bytes
+from lightning_memsave.techniques.registry import entries
+from lightning_memsave.units import MIB, format_bytes
 
 EQUALLY_FAST = 0.01
 """Plans whose time differs by less, as a share, are judged by exactness."""
@@ -46,6 +49,7 @@ class PlanSearch:
         rates: What the device reaches.
         limit_s: Seconds after which nothing more is predicted.
         margin_of: Gives the bytes of a budget that stay free.
+        given: Arguments that the user has chosen, for messages.
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class PlanSearch:
         *,
         limit_s: float = math.inf,
         margin_of: Callable[[int], int] = lambda budget_bytes: 0,
+        given: Sequence[str] = (),
     ) -> None:
         self._start_s = time.monotonic()
         self._what_if = what_if
-        self._margin_of = margin_of
+        self._margin_of, self._exactness, self._given = margin_of, exactness, given
         self._variants = Variants(what_if, open_arguments, exactness, rates, limit_s)
         self._verified: dict[int, MemoryPrediction | None] = {}
         # By how much whole predictions were higher than estimates, by variant; the last for others.
@@ -89,36 +94,44 @@ class PlanSearch:
         if best is None:
             self._refuse(budget_bytes, room)
         best = self._more_exact(best, room)
-        others = [c for c in self._candidates if c.variant is not best.variant]
+        slower_s = best.seconds * (1 + EQUALLY_FAST)
+        others = [
+            c
+            for c in self._candidates
+            if c.variant is not best.variant
+            and (c.seconds > slower_s or c.variant.exactness is not best.variant.exactness)
+        ]
         second = self._fastest(others, room)
         return MemoryPlan(
             budget_bytes,
             budget_bytes - room,
             self._plan(best),
             None if second is None else self._plan(second),
-            tuple(self._plan(candidate) for candidate in self._thinned(best)),
+            tuple(self._plan(candidate) for candidate in self._thinned(self._candidates, best)),
             time.monotonic() - self._start_s,
             self._variants.num_predictions,
         )
 
     def ladder(self, found: MemoryPlan) -> list[Plan]:
-        """List plans that need less and differ in recomputation and micro-batches only.
+        """List plans that differ in recomputation and micro-batches only: a fit can change to them.
 
         Args:
             found: As `find` gives it.
 
         Returns:
-            The plans, the fastest first; each needs less than the one before.
+            The plans, the fastest first, each of which needs less than the one before; the plan
+            that was found is among them.
         """
         names = (RECOMPUTED, "micro_batch_size")
         fixed = {n: v for n, v in found.plan.settings.items() if n not in names}
-        rest = [
+        chosen = next(c for c in self._candidates if self._plan(c) == found.plan)
+        same = [
             c
             for c in self._candidates
-            if self._bytes(c) < found.plan.device_bytes
-            and fixed.items() <= self._variants.settings(c.variant.changes).items()
+            if c.variant.exactness.value == found.plan.exactness
+            and fixed.items() <= self._settings_of(c).items()
         ]
-        return [self._plan(candidate) for candidate in self._frontier(rest)]
+        return [self._plan(candidate) for candidate in self._thinned(same, chosen)]
 
     def _prepare(self) -> None:
         if self._candidates:
@@ -210,13 +223,18 @@ class PlanSearch:
     def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
         return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
 
-    def _thinned(self, best: _Candidate) -> Iterator[_Candidate]:
-        before = math.inf
+    def _thinned(
+        self, candidates: Sequence[_Candidate], chosen: _Candidate
+    ) -> Iterator[_Candidate]:
         self._slack_bytes = 0.0
-        frontier = self._frontier([*self._candidates, best])
-        for candidate in frontier:
+        frontier = self._frontier(candidates)
+        at = [c for c in frontier if self._bytes(c) > self._bytes(chosen) and c is not chosen]
+        below = [c for c in frontier if self._bytes(c) < self._bytes(chosen)]
+        before = math.inf
+        for candidate in (*at, chosen, *below):
             num_bytes = self._bytes(candidate)
-            if candidate in (best, frontier[-1]) or num_bytes < before * (1 - _STEP):
+            is_end = candidate is chosen or candidate is frontier[-1]
+            if is_end or num_bytes < before * (1 - _STEP):
                 before = num_bytes
                 yield candidate
 
@@ -234,11 +252,14 @@ class PlanSearch:
                 found.append(one)
         return found
 
-    def _plan(self, candidate: _Candidate) -> Plan:
+    def _settings_of(self, candidate: _Candidate) -> dict[str, Any]:
         changes = dict(candidate.variant.changes)
         if candidate.variant.costs is not None:
             changes[RECOMPUTED] = value_of(candidate.kinds)
-        settings = {**self._what_if.step.settings, **self._variants.settings(changes)}
+        return {**self._what_if.step.settings, **self._variants.settings(changes)}
+
+    def _plan(self, candidate: _Candidate) -> Plan:
+        settings = self._settings_of(candidate)
         prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
         costs, num_bytes = candidate.variant.costs, self._estimate(candidate)
         overhead_bytes = 0 if costs is None else costs.overhead_bytes
@@ -252,6 +273,16 @@ class PlanSearch:
             prediction is not None,
             prediction,
         )
+
+    def _ways_out(self, least_bytes: int) -> str:
+        ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
+        if self._exactness is not Exactness.APPROXIMATE:
+            ways.append('`exactness="approximate"`')
+        if self._given:
+            ways.append(f"no {' or '.join(f'`{name}=`' for name in self._given)}")
+        is_one = self._what_if.num_samples == 1
+        ways.append("shorter samples" if is_one else "a smaller batch")
+        return f"Use {', '.join(ways)}, or a smaller model."
 
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
         known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
@@ -271,9 +302,47 @@ class PlanSearch:
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
-            f"{made_of or 'estimated from its blocks'}. {self._variants.ways_out(least_bytes)}",
+            f"{made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes)}",
             smallest,
         )
+
+
+# Not of what is trained, or not in a plan.
+_NEITHER = ("stack", "budget", "monitor", "report", "predict")
+
+
+def search_for(
+    what_if: WhatIf, exactness: Exactness, limit_s: float = math.inf, closed: Collection[str] = ()
+) -> PlanSearch:
+    """Prepare a search with all arguments open that the step's settings leave to it.
+
+    Args:
+        what_if: Predicts variants of the step.
+        exactness: How far results may move.
+        limit_s: Seconds after which nothing more is predicted.
+        closed: Arguments of `MemSaveCallback` that stay off.
+
+    Returns:
+        The search. What is off in the step's settings because nobody named it is open.
+    """
+    step = what_if.step
+    defaults = step.make_callback().arguments
+    fixed = {
+        name: value
+        for name, value in step.settings.items()
+        if name not in _NEITHER and value not in ("auto", defaults[name])
+    }
+    given = [entry.argument for entry in entries() if entry.offers and entry.argument in fixed]
+    fixed |= {name: None for name in closed if name not in fixed}
+    return PlanSearch(
+        replace(what_if, step=replace(step, settings=fixed), _known={}),
+        [entry.argument for entry in entries() if entry.argument not in fixed],
+        exactness,
+        rates_of(what_if.gpu, what_if.device),
+        limit_s=limit_s,
+        margin_of=functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device),
+        given=given,
+    )
 
 
 # The first blocks need recomputation most: their activations live longest. One kind follows another

@@ -124,7 +124,7 @@ def measure_rates(device: torch.device | str) -> Rates:
         The rates, of kernels as large as those of a transformer with a width of 768.
     """
     device = torch.device(device)
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         products = {
             name: _product_rate(device, dtype)
             for name, dtype in (

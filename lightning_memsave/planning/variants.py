@@ -22,7 +22,6 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     parts_of,
 )
 from lightning_memsave.techniques.registry import entries
-from lightning_memsave.units import MIB
 
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
@@ -140,26 +139,6 @@ class Variants:
         """How many steps were predicted, copies with fewer blocks among them."""
         copies = 0 if self._copies is self.what_if else self._copies.num_predictions
         return self.what_if.num_predictions + copies
-
-    def ways_out(self, least_bytes: int) -> str:
-        """Say what would make a plan fit.
-
-        Args:
-            least_bytes: The smallest budget with which one does.
-
-        Returns:
-            A sentence.
-        """
-        ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
-        if self._limit is not Exactness.APPROXIMATE:
-            ways.append('`exactness="approximate"`')
-        fixed = [e.argument for e in entries() if e.offers and e.argument not in self._open]
-        if fixed:
-            ways.append(f"leave {', '.join(f'`{name}`' for name in fixed)} to the planner")
-        ways.append(
-            "a smaller batch or shorter samples" if self._num_samples != 1 else "shorter samples"
-        )
-        return f"Use {', '.join(ways)}, or a smaller model."
 
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""

@@ -21,6 +21,7 @@ from lightning_memsave.prediction.cuda.allocator import CachingAllocator, least_
 from lightning_memsave.prediction.cuda.constants import (
     constant_assumptions,
     context_bytes,
+    distributed_bytes,
     workspaces,
 )
 from lightning_memsave.prediction.cuda.kernels import (
@@ -246,6 +247,7 @@ class _Predictor:
             num_batches=fit.num_batches,
             trainer_arguments=trainer_arguments,
             is_running=step.fit is not None,
+            has_started=step.fit is not None and step.fit.has_started,
             emulation=emulation if on_cuda else contextlib.nullcontext,
             deadline_s=self.deadline_s,
         )
@@ -269,13 +271,17 @@ class _Predictor:
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
             guesses=self.fakes.guesses,
-            context_bytes=context_bytes(step.capability) if on_cuda else 0,
+            context_bytes=context_bytes(step.capability)
+            + distributed_bytes(step.capability, fit.num_processes)
+            if on_cuda
+            else 0,
         )
         return _with_guessed_copies(prediction, module, callback.rows)
 
     def _cuda_assumptions(self, recording: Recording) -> tuple[str, ...]:
         step = self.step
-        constants = constant_assumptions(step.capability, step.workspace_config)
+        num_processes = (step.fit or RunningFit()).num_processes
+        constants = constant_assumptions(step.capability, step.workspace_config, num_processes)
         operators = {event.op for event in recording.events}
         return (*constants, *ASSUMPTIONS, *module_assumptions(self.pl_module.modules(), operators))
 

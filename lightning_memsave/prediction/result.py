@@ -173,7 +173,8 @@ class MemoryPrediction(JupyterMixin):
             a CPU.
         least_reserved_bytes: The least that this allocator needs for the step: when memory runs
             out, it returns cached blocks to the driver and retries. ``None`` on a CPU.
-        context_bytes: Bytes of the CUDA context; 0 on a CPU.
+        context_bytes: Bytes of the CUDA context, and of NCCL in a run of several processes; 0 on a
+            CPU.
         kept_gradient_bytes: Bytes of gradients that can stay on the device without a higher peak,
             where `OptimizerInBackward` would else hold them on the host until the end of backward.
         workspace_bytes: Bytes of cuBLAS workspaces, a part of ``other``; 0 on a CPU.

@@ -31,10 +31,8 @@ MAX_ACCUMULATED = 2
 """From the second batch of an accumulation window on, gradients exist."""
 
 # Called before the first batch: a running Trainer has called them already.
-_START_HOOKS = (
-    *("prepare_data", "setup", "configure_model"),
-    *("on_fit_start", "on_train_start", "on_train_epoch_start"),
-)
+_SETUP_HOOKS = ("prepare_data", "setup", "configure_model")
+_START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 # At the end of a simulated fit, no hook may write files or send messages.
 _END_HOOKS = ("on_train_epoch_end", "on_train_end", "on_fit_end", "teardown", "on_exception")
 
@@ -48,8 +46,9 @@ class SimulationSettings:
         accumulate_grad_batches: Batches per optimizer step.
         num_batches: Batches per epoch, for learning-rate schedules.
         trainer_arguments: Further arguments of the Trainer.
-        is_running: Whether the module is being trained: the hooks before the first batch have been
+        is_running: Whether the module is in a fit: ``setup`` and ``configure_model`` have been
             called already.
+        has_started: Whether all hooks before the first batch have.
         emulation: Context around the fit, such as the emulation of CUDA's kernels.
         deadline_s: ``time.monotonic()`` at which to abort; ``None`` for never.
     """
@@ -59,6 +58,7 @@ class SimulationSettings:
     num_batches: int = 1000
     trainer_arguments: Mapping[str, Any] = field(default_factory=dict)
     is_running: bool = False
+    has_started: bool = False
     emulation: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     deadline_s: float | None = None
 
@@ -86,7 +86,9 @@ def simulate_steps(
     """
     accumulated = min(settings.accumulate_grad_batches, MAX_ACCUMULATED)
     # `configure_callbacks` too: the module's own callbacks may write files.
-    skipped = [*(_START_HOOKS if settings.is_running else ()), *_END_HOOKS, "configure_callbacks"]
+    skipped = [*_END_HOOKS, "configure_callbacks"]
+    skipped += _SETUP_HOOKS if settings.is_running else ()
+    skipped += _START_HOOKS if settings.has_started else ()
     _skip(pl_module, skipped)
     _train_own_parameters(pl_module)
     forget_metric_names(pl_module)

@@ -40,10 +40,14 @@ class RunningFit:
         num_batches: Batches per epoch, for learning-rate schedules.
         other_bytes: Memory held throughout the fit that the simulation does not allocate, such as
             the buffers of a strategy.
+        has_started: Whether hooks such as ``on_fit_start`` have been called, not only ``setup``.
+        num_processes: Processes that train together, one per GPU.
     """
 
     num_batches: int = 1000
     other_bytes: int = 0
+    has_started: bool = True
+    num_processes: int = 1
 
 
 @dataclass(frozen=True)

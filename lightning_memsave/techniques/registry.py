@@ -91,6 +91,7 @@ STACKS = ("off", "classic", "bitwise", "single_gpu")
 the least memory on a single GPU without host memory."""
 BARE = "classic"
 """The default stack."""
+_ALWAYS = ("micro_batch_size", "eval_micro_batch_size")
 _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
 
@@ -125,8 +126,28 @@ def values_of(stack: str) -> dict[str, Any]:
     return {**values, **_DETAILS.get(stack, {})}
 
 
+def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace ``"auto"`` by the values of a plan.
+
+    Args:
+        arguments: As for `with_stack`.
+        settings: Arguments that were planned; what they lack is off. Batches that run out of memory
+            are split with any plan.
+
+    Returns:
+        As `with_stack` does.
+    """
+    open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
+    values = {name: settings.get(name) for name in open_arguments}
+    values |= {name: "auto" for name in _ALWAYS if name in values}
+    # Planned beside an 8-bit optimizer.
+    if "optimizer" in values and not arguments["force_8bit"]:
+        values["force_8bit"] = settings.get("force_8bit") or ()
+    return {**arguments, **values, "from_stack": tuple(values)}
+
+
 def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace ``"auto"`` by the values of the stack.
+    """Replace ``"auto"`` by the values of the stack; with a budget, by those without a plan yet.
 
     Args:
         arguments: All arguments of `MemSaveCallback` by name.
@@ -137,6 +158,8 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigurationError: If there is no such stack.
     """
+    if arguments.get("budget") is not None and arguments["stack"] is None:
+        return with_plan(arguments, {})
     stack = BARE if arguments["stack"] is None else arguments["stack"]
     if not isinstance(stack, str) or stack not in STACKS:
         raise ConfigurationError(

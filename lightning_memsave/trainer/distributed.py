@@ -64,6 +64,15 @@ def has_static_graph(trainer: Any) -> bool:
     return bool(vars(trainer.strategy).get("_ddp_kwargs", {}).get("static_graph"))
 
 
+def copies_gradients(trainer: Any) -> bool:
+    """Return whether DDP keeps, or will keep, a copy of all gradients in buckets of its own."""
+    ddp = trainer.strategy.model
+    if isinstance(ddp, DistributedDataParallel):
+        return not ddp.gradient_as_bucket_view
+    settings = vars(trainer.strategy).get("_ddp_kwargs")  # only `DDPStrategy` has them
+    return settings is not None and not settings.get("gradient_as_bucket_view")
+
+
 @contextlib.contextmanager
 def alone(trainer: Any) -> Iterator[None]:
     """Run forward and backward without DDP synchronization.
@@ -94,6 +103,19 @@ def all_reduce_min(trainer: Any, size: int) -> int:
     found = torch.tensor(size, device=trainer.strategy.root_device)
     dist.all_reduce(found, dist.ReduceOp.MIN)
     return int(found.item())
+
+
+def broadcast_from_rank_zero(trainer: Any, value: Any) -> Any:
+    """Return the value of rank zero on all ranks, which must all call this.
+
+    Args:
+        trainer: A Trainer in ``setup`` or later: it has made the process group by then.
+        value: Anything that can be pickled; ignored on other ranks.
+
+    Returns:
+        The value of rank zero.
+    """
+    return trainer.strategy.broadcast(value)
 
 
 def broadcast_buffers(trainer: Any) -> None:

@@ -18,7 +18,12 @@ _AVERAGES = ("WeightAveraging", "StochasticWeightAveraging")
 _NEEDED = (
     "strategy.precision_plugin",
     "strategy.load_optimizer_state_dict",
+    "strategy.setup",
+    "strategy.broadcast",
     "fit_loop._should_accumulate",
+    "fit_loop._combined_loader",
+    "fit_loop._data_source.dataloader",
+    "fit_loop._data_source.is_module",
     "fit_loop.epoch_loop._batches_that_stepped",
     "fit_loop.epoch_loop._num_ready_batches_reached",
     "fit_loop.epoch_loop._results.update_metrics",
@@ -32,6 +37,7 @@ _NEEDED = (
     "_accelerator_connector._precision_plugin_flag",
     "_accelerator_connector._check_and_init_precision",
 )
+_NEEDED_OF_DATA = ("_request_dataloader", "_process_dataloader", "_resolve_overfit_batches")
 
 
 def package_of(thing: Any) -> ModuleType:
@@ -62,17 +68,25 @@ def check_host(trainer: Any) -> list[Problem]:
     Returns:
         A problem for each missing name.
     """
-    package = package_of(trainer)
+    package, data = package_of(trainer), data_connector_of(trainer)
     version = getattr(package, "__version__", "?")
+    missing = [f"Trainer.{path}" for path in _NEEDED if not _has(trainer, path)]
+    missing += [f"{data.__name__}.{name}" for name in _NEEDED_OF_DATA if not _has(data, name)]
     return [
         Problem(
-            f"`Trainer.{path}`",
+            f"`{path}`",
             f"{package.__name__} {version} has no such name",
             "Install lightning 2.6, with which this version of lightning-memsave was tested.",
         )
-        for path in _NEEDED
-        if not _has(trainer, path)
+        for path in missing
     ]
+
+
+def data_connector_of(trainer: Any) -> ModuleType:
+    """Return the module of a Trainer's package with which it prepares DataLoaders."""
+    return importlib.import_module(
+        f"{package_of(trainer).__name__}.trainer.connectors.data_connector"
+    )
 
 
 def _has(owner: Any, path: str) -> bool:

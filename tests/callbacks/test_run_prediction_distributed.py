@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from lightning_memsave import MemSaveCallback
+from lightning_memsave.callbacks.run_prediction import step_of
 from tests.callbacks.lit import Trace, Vectors, make_lit, make_trainer
 from tests.callbacks.ranks import RANKS, Notes, Report, make_report
 from tests.cases import Model
@@ -44,7 +45,10 @@ def train(*, predict: float | bool, through_ddp: bool = False, **settings: Any) 
     assert callback.monitor is not None
     summary, prediction = callback.monitor.summary, callback.prediction
     assert summary is not None
+    step = step_of(trainer, lit, torch.zeros(1), MemSaveCallback, {})
+    assert step.fit is not None
     return {
+        "processes": step.fit.num_processes,
         "losses": trace.losses,
         "gathered": lit.gathered,
         "predicted": None if prediction is None else prediction.peak.by_category(),
@@ -72,6 +76,7 @@ def test_rank_zero_predicts_what_is_measured(report, name):
     first, second = report(name)
     assert second["predicted"] is None
     assert (first["note"], second["note"]) == ("", "")
+    assert first["processes"] == RANKS
     predicted_bytes = sum(first["predicted"].values())
     assert predicted_bytes == pytest.approx(sum(first["measured"].values()), rel=0.01)
 

@@ -1,5 +1,6 @@
 import contextlib
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_memsave import ActivationCheckpointing
+from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.errors import ConfigurationError, MissingDependencyError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.cuda import autocast as _cuda_autocast
-from lightning_memsave.prediction.cuda.constants import constant_assumptions, workspaces
+from lightning_memsave.prediction.cuda.constants import (
+    constant_assumptions,
+    context_bytes,
+    distributed_bytes,
+    margin_bytes,
+    workspaces,
+)
 from lightning_memsave.prediction.cuda.kernels import ASSUMPTIONS, cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.predict import predict
+from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 
 
 class Ops(TorchDispatchMode):
@@ -686,6 +695,38 @@ def test_workspaces_as_the_variable_has_them(config, size, monkeypatch):
 def test_no_workspaces_where_the_variable_forbids_them(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
     assert workspaces() == ()
+
+
+@pytest.mark.parametrize("major", [7, 8, 9, 10, 12, 99])
+def test_processes_that_train_together_need_nccl(major):
+    capability = (major, 0)
+    needed = [distributed_bytes(capability, number) for number in (1, 2, 3, 8)]
+    assert needed == [0, 544 * 2**20, 688 * 2**20, 688 * 2**20]
+    alone, together = (constant_assumptions(capability, "", number) for number in (1, 4))
+    assert [line for line in together if line not in alone and "688.00 MiB" in line]
+    assert len(together) == len(alone) + 1
+
+
+def test_margin_is_a_share_of_large_gpus_and_a_size_on_small_ones():
+    sizes = [6 * 2**30, 256 * 2**20 * 100 // 3, 80 * 2**30]
+    assert [margin_bytes(size) for size in sizes] == [2**28, 2**28, int(80 * 2**30 * 0.03)]
+
+
+@pytest.mark.parametrize(("device", "more"), [("cuda", 544 * 2**20), ("cpu", 0)])
+def test_prediction_of_a_fit_counts_its_processes(device, more):
+    step = TrainingStep(
+        *(nn.Linear(4, 4), torch.ones(2, 4), MemSaveCallback),
+        settings={"stack": "off"},
+        device=device,
+        fit=RunningFit(),
+    )
+    alone, together = (
+        predict(replace(step, fit=RunningFit(num_processes=number))) for number in (1, 2)
+    )
+    assert alone.context_bytes == (context_bytes((8, 0)) if device == "cuda" else 0)
+    assert together.device_bytes - alone.device_bytes == more
+    assert together.measurable_bytes == alone.measurable_bytes
+    assert any("NCCL needs" in line for line in together.assumptions) == bool(more)
 
 
 @pytest.mark.parametrize(

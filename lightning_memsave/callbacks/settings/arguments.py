@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.run_prediction import TIME_LIMIT_S
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import AccumulationSetting
+from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.early_release import EarlyReleaseSetting
 from lightning_memsave.callbacks.settings.eval_micro_batch_size import EvalMicroBatchSetting
 from lightning_memsave.callbacks.settings.low_precision_weights import LowPrecisionWeightsSetting
@@ -23,7 +24,14 @@ from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, read_flag
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.registry import BARE, entries, values_of, with_stack
+from lightning_memsave.planning.budget import check_budget
+from lightning_memsave.techniques.registry import (
+    BARE,
+    entries,
+    values_of,
+    with_plan,
+    with_stack,
+)
 
 _SETTINGS = (
     PrecisionSetting,
@@ -56,12 +64,15 @@ def _readers() -> list[Callable[[Arguments], Setting]]:
 T = TypeVar("T")
 
 
-def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemoryMonitor | None]:
+def make_settings(
+    owner: str, arguments: Arguments, plan: Mapping[str, Any] | None = None
+) -> tuple[Settings, GPUMemoryMonitor | None]:
     """Check every argument and make what the callback works with.
 
     Args:
         owner: Name of the class whose arguments they are, for the message.
         arguments: All arguments of ``MemSaveCallback`` by name.
+        plan: Arguments that were planned for a budget; ``None`` before that, or without one.
 
     Returns:
         The settings and the monitor.
@@ -71,7 +82,7 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
     """
     problems: list[Problem | str] = []
     try:
-        arguments = with_stack(arguments)
+        arguments = with_stack(arguments) if plan is None else with_plan(arguments, plan)
     except ConfigurationError as error:
         problems.append(str(error))
         arguments = with_stack({**arguments, "stack": None})
@@ -83,6 +94,7 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
             problems.extend(error.problems or [str(error)])
             return None
 
+    attempt(_budget)
     attempt(exactness_limit)
     settings = [attempt(read) for read in _readers()]
     monitor = attempt(_monitor)
@@ -92,10 +104,25 @@ def make_settings(owner: str, arguments: Arguments) -> tuple[Settings, GPUMemory
         failure = ConfigurationError.from_problems(owner, list(dict.fromkeys(problems)))
         raise failure
     found = [setting for setting in settings if setting is not None]
-    stack = StackSetting(arguments)
-    made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
+    if arguments["budget"] is not None:
+        made = Settings([BudgetSetting(arguments["budget"]), *found])
+    else:
+        stack = StackSetting(arguments)
+        made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
     made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
     return made, monitor
+
+
+def _budget(arguments: Arguments) -> None:
+    budget, stack = arguments["budget"], arguments["stack"]
+    if budget is None:
+        return
+    check_budget(budget)
+    if stack is not None:
+        raise ConfigurationError(
+            f"`budget={budget!r}` chooses the settings that `stack={stack!r}` names. Remove one of "
+            "the two; to fix some settings beside a budget, name them."
+        )
 
 
 def _monitor(arguments: Arguments) -> GPUMemoryMonitor | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -99,6 +100,12 @@ class MicroBatchSetting(Setting):
         self.value = value
         self.size: int | None = None
         """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
+        self.is_kept_whole = False
+        """Batches are repeated when memory runs out, but not split."""
+        self.is_planned = False
+        """The size was planned, and memory did not run out."""
+        self.relieve: Callable[[int], bool] | None = None
+        """As of `MicroBatchRunner`."""
         self.runner: MicroBatchRunner | None = None
         self._probe = BatchProbe()
         self._known: KnownChanges | None = None
@@ -111,14 +118,19 @@ class MicroBatchSetting(Setting):
     def read(cls, arguments: Arguments) -> "MicroBatchSetting":
         """Make the setting that the arguments describe."""
         technique, why = read_micro_batching(arguments, "micro_batch_size")
+        is_kept_whole = bool(why) and arguments["budget"] is not None
+        if is_kept_whole:  # batches are repeated with another plan, which needs no smaller ones
+            why = ""
         value = "None" if technique is None or why else repr(technique.micro_batch_size)
-        return cls(
+        setting = cls(
             None if why else technique,
             value,
             not why and is_asked(arguments, "micro_batch_size"),
             off_reason=why,
             limit=exactness_limit(arguments),
         )
+        setting.is_kept_whole = is_kept_whole
+        return setting
 
     @property
     def is_auto(self) -> bool:
@@ -128,6 +140,16 @@ class MicroBatchSetting(Setting):
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find what conflicts with it."""
         return [] if self.technique is None else self._problems(trainer, pl_module)
+
+    def forget_relief(self) -> None:
+        """Split batches that run out of memory, and try nothing else before."""
+        self.relieve = None
+
+    def resize(self, size: int | None) -> None:
+        """Pass as many samples at once as a plan says from now on; ``None`` for whole batches."""
+        self.size, self.is_planned = size, True
+        if self.runner is not None:
+            self.runner.size = size
 
     def savings(self, pl_module: Any) -> str:
         """Say what happens without it."""
@@ -183,7 +205,10 @@ class MicroBatchSetting(Setting):
         assert self.technique is not None, "there is something to run"
         runner = self.technique.make_runner(functools.partial(self._agree, trainer))
         runner.size = self.size if self.is_auto else runner.size
-        runner.needs_proof, runner.asks_together = True, trainer.world_size > 1
+        runner.may_shrink = not self.is_kept_whole
+        runner.needs_proof = runner.may_shrink
+        runner.asks_together = trainer.world_size > 1
+        runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
         return runner
 
     def _forget_runner(self) -> None:
@@ -268,7 +293,7 @@ class MicroBatchSetting(Setting):
         known.learn()
         self._probe.passed(batch, is_fresh, will_step(trainer))
         if self.is_auto and runner.size != self.size:
-            self.size = runner.size
+            self.size, self.is_planned = runner.size, False
             warn_of_retry(trainer, runner, self.name, self._weighted())
             warn_of_batch_norm(trainer, pl_module, str(self.size))
             self._show(trainer, pl_module)
@@ -406,12 +431,17 @@ class MicroBatchSetting(Setting):
             )
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
+        if self.is_kept_whole:
+            details = ["whole batches; repeated with a smaller plan when memory runs out"]
+            self.rows = [Row(self.name, self.value, "on", tuple(details), "bitwise")]
+            return
         details = ["batches pass in micro-batches of this size"]
         if self.is_auto:
+            why = "planned" if self.is_planned else "memory ran out with more"
             details = [
                 "whole batches; halved when memory runs out"
                 if self.size is None
-                else f"in micro-batches of {self.size} samples, as memory ran out with more"
+                else f"in micro-batches of {self.size} samples, as {why}"
             ]
         details.append(
             f"losses of micro-batches are {self._weighted()}, proven with samples of a batch in "

@@ -16,7 +16,7 @@ from lightning_memsave.callbacks.settings.values import (
     why_beyond,
 )
 from lightning_memsave.core.blocks import find_blocks
-from lightning_memsave.core.technique import Handle, Technique
+from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning, Problem
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -115,6 +115,8 @@ class ActivationCheckpointingSetting(ModuleSetting):
 
     name = "activation_checkpointing"
     technique: ActivationCheckpointing | None
+    blocks: Any = None
+    """What the user named as blocks."""
 
     @classmethod
     def read(cls, arguments: Arguments) -> "ActivationCheckpointingSetting":
@@ -122,7 +124,7 @@ class ActivationCheckpointingSetting(ModuleSetting):
         name = "activation_checkpointing"
         wanted, blocks = arguments[name], arguments["blocks"]
         if wanted is None or isinstance(wanted, ActivationCheckpointing):
-            if blocks is not None:
+            if blocks is not None and name not in arguments["from_stack"]:
                 raise ConfigurationError(
                     f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
                     f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."
@@ -132,8 +134,27 @@ class ActivationCheckpointingSetting(ModuleSetting):
             refuse_technique(name, wanted, ActivationCheckpointing)
             technique = ActivationCheckpointing(wanted, blocks=blocks)
         value = "None" if technique is None else repr(technique.which)
-        own = is_asked(arguments, name) or blocks is not None
-        return cls(name, technique, value, own)
+        own = is_asked(arguments, name) or (blocks is not None and arguments["budget"] is None)
+        setting = cls(name, technique, value, own)
+        setting.blocks = blocks
+        return setting
+
+    def change(self, pl_module: nn.Module, which: Any) -> None:
+        """Recompute other blocks from now on, between two passes.
+
+        Args:
+            pl_module: The LightningModule.
+            which: As for `ActivationCheckpointing`; ``None`` for none.
+        """
+        if self.value == repr(which):
+            return
+        self.undo()
+        self.value, self.technique = repr(which), None
+        if which is None:
+            self.rows = [Row(self.name, self.value, "off", ("the plan is without it",))]
+        else:
+            self.technique = ActivationCheckpointing(which, blocks=self.blocks)
+            self._use(self.technique, pl_module)
 
     def savings(self, pl_module: Any) -> str:
         """Say which blocks would have been recomputed."""

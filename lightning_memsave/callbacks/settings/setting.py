@@ -163,6 +163,20 @@ class Settings:
         """
         return next(setting for setting in self._settings if isinstance(setting, kind))
 
+    def conflicts_of(self, name: str, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find what conflicts with a setting; changes nothing.
+
+        Args:
+            name: Of the setting.
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+
+        Returns:
+            All problems.
+        """
+        chosen = [setting for setting in self._settings if setting.name == name]
+        return [problem for s in chosen for problem in s.check(trainer, pl_module)]
+
     def apply(self, trainer: Any, pl_module: Any, is_fit: bool) -> list[Problem]:
         """Apply every setting, or none.
 

@@ -2,11 +2,29 @@
 
 import os
 import re
+from dataclasses import dataclass
 
 from lightning_memsave.units import KIB, MIB, format_bytes
 
-# By major compute capability: the CUDA context with the kernels of a training step, and the
-# cuBLAS workspace of each thread that runs matrix products.
+
+@dataclass(frozen=True, slots=True)
+class _Constants:
+    """What a process needs on a GPU beside tensors.
+
+    Args:
+        context_bytes: The CUDA context with the kernels of a training step.
+        workspace_bytes: The cuBLAS workspace of each thread that runs matrix products.
+        nccl_bytes: A communicator of NCCL between two processes, and between more.
+        margin: Share of the GPU to leave free, and the least number of bytes.
+    """
+
+    context_bytes: int
+    workspace_bytes: int
+    nccl_bytes: tuple[int, int] = (544 * MIB, 688 * MIB)
+    margin: tuple[float, int] = (0.03, 256 * MIB)
+
+
+# By major compute capability.
 # - Contexts are estimates, none was measured: published values are 150 to 300 MiB for a T4, 430 to
 #   500 for an A100 and 520 to 600 for an H100. These are the upper ends, and 500 MiB where nothing
 #   is known. `benchmarks/gpu` measures them.
@@ -14,25 +32,71 @@ from lightning_memsave.units import KIB, MIB, format_bytes
 #   and 32 MiB for 9 (https://github.com/pytorch/pytorch/pull/91564), 10 and 12
 #   (https://github.com/pytorch/pytorch/pull/175344) and 11
 #   (https://github.com/pytorch/pytorch/pull/189312).
+# - NCCL: a user's measurement on A100s with NVLink, one all-reduce per communicator
+#   (https://github.com/NVIDIA/nccl/issues/964). For other GPUs it is an estimate, of which nothing
+#   was measured by us: memory grows with the number of channels, so that GPUs without NVLink need
+#   less, and hardly with more than two nodes (https://github.com/NVIDIA/nccl/issues/986). Eight
+#   H100 use 1.06 GB each beside torch's allocator before the first all-to-all, the context
+#   included (https://github.com/NVIDIA/nccl/issues/1685), about 0.4 GiB less the context.
+# - The margin is a choice, the same for all GPUs: 3 % is what others report that their predictions
+#   of peaks are off by (torchtitan#4636 0.3 %, ProTrain, arXiv:2406.08334, below 4 %; ours have not
+#   been compared with a GPU), and 256 MiB what nothing counts: cuBLASLt, scratch of reductions,
+#   other libraries. Large cuDNN workspaces and a desktop (0.3 to 1 GiB) need more.
 _SMALL_WORKSPACE, _LARGE_WORKSPACE = 8 * MIB + 128 * KIB, 32 * MIB
 _BY_MAJOR = {
-    7: (300 * MIB, _SMALL_WORKSPACE),
-    8: (500 * MIB, _SMALL_WORKSPACE),
-    9: (600 * MIB, _LARGE_WORKSPACE),
-    10: (600 * MIB, _LARGE_WORKSPACE),
-    11: (600 * MIB, _LARGE_WORKSPACE),
-    12: (600 * MIB, _LARGE_WORKSPACE),
+    7: _Constants(300 * MIB, _SMALL_WORKSPACE),
+    8: _Constants(500 * MIB, _SMALL_WORKSPACE),
+    9: _Constants(600 * MIB, _LARGE_WORKSPACE),
+    10: _Constants(600 * MIB, _LARGE_WORKSPACE),
+    11: _Constants(600 * MIB, _LARGE_WORKSPACE),
+    12: _Constants(600 * MIB, _LARGE_WORKSPACE),
 }
-_UNKNOWN = (500 * MIB, _SMALL_WORKSPACE)
+_UNKNOWN = _Constants(500 * MIB, _SMALL_WORKSPACE)
 _NUM_THREADS = 2  # forward and backward; there is one workspace per handle and stream
 
 DETERMINISTIC_WORKSPACE = ":4096:8"
 """``CUBLAS_WORKSPACE_CONFIG`` as Lightning sets it for ``Trainer(deterministic=True)``."""
 
 
+def _constants_of(capability: tuple[int, int]) -> _Constants:
+    return _BY_MAJOR.get(capability[0], _UNKNOWN)
+
+
 def context_bytes(capability: tuple[int, int]) -> int:
     """Return the bytes of the CUDA context, which are outside of torch's allocator."""
-    return _BY_MAJOR.get(capability[0], _UNKNOWN)[0]
+    return _constants_of(capability).context_bytes
+
+
+def distributed_bytes(capability: tuple[int, int], num_processes: int) -> int:
+    """Return the bytes of NCCL in each process, which are outside of torch's allocator.
+
+    Args:
+        capability: Compute capability of the device.
+        num_processes: Processes that train together, one per GPU.
+
+    Returns:
+        Bytes of one communicator; 0 for one process.
+    """
+    pair, more = _constants_of(capability).nccl_bytes
+    return 0 if num_processes < 2 else pair if num_processes == 2 else more
+
+
+def margin_bytes(total_bytes: int, capability: tuple[int, int] = (8, 0)) -> int:
+    """Return the bytes to leave free on a GPU for what a prediction does not know.
+
+    Args:
+        total_bytes: Memory of the GPU.
+        capability: Its compute capability.
+
+    Returns:
+        A share of the GPU, and no less than a fixed size.
+
+    Example:
+        >>> margin_bytes(8 * 2**30), margin_bytes(80 * 10**9)
+        (268435456, 2400000000)
+    """
+    share, least_bytes = _constants_of(capability).margin
+    return max(int(total_bytes * share), least_bytes)
 
 
 def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) -> tuple[int, ...]:
@@ -52,18 +116,27 @@ def workspaces(capability: tuple[int, int] = (8, 0), config: str | None = None) 
     if config is None:
         config = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     pairs = re.findall(r":(\d+):(\d+)", config)
-    default = _BY_MAJOR.get(capability[0], _UNKNOWN)[1]
+    default = _constants_of(capability).workspace_bytes
     size = sum(int(kib) * KIB * int(count) for kib, count in pairs) if pairs else default
     return (size,) * (_NUM_THREADS if size else 0)
 
 
-def constant_assumptions(capability: tuple[int, int], config: str | None = None) -> tuple[str, ...]:
+def constant_assumptions(
+    capability: tuple[int, int], config: str | None = None, num_processes: int = 1
+) -> tuple[str, ...]:
     """Return the assumptions behind these constants, one line each."""
     sizes = workspaces(capability, config)
+    nccl_bytes = distributed_bytes(capability, num_processes)
+    nccl = (
+        f"NCCL needs {format_bytes(nccl_bytes)} in each of {num_processes} processes, as on A100s "
+        "with NVLink: an estimate for other GPUs; with more process groups it needs more."
+    )
+    others = "libraries" if nccl_bytes else "NCCL and libraries"
     return (
         f"The CUDA context needs {format_bytes(context_bytes(capability))}: an estimate for "
-        f"compute capability {capability[0]}.x, by GPU and driver between 150 MiB and 1 GiB; NCCL "
-        "and libraries other than torch add to it.",
+        f"compute capability {capability[0]}.x, by GPU and driver between 150 MiB and 1 GiB; "
+        f"{others} other than torch add to it.",
+        *([nccl] if nccl_bytes else ()),
         "No other process uses the GPU, and no display: a desktop needs 0.3 to 1 GiB of it.",
         f"cuBLAS keeps {format_bytes(sum(sizes))} of workspaces for matrix products, one each for "
         "the threads of the forward and the backward pass; `CUBLAS_WORKSPACE_CONFIG` is respected. "

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.patching import PROCESS_WIDE
+from lightning_memsave.core.saved_state import RandomState
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.fake.copies import Copier, keep_originals
 from lightning_memsave.prediction.fake.values import (
@@ -319,16 +319,11 @@ def _no_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_states_restored() -> Iterator[None]:
-    states: list[tuple[Callable[[Any], object], Any]]
-    states = [(torch.set_rng_state, torch.get_rng_state()), (random.setstate, random.getstate())]
-    if "numpy" in sys.modules:
-        numpy: Any = sys.modules["numpy"]
-        states.append((numpy.random.set_state, numpy.random.get_state()))
+    state = RandomState(set())
     try:
         yield
     finally:
-        for restore, state in states:
-            restore(state)
+        state.restore()
 
 
 def remedy_for(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Run batches as micro-batches, with smaller ones after an out-of-memory error."""
 
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -118,6 +119,8 @@ class MicroBatchRunner:
         """Whether the size shrinks when memory runs out."""
         self.size: int | None = None if self.is_auto else size
         """Samples per micro-batch; ``None`` for the whole batch."""
+        self.may_shrink = True
+        """Whether a batch that ran out of memory may be repeated with a smaller size."""
         self.retries: list[str] = []
         """One line for each out-of-memory error."""
         self.weightings: Sequence[Weighting] = ()
@@ -131,6 +134,9 @@ class MicroBatchRunner:
         self.tell_apart: Callable[[Any, bool], bool] | None = None
         """Called with a batch and whether the weightings give its micro-batches different weights;
         returns whether the batch may be split."""
+        self.relieve: Callable[[int], bool] | None = None
+        """Called after each out-of-memory error of a batch, with their number so far; returns
+        whether to repeat the batch as it is, instead of with smaller micro-batches."""
         self.asks_together = False
         """Whether `tell_apart` is a collective call of all processes."""
         self.advice = _ADVICE
@@ -203,17 +209,21 @@ class MicroBatchRunner:
             MemoryExhaustedError: If memory runs out with one sample.
         """
         before = _Before(save_state if self.is_auto else lambda: None)
-        while True:
+        for num_failures in itertools.count(1):
             failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
                 return
-            next_size = NO_LIMIT if failure is None else self.size_of(batch) // 2
+            next_size = NO_LIMIT
+            if failure is not None:
+                next_size = self.size_of(batch) // 2 if self.may_shrink else 0
             size = self._agree(next_size)
             if size == NO_LIMIT:
                 return
             # Outside of the except block, whose traceback would keep tensors of the step alive.
             before.has_failed = True
             forget()
+            if self.relieve is not None and self.relieve(num_failures):
+                continue
             if size == 0:
                 self._failure_of(before.prepare)
                 raise MemoryExhaustedError(self._report(failure))
@@ -248,6 +258,8 @@ class MicroBatchRunner:
 
     def _report(self, failure: str | None) -> str:
         why = failure or "another process ran out of memory"
+        if not self.may_shrink:
+            return f"Out of memory, and micro-batches would change results: {why}\n{self.advice}"
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
             f"Out of memory with one sample per micro-batch, which cannot be reduced: {why}\n"

@@ -1,9 +1,7 @@
 """Save and restore the state that a step changes, except parameters."""
 
-import collections
 import contextlib
 import copy
-import random
 import sys
 import warnings
 import weakref
@@ -17,14 +15,17 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import host_copies, is_fake
 from lightning_memsave.core.nested import leaves_of
 from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.saved_state import (
+    CONTAINERS,
+    RandomState,
+    generator_state,
+    is_same,
+    refill,
+    set_generator,
+)
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
 
 _MAX_STATE_BYTES = 2**20  # larger tensors in attributes of modules are assumed to be data
-# Exact types: subclasses may not be mutable, such as Hugging Face's model outputs.
-_CONTAINERS = {
-    *(list, dict, set, collections.deque),
-    *(collections.OrderedDict, collections.defaultdict, collections.Counter),
-}
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
@@ -103,8 +104,8 @@ class TrainingState:
         for attributes in self._attributes:
             attributes.restore()
         for module, buffers, non_persistent in self._names:
-            _refill(module._buffers, buffers)
-            _refill(module._non_persistent_buffers_set, non_persistent)
+            refill(module._buffers, buffers)
+            refill(module._non_persistent_buffers_set, non_persistent)
         for _, buffer, before in self._buffers:
             _write(buffer, before)
         for parameter, gradient in self._gradients:
@@ -124,7 +125,7 @@ class TrainingState:
         found = [m for m, is_training in self._modes if m.training != is_training]
         found += [m for m, p, is_trained in self._trained if p.requires_grad != is_trained]
         found += [m for m, b, version in self._watched if b._version != version]
-        found += [m for m, before, _ in self._names if not _is_same(m._buffers, before)]
+        found += [m for m, before, _ in self._names if not is_same(m._buffers, before)]
         for attributes in self._attributes:
             if attributes.have_changed():
                 found.append(attributes.module)
@@ -243,7 +244,7 @@ class _Attributes:
         }
         self._values |= {name: value for name, (_, value) in self._of_graphs.items()}
         values = list(self._values.values())
-        self._containers = [(v, copy.copy(v)) for v in values if type(v) in _CONTAINERS]
+        self._containers = [(v, copy.copy(v)) for v in values if type(v) in CONTAINERS]
         is_metric = _is_metric(module)  # its tensors are state, of any size
         self._tensors = [
             (value, value.detach().clone())
@@ -258,8 +259,8 @@ class _Attributes:
     def have_changed(self) -> bool:
         """Whether an attribute is another object, or a container has other items."""
         before = self._values | {name: alive() for name, (alive, _) in self._of_graphs.items()}
-        return not _is_same(dict(_own(self.module)), before) or not all(
-            _is_same(container, items) for container, items in self._containers
+        return not is_same(dict(_own(self.module)), before) or not all(
+            is_same(container, items) for container, items in self._containers
         )
 
     def restore(self) -> None:
@@ -270,7 +271,7 @@ class _Attributes:
         alive = {name: tensor() for name, (tensor, _) in self._of_graphs.items()}
         attributes.update({name: tensor for name, tensor in alive.items() if tensor is not None})
         for container, items in self._containers:
-            _refill(container, items)
+            refill(container, items)
         for tensor, values in self._tensors:
             _write(tensor, values)
 
@@ -286,57 +287,10 @@ def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
 
 
-# In place: other objects may refer to it.
-def _refill(container: Any, before: Any) -> None:
-    if isinstance(container, list):
-        container[:] = before
-        return
-    container.clear()
-    if isinstance(container, collections.deque):
-        container.extend(before)
-    else:
-        container.update(before)
-
-
 def _write(tensor: Tensor, before: Tensor) -> None:
     # Tensors made under `torch.inference_mode` can only be written under it.
     with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
         tensor.copy_(before)
-
-
-class RandomState:
-    """States of the global random number generators.
-
-    Args:
-        devices: CUDA devices in use.
-        of_torch_only: Leave out those of Python and NumPy, which take 0.1 ms to read.
-    """
-
-    def __init__(self, devices: set[torch.device], of_torch_only: bool = False) -> None:
-        self._cpu = torch.get_rng_state()
-        self._python = None if of_torch_only else random.getstate()
-        numpy = None if of_torch_only else sys.modules.get("numpy")
-        self._numpy = None if numpy is None else numpy.random.get_state(legacy=False)
-        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
-
-    def restore(self) -> None:
-        """Restore them; may be called again."""
-        torch.set_rng_state(self._cpu)
-        if self._python is not None:
-            random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        for device, state in self._cuda:
-            torch.cuda.set_rng_state(state, device)
-
-    def has_changed_beside_torch(self) -> bool:
-        """Return whether numbers of Python or NumPy have been drawn since."""
-        if self._python is not None and random.getstate() != self._python:
-            return True
-        if self._numpy is None:
-            return False
-        # Other bit generators than the default have other fields, some of them arrays.
-        return repr(self._numpy) != repr(sys.modules["numpy"].random.get_state(legacy=False))
 
 
 # Without an import of torchmetrics there is no metric.
@@ -377,7 +331,7 @@ class ModuleState:
 
     def has_changed(self) -> bool:
         """Return whether a tensor was written to or a container was changed."""
-        return bool(self._saved) or not all(_is_same(*pair) for pair in self._containers)
+        return bool(self._saved) or not all(is_same(*pair) for pair in self._containers)
 
     def restore(self) -> None:
         """Restore everything."""
@@ -385,17 +339,14 @@ class ModuleState:
             self._storages[key].copy_(values)
         self._saved.clear()
         for container, contents in reversed(self._containers):
-            if not _is_same(container, contents):
-                container.clear()
-                (container.extend if isinstance(container, list | deque) else container.update)(
-                    contents
-                )
+            if not is_same(container, contents):
+                refill(container, contents)
         self.restore_random()
 
     def restore_random(self) -> None:
         """Restore random states."""
         for generator, state in self._generators:
-            _set_generator(generator, state)
+            set_generator(generator, state)
         self._random.restore()
 
     def _visit(self, value: Any) -> None:
@@ -417,7 +368,7 @@ class ModuleState:
                 self._containers.append((value, value.copy()))
             for item in list(value.values() if isinstance(value, dict) else value):
                 self._visit(item)
-        elif (state := _generator_state(value)) is not None:
+        elif (state := generator_state(value)) is not None:
             self._generators.append((value, state))
 
 
@@ -457,36 +408,3 @@ def _key_of(tensor: Tensor) -> int | None:
         return int(tensor.untyped_storage()._cdata)
     except RuntimeError:  # sparse tensors and some subclasses have none
         return None
-
-
-def _is_same(container: Any, contents: Any) -> bool:
-    if len(container) != len(contents):
-        return False
-    if isinstance(container, set):
-        return bool(container == contents)
-    pairs = (
-        zip([*container, *container.values()], [*contents, *contents.values()], strict=True)
-        if isinstance(container, dict)
-        else zip(container, contents, strict=True)
-    )
-    return all(now is before for now, before in pairs)
-
-
-def _generator_state(value: Any) -> Any:
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, torch.Generator):
-        return value.get_state()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.random.Generator):
-        return value.bit_generator.state
-    return None
-
-
-def _set_generator(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    else:
-        generator.bit_generator.state = state

@@ -1,0 +1,144 @@
+"""The plan that a run makes for its budget, from its first batch, before anything is set up."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from lightning_memsave.callbacks.run_prediction import obstacle, step_of
+from lightning_memsave.callbacks.settings.arguments import make_settings
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
+from lightning_memsave.explain.parameters import parameter_table
+from lightning_memsave.explain.what_if import WhatIf, attention_of
+from lightning_memsave.planning.budget import read_budget
+from lightning_memsave.planning.plan import RunPlan
+from lightning_memsave.planning.search import search_for
+from lightning_memsave.prediction.cuda.constants import context_bytes
+from lightning_memsave.prediction.cuda.gpus import local_gpu
+from lightning_memsave.techniques.registry import entries, values_of
+from lightning_memsave.trainer.distributed import broadcast_from_rank_zero
+from lightning_memsave.trainer.first_batch import first_batch
+from lightning_memsave.trainer.precision import overflows_in_float16
+
+_ANY = Exactness.APPROXIMATE.value
+LIMIT_S = 120.0
+"""Of the search, unless `predict=` is a number of seconds."""
+
+
+def plan_fit(
+    trainer: Any,
+    pl_module: Any,
+    make_callback: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    saved: RunPlan | None,
+) -> RunPlan:
+    """Plan a fit, on rank zero, for all ranks.
+
+    Args:
+        trainer: The Trainer, after all ``setup`` hooks and before its strategy is set up.
+        pl_module: Its LightningModule.
+        make_callback: Makes a `MemSaveCallback`.
+        arguments: Its arguments, as the user wrote them.
+        saved: The plan of the checkpoint that the fit resumes from. It stays in force unless the
+            budget is smaller now.
+
+    Returns:
+        The plan.
+
+    Raises:
+        IncompatibleError: If the fit cannot be planned.
+        InfeasiblePlanError: If no settings fit.
+    """
+    why = obstacle(trainer, pl_module)
+    batch = None if why else first_batch(trainer)
+    outcome: RunPlan | Exception | None = None
+    if trainer.is_global_zero:
+        try:
+            if why:
+                outcome = _refusal(arguments, f"the fit cannot be planned ({why})")
+            else:
+                outcome = _plan(trainer, pl_module, make_callback, arguments, saved, batch=batch)
+        # All ranks have to end, and the user's code may raise anything on fake tensors.
+        except MemsaveError as error:
+            outcome = error
+        except Exception as error:
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            outcome = _refusal(arguments, f"planning failed ({what})")
+    outcome = broadcast_from_rank_zero(trainer, outcome)
+    if isinstance(outcome, Exception):
+        raise outcome
+    assert outcome is not None, "rank zero has planned"
+    return outcome
+
+
+def _refusal(arguments: Mapping[str, Any], why: str) -> IncompatibleError:
+    fix = 'Name the settings instead, such as `stack="single_gpu"`, or remove `budget`.'
+    problem = Problem(f"`budget={arguments['budget']!r}`", why, fix)
+    return IncompatibleError("MemSaveCallback", [problem])
+
+
+def _plan(
+    trainer: Any,
+    pl_module: Any,
+    make_callback: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    saved: RunPlan | None,
+    *,
+    batch: Any,
+) -> RunPlan:
+    device = trainer.strategy.root_device
+    if batch is None:
+        raise _refusal(arguments, "there is no batch to plan with")
+    gpu = local_gpu(device) if device.type == "cuda" else None
+    budget = arguments["budget"]
+    total_bytes = psutil.virtual_memory().total if gpu is None else gpu.total_bytes
+    if budget == "auto":
+        budget = _free_bytes(device)
+    budget_bytes = read_budget(budget, total_bytes, gpu, device.type)
+    if saved is not None and saved.budget_bytes <= budget_bytes:
+        return replace(saved, budget_bytes=budget_bytes)
+    limit = arguments["predict"]
+    limit_s = LIMIT_S if isinstance(limit, bool) else float(limit)
+    step = step_of(trainer, pl_module, batch, make_callback, arguments)
+    assert step.fit is not None, "it is of a fit"
+    step = replace(step, fit=replace(step.fit, has_started=False), time_limit_s=limit_s)
+    what_if = WhatIf(
+        step,
+        parameter_table(pl_module),
+        attention=attention_of(pl_module),
+        overflows=bool(overflows_in_float16(pl_module)),
+    )
+    closed = _conflicting(trainer, pl_module, arguments)
+    search = search_for(what_if, Exactness(arguments["exactness"]), limit_s, closed)
+    # The user's own modes, such as one that counts operations, must not see it.
+    with _disable_current_modes():
+        found = search.find(budget_bytes)
+    return RunPlan(found.plan, budget_bytes, found.margin_bytes, tuple(search.ladder(found)), found)
+
+
+# What stands against the strategy or the module stays off; the settings know it.
+def _conflicting(trainer: Any, pl_module: Any, arguments: Mapping[str, Any]) -> list[str]:
+    found = []
+    for entry in entries():
+        if arguments[entry.argument] != "auto" or not entry.offers:
+            continue
+        plan = values_of("single_gpu") | {entry.argument: entry.offers[0].value}
+        settings, _ = make_settings("MemSaveCallback", {**arguments, "exactness": _ANY}, plan)
+        if settings.conflicts_of(entry.argument, trainer, pl_module):
+            found.append(entry.argument)
+    return found
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":  # pragma: no cover (gpu)
+        properties = torch.cuda.get_device_properties(device)
+        context = context_bytes((properties.major, properties.minor))
+        # The context exists by now, and is part of a budget.
+        own_bytes = torch.cuda.memory_reserved(device) + context
+        return min(torch.cuda.mem_get_info(device)[0] + own_bytes, properties.total_memory)
+    return math.floor(psutil.virtual_memory().available)

@@ -1,0 +1,187 @@
+"""A budget of device memory: the plan of a fit, the wall around it, and the way down its ladder."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lightning_memsave.callbacks.memory_summary import MemorySummary
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.modules import ActivationCheckpointingSetting
+from lightning_memsave.callbacks.settings.setting import Setting, Settings
+from lightning_memsave.core.technique import Row
+from lightning_memsave.planning.plan import Plan, RunPlan
+from lightning_memsave.prediction.cuda.constants import context_bytes
+from lightning_memsave.trainer.hooks import log_info
+from lightning_memsave.units import format_bytes
+
+_REFINED_AT = 4
+_WORTH_IT = 0.95  # of the time of a step: a faster plan must save more to be changed to
+
+
+class BudgetSetting(Setting):
+    """What was planned for a budget, and what takes its place when memory runs out.
+
+    Args:
+        budget: As the user wrote it.
+    """
+
+    name = "budget"
+
+    def __init__(self, budget: Any) -> None:
+        super().__init__()
+        self.value = repr(budget)
+        self._made: RunPlan | None = None
+        self._plan: Plan | None = None  # in force
+        self._note = ""
+        self._change: Callable[[Plan], None] | None = None
+        self._num_retries: int | None = None
+        self._is_refined = False
+
+    def use(self, made: RunPlan) -> None:
+        """Remember what was planned, before it is applied.
+
+        Args:
+            made: The plan of this fit.
+        """
+        self._made, self._plan = made, made.plan
+        other = None if made.found is None else made.found.runner_up
+        if other is not None:
+            self._note = f"next best: {other.short}, {other.time_ratio:.2f} times the time"
+        elif made.found is None:
+            self._note = "the plan of the checkpoint"
+
+    def state(self) -> dict[str, Any]:
+        """Give what a checkpoint keeps."""
+        assert self._made is not None, "a fit has a plan"
+        assert self._plan is not None, "a fit has a plan"
+        return self._made.state(self._plan)
+
+    def apply(self, trainer: Any, pl_module: Any) -> None:
+        """Put up the wall, and show the plan."""
+        self._show()
+        device = trainer.strategy.root_device
+        if self._made is not None and device.type == "cuda":  # pragma: no cover (gpu)
+            self._undo.append(put_up_wall(device, self._made.budget_bytes))
+
+    def allow_changes(self, trainer: Any, pl_module: Any, settings: Settings) -> None:
+        """Allow the plan to be changed from now on.
+
+        Args:
+            trainer: The Trainer.
+            pl_module: Its LightningModule.
+            settings: Those of the fit.
+        """
+        recomputation = settings.find(ActivationCheckpointingSetting)
+        micro_batches = settings.find(MicroBatchSetting)
+
+        def change(plan: Plan) -> None:
+            recomputation.change(pl_module, plan.settings[recomputation.name])
+            size = plan.settings[micro_batches.name]
+            micro_batches.resize(size if isinstance(size, int) else None)
+
+        def relieve(num_failures: int) -> bool:
+            # The first time the cache of the allocator was freed, which may have been enough.
+            return num_failures == 1 or self.step_down(trainer, "memory ran out")
+
+        self._change, micro_batches.relieve = change, relieve
+        self._undo.append(self._forget_changes)
+        self._undo.append(micro_batches.forget_relief)
+
+    def step_down(self, trainer: Any, why: str) -> bool:
+        """Change to the next plan that needs less.
+
+        Args:
+            trainer: The Trainer.
+            why: A clause, for the log.
+
+        Returns:
+            Whether there was one.
+        """
+        assert self._made is not None, "called with a plan"
+        assert self._plan is not None, "called with a plan"
+        now = self._plan.device_bytes
+        smaller = [plan for plan in self._made.ladder if plan.device_bytes < now]
+        return bool(smaller) and self._change_to(trainer, smaller[0], why)
+
+    def watch(self, trainer: Any) -> None:
+        """Change to a smaller plan where CUDA's allocator had to give memory back in a step."""
+        device = trainer.strategy.root_device
+        if device.type == "cuda":  # pragma: no cover (gpu)
+            statistics = torch.cuda.memory_stats(device)
+            self.note_retries(trainer, int(statistics.get("num_alloc_retries", 0)))
+
+    def note_retries(self, trainer: Any, num_retries: int) -> None:
+        """Do the same, by the number of retries so far."""
+        before, self._num_retries = self._num_retries, num_retries
+        if before is not None and num_retries > before:
+            self.step_down(trainer, f"the allocator retried {num_retries - before} times")
+
+    def refine(self, trainer: Any, measured: MemorySummary | None) -> None:
+        """Correct the plan by the measured peak, once, after a few steps.
+
+        Args:
+            trainer: The Trainer.
+            measured: What the monitor has measured so far.
+        """
+        if self._is_refined or trainer.global_step < _REFINED_AT:
+            return
+        self._is_refined = True
+        made, plan = self._made, self._plan
+        if plan is None or made is None or plan.prediction is None or measured is None:
+            return
+        if not measured.peak_bytes or trainer.world_size > 1:
+            return
+        offset = measured.peak_bytes - plan.prediction.measurable_bytes
+        room = made.budget_bytes - made.margin_bytes - offset
+        fitting = [other for other in made.ladder if other.device_bytes <= room]
+        is_over = plan.device_bytes > room
+        if fitting and (is_over or fitting[0].time_ratio < _WORTH_IT * plan.time_ratio):
+            side = "above" if offset > 0 else "below"
+            why = f"the measured peak is {format_bytes(abs(offset))} {side} the predicted one"
+            self._change_to(trainer, fitting[0], why)
+
+    def _change_to(self, trainer: Any, plan: Plan, why: str) -> bool:
+        if self._change is None:
+            return False
+        self._plan, self._note = plan, f"changed, as {why}"
+        self._change(plan)
+        self._show()
+        log_info(trainer, f"budget={self.value}: {why}, so the plan is now {plan}.")
+        return True
+
+    def _forget_changes(self) -> None:
+        self._change = None
+
+    def _show(self) -> None:
+        plan, made = self._plan, self._made
+        if plan is None or made is None:
+            self.rows = [Row(self.name, self.value, "off", ("only training is planned",))]
+            return
+        sure = "predicted" if plan.is_verified else "estimated"
+        details = [
+            f"planned for {format_bytes(made.budget_bytes)}: {plan.short}",
+            f"{sure} to need {format_bytes(plan.device_bytes)} and {plan.time_ratio:.2f} times the "
+            "time of a step without it",
+            *([self._note] if self._note else []),
+        ]
+        self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
+
+
+def put_up_wall(device: torch.device, budget_bytes: int) -> Callable[[], None]:
+    """Let allocations beyond a budget fail, before they take the memory of others.
+
+    Args:
+        device: A CUDA device.
+        budget_bytes: With the CUDA context, which torch's allocator does not count.
+
+    Returns:
+        A function that restores the former limit.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    own_bytes = budget_bytes - context_bytes((properties.major, properties.minor))
+    # Newer versions of torch tell the limit; the default is none.
+    before = getattr(torch.cuda, "get_per_process_memory_fraction", lambda _: 1.0)(device)
+    share = min(before, own_bytes / properties.total_memory)
+    torch.cuda.set_per_process_memory_fraction(share, device)
+    return lambda: torch.cuda.set_per_process_memory_fraction(before, device)

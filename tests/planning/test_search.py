@@ -1,0 +1,83 @@
+import pytest
+
+from lightning_memsave.errors import InfeasiblePlanError
+from lightning_memsave.planning.search import EQUALLY_FAST
+from tests.planning.plans import PLANNED, all_plans, planned, search_of
+
+SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
+_DAILY = ("encoder", "no blocks")
+
+
+def models():
+    for name in PLANNED:
+        marks = () if name in _DAILY else (pytest.mark.exhaustive, pytest.mark.slow)
+        yield pytest.param(name, marks=marks)
+
+
+@pytest.mark.parametrize("name", list(models()))
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_plan_is_as_fast_as_the_best_of_all(name, device):
+    everything = list(all_plans(name, device))
+    search = search_of(name, device)
+    plain = max(num_bytes for num_bytes, _, _ in everything)
+    for share in SHARES:
+        budget = int(share * plain)
+        fitting = [seconds for num_bytes, seconds, _ in everything if num_bytes <= budget]
+        if not fitting:
+            with pytest.raises(InfeasiblePlanError) as failure:
+                search.find(budget)
+            assert failure.value.smallest.device_bytes > budget
+            continue
+        found = search.find(budget)
+        assert found.plan.is_verified
+        exact = {repr(sorted(c.items())): (b, s) for b, s, c in everything}
+        chosen = {n: found.plan.settings[n] for n in everything[0][2]}
+        num_bytes, seconds = exact[repr(sorted(chosen.items()))]
+        assert num_bytes == found.plan.device_bytes <= budget
+        plain_s = min(s for _, s, _ in everything)
+        assert seconds - min(fitting) <= 1.01 * EQUALLY_FAST * plain_s, (share, found.plan)
+
+
+@pytest.mark.parametrize("name", list(models()))
+def test_more_budget_is_never_slower(name):
+    search = search_of(name)
+    plain = search.find(2**40).plan
+    before = float("inf")
+    for percent in range(20, 101, 10):
+        try:
+            found = search.find(plain.device_bytes * percent // 100)
+        except InfeasiblePlanError:
+            assert before == float("inf"), percent
+            continue
+        assert found.plan.time_ratio <= before + EQUALLY_FAST
+        before = min(before, found.plan.time_ratio)
+
+
+def test_the_frontier_goes_down_and_the_ladder_holds_everything_else():
+    search = search_of("encoder")
+    plain = search.find(2**40).plan
+    assert plain.settings["activation_checkpointing"] is None
+    found = search.find(plain.device_bytes // 2)
+    sizes = [plan.device_bytes for plan in found.frontier]
+    ratios = [plan.time_ratio for plan in found.frontier]
+    assert len(sizes) > 3
+    assert sizes == sorted(sizes, reverse=True)
+    assert ratios == sorted(ratios)
+    assert found.plan in found.frontier
+    assert found.fits(found.plan)
+    assert not found.fits(found.frontier[0])
+    ladder = search.ladder(found)
+    assert found.plan in ladder
+    assert [p.device_bytes for p in ladder] == sorted(
+        (p.device_bytes for p in ladder), reverse=True
+    )
+    assert {p.settings["optimizer_in_backward"] for p in ladder} == {
+        found.plan.settings["optimizer_in_backward"]
+    }
+
+
+def test_few_predictions_are_enough():
+    search = search_of("bert")
+    found = search.find(10**9)
+    assert planned("bert").num_blocks == 8
+    assert found.num_predictions <= 8
