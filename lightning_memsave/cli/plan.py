@@ -63,8 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print; returns 1 if no plan fits the budget or one of the GPUs."""
-    budget = _budget(arguments)
+    if "budget" in read_settings(arguments.set):
+        raise ConfigurationError("--set budget=... is not for a plan. Use --budget.")
     request = read_request(arguments.target, arguments)
+    budget = _budget(arguments, request)
     cases = _cases(request, budget, arguments)
     shown = _smallest_that_fits(cases) or cases[0]
     if arguments.html is not None:
@@ -96,9 +98,13 @@ class _Case:
         return plan
 
 
-def _budget(arguments: argparse.Namespace) -> str | float | None:
+def _budget(arguments: argparse.Namespace, request: Request) -> Any:
     given = arguments.budget
     if given is None:
+        # That of `MemSaveCallback` in a YAML file.
+        in_file = request.step.settings.get("budget")
+        if in_file is not None:
+            return in_file
         if arguments.device == "cpu" and not arguments.gpu:
             raise ConfigurationError("--device=cpu needs a budget. Add for example --budget 8GiB.")
         if not arguments.gpu:
@@ -117,9 +123,7 @@ def _budget(arguments: argparse.Namespace) -> str | float | None:
     return float(given)
 
 
-def _cases(
-    request: Request, budget: str | float | None, arguments: argparse.Namespace
-) -> list[_Case]:
+def _cases(request: Request, budget: Any, arguments: argparse.Namespace) -> list[_Case]:
     from lightning_memsave.analysis.explain import what_if_of
     from lightning_memsave.analysis.plan import budget_of, search_of, unchanged_step
 
