@@ -26,6 +26,7 @@ EQUALLY_FAST = 0.01
 _MAX_VERIFIED = 8
 _STEP = 0.04
 _MOST_NESTED = 12
+_OUT_OF_TIME = "the search for a plan takes longer than allowed: allow it more seconds"
 _MENTIONED = 0.02  # of the peak
 _SLACK = 0.004
 
@@ -86,7 +87,10 @@ class PlanSearch:
 
         Raises:
             InfeasiblePlanError: If none fits.
-            ImpossibleVariantError: If the step cannot be predicted.
+            TimeoutError: If that is not known in time.
+
+        Note:
+            What the model raises on fake tensors comes through.
         """
         self._prepare()
         room = budget_bytes - self._margin_of(budget_bytes)
@@ -137,9 +141,9 @@ class PlanSearch:
         if self._candidates:
             return
         unchanged = self._variants.unchanged()
-        if unchanged is None:  # the reason is raised
-            self._what_if.predict(self._variants.settings({}))
-            raise AssertionError("a copy of it cannot be predicted")
+        if unchanged is None:
+            self._what_if.base()  # raises what the user's code does
+            raise TimeoutError(_OUT_OF_TIME)
         num_blocks = self._variants.num_blocks
         self._unchanged_s = unchanged.estimate([KEEP] * num_blocks)[1]
         for variant in self._variants.all():
@@ -285,6 +289,8 @@ class PlanSearch:
         return f"Use {', '.join(ways)}, or a smaller model."
 
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
+        if self._variants.left_s <= 0:
+            raise TimeoutError(_OUT_OF_TIME)
         known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
         smallest = self._plan(min(known or self._candidates, key=self._bytes))
         least_bytes = smallest.device_bytes + budget_bytes - room

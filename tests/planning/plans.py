@@ -13,7 +13,7 @@ from torch import nn
 from lightning_memsave.analysis.explain import make_what_if
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.what_if import WhatIf
-from lightning_memsave.planning.search import PlanSearch, search_for
+from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variants import value_of
 from lightning_memsave.prediction.cuda.gpus import GPUS
@@ -52,8 +52,8 @@ def _tokens(number: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def _encoder() -> Planned:
-    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(5)]
-    return Planned(nn.Sequential(*layers), torch.ones(8, 32, 32), 5)
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)]
+    return Planned(nn.Sequential(*layers), torch.ones(8, 32, 32), 3)
 
 
 def _gpt2() -> Planned:
@@ -150,6 +150,3 @@ def _assignments(number: int, kinds: tuple[str, ...]) -> Iterator[tuple[str, ...
         ends = (0, *cuts, number)
         sizes = [b - a for a, b in itertools.pairwise(ends)]
         yield tuple(kind for kind, n in zip((*kinds, "keep"), sizes, strict=True) for _ in range(n))
-
-
-__all__ = ["PLANNED", "RATES", "all_plans", "planned", "search_for", "search_of", "what_if_of"]
