@@ -153,20 +153,15 @@ def _cases(request: Request, budget: Any, arguments: argparse.Namespace) -> list
 
 
 def _planned(case: _Case, search: "PlanSearch", name: str, limit_s: float) -> _Case:
-    from lightning_memsave.explain.what_if import ImpossibleVariantError
-
     try:
         return replace(case, found=search.find(case.budget_bytes))
     except InfeasiblePlanError as error:
-        if error.smallest.is_verified:
-            return replace(case, refusal=error)
-        failure: Exception = error
-    except ImpossibleVariantError as error:
-        failure = error
-    raise StepError(
-        f"The search for a plan of `{name}` ended after {limit_s:g} seconds without one. Use a "
-        f"longer time, such as --time-limit {2 * limit_s:g}, or fix some settings with --set."
-    ) from failure
+        return replace(case, refusal=error)
+    except TimeoutError as error:
+        raise StepError(
+            f"The search for a plan of `{name}` ended after {limit_s:g} seconds without one. Use a "
+            f"longer time, such as --time-limit {2 * limit_s:g}, or fix some settings with --set."
+        ) from error
 
 
 def _smallest_that_fits(cases: list[_Case]) -> _Case | None:
