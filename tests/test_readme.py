@@ -33,6 +33,8 @@ SHOWN = re.compile(r"\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The second case on this page takes a minute: in `make test` only the first.
 SECOND_CASE = "\n<!-- second case"
 LONG = ROOT / "docs" / "where_did_my_memory_go.md"
+# How many blocks of output are compared, and on the whole page.
+NUM_SHOWN = {LONG: (2, 4), ROOT / "docs" / "plan.md": (1, 1)}
 
 
 @pytest.mark.slow
@@ -58,14 +60,14 @@ def test_code_on_the_page_runs(page, end, capsys, caplog, monkeypatch):
         code = compile("\n" * line + match[1], str(page), "exec")
         exec(code, names)
         printed = capsys.readouterr().out
-        if page == LONG and (shown := SHOWN.match(text, match.end())):
+        if page in NUM_SHOWN and (shown := SHOWN.match(text, match.end())):
             assert printed == shown[1]
             num_shown += 1
         # Each fit has its prediction: it prints, and logs, why there is none.
         said = printed + caplog.text
         reasons = [text for text in said.splitlines() if "not predicted" in text]
         assert reasons == [], f"{name_of(page)}, line {line}"
-    assert num_shown == (0 if page != LONG else 2 if end else 4)
+    assert num_shown == NUM_SHOWN.get(page, (0, 0))[end is None]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -154,6 +156,8 @@ class TestJson:
     PAGE = (ROOT / "docs" / "json.md").read_text()
     # Their keys are names, or have a table of their own.
     NAMES = ("settings", "versions", "ineffective", "by_category", "by_phase")
+    # They have the keys of another one.
+    LIKE_OTHERS = ("runner_up", "frontier", "gpus")
 
     def found(self, value, prefix=""):
         """All keys, with those that they are in."""
@@ -200,3 +204,17 @@ class TestJson:
         assert variant.keys() == {"name", "gpus", *prediction}
         more = {key: value for key, value in printed.items() if key not in prediction}
         assert self.found({**more, "variants": []}) == self.documented("memsave predict --json")
+
+    @pytest.mark.slow
+    def test_memsave_plan(self, capsys):
+        model = "lightning.pytorch.demos.boring_classes:BoringModel"
+        options = ["--gpu", "T4", "--exactness", "bitwise", "--json"]
+        assert main(["plan", model, "--batch", "float32[4,32]", *options]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        keys = list(printed)
+        of_a_gpu = keys[keys.index("unchanged_bytes") : keys.index("smallest") + 1]
+        [gpu] = printed["gpus"]
+        assert list(gpu) == ["name", "total_bytes", *of_a_gpu]
+        assert all(plan.keys() == printed["plan"].keys() for plan in printed["frontier"])
+        top = {**printed, **dict.fromkeys(self.LIKE_OTHERS)}
+        assert self.found(top) == self.documented("memsave plan --json")

@@ -1,4 +1,4 @@
-"""Arguments that `predict`, `explain` and `compare` share: model, batch, settings and GPUs."""
+"""Arguments that describe model, batch, settings and GPUs, shared by several subcommands."""
 
 import argparse
 import contextlib
@@ -36,8 +36,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_step_arguments(parser: argparse.ArgumentParser, *, needs_batch: bool) -> None:
-    """Add the arguments that describe the training step."""
+def add_step_arguments(
+    parser: argparse.ArgumentParser, *, needs_batch: bool, limited: str = "each prediction"
+) -> None:
+    """Add the arguments that describe the training step; ``limited`` is what has a time limit."""
     group = parser.add_argument_group("training step")
     group.add_argument(
         "--batch",
@@ -84,7 +86,7 @@ def add_step_arguments(parser: argparse.ArgumentParser, *, needs_batch: bool) ->
         type=_seconds,
         default=_TIME_LIMIT_S,
         metavar="SECONDS",
-        help=f"stop each prediction after so many seconds; default: {_TIME_LIMIT_S:g}",
+        help=f"stop {limited} after so many seconds; default: {_TIME_LIMIT_S:g}",
     )
 
 
@@ -216,18 +218,23 @@ class Request:
         from lightning_memsave.prediction.predict import predict
 
         step = _with_settings(self.step, settings or {})
-        # GPUs of one generation run the same kernels, but for those of 8.6 and 8.9 beside 8.0.
         found: dict[object, MemoryPrediction] = {}
         fits = []
         for gpu in self.gpus or (None,):
-            major, minor = (gpu and gpu.compute_capability) or (8, 0)
-            key = gpu and (major, minor > 0, gpu.has_bf16)
+            key = kernels_of(gpu)
             if key not in found:
                 with running_code_of(self.target.name):
                     found[key] = predict(replace(step, gpu=gpu))
             if gpu is not None:
                 fits.append(found[key].fits(gpu))
         return next(iter(found.values())), tuple(fits)
+
+
+# GPUs of one generation run the same kernels, but for those of 8.6 and 8.9 beside 8.0.
+def kernels_of(gpu: "Gpu | None") -> object:
+    """Give a key that is equal for GPUs whose predictions are equal."""
+    major, minor = (gpu and gpu.compute_capability) or (8, 0)
+    return gpu and (major, minor > 0, gpu.has_bf16)
 
 
 # A precision in the settings replaces that of the target's Trainer.

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 import lightning_memsave
-from lightning_memsave.cli import compare, convert, doctor, env, explain, predict
+from lightning_memsave.cli import compare, convert, doctor, env, explain, plan, predict
 from lightning_memsave.cli.arguments import StepError
 from lightning_memsave.errors import MemsaveError
 
@@ -33,6 +33,7 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
         "predict": predict,
         "explain": explain,
         "compare": compare,
+        "plan": plan,
         "doctor": doctor,
         "convert": convert,
         "env": env,
@@ -47,10 +48,14 @@ _ANSWERS = {
     "predict": _FITS,
     "explain": _FITS,
     "compare": _FITS,
+    "plan": (
+        "0 done; 1 no plan fits the budget or a --gpu; 2 wrong or unusable arguments;\n"
+        "  3 the training step fails or does not end"
+    ),
     "doctor": "0 done; 1 there is a problem; 2 wrong or unusable arguments",
 }
 _INTERRUPTED = 130
-_TAKE_SIZES = ("--batch", "--gpu", "--time-limit")
+_TAKE_SIZES = ("--batch", "--gpu", "--budget", "--time-limit")
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -60,10 +65,11 @@ def main(args: Sequence[str] | None = None) -> int:
         args: The arguments after ``memsave``; ``None`` uses ``sys.argv``.
 
     Returns:
-        The exit status: 0 if done. ``predict``, ``explain`` and ``compare`` return 1 if a step does
-        not fit a ``--gpu``, 2 for unusable arguments, 3 if the training step fails or does not end;
-        ``doctor`` returns 1 if it finds a problem, 2 for unusable arguments; ``convert`` and
-        ``env`` return 1 if they fail. Wrong arguments exit with 2, Ctrl-C with 130.
+        The exit status: 0 if done. ``predict``, ``explain``, ``compare`` and ``plan`` return 1 if a
+        step does not fit a ``--gpu``, with any settings for ``plan``, 2 for unusable arguments, 3
+        if the training step fails or does not end; ``doctor`` returns 1 if it finds a problem, 2
+        for unusable arguments; ``convert`` and ``env`` return 1 if they fail. Wrong arguments exit
+        with 2, Ctrl-C with 130.
     """
     arguments = _parser().parse_args(_joined(sys.argv[1:] if args is None else args))
     try:
@@ -96,7 +102,8 @@ def _failed(command: str, error: Exception, status: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="memsave",
-        description="Predict, explain, compare and check the memory of training, without a GPU.",
+        description="Predict, plan, explain, compare and check the memory of training, without a "
+        "GPU.",
         allow_abbrev=False,
     )
     version = f"lightning-memsave {lightning_memsave.__version__}"

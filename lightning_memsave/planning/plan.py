@@ -1,11 +1,24 @@
 """Plans: settings with their predicted memory and time, and what is said of them."""
 
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from rich.console import Group, RenderableType
+from rich.jupyter import JupyterMixin
+from rich.table import Table
+from rich.text import Text
+
+from lightning_memsave.core.plain_text import as_plain_text, figure_table
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
+
+_WIDTH, _SETTINGS_WIDTH = 98, 54
+_CERTAINTY = (
+    "Times are ratios to the unchanged step, estimated from its kernels, not measured. Sizes with "
+    '"about" are estimated from recorded blocks; the others are predictions of the whole step.'
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,21 +57,27 @@ class Plan:
     @property
     def short(self) -> str:
         """What is on, such as ``"activation_checkpointing=6, optimizer='8bit'"``."""
+        return _listed(self._on) or "nothing on"
+
+    @property
+    def size(self) -> str:
+        """Bytes on the device, with "about" if they are estimated."""
+        return f"{'' if self.is_verified else 'about '}{format_bytes(self.device_bytes)}"
+
+    @property
+    def _on(self) -> dict[str, Any]:
         off = (None, "auto", False, ())
-        on = {n: v for n, v in self.settings.items() if v not in off and n != "exactness"}
-        return ", ".join(f"{name}={value!r}" for name, value in on.items()) or "nothing on"
+        return {n: v for n, v in self.settings.items() if v not in off and n != "exactness"}
 
     def __str__(self) -> str:
-        sure = "" if self.is_verified else "about "
-        return (
-            f"{self.how}: {sure}{format_bytes(self.device_bytes)}, {self.time_ratio:.2f} times the "
-            f"time ({self.exactness})"
-        )
+        return f"{self.how}: {self.size}, {self.time_ratio:.2f} times the time ({self.exactness})"
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryPlan:
+@dataclass(frozen=True, slots=True, repr=False)
+class MemoryPlan(JupyterMixin):
     """The fastest plan that fits a budget, and the others.
+
+    ``print``, and the last line of a notebook cell, show the frontier and what to type.
 
     Args:
         budget_bytes: What the plan was to fit.
@@ -69,6 +88,13 @@ class MemoryPlan:
         frontier: Plans of which none is faster and needs less than another, the fastest first.
         seconds: Time that the search took.
         num_predictions: How many steps were predicted for it.
+
+    Example:
+        >>> how = 'MemSaveCallback(stack="off", optimizer="8bit")'
+        >>> plan = Plan({"optimizer": "8bit"}, how, "approximate", 2**30, 2**30, 1.0, True)
+        >>> found = MemoryPlan(2 * 2**30, 0, plan, None, (plan,))
+        >>> found.fits(plan), found.plan.short
+        (True, "optimizer='8bit'")
     """
 
     budget_bytes: int
@@ -109,6 +135,70 @@ class MemoryPlan:
             "seconds": self.seconds,
             "num_predictions": self.num_predictions,
         }
+
+    def table(self) -> Table:
+        """Make a table of the frontier, the fastest plan first.
+
+        Returns:
+            Bytes, whether they fit, time, exactness and settings; ``>`` marks the chosen plan.
+        """
+        numbers = ("on the device", "time")
+        columns = ("", numbers[0], "fits", numbers[1], "exactness", "settings")
+        table = figure_table(*columns, numbers=numbers)
+        table.columns[-1].max_width = _SETTINGS_WIDTH
+        shared = self.shared
+        for plan in self.frontier:
+            rest = {n: v for n, v in plan._on.items() if n not in shared}
+            cells = (
+                ">" if plan == self.plan else "",
+                plan.size,
+                "yes" if self.fits(plan) else "NO",
+                f"{plan.time_ratio:.2f}",
+                plan.exactness,
+                _listed(rest) or ("nothing else" if shared else "nothing on"),
+            )
+            table.add_row(*map(Text, cells), style="bold" if plan == self.plan else "")
+        return table
+
+    @property
+    def shared(self) -> dict[str, Any]:
+        """What is on in each plan of the frontier; empty if there is only one plan."""
+        first, *others = (plan._on for plan in self.frontier)
+        return {n: v for n, v in first.items() if others and all(o.get(n) == v for o in others)}
+
+    def _parts(self) -> list[RenderableType]:
+        free = (
+            f", of which {format_bytes(self.margin_bytes)} stay free" if self.margin_bytes else ""
+        )
+        head = (
+            f"The fastest plan for {format_bytes(self.budget_bytes)}{free}: {self.plan.size} on "
+            f"the device, {self.plan.time_ratio:.2f} times the time of the unchanged step"
+        )
+        parts: list[RenderableType] = [Text(_wrapped(head), style="bold"), Text(), self.table()]
+        if self.shared:
+            parts.append(Text(_wrapped(f"each with {_listed(self.shared)}")))
+        parts += [Text(), Text(_wrapped(self.plan.how, indent=4)), Text()]
+        if self.runner_up is not None:
+            parts.append(Text(_wrapped(f"Next best with other settings: {self._second()}")))
+        return [*parts, Text(_wrapped(_CERTAINTY))]
+
+    def _second(self) -> str:
+        assert self.runner_up is not None, "asked before"
+        before, after = self.plan.settings, self.runner_up.settings
+        changed = {name: value for name, value in after.items() if value != before.get(name)}
+        return (
+            f"{self.runner_up.size}, {self.runner_up.time_ratio:.2f} times the time, with "
+            f"{_listed(changed)}"
+        )
+
+    def __rich__(self) -> Group:
+        return Group(*self._parts())
+
+    def __str__(self) -> str:
+        return as_plain_text(self)
+
+    def __repr__(self) -> str:
+        return f"<MemoryPlan for {format_bytes(self.budget_bytes)}: {self.plan}>"
 
 
 @dataclass
@@ -154,3 +244,19 @@ class RunPlan:
             )
         except (TypeError, KeyError):
             return None
+
+
+def _listed(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in settings.items())
+
+
+# Python reads a call on several lines as well.
+def _wrapped(text: str, indent: int = 0) -> str:
+    lines = textwrap.wrap(
+        text,
+        _WIDTH,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)

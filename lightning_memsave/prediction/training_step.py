@@ -219,11 +219,18 @@ def as_code(make_callback: Callable[..., Any], settings: Mapping[str, Any]) -> s
     Returns:
         For example ``MemSaveCallback(stack="off", optimizer="8bit")``; defaults are omitted.
     """
+    shown = changed_arguments(make_callback, settings)
+    return f"MemSaveCallback({', '.join(f'{n}={_quoted(v)}' for n, v in shown.items())})"
+
+
+def changed_arguments(
+    make_callback: Callable[..., Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Give the arguments of a `MemSaveCallback` that differ from the defaults, the stack first."""
     defaults, arguments = make_callback().arguments, make_callback(**settings).arguments
     # Command lines and YAML write an empty list for `()`.
     shown = [n for n, v in arguments.items() if v != defaults[n] and (v or defaults[n] != ())]
-    shown.sort(key=lambda name: name != "stack")
-    return f"MemSaveCallback({', '.join(f'{n}={_quoted(arguments[n])}' for n in shown)})"
+    return {name: arguments[name] for name in sorted(shown, key=lambda name: name != "stack")}
 
 
 def _quoted(value: Any) -> str:

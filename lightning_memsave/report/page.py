@@ -52,6 +52,44 @@ class PageTable:
     sizes: tuple[int | None, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class PagePlan:
+    """A point of `PageFrontier`.
+
+    Args:
+        device_bytes: What the device must have.
+        time_ratio: Time of a step over that of the unchanged one.
+        exactness: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
+        how: What to type.
+        is_verified: Whether the whole step was predicted; otherwise the bytes are estimated.
+        fits: Whether it fits the budget.
+        is_chosen: Whether it is the plan.
+    """
+
+    device_bytes: int
+    time_ratio: float
+    exactness: str
+    how: str
+    is_verified: bool = True
+    fits: bool = True
+    is_chosen: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PageFrontier:
+    """Plans, drawn as memory against time.
+
+    Args:
+        plans: The plans, the fastest first.
+        budget_bytes: What the chosen one was to fit, drawn as a line.
+        unchanged_bytes: What the device must have for the unchanged step.
+    """
+
+    plans: tuple[PagePlan, ...]
+    budget_bytes: int
+    unchanged_bytes: int
+
+
 def write_page(
     path: str | Path,
     predictions: Sequence[tuple[str, MemoryPrediction]],
@@ -61,6 +99,7 @@ def write_page(
     device_name: str = "",
     notes: Sequence[str] = (),
     tables: Sequence[PageTable] = (),
+    frontier: PageFrontier | None = None,
 ) -> Path:
     """Write predictions as an HTML page.
 
@@ -76,6 +115,7 @@ def write_page(
         device_name: Name of the device, such as ``"RTX-3060-12GB"``; by default its size.
         notes: Lines of text for the section of notes.
         tables: Tables below the headline, such as those of `MemoryExplanation.tables`.
+        frontier: Plans to draw as memory against time.
 
     Returns:
         The path of the file.
@@ -103,6 +143,7 @@ def write_page(
         device_name=device_name,
         notes=notes,
         tables=tables,
+        frontier=frontier,
     )
     path = Path(path)
     if not path.parent.is_dir():
@@ -129,6 +170,7 @@ def make_page(
     device_name: str = "",
     notes: Sequence[str] = (),
     tables: Sequence[PageTable] = (),
+    frontier: PageFrontier | None = None,
 ) -> bytes:
     """Return the HTML that `write_page` writes, in UTF-8."""
     if not predictions:
@@ -148,13 +190,16 @@ def make_page(
         "device_name": device_name,
         "notes": list(notes),
         "tables": [asdict(table) for table in tables],
+        "frontier": None if frontier is None else asdict(frontier),
         "categories": list(CATEGORIES.items()),
         "predictions": [{"name": name, **_plain(found)} for name, found in predictions],
     }
     folder = files(__package__).joinpath("_page")
-    script, style, template = (
-        folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css", "html")
+    files_of_page = ("page.js", "frontier.js", "page.css", "page.html")
+    page_script, frontier_script, style, template = (
+        folder.joinpath(name).read_text("utf-8") for name in files_of_page
     )
+    script = page_script + frontier_script
     page = Template(template).substitute(
         # The browser runs this script and no other, and loads nothing.
         policy=f"default-src 'none'; script-src {_hash(script)}; style-src {_hash(style)}",

@@ -74,7 +74,9 @@ def test_help_names_the_exit_statuses(name, capsys):
         main([name, "--help"])
     statuses = capsys.readouterr().out.split("exit status:")[1]
     assert "0 done; 1 " in statuses
-    assert ("3 the training step" in statuses) == (name in ("predict", "explain", "compare"))
+    assert ("3 the training step" in statuses) == (
+        name in ("predict", "explain", "compare", "plan")
+    )
 
 
 def test_an_interruption_is_130(monkeypatch, capsys):

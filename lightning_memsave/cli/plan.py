@@ -1,0 +1,344 @@
+"""``memsave plan``: the fastest settings that fit a budget of memory or a GPU."""
+
+import argparse
+import json
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_memsave.cli.arguments import (
+    DOES_NOT_FIT,
+    Request,
+    StepError,
+    add_model_arguments,
+    add_step_arguments,
+    kernels_of,
+    read_request,
+    read_settings,
+    running_code_of,
+    show_notes,
+)
+from lightning_memsave.errors import ConfigurationError, InfeasiblePlanError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from lightning_memsave.planning.plan import MemoryPlan, Plan
+    from lightning_memsave.planning.search import PlanSearch
+    from lightning_memsave.prediction.cuda.gpus import Gpu
+    from lightning_memsave.prediction.result import MemoryPrediction
+    from lightning_memsave.report.page import PageFrontier
+
+SUMMARY = "Find the fastest settings that fit a GPU or a budget of memory, without a GPU."
+EXAMPLES = """\
+memsave plan config.json --batch 64x128 --gpu RTX-3060-12GB
+memsave plan config.json --batch 64x128 --gpu T4,RTX-3060-12GB,A100-40GB
+memsave plan package.module:LitModel --batch 8x512 --budget 10GiB --exactness bitwise
+memsave plan config.yaml --batch 8x512 --gpu T4 --budget 0.9 --set optimizer=8bit
+memsave plan gpt2/ --batch 8x512 --gpu T4 --html plan.html --json > plan.json"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of this subcommand."""
+    parser.add_argument("target", metavar="MODEL", help="as for `memsave predict`")
+    add_model_arguments(parser)
+    add_step_arguments(parser, needs_batch=True, limited="each search, one per GPU,")
+    group = parser.add_argument_group("plan")
+    group.add_argument(
+        "--budget",
+        metavar="SIZE",
+        help="memory that the process may use on the device, with the CUDA context: 12GiB, or a "
+        "share of the GPU such as 0.9; default: all of the GPU",
+    )
+    group.add_argument(
+        "--exactness",
+        choices=("bitwise", "rounding", "approximate"),
+        default="approximate",
+        help="how far results may move; default: approximate",
+    )
+    group = parser.add_argument_group("output")
+    group.add_argument("--html", metavar="FILE", help="write the result as a web page")
+    group.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print; returns 1 if no plan fits the budget or one of the GPUs."""
+    if "budget" in read_settings(arguments.set):
+        raise ConfigurationError("--set budget=... is not for a plan. Use --budget.")
+    request = read_request(arguments.target, arguments)
+    budget = _budget(arguments, request)
+    cases = _cases(request, budget, arguments)
+    shown = _smallest_that_fits(cases) or cases[0]
+    if arguments.html is not None:
+        _write_page(arguments.html, shown, request)
+    if arguments.json:
+        print(json.dumps(_to_dict(request, cases, shown, arguments), indent=2, default=repr))
+    else:
+        _show(request, cases, shown, arguments)
+    return DOES_NOT_FIT if any(case.found is None for case in cases) else 0
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What was found for one GPU, or for a budget alone."""
+
+    gpu: "Gpu | None"
+    budget_bytes: int
+    unchanged: "MemoryPrediction"
+    found: "MemoryPlan | None" = None
+    refusal: InfeasiblePlanError | None = None
+
+    @property
+    def best(self) -> "Plan":
+        """The plan, or the smallest one if none fits."""
+        if self.found is not None:
+            return self.found.plan
+        assert self.refusal is not None, "one of the two is there"
+        plan: Plan = self.refusal.smallest
+        return plan
+
+
+def _budget(arguments: argparse.Namespace, request: Request) -> Any:
+    given = arguments.budget
+    if given is None:
+        # That of `MemSaveCallback` in a YAML file.
+        in_file = request.step.settings.get("budget")
+        if in_file is not None:
+            return in_file
+        if arguments.device == "cpu" and not arguments.gpu:
+            raise ConfigurationError("--device=cpu needs a budget. Add for example --budget 8GiB.")
+        if not arguments.gpu:
+            raise ConfigurationError(
+                "A plan needs memory to fit. Add --gpu, such as --gpu T4, or --budget 12GiB."
+            )
+        return None
+    if not re.fullmatch(r"-?\d*\.\d+", given.strip()):
+        return str(given)
+    if not arguments.gpu:
+        fix = "a size, such as --budget 8GiB"
+        fix += "" if arguments.device == "cpu" else ", or add --gpu, such as --gpu T4"
+        raise ConfigurationError(
+            f"--budget {given} is a share of a GPU, but there is none. Use {fix}."
+        )
+    return float(given)
+
+
+def _cases(request: Request, budget: Any, arguments: argparse.Namespace) -> list[_Case]:
+    from lightning_memsave.analysis.explain import what_if_of
+    from lightning_memsave.analysis.plan import budget_of, search_of, unchanged_step
+
+    name = request.target.name
+    unchanged: dict[object, MemoryPrediction] = {}
+    searches: dict[object, PlanSearch] = {}
+    found = []
+    with running_code_of(name):
+        first = what_if_of(request.step, request.target.parameter_source())
+        steps = [
+            replace(first, step=replace(first.step, gpu=gpu)) for gpu in request.gpus or (None,)
+        ]
+        # A wrong budget is an error before anything is predicted.
+        budgets = [budget_of(step, budget) for step in steps]
+        for what_if, budget_bytes in zip(steps, budgets, strict=True):
+            gpu = what_if.gpu
+            kernels = kernels_of(gpu)
+            if kernels not in unchanged:
+                unchanged[kernels] = unchanged_step(what_if)
+            # GPUs that differ only in their memory share a search.
+            key = kernels, gpu and gpu.throughput
+            if key not in searches:
+                searches[key] = search_of(what_if, arguments.exactness, arguments.time_limit)
+            case = _Case(gpu, budget_bytes, unchanged[kernels])
+            found.append(_planned(case, searches[key], name, arguments.time_limit))
+    return found
+
+
+def _planned(case: _Case, search: "PlanSearch", name: str, limit_s: float) -> _Case:
+    try:
+        return replace(case, found=search.find(case.budget_bytes))
+    except InfeasiblePlanError as error:
+        return replace(case, refusal=error)
+    except TimeoutError as error:
+        raise StepError(
+            f"The search for a plan of `{name}` ended after {limit_s:g} seconds without one. Use a "
+            f"longer time, such as --time-limit {2 * limit_s:g}, or fix some settings with --set."
+        ) from error
+
+
+def _smallest_that_fits(cases: list[_Case]) -> _Case | None:
+    return min(
+        (case for case in cases if case.found is not None and case.gpu is not None),
+        key=lambda case: case.gpu.total_bytes if case.gpu else 0,
+        default=None,
+    )
+
+
+def _yaml(case: _Case, request: Request, arguments: argparse.Namespace) -> str:
+    import yaml  # type: ignore[import-untyped] # it comes without types
+
+    from lightning_memsave.callbacks.memsave import MemSaveCallback
+    from lightning_memsave.prediction.training_step import changed_arguments
+
+    # Techniques with a `class_path` are written as they were read.
+    given = {**(request.target.settings or {}), **read_settings(arguments.set)}
+    shown = changed_arguments(MemSaveCallback, case.best.settings)
+    shown |= {n: given[n] for n in shown if isinstance(given.get(n), dict)}
+    plain = {n: list(v) if isinstance(v, tuple) else v for n, v in shown.items()}
+    callback = {"class_path": "lightning_memsave.MemSaveCallback", "init_args": plain}
+    text: str = yaml.safe_dump({"trainer": {"callbacks": [callback]}}, sort_keys=False)
+    return text
+
+
+def _to_dict(
+    request: Request, cases: list[_Case], shown: _Case, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    from lightning_memsave.planning.budget import margin_of
+
+    def of(case: _Case) -> dict[str, Any]:
+        refusal = case.refusal
+        nothing = dict.fromkeys(("plan", "runner_up", "seconds", "num_predictions"))
+        free_bytes = margin_of(case.budget_bytes, case.gpu, request.step.device)
+        return {
+            "unchanged_bytes": case.unchanged.device_bytes,
+            "budget_bytes": case.budget_bytes,
+            "margin_bytes": free_bytes,
+            **(nothing | {"frontier": []} if case.found is None else case.found.to_dict()),
+            "reason": None if refusal is None else str(refusal),
+            "smallest": None if refusal is None else refusal.smallest.to_dict(),
+        }
+
+    return {
+        "target": request.target.name,
+        "batch": str(request.batch),
+        "notes": list(request.notes),
+        "exactness": arguments.exactness,
+        "gpu": shown.gpu and shown.gpu.name,
+        **of(shown),
+        "yaml": _yaml(shown, request, arguments),
+        "gpus": [
+            {"name": case.gpu.name, "total_bytes": case.gpu.total_bytes, **of(case)}
+            for case in cases
+            if case.gpu is not None
+        ],
+    }
+
+
+def _show(
+    request: Request, cases: list[_Case], shown: _Case, arguments: argparse.Namespace
+) -> None:
+    from rich.console import RenderableType
+    from rich.text import Text
+
+    from lightning_memsave.report.text import show
+    from lightning_memsave.units import format_bytes
+
+    parts: list[RenderableType] = []
+    if len(cases) > 1:
+        parts += [_gpu_table(cases), Text()]
+        for case in cases:
+            assert case.gpu is not None, "there is one case without a GPU, or one for each"
+            parts.append(Text(f"{case.gpu.name}: {case.best.short}"))
+        parts += [Text(), Text(_verdict(cases)), Text()]
+    if shown.refusal is not None:
+        parts.append(Text(str(shown.refusal)))
+    else:
+        assert shown.found is not None, "one of the two is there"
+        parts.append(shown.found)
+        parts += [Text(), Text("In the YAML file of LightningCLI:"), Text()]
+        parts.append(Text(_yaml(shown, request, arguments)))
+    unchanged_bytes = shown.unchanged.device_bytes
+    free_bytes = 0 if shown.found is None else shown.found.margin_bytes
+    fits = unchanged_bytes + free_bytes <= shown.budget_bytes
+    how = "fits too" if fits else "does not fit"
+    show(*parts, Text(f"The unchanged step {how}: it needs {format_bytes(unchanged_bytes)}."))
+    show_notes([f"note: {note}" for note in request.notes], arguments.html)
+
+
+def _verdict(cases: list[_Case]) -> str:
+    smallest = _smallest_that_fits(cases)
+    if smallest is None or smallest.gpu is None:
+        name = "" if cases[0].gpu is None else cases[0].gpu.name
+        return f"None of these GPUs is enough. For {name}:"
+    return f"{smallest.gpu.name} is enough, the smallest of them. Its plan:"
+
+
+def _gpu_table(cases: list[_Case]) -> "Table":
+    from rich.text import Text
+
+    from lightning_memsave.core.plain_text import figure_table
+    from lightning_memsave.units import format_bytes
+
+    numbers = ("budget", "unchanged", "plan", "time")
+    table = figure_table("GPU", "fits", *numbers, "exactness", numbers=numbers)
+    for case in cases:
+        name = "" if case.gpu is None else case.gpu.name
+        best = case.best
+        sizes = (format_bytes(n) for n in (case.budget_bytes, case.unchanged.device_bytes))
+        time = f"{best.time_ratio:.2f}"
+        cells = (name, "NO" if case.found is None else "yes", *sizes, best.size, time)
+        style = "bold red" if case.found is None else ""
+        table.add_row(*map(Text, (*cells, best.exactness)), style=style)
+    return table
+
+
+def _write_page(path: str, case: _Case, request: Request) -> None:
+    from lightning_memsave.report.page import PageTable, write_page
+    from lightning_memsave.units import format_bytes
+
+    gpu, found = case.gpu, case.found
+    predictions = [("unchanged", case.unchanged)]
+    if case.best.prediction is not None:
+        predictions.insert(0, ("the plan" if found else "the smallest", case.best.prediction))
+    is_all = gpu is not None and case.budget_bytes == gpu.total_bytes
+    rows = () if found is None else tuple(_row(found, plan) for plan in found.frontier)
+    columns = ("on the device", "", "fits", "time", "exactness", "what to type")
+    write_page(
+        path,
+        predictions,
+        title=f"{case.unchanged.model}: the fastest plan for {format_bytes(case.budget_bytes)}",
+        device_capacity_bytes=case.budget_bytes,
+        device_name=gpu.known_name if gpu is not None and is_all else "budget",
+        notes=(
+            f"Batch: {request.batch}",
+            *request.notes,
+            *(() if found is None else (_margin(found),)),
+            *(() if case.refusal is None else (str(case.refusal),)),
+        ),
+        tables=(PageTable("Plans, the fastest first", columns, rows),) if rows else (),
+        frontier=None if found is None else _frontier(found, case),
+    )
+
+
+def _row(found: "MemoryPlan", plan: "Plan") -> tuple[str, ...]:
+    from lightning_memsave.units import format_bytes
+
+    source = "predicted" if plan.is_verified else "about"
+    fits = "yes" if found.fits(plan) else "no"
+    time, size = f"{plan.time_ratio:.2f}", format_bytes(plan.device_bytes)
+    return size, source, fits, time, plan.exactness, f"`{plan.how}`"
+
+
+def _margin(found: "MemoryPlan") -> str:
+    from lightning_memsave.units import format_bytes
+
+    return (
+        f"A plan leaves {format_bytes(found.margin_bytes)} of the budget free, as predictions for "
+        "CUDA may be off. Times are ratios to the unchanged step, estimated from its kernels."
+    )
+
+
+def _frontier(found: "MemoryPlan", case: _Case) -> "PageFrontier":
+    from lightning_memsave.report.page import PageFrontier, PagePlan
+
+    plans = [
+        PagePlan(
+            plan.device_bytes,
+            plan.time_ratio,
+            plan.exactness,
+            plan.how,
+            is_verified=plan.is_verified,
+            fits=found.fits(plan),
+            is_chosen=plan == found.plan,
+        )
+        for plan in found.frontier
+    ]
+    return PageFrontier(tuple(plans), found.budget_bytes, case.unchanged.device_bytes)

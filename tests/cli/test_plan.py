@@ -1,0 +1,266 @@
+"""`memsave plan` on projects as users have them: text, JSON, YAML, page, GPUs, and wrong input."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from lightning_memsave.analysis.plan import plan_memory
+from lightning_memsave.callbacks.memsave import MemSaveCallback
+from lightning_memsave.cli.lightning_pytorch import MemSaveCLI
+from lightning_memsave.cli.main import main
+from lightning_memsave.targets.find import load_target
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from tests.cli.shell import BATCH, TINY_GPT2, json_of, message_of, write_project
+from tests.report.test_page import data_in
+
+# Four blocks with activations of gigabytes: nothing of it is ever allocated.
+TOKENS = "16384x32"
+GPT2 = ("gpt2", "--batch", TOKENS)
+CODE = """
+from transformers import GPT2Config, GPT2LMHeadModel
+
+class Gpt2(GPT2LMHeadModel):
+    def __init__(self):
+        super().__init__(GPT2Config.from_pretrained("gpt2"))
+"""
+BITWISE = ("--exactness", "bitwise")
+# Leaves the planner nothing but checkpointing, so that a search is short.
+FIXED = ("precision", "micro_batch_size", "chunked_cross_entropy", "low_precision_weights")
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path):
+    write_project(tmp_path)
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(TINY_GPT2 | {"n_layer": 4}))
+    yield tmp_path
+    for name in ("net", "_memsave_target_net"):
+        sys.modules.pop(name, None)
+
+
+def callbacks_of(config: Any, path: Any, monkeypatch: Any) -> list[MemSaveCallback]:
+    """Let LightningCLI and MemSaveCLI read the YAML."""
+    monkeypatch.setattr("sys.argv", ["train.py"])  # LightningCLI warns about those of pytest
+    [callback] = config["trainer"]["callbacks"]
+    found = []
+    for cls, text in (
+        (LightningCLI, config),
+        (MemSaveCLI, {"memsave": callback["init_args"]}),
+    ):
+        path.write_text(yaml.safe_dump(text))
+        args = ["--trainer.accelerator=cpu", "--trainer.logger=false", f"--config={path}"]
+        cli: Any = cls(
+            BoringModel, args=args, run=False, save_config_callback=None, seed_everything_default=0
+        )
+        [made] = [c for c in cli.trainer.callbacks if isinstance(c, MemSaveCallback)]
+        found.append(made)
+    return found
+
+
+def without_time(found):
+    return {name: value for name, value in found.items() if name != "seconds"}
+
+
+class TestOneBudget:
+    # lightning 2.6.6 calls jsonargparse 4.53 by names of older releases.
+    @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+    def test_json_page_and_yaml_are_the_plan_of_python(self, capsys, project, monkeypatch):
+        found = json_of(
+            capsys, "plan", *GPT2, "--gpu", "T4", "--budget", "2GiB", *BITWISE, "--html", "p.html"
+        )
+        expected = plan_memory(
+            load_target("gpt2"), TOKENS, gpu="T4", budget="2GiB", exactness="bitwise"
+        )
+        plain = json.loads(json.dumps(without_time(expected.to_dict())))
+        assert {name: found[name] for name in plain} == plain
+        assert (found["target"], found["gpu"], found["exactness"]) == ("gpt2", "T4", "bitwise")
+        assert (found["reason"], found["smallest"]) == (None, None)
+        plan = found["plan"]
+        assert plan["settings"]["activation_checkpointing"] is not None
+        assert plan["device_bytes"] + found["margin_bytes"] <= 2 * 2**30 < found["unchanged_bytes"]
+        [gpu] = found["gpus"]
+        assert (gpu["name"], gpu["plan"]) == ("T4", plan)
+
+        self.check_page(data_in(project / "p.html"), found)
+        self.check_yaml(capsys, project, found, monkeypatch)
+
+    def check_page(self, page, found):
+        frontier = page["frontier"]
+        assert (frontier["budget_bytes"], frontier["unchanged_bytes"]) == (
+            2 * 2**30,
+            found["unchanged_bytes"],
+        )
+        assert [(p["device_bytes"], p["time_ratio"], p["how"]) for p in frontier["plans"]] == [
+            (p["device_bytes"], p["time_ratio"], p["how"]) for p in found["frontier"]
+        ]
+        [chosen] = [p for p in frontier["plans"] if p["is_chosen"]]
+        assert chosen["how"] == found["plan"]["how"]
+        assert [(p["name"], p["device_bytes"]) for p in page["predictions"]] == [
+            ("the plan", found["plan"]["device_bytes"]),
+            ("unchanged", found["unchanged_bytes"]),
+        ]
+        assert page["device_name"] == "budget"
+
+    def check_yaml(self, capsys, project, found, monkeypatch):
+        config = yaml.safe_load(found["yaml"])
+        planned = repr(MemSaveCallback(**found["plan"]["settings"]))
+        assert "activation_checkpointing=" in planned
+        made = callbacks_of(config, project / "cli.yaml", monkeypatch)
+        assert [repr(callback) for callback in made] == [planned, planned]
+        (project / "models.py").write_text(CODE)
+        config["model"] = {"class_path": "models.Gpt2"}
+        (project / "planned.yaml").write_text(yaml.safe_dump(config))
+        options = ("--batch", TOKENS, "--gpu", "T4")
+        again = json_of(capsys, "predict", "planned.yaml", *options)
+        assert again["device_bytes"] == found["plan"]["device_bytes"]
+
+    @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+    def test_settings_that_are_fixed_are_in_the_yaml(self, capsys, project, monkeypatch):
+        given = ("optimizer=8bit", 'force_8bit=["*wte*"]', "early_release=null", "tf32=true")
+        options = [f"--set={text}" for text in (*given, *(f"{name}=null" for name in FIXED))]
+        wide = ("gpt2", "--arg", "n_embd=64", "--batch", "4096x32")
+        found = json_of(capsys, "plan", *wide, "--budget", "2560MiB", *options)
+        assert found["gpus"] == []
+        callbacks = callbacks_of(yaml.safe_load(found["yaml"]), project / "cli.yaml", monkeypatch)
+        for arguments in (callback.arguments for callback in callbacks):
+            assert (arguments["optimizer"], arguments["tf32"]) == ("8bit", True)
+            assert (arguments["early_release"], arguments["precision"]) == (None, None)
+            assert arguments["force_8bit"] == ["*wte*"]
+
+    @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+    def test_techniques_of_a_yaml_file_are_fixed_and_written_as_they_were(
+        self, capsys, project, monkeypatch
+    ):
+        path = project / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        technique = {
+            "class_path": "lightning_memsave.ActivationCheckpointing",
+            "init_args": {"which": 1},
+        }
+        [callback] = config["trainer"]["callbacks"]
+        callback["init_args"] |= {"activation_checkpointing": technique, "budget": "8GiB"}
+        path.write_text(yaml.safe_dump(config))
+        printed = json_of(capsys, "plan", "config.yaml", "--batch", BATCH, *BITWISE)
+        assert printed["budget_bytes"] == 8 * 2**30
+        found = yaml.safe_load(printed["yaml"])
+        [callback] = found["trainer"]["callbacks"]
+        assert callback["init_args"]["activation_checkpointing"] == technique
+        for made in callbacks_of(found, project / "cli.yaml", monkeypatch):
+            assert made.arguments["activation_checkpointing"] == ActivationCheckpointing(which=1)
+
+    def test_text_shows_the_frontier_and_what_to_type(self, capsys, project):
+        arguments = ("plan", *GPT2, "--gpu", "2GiB,2560MiB", *BITWISE, "--html", "plan.html")
+        assert main([*arguments]) == 1
+        out = capsys.readouterr().out
+        gpus, settings, verdict, head, table, *_ = out.split("\n\n")
+        rows = [line.split()[:2] for line in gpus.splitlines()[1:]]
+        assert rows == [["2GiB", "NO"], ["2560MiB", "yes"]]
+        assert settings.startswith("2GiB: activation_checkpointing='nested'")
+        assert verdict == "2560MiB is enough, the smallest of them. Its plan:"
+        assert head.startswith("The fastest plan for 2.50 GiB, of which 256.00 MiB stay free: ")
+        _, *rows = table.splitlines()
+        chosen = [row.split()[1:] for row in rows if row.startswith(">")]
+        assert [row[2:6] for row in chosen] == [["yes", *chosen[0][3:5], chosen[0][5]]]
+        assert any(" NO " in row for row in rows)
+        assert "\nMemSaveCallback(activation_checkpointing=" in out
+        assert "In the YAML file of LightningCLI:\n\ntrainer:\n  callbacks:\n" in out
+        assert "The unchanged step does not fit: it needs 4." in out
+        assert out.endswith("\npage: plan.html\n")
+        assert max(map(len, out.splitlines())) <= 100
+
+
+class TestGpus:
+    def test_names_the_smallest_that_is_enough(self, capsys):
+        gpus = ["--gpu", "4GiB,2GiB", "--gpu", "3GiB"]
+        found = json_of(capsys, "plan", *GPT2, *BITWISE, *gpus, status=1)
+        assert found["gpu"] == "3GiB"
+        by_name = {gpu["name"]: gpu for gpu in found["gpus"]}
+        assert list(by_name) == ["4GiB", "2GiB", "3GiB"]
+        assert found["plan"] == by_name["3GiB"]["plan"]
+        # With less memory, more is recomputed.
+        assert by_name["4GiB"]["plan"]["time_ratio"] < by_name["3GiB"]["plan"]["time_ratio"]
+        small = by_name["2GiB"]
+        assert (small["plan"], small["runner_up"], small["frontier"]) == (None, None, [])
+        needed = small["smallest"]["device_bytes"] + small["margin_bytes"]
+        assert needed > small["budget_bytes"] == 2 * 2**30
+        assert "No settings fit a budget of 2.00 GiB" in small["reason"]
+
+    def test_each_has_its_own_kernels_and_throughput(self, capsys):
+        arguments = ("plan", "gpt2", "--batch", "4x32", *BITWISE)
+        found = json_of(capsys, *arguments, "--gpu", "T4,H200")
+        old, new = found["gpus"]
+        assert old["unchanged_bytes"] != new["unchanged_bytes"]
+        assert old["plan"]["settings"] == new["plan"]["settings"]
+        assert found["gpu"] == "T4"
+
+
+class TestNoPlan:
+    ARGUMENTS = ("plan", *GPT2, "--budget", "1GiB", *BITWISE)
+
+    def test_says_what_is_missing(self, capsys, project):
+        assert main([*self.ARGUMENTS, "--html", "plan.html"]) == 1
+        out = capsys.readouterr().out
+        assert "No settings fit a budget of 1.00 GiB. The least found is " in out
+        assert '`exactness="approximate"`' in out
+        page = data_in(project / "plan.html")
+        assert [p["name"] for p in page["predictions"]] == ["the smallest", "unchanged"]
+        assert page["frontier"] is None
+        assert any("No settings fit" in note for note in page["notes"])
+
+    def test_a_short_time_is_no_answer(self, capsys):
+        # Not 1: that nothing was found in this time does not mean that nothing fits.
+        message_of(capsys, *self.ARGUMENTS, "--time-limit", "0.2", status=3)
+
+    def test_a_step_that_fails_has_status_3(self, capsys):
+        arguments = ("net.py:Leaves", "--batch", BATCH, "--gpu", "T4")
+        assert "SystemExit: 5" in message_of(capsys, "plan", *arguments, status=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        ([], "Add --gpu, such as --gpu T4, or --budget 12GiB"),
+        (["--device", "cpu"], "Add for example --budget 8GiB"),
+        (["--device", "cpu", "--gpu", "T4"], "Remove one of the two"),
+        (["--device", "cpu", "--budget", "0.9"], "Use a size, such as --budget 8GiB."),
+        (["--budget", "0.9"], "or add --gpu, such as --gpu T4"),
+        (["--gpu", "T5"], 'Use "T4"'),
+        (["--gpu", "T4", "--budget", "12"], 'has no unit. Use a size such as `budget="12GiB"`'),
+        (["--gpu", "T4", "--budget", "many"], 'Use a size such as `budget="12GiB"`'),
+        (["--gpu", "T4", "--budget", ""], 'Use a size such as `budget="12GiB"`'),
+        (["--gpu", "T4", "--budget", "-5GiB"], "is negative. Use a size"),
+        (["--gpu", "T4", "--budget", "-0.5"], "a share of the device such as `budget=0.9`"),
+        (["--gpu", "T4", "--budget", "1.5"], "a share of the device such as `budget=0.9`"),
+        (["--gpu", "T4", "--budget", "99GiB"], "14.58 GiB of the device. Use at most that"),
+        (["--gpu", "T4", "--budget", "300MiB"], "the CUDA context of 300.00 MiB"),
+        (["--gpu", "T4,A100-40GB", "--budget", "20GiB"], "14.58 GiB of the device"),
+        (["--gpu", "T4", "--set", "stack=classic"], "Use `stack='off'`, and name"),
+        (["--gpu", "T4", "--set", "budget=8GiB"], "Use --budget"),
+        (["--gpu", "T4", "--set", "optimizer=9bit"], 'Choose one of "8bit"'),
+        (["--gpu", "T4", "--html", "nowhere/plan.html"], "for example 'plan.html'"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(value),
+)
+def test_wrong_arguments_say_what_to_type(arguments, remedy, capsys):
+    said = message_of(capsys, "plan", "net.py:Lit", "--batch", BATCH, *BITWISE, *arguments)
+    assert remedy in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "T4"], "required: --batch"),
+        (["--batch", BATCH, "--gpu", "T4", "--exactness", "exact"], "choose from"),
+        (["--batch", BATCH, "--gpu", "T4", "--time-limit", "0"], "a number of seconds above 0"),
+    ],
+)
+def test_what_cannot_be_parsed_exits_with_2(arguments, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "net.py:Lit", *arguments])
+    assert said in capsys.readouterr().err.splitlines()[-1]

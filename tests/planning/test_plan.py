@@ -1,0 +1,69 @@
+"""How plans are shown and written."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.units import GIB, MIB
+
+
+def made(device_gib: float, time_ratio: float, *, is_verified: bool = False, **on: object) -> Plan:
+    off = dict.fromkeys(("activation_checkpointing", "optimizer", "force_8bit"))
+    settings = {**off, "micro_batch_size": "auto", "early_release": True, **on}
+    num_bytes = int(device_gib * GIB)
+    how = f"MemSaveCallback({', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+    return Plan(settings, how, "rounding", num_bytes - MIB, num_bytes, time_ratio, is_verified)
+
+
+LARGE = made(8, 1.0)
+MIDDLE = made(5.5, 1.1, is_verified=True, activation_checkpointing=3)
+SMALL = made(4, 1.25, activation_checkpointing="all", optimizer="8bit", force_8bit=("*head*",))
+FOUND = MemoryPlan(6 * GIB, 256 * MIB, MIDDLE, SMALL, (LARGE, MIDDLE, SMALL))
+
+
+def test_shows_the_frontier_the_call_and_the_next_best_plan():
+    head, table, call, rest = str(FOUND).split("\n\n")
+    assert " ".join(head.split()) == (
+        "The fastest plan for 6.00 GiB, of which 256.00 MiB stay free: 5.50 GiB on the device, "
+        "1.10 times the time of the unchanged step"
+    )
+    rows = [line.split(maxsplit=6) for line in table.splitlines()[1:4]]
+    assert rows[0] == ["about", "8.00", "GiB", "NO", "1.00", "rounding", "nothing else"]
+    assert rows[1][:4] == [">", "5.50", "GiB", "yes"]
+    assert rows[1][5:] == ["rounding", "activation_checkpointing=3"]
+    assert rows[2][:4] == ["about", "4.00", "GiB", "yes"]
+    assert table.splitlines()[-1] == "each with early_release=True"
+    assert eval(call, {"MemSaveCallback": dict}) == MIDDLE.settings
+    rest = " ".join(rest.split())
+    assert "Next best with other settings: about 4.00 GiB, 1.25 times the time, with " in rest
+    assert "optimizer='8bit'" in rest
+    assert "early_release" not in rest
+    assert "not measured" in rest
+    assert max(map(len, str(FOUND).splitlines())) <= 100
+
+
+def test_of_one_plan_nothing_is_shared():
+    alone = replace(FOUND, runner_up=None, frontier=(MIDDLE,), margin_bytes=0)
+    assert alone.shared == {}
+    shown = str(alone)
+    assert "activation_checkpointing=3" in shown.splitlines()[3]
+    assert "each with" not in shown
+    assert "Next best" not in shown
+    assert "stay free" not in shown
+
+
+@pytest.mark.parametrize(("plan", "fits"), [(LARGE, False), (MIDDLE, True), (SMALL, True)])
+def test_the_margin_counts(plan, fits):
+    assert FOUND.fits(plan) == fits
+    assert not replace(FOUND, margin_bytes=GIB * 5).fits(plan)
+
+
+def test_json_and_notebook():
+    found = json.loads(json.dumps(FOUND.to_dict()))
+    assert [plan["fits"] for plan in found["frontier"]] == [False, True, True]
+    assert found["plan"]["device_bytes"] == MIDDLE.device_bytes
+    assert found["runner_up"]["settings"]["force_8bit"] == ["*head*"]
+    assert "activation_checkpointing" in FOUND._repr_mimebundle_([], [])["text/html"]
+    assert repr(FOUND).startswith("<MemoryPlan for 6.00 GiB: MemSaveCallback(")
