@@ -17,7 +17,10 @@ from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_
 from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
-from lightning_memsave.callbacks.settings.modules import ChunkedCrossEntropySetting
+from lightning_memsave.callbacks.settings.modules import (
+    ActivationCheckpointingSetting,
+    ChunkedCrossEntropySetting,
+)
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.core.blocks import BlockSelector
@@ -271,6 +274,7 @@ class MemSaveCallback(CallbackBase):
         self._settings, _ = make_settings(type(self).__name__, self.arguments, chosen)
         self._in_force = with_plan(self.arguments, chosen)
         self._budget.use(self.plan)
+        self._settings.find(ActivationCheckpointingSetting).blocks = self.arguments["blocks"]
         if isinstance(chosen.get("micro_batch_size"), int):
             self._micro_batches.resize(chosen["micro_batch_size"])
         elif size is not None:  # of the checkpoint

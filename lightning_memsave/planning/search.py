@@ -15,10 +15,16 @@ from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.step_time import Rates
-from lightning_memsave.planning.variants import RECOMPUTED, Variant, Variants, value_of
+from lightning_memsave.planning.variants import (
+    MICRO_BATCH,
+    RECOMPUTED,
+    Variant,
+    Variants,
+    value_of,
+)
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
-from lightning_memsave.techniques.registry import entries
+from lightning_memsave.techniques.registry import Entry, entries
 from lightning_memsave.units import MIB, format_bytes
 
 EQUALLY_FAST = 0.01
@@ -50,7 +56,7 @@ class PlanSearch:
         rates: What the device reaches.
         limit_s: Seconds after which nothing more is predicted.
         margin_of: Gives the bytes of a budget that stay free.
-        given: Arguments that the user has chosen, for messages.
+        given: What the user has chosen and is on.
     """
 
     def __init__(
@@ -62,7 +68,7 @@ class PlanSearch:
         *,
         limit_s: float = math.inf,
         margin_of: Callable[[int], int] = lambda budget_bytes: 0,
-        given: Sequence[str] = (),
+        given: Sequence[Entry] = (),
     ) -> None:
         self._start_s = time.monotonic()
         self._what_if = what_if
@@ -126,13 +132,13 @@ class PlanSearch:
             The plans, the fastest first, each of which needs less than the one before; the plan
             that was found is among them.
         """
-        names = (RECOMPUTED, "micro_batch_size")
+        names = (RECOMPUTED, MICRO_BATCH, "blocks")
         fixed = {n: v for n, v in found.plan.settings.items() if n not in names}
         chosen = next(c for c in self._candidates if self._plan(c) == found.plan)
         same = [
             c
             for c in self._candidates
-            if c.variant.exactness.value == found.plan.exactness
+            if self._exactness_of(c).value == found.plan.exactness
             and fixed.items() <= self._settings_of(c).items()
         ]
         return [self._plan(candidate) for candidate in self._thinned(same, chosen)]
@@ -256,6 +262,16 @@ class PlanSearch:
                 found.append(one)
         return found
 
+    def _exactness_of(self, candidate: _Candidate) -> Exactness:
+        # "32-true" is what Lightning does by itself.
+        is_exact = str(self._what_if.step.settings.get("precision")) in ("32", "32-true")
+        found = [candidate.variant.exactness] + [
+            entry.exactness
+            for entry in self._given
+            if not (entry.argument == "precision" and is_exact)
+        ]
+        return max(found, key=list(Exactness).index)
+
     def _settings_of(self, candidate: _Candidate) -> dict[str, Any]:
         changes = dict(candidate.variant.changes)
         if candidate.variant.costs is not None:
@@ -270,7 +286,7 @@ class PlanSearch:
         return Plan(
             settings,
             as_code(self._what_if.step.make_callback, settings),
-            candidate.variant.exactness.value,
+            self._exactness_of(candidate).value,
             prediction.peak_bytes if prediction else num_bytes - overhead_bytes,
             prediction.device_bytes if prediction else num_bytes,
             candidate.seconds / self._unchanged_s,
@@ -279,11 +295,14 @@ class PlanSearch:
         )
 
     def _ways_out(self, least_bytes: int) -> str:
+        gpu = self._what_if.gpu
         ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
+        if gpu is not None and least_bytes > gpu.total_bytes:
+            ways = [f"a GPU with {format_bytes(least_bytes)}"]
         if self._exactness is not Exactness.APPROXIMATE:
             ways.append('`exactness="approximate"`')
         if self._given:
-            ways.append(f"no {' or '.join(f'`{name}=`' for name in self._given)}")
+            ways.append(f"no {' or '.join(f'`{entry.argument}=`' for entry in self._given)}")
         is_one = self._what_if.num_samples == 1
         ways.append("shorter samples" if is_one else "a smaller batch")
         return f"Use {', '.join(ways)}, or a smaller model."
@@ -338,7 +357,7 @@ def search_for(
         for name, value in step.settings.items()
         if name not in _NEITHER and value not in ("auto", defaults[name])
     }
-    given = [entry.argument for entry in entries() if entry.offers and entry.argument in fixed]
+    given = [entry for entry in entries() if fixed.get(entry.argument) not in (None, False)]
     fixed |= {name: None for name in closed if name not in fixed}
     return PlanSearch(
         replace(what_if, step=replace(step, settings=fixed), _known={}),

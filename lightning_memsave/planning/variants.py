@@ -142,7 +142,11 @@ class Variants:
 
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""
-        return {**self._off, **changes}
+        settings = {**self._off, **changes}
+        for entry in entries():  # their details are refused beside what is off
+            if entry.argument in self._open and settings[entry.argument] is None:
+                settings |= {n: v for n, v in entry.details.items() if n not in changes}
+        return settings
 
     def unchanged(self) -> Variant | None:
         """Record the step with nothing on."""
@@ -254,7 +258,7 @@ class Variants:
 
     def _options(self) -> list[Candidate]:
         what_if = self.what_if
-        step = what_if.step.with_settings(self._off)
+        step = what_if.step.with_settings(self.settings({}))
         now = CurrentSettings(
             step.effective_settings,
             step.precision,

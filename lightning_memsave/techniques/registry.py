@@ -140,8 +140,11 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
     values = {name: settings.get(name) for name in open_arguments}
     values |= {name: "auto" for name in _ALWAYS if name in values}
+    for entry in _ENTRIES:  # their details are refused beside what is off
+        if entry.argument in values and values[entry.argument] is None:
+            values |= entry.details
     # Planned beside an 8-bit optimizer.
-    if "optimizer" in values and not arguments["force_8bit"]:
+    if values.get("optimizer") is not None and not arguments["force_8bit"]:
         values["force_8bit"] = settings.get("force_8bit") or ()
     return {**arguments, **values, "from_stack": tuple(values)}
 

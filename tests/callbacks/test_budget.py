@@ -327,3 +327,23 @@ class Grabs(pl.Callback):
 
     def on_train_start(self, trainer, pl_module):
         self.held = torch.empty(4 * 2**30, dtype=torch.uint8, device=pl_module.device)
+
+
+@pytest.mark.predicts
+def test_details_of_what_is_planned_may_be_given(plain):
+    callback = MemSaveCallback(
+        budget=plain[2] // 2,
+        exactness="bitwise",
+        blocks="TransformerEncoderLayer",
+        keep_32bit=["*.norm1.*"],
+    )
+    losses, state, _ = fit(encoder(), callback)
+    assert losses == plain[0]
+    assert callback.plan.plan.settings["activation_checkpointing"] is not None
+    unlimited = MemSaveCallback(
+        budget="1GiB", exactness="bitwise", blocks="TransformerEncoderLayer"
+    )
+    losses, state, _ = fit(encoder(), unlimited, FailsAt(1, 2))
+    assert losses == plain[0]
+    assert equal(state, plain[1])
+    assert unlimited._settings.find(BudgetSetting)._plan.settings["activation_checkpointing"]

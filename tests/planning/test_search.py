@@ -5,7 +5,7 @@ import torch
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch
+from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch, search_for
 from tests.planning.plans import (
     OPEN,
     PLANNED,
@@ -104,3 +104,18 @@ def test_what_the_model_raises_comes_through():
     search = PlanSearch(what_if, OPEN, Exactness.APPROXIMATE, RATES)
     with pytest.raises(Exception, match="31"):
         search.find(10**9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"micro_batch_size": 4}, "rounding"),
+        ({"precision": "32-true"}, "bitwise"),
+        ({}, "bitwise"),
+    ],
+    ids=str,
+)
+def test_the_exactness_of_a_plan_is_that_of_all_that_is_on(settings, expected):
+    what_if = what_if_of("encoder", stack=None, **settings)
+    found = search_for(what_if, Exactness.BITWISE).find(10**9)
+    assert found.plan.exactness == expected

@@ -123,8 +123,9 @@ class ActivationCheckpointingSetting(ModuleSetting):
         """Make the setting that the arguments describe."""
         name = "activation_checkpointing"
         wanted, blocks = arguments[name], arguments["blocks"]
+        planned = () if arguments["budget"] is None else arguments["from_stack"]
         if wanted is None or isinstance(wanted, ActivationCheckpointing):
-            if blocks is not None and arguments["budget"] is None:
+            if blocks is not None:
                 raise ConfigurationError(
                     f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
                     f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."
@@ -134,7 +135,7 @@ class ActivationCheckpointingSetting(ModuleSetting):
             refuse_technique(name, wanted, ActivationCheckpointing)
             technique = ActivationCheckpointing(wanted, blocks=blocks)
         value = "None" if technique is None else repr(technique.which)
-        own = is_asked(arguments, name) or (blocks is not None and arguments["budget"] is None)
+        own = is_asked(arguments, name) or (blocks is not None and name not in planned)
         setting = cls(name, technique, value, own)
         setting.blocks = blocks
         return setting
