@@ -28,7 +28,7 @@ MICRO_BATCH = "micro_batch_size"
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
 # Of a run of equal blocks so many are recorded, in this order.
 _RECORDED = ("nested", "full", "selective", KEEP)
-_FASTER, _SMALLER = 0.99, 0.999
+_FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
 
 
 def value_of(kinds: Sequence[str]) -> Any:
@@ -162,9 +162,11 @@ class Variants:
         chosen = self._helpful()
         found = [self.unchanged(), self._record(chosen, None)]
         found += [self._record(_without(chosen, one), None) for one in chosen]
-        for limit in (Exactness.BITWISE, Exactness.ROUNDING):
-            rest = [one for one in chosen if limit.allows(Exactness(one.exactness))]
-            found.append(self._record(rest, None))
+        times = [v.estimate([KEEP] * self.num_blocks)[1] for v in found[:2] if v is not None]
+        if times[-1] > _MUCH_FASTER * times[0]:  # else what is more exact is slower
+            for limit in (Exactness.BITWISE, Exactness.ROUNDING):
+                rest = [one for one in chosen if limit.allows(Exactness(one.exactness))]
+                found.append(self._record(rest, None))
         for size in self._micro_batches():
             found.append(self._record(chosen, size))
         by_changes = {repr(v.changes): v for v in found if v is not None}
