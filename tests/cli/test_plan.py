@@ -5,7 +5,7 @@ import sys
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped] # it comes without types
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 

@@ -235,7 +235,7 @@ class Noise:
         return functools.partial(Noise.collate, self)
 
 
-class OwnLoader:
+class LoaderOfUser:
     """No DataLoader: a list of batches in an order of its own, without a length."""
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "method": lambda lit: shuffled(collate_fn=Noise().collate),
     "closure": lambda lit: shuffled(collate_fn=Noise().closure()),
     "partial": lambda lit: shuffled(collate_fn=Noise().partial()),
-    "own_loader": lambda lit: OwnLoader(),
+    "own_loader": lambda lit: LoaderOfUser(),
     "dict": lambda lit: {"a": shuffled(), "b": shuffled(Augmented(10))},
     "list": lambda lit: [shuffled(), shuffled(Augmented(10), num_workers=1)],
     "min_size": lambda lit: combined(lit, "min_size"),
