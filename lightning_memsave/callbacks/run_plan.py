@@ -118,7 +118,7 @@ def _plan(
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():
         found = search.find(budget_bytes)
-    return RunPlan(found.plan, budget_bytes, found.margin_bytes, tuple(search.ladder(found)), found)
+    return RunPlan(found.plan, budget_bytes, found.margin_bytes, tuple(search.ladder()), found)
 
 
 # What stands against the strategy or the module stays off; the settings know it.

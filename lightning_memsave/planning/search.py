@@ -80,6 +80,7 @@ class PlanSearch:
         self._correction = 0
         self._slack_bytes = 0.0
         self._candidates: list[_Candidate] = []
+        self._chosen: _Candidate | None = None
         self._unchanged_s = 1.0
 
     def find(self, budget_bytes: int) -> MemoryPlan:
@@ -103,7 +104,7 @@ class PlanSearch:
         best = self._best(room)
         if best is None:
             self._refuse(budget_bytes, room)
-        best = self._more_exact(best, room)
+        self._chosen = best = self._more_exact(best, room)
         slower_s = best.seconds * (1 + EQUALLY_FAST)
         others = [
             c
@@ -122,24 +123,25 @@ class PlanSearch:
             self._variants.num_predictions,
         )
 
-    def ladder(self, found: MemoryPlan) -> list[Plan]:
-        """List plans that differ in recomputation and micro-batches only: a fit can change to them.
-
-        Args:
-            found: As `find` gives it.
+    def ladder(self) -> list[Plan]:
+        """List the plans to which a fit can change.
 
         Returns:
-            The plans, the fastest first, each of which needs less than the one before; the plan
-            that was found is among them.
+            Those that differ from the plan found last in recomputation and micro-batches only, and
+            are as exact; the fastest first, each of which needs less than the one before, and that
+            plan among them.
         """
-        names = (RECOMPUTED, MICRO_BATCH, "blocks")
-        fixed = {n: v for n, v in found.plan.settings.items() if n not in names}
-        chosen = next(c for c in self._candidates if self._plan(c) == found.plan)
+        chosen = self._chosen
+        assert chosen is not None, "a plan was found"
+
+        def rest_of(variant: Variant) -> dict[str, Any]:
+            return {n: v for n, v in variant.changes.items() if n not in (RECOMPUTED, MICRO_BATCH)}
+
         same = [
             c
             for c in self._candidates
-            if self._exactness_of(c).value == found.plan.exactness
-            and fixed.items() <= self._settings_of(c).items()
+            if c.variant.exactness is chosen.variant.exactness
+            and rest_of(c.variant) == rest_of(chosen.variant)
         ]
         return [self._plan(candidate) for candidate in self._thinned(same, chosen)]
 
@@ -167,6 +169,9 @@ class PlanSearch:
         self._slack_bytes = 0.0
         for _ in range(_MAX_VERIFIED):
             best = self._fastest(self._candidates, room)
+            if best is None:  # only room for what is estimated to fit closely
+                self._slack_bytes = 0.0
+                best = self._fastest(self._candidates, room)
             if best is None:
                 best = min(self._candidates, key=self._bytes)
             if id(best) in self._verified:

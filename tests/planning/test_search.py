@@ -74,7 +74,7 @@ def test_the_frontier_goes_down_and_the_ladder_holds_everything_else():
     assert found.plan in found.frontier
     assert found.fits(found.plan)
     assert not found.fits(found.frontier[0])
-    ladder = search.ladder(found)
+    ladder = search.ladder()
     assert found.plan in ladder
     assert [p.device_bytes for p in ladder] == sorted(
         (p.device_bytes for p in ladder), reverse=True
