@@ -104,7 +104,9 @@ class PlanSearch:
         best = self._best(room)
         if best is None:
             self._refuse(budget_bytes, room)
-        self._chosen = best = self._more_exact(best, room)
+        fastest_s = min(c.seconds for c in self._candidates if self._is_known_to_fit(c, room))
+        limit_s = fastest_s * (1 + EQUALLY_FAST)
+        self._chosen = best = self._more_exact(best, room, limit_s)
         slower_s = best.seconds * (1 + EQUALLY_FAST)
         others = [
             c
@@ -193,8 +195,7 @@ class PlanSearch:
             key=lambda c: (ranks.index(c.variant.exactness), c.seconds, self._bytes(c)),
         )
 
-    def _more_exact(self, best: _Candidate, room: int) -> _Candidate:
-        limit_s = best.seconds * (1 + EQUALLY_FAST)
+    def _more_exact(self, best: _Candidate, room: int, limit_s: float) -> _Candidate:
         ranks = list(Exactness)
         for variant in self._variants.without_each(best.variant):
             if ranks.index(variant.exactness) > ranks.index(best.variant.exactness):
@@ -206,7 +207,7 @@ class PlanSearch:
             found = self._fastest(candidates, room)
             if found is None or found.seconds > limit_s:
                 continue
-            further = self._more_exact(found, room)
+            further = self._more_exact(found, room, limit_s)
             for better in dict.fromkeys((further, found)):
                 if id(better) not in self._verified:
                     self._verify(better)

@@ -25,6 +25,7 @@ from lightning_memsave.techniques.registry import entries
 
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
+_FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
 # Of a run of equal blocks so many are recorded, in this order.
 _RECORDED = ("nested", "full", "selective", KEEP)
@@ -55,7 +56,7 @@ def value_of(kinds: Sequence[str]) -> Any:
     return ",".join(f"{kind}:{number}" for kind, number in counts.items())
 
 
-@dataclass
+@dataclass(eq=False)  # the search compares candidates by their variant
 class Variant:
     """A step with some settings on, for any choice of recomputed blocks.
 
@@ -173,11 +174,16 @@ class Variants:
         return list(by_changes.values())
 
     def without_each(self, variant: Variant) -> Iterator[Variant]:
-        """Record a variant without each setting that changes results, the least exact first."""
+        """Record a variant without each setting that a plan is better without.
+
+        Yields:
+            What is left without one that changes results, the least exact first, and then without
+            one after which a batch that ran out of memory cannot be repeated.
+        """
         size = variant.changes.get(MICRO_BATCH)
         on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
-        inexact = [c for c in on if Exactness(c.exactness) is not Exactness.BITWISE]
-        for one in sorted(inexact, key=lambda c: _rank(c.exactness), reverse=True):
+        unwanted = [c for c in on if _rank(c.exactness) or not c.changes.keys().isdisjoint(_FINAL)]
+        for one in sorted(unwanted, key=lambda c: _rank(c.exactness), reverse=True):
             found = self._record(_without(on, one), size)
             if found is not None and len(found.changes) < len(variant.changes):
                 yield found

@@ -119,3 +119,13 @@ def test_the_exactness_of_a_plan_is_that_of_all_that_is_on(settings, expected):
     what_if = what_if_of("encoder", stack=None, **settings)
     found = search_for(what_if, Exactness.BITWISE).find(10**9)
     assert found.plan.exactness == expected
+
+
+def test_parameters_are_updated_in_backward_only_where_that_is_needed():
+    search = search_of("encoder")
+    plain = search.find(2**40).plan
+    assert plain.settings["optimizer_in_backward"] is None
+    with pytest.raises(InfeasiblePlanError) as failure:
+        search.find(1)
+    needed = search.find(failure.value.smallest.device_bytes).plan
+    assert needed.settings["optimizer_in_backward"]
