@@ -116,6 +116,11 @@ class GPUMemoryMonitor(CallbackBase):
         """What the last fit needed; ``None`` before the end of the first one."""
         return self._summary
 
+    @property
+    def peak_bytes(self) -> int | None:
+        """The peak of the running fit so far; ``None`` if nothing has been counted."""
+        return None if self._run is None else self._run.probe.highest.peak_bytes
+
     def __getstate__(self) -> dict[str, Any]:
         # A run holds handles of the driver.
         return self.__dict__ | {"_run": None, "run_prediction": None}

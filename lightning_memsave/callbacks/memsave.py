@@ -321,7 +321,7 @@ class MemSaveCallback(CallbackBase):
     ) -> None:
         """Compare the plan with what was measured, once."""
         if self.plan is not None and self._reported is not None:
-            self._budget.refine(trainer, self._reported.summary)
+            self._budget.refine(trainer, self._reported.peak_bytes)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Materialize logits that are still referenced."""

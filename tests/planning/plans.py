@@ -52,8 +52,8 @@ def _tokens(number: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def _encoder() -> Planned:
-    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(5)]
-    return Planned(nn.Sequential(*layers), torch.ones(8, 32, 32), 5)
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(3)]
+    return Planned(nn.Sequential(*layers), torch.ones(8, 32, 32), 3)
 
 
 def _gpt2() -> Planned:

@@ -6,16 +6,12 @@ from tests.planning.plans import PLANNED, all_plans, planned, search_of
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
 _DAILY = ("encoder", "no blocks")
+_MORE = (pytest.mark.exhaustive, pytest.mark.slow)
+MODELS = [pytest.param(name, marks=() if name in _DAILY else _MORE) for name in PLANNED]
 
 
-def models():
-    for name in PLANNED:
-        marks = () if name in _DAILY else (pytest.mark.exhaustive, pytest.mark.slow)
-        yield pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", list(models()))
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_MORE)])
 def test_the_plan_is_as_fast_as_the_best_of_all(name, device):
     everything = list(all_plans(name, device))
     search = search_of(name, device)
@@ -38,7 +34,7 @@ def test_the_plan_is_as_fast_as_the_best_of_all(name, device):
         assert seconds - min(fitting) <= 1.01 * EQUALLY_FAST * plain_s, (share, found.plan)
 
 
-@pytest.mark.parametrize("name", list(models()))
+@pytest.mark.parametrize("name", MODELS)
 def test_more_budget_is_never_slower(name):
     search = search_of(name)
     plain = search.find(2**40).plan
@@ -60,7 +56,7 @@ def test_the_frontier_goes_down_and_the_ladder_holds_everything_else():
     found = search.find(plain.device_bytes // 2)
     sizes = [plan.device_bytes for plan in found.frontier]
     ratios = [plan.time_ratio for plan in found.frontier]
-    assert len(sizes) > 3
+    assert len(sizes) > 2
     assert sizes == sorted(sizes, reverse=True)
     assert ratios == sorted(ratios)
     assert found.plan in found.frontier

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from lightning_memsave.callbacks.memory_summary import MemorySummary
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import ActivationCheckpointingSetting
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
@@ -117,22 +116,23 @@ class BudgetSetting(Setting):
         if before is not None and num_retries > before:
             self.step_down(trainer, f"the allocator retried {num_retries - before} times")
 
-    def refine(self, trainer: Any, measured: MemorySummary | None) -> None:
+    def refine(self, trainer: Any, measured_bytes: int | None) -> None:
         """Correct the plan by the measured peak, once, after a few steps.
 
         Args:
             trainer: The Trainer.
-            measured: What the monitor has measured so far.
+            measured_bytes: The peak so far; ``None`` if it is not known.
         """
         if self._is_refined or trainer.global_step < _REFINED_AT:
             return
         self._is_refined = True
         made, plan = self._made, self._plan
-        if plan is None or made is None or plan.prediction is None or measured is None:
+        # Ranks measure different peaks.
+        if plan is None or made is None or trainer.world_size > 1:
             return
-        if not measured.peak_bytes or trainer.world_size > 1:
+        if plan.prediction is None or not measured_bytes:
             return
-        offset = measured.peak_bytes - plan.prediction.measurable_bytes
+        offset = measured_bytes - plan.prediction.measurable_bytes
         room = made.budget_bytes - made.margin_bytes - offset
         fitting = [other for other in made.ladder if other.device_bytes <= room]
         is_over = plan.device_bytes > room
@@ -147,7 +147,7 @@ class BudgetSetting(Setting):
         self._plan, self._note = plan, f"changed, as {why}"
         self._change(plan)
         self._show()
-        log_info(trainer, f"budget={self.value}: {why}, so the plan is now {plan}.")
+        log_info(trainer, f"budget={self.value}: {why}, so the plan is now {plan.short}.")
         return True
 
     def _forget_changes(self) -> None:

@@ -124,7 +124,7 @@ class ActivationCheckpointingSetting(ModuleSetting):
         name = "activation_checkpointing"
         wanted, blocks = arguments[name], arguments["blocks"]
         if wanted is None or isinstance(wanted, ActivationCheckpointing):
-            if blocks is not None and name not in arguments["from_stack"]:
+            if blocks is not None and arguments["budget"] is None:
                 raise ConfigurationError(
                     f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
                     f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."

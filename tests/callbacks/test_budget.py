@@ -1,0 +1,312 @@
+"""A budget in a fit: the plan, what takes its place when memory runs out, checkpoints."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.callbacks.settings.budget import BudgetSetting
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    InfeasiblePlanError,
+    MemoryExhaustedError,
+)
+from lightning_memsave.units import MIB
+from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
+from tests.helpers import snapshot
+from tests.out_of_memory import MESSAGE
+
+WIDTH = 64
+
+
+# Not attributes of the module, which are restored before a batch is repeated.
+FAILURES = {"left": 0}
+
+
+class Encoder(nn.Module):
+    """Blocks with far more activations than parameters, and dropout."""
+
+    def __init__(self, num_blocks: int = 4) -> None:
+        super().__init__()
+        layers = [
+            nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, batch_first=True)
+            for _ in range(num_blocks)
+        ]
+        self.blocks = nn.Sequential(*layers)
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if FAILURES["left"]:
+            FAILURES["left"] -= 1
+            raise torch.OutOfMemoryError(MESSAGE)
+        # 4 vectors become as many sequences.
+        return self.head(self.blocks(x.unsqueeze(1).repeat(1, 64, 1))).square().mean()
+
+
+def encoder(package: Any = PACKAGES["lightning"]) -> Any:
+    torch.manual_seed(1)
+    return make_lit(package, Encoder())
+
+
+@pytest.fixture(autouse=True)
+def no_failures_left():
+    yield
+    FAILURES["left"] = 0
+
+
+@pytest.fixture(scope="module")
+def plain() -> tuple[list[float], dict[str, Tensor], int]:
+    callback = MemSaveCallback(stack="off", early_release=True)
+    losses, state, _ = fit(encoder(), callback)
+    assert callback.monitor is not None
+    assert callback.monitor.summary is not None
+    return losses, state, callback.monitor.summary.peak_bytes or 0
+
+
+def equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+@pytest.mark.parametrize("share", [0.45, 0.6])
+@pytest.mark.predicts
+def test_a_fit_stays_within_its_budget_and_trains_the_same(package, share, plain):
+    losses, state, plain_bytes = plain
+    budget = int(share * plain_bytes)
+    callback = MemSaveCallback(budget=budget, exactness="bitwise")
+    found, found_state, _ = fit(encoder(PACKAGES[package]), callback, package=PACKAGES[package])
+    assert found == losses
+    assert equal(found_state, state)
+    summary, made = callback.monitor.summary, callback.plan
+    assert made.plan.settings["activation_checkpointing"] is not None
+    assert summary.peak_bytes <= budget
+    # Logged values of this module are 24 bytes.
+    assert made.plan.device_bytes == pytest.approx(summary.peak_bytes, abs=24)
+    assert callback.prediction is made.plan.prediction
+    row = rows_of(callback)["budget"]
+    assert row.status == "on"
+    assert "planned for" in row.details[0]
+    assert "times the time" in row.details[1]
+
+
+@pytest.mark.predicts
+def test_the_report_holds_the_frontier(tmp_path, plain):
+    budget = plain[2] // 2
+    callback = MemSaveCallback(budget=budget, exactness="bitwise")
+    fit(encoder(), callback, default_root_dir=tmp_path)
+    report = json.loads((tmp_path / "memsave_report.json").read_text())
+    assert report["settings"]["budget"] == budget
+    found = report["plan"]
+    assert found["plan"]["fits"]
+    measured = report["measured"]["peak_bytes"]
+    assert found["plan"]["device_bytes"] == pytest.approx(measured, abs=24)
+    assert not found["frontier"][0]["fits"]
+    assert len(found["frontier"]) > 2
+
+
+@pytest.mark.predicts
+def test_what_cannot_fit_ends_before_training_and_changes_nothing():
+    lit = encoder()
+    before = snapshot(lit.model)
+    callback = MemSaveCallback(budget="1MiB", exactness="bitwise")
+    trainer = make_trainer(PACKAGES["lightning"], callback)
+    with pytest.raises(InfeasiblePlanError, match=r"The least found is .*Use `budget=\"\d+MiB\"`"):
+        trainer.fit(lit)
+    assert snapshot(lit.model) == before
+    assert not hasattr(trainer.strategy, "_memsave_before_setup")
+
+
+@pytest.mark.predicts
+def test_given_settings_stay(plain):
+    callback = MemSaveCallback(activation_checkpointing=None, optimizer=None, budget=plain[2] // 2)
+    fit(encoder(), callback)
+    assert callback.plan.plan.settings["activation_checkpointing"] is None
+    assert isinstance(callback.plan.plan.settings["micro_batch_size"], int)
+    assert callback.monitor.summary.peak_bytes <= plain[2] // 2
+
+
+class FailsAt(PACKAGES["lightning"].Callback):  # type: ignore[name-defined, misc]
+    """Lets the next passes of a step run out of memory."""
+
+    def __init__(self, step: int, num_failures: int) -> None:
+        self.step, self.num_failures = step, num_failures
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == self.step:
+            FAILURES["left"] = self.num_failures
+
+
+@pytest.mark.parametrize("num_failures", [1, 2, 3])
+@pytest.mark.predicts
+def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failures, plain):
+    losses, state, plain_bytes = plain
+    callback = MemSaveCallback(budget=plain_bytes, exactness="bitwise")
+    found, found_state, _ = fit(encoder(), callback, FailsAt(2, num_failures))
+    assert found == losses
+    assert equal(found_state, state)
+    budget = callback._settings.find(BudgetSetting)
+    ladder = list(callback.plan.ladder)
+    at = ladder.index(callback.plan.plan)
+    assert budget._plan == ladder[at + num_failures - 1]
+    details = rows_of(callback)["budget"].details
+    assert ("changed, as memory ran out" in details) is (num_failures > 1)
+
+
+@pytest.mark.predicts
+def test_after_the_last_plan_the_run_ends(plain):
+    callback = MemSaveCallback(budget=plain[2], exactness="bitwise")
+    with pytest.raises(MemoryExhaustedError, match="micro-batches would change results"):
+        fit(encoder(), callback, FailsAt(2, 100))
+
+
+@pytest.mark.predicts
+def test_after_the_last_plan_batches_are_split_where_that_is_allowed(plain):
+    callback = MemSaveCallback(budget="1GiB", exactness="rounding", predict=60)
+    fit(encoder(), callback, FailsAt(2, 5))
+    assert callback._settings.find(BudgetSetting)._plan != callback.plan.plan
+
+
+@pytest.mark.predicts
+def test_allocator_retries_change_to_a_smaller_plan(plain):
+    class Retries(PACKAGES["lightning"].Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            budget = callback._settings.find(BudgetSetting)
+            budget.note_retries(trainer, 0 if batch_idx < 2 else 3)
+
+    losses, state, plain_bytes = plain
+    callback = MemSaveCallback(budget=plain_bytes, exactness="bitwise")
+    found, found_state, _ = fit(encoder(), callback, Retries())
+    assert found == losses
+    assert equal(found_state, state)
+    assert "changed, as the allocator retried 3 times" in rows_of(callback)["budget"].details
+
+
+@pytest.mark.predicts
+def test_a_higher_peak_than_predicted_changes_to_a_smaller_plan(plain):
+    """A callback of the user holds tensors that no prediction can know."""
+
+    class Holds(PACKAGES["lightning"].Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.held = torch.ones(plain[2] // 16)
+
+    losses, state, plain_bytes = plain
+    callback = MemSaveCallback(budget=int(0.7 * plain_bytes), exactness="bitwise")
+    found, found_state, _ = fit(encoder(), callback, Holds())
+    assert found == losses
+    assert equal(found_state, state)
+    (note,) = [d for d in rows_of(callback)["budget"].details if d.startswith("changed")]
+    assert "above the predicted one" in note
+
+
+@pytest.mark.predicts
+def test_a_resumed_run_keeps_its_plan_and_plans_again_for_less(tmp_path, plain):
+    plain_bytes = plain[2]
+    path = tmp_path / "half.ckpt"
+
+    class Saves(FailsAt):
+        def on_train_end(self, trainer, pl_module):
+            trainer.save_checkpoint(path)
+
+    callback = MemSaveCallback(budget=plain_bytes, exactness="bitwise")
+    fit(encoder(), callback, Saves(1, 2))
+    in_force = callback._settings.find(BudgetSetting)._plan
+    assert in_force != callback.plan.plan
+
+    for budget, is_kept in ((plain_bytes, True), (plain_bytes // 2, False)):
+        resumed = MemSaveCallback(budget=budget, exactness="bitwise")
+        lit = encoder()
+        trainer = make_trainer(PACKAGES["lightning"], resumed, max_epochs=2)
+        trainer.fit(lit, ckpt_path=path)
+        assert (resumed.plan.found is None) is is_kept
+        assert resumed.monitor.summary.peak_bytes <= budget
+        if is_kept:
+            assert resumed.plan.plan == in_force
+        else:
+            assert resumed.plan.plan.device_bytes <= budget
+
+
+def test_a_second_fit_plans_again_and_leaves_nothing_behind(plain):
+    lit = encoder()
+    callback = MemSaveCallback(budget=plain[2] // 2, exactness="bitwise")
+    before = snapshot(lit)
+    for _ in range(2):
+        make_trainer(PACKAGES["lightning"], callback).fit(lit)
+        assert callback.plan.found is not None
+    assert snapshot(lit).keys() == before.keys()
+
+
+def test_evaluation_needs_no_plan():
+    callback = MemSaveCallback(budget="1GiB")
+    make_trainer(PACKAGES["lightning"], callback).validate(encoder(), verbose=False)
+    assert callback.plan is None
+
+
+def test_a_compiled_module_cannot_be_planned():
+    lit = encoder()
+    lit.model.compile(backend="eager")
+    with pytest.raises(IncompatibleError, match=r"`budget='1GiB'`: the fit cannot be planned"):
+        make_trainer(PACKAGES["lightning"], MemSaveCallback(budget="1GiB")).fit(lit)
+
+
+BAD = [
+    (-1, "is not above 0"),
+    (0, "leaves no memory"),
+    (0.0, "leaves no memory"),
+    (-0.5, "is not above 0"),
+    (1.5, "share of more than all"),
+    (float("nan"), "is not above 0"),
+    (float("inf"), "share of more than all"),
+    (True, "is bool"),
+    ([1], "is list"),
+    (4096, "is a number of bytes"),
+    ("", "is not a number with a unit"),
+    ("12", "has no unit"),
+    ("12.5", "has no unit"),
+    ("-12GiB", "is negative"),
+    ("12 Gigabyte", "is not a number with a unit"),
+    ("12TiBB", "is not a number with a unit"),
+    ("0GiB", "is less than 1 MiB"),
+    ("5KiB", "is less than 1 MiB"),
+    ("much", "is not a number with a unit"),
+    ("Auto", "is not a number with a unit"),
+]
+
+
+@pytest.mark.parametrize(("budget", "why"), BAD, ids=str)
+def test_wrong_budgets_are_refused_with_what_to_type(budget, why):
+    with pytest.raises(ConfigurationError, match=why) as failure:
+        MemSaveCallback(budget=budget)
+    assert 'Use a size such as `budget="12GiB"`' in str(failure.value)
+
+
+@pytest.mark.parametrize("stack", ["classic", "bitwise", "single_gpu", "off"])
+def test_a_stack_beside_a_budget_is_refused(stack):
+    with pytest.raises(ConfigurationError, match="Remove one of the two"):
+        MemSaveCallback(budget="1GiB", stack=stack)
+
+
+def test_more_than_the_device_has_is_refused():
+    trainer = make_trainer(PACKAGES["lightning"], MemSaveCallback(budget="4096000GiB"))
+    with pytest.raises(ConfigurationError, match=r"is more than the .* of the device"):
+        trainer.fit(encoder())
+
+
+def test_a_fit_without_batches_is_refused():
+    trainer = make_trainer(
+        PACKAGES["lightning"], MemSaveCallback(budget="1GiB"), limit_train_batches=0
+    )
+    with pytest.raises(IncompatibleError, match="there is no batch to plan with"):
+        trainer.fit(encoder())
+
+
+@pytest.mark.predicts
+@pytest.mark.parametrize("budget", [0.5, "auto"])
+def test_shares_and_free_memory(budget):
+    callback = MemSaveCallback(budget=budget, exactness="bitwise")
+    fit(encoder(), callback, max_steps=1)
+    assert callback.plan.budget_bytes > 100 * MIB
+    assert callback.plan.plan.settings["activation_checkpointing"] is None
