@@ -55,7 +55,7 @@ def value_of(kinds: Sequence[str]) -> Any:
     return ",".join(f"{kind}:{number}" for kind, number in counts.items())
 
 
-@dataclass
+@dataclass(eq=False)  # the search compares candidates by their variant
 class Variant:
     """A step with some settings on, for any choice of recomputed blocks.
 
