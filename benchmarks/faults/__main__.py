@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _attack_plans(num_injections: int, num_kills: int, arguments: argparse.Namespace) -> None:
     found = _plans.attack(num_injections, num_kills, arguments.seed)
     claims = _plans.check_claims(found)
-    text = f"{_plans.make_table(found)}\n" + "".join(
+    text = f"{_plans.make_table(found)}\n\n{_plans.make_reasons(found)}\n" + "".join(
         f"\n- {'' if holds else 'Does not hold: '}{claim}" for claim, holds in claims.items()
     )
     results = {"attacks": found, "claims": claims}

@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import itertools
 import json
+import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,11 +29,14 @@ from lightning_memsave.planning.variants import value_of
 from lightning_memsave.units import MIB
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
+LESS_EXACT = (0.25, 0.55)
+"""Those that are also planned less exactly: it takes several times as many predictions."""
 NUM_STEPS, BATCH_SIZE, NUM_TOKENS, WIDTH = 6, 8, 64, 128
 MAX_SLOWER = 0.01
 """Of the time of the plain step."""
 _FAR = 1.25  # budgets: settings whose four unmixed choices need more are not searched further
 _LIMIT_S = 3000
+_SIZES = (None, 2, 1)  # samples at once
 _KINDS = ("nested", "full", "selective")
 
 
@@ -92,8 +97,8 @@ def _convolutions() -> LightningModule:
     return _Regression(nn.Sequential(*blocks))
 
 
-def _residual() -> LightningModule:
-    return _Regression(nn.Sequential(*(_Residual(WIDTH) for _ in range(6))))
+def _residual(num_blocks: int) -> LightningModule:
+    return _Regression(nn.Sequential(*(_Residual(WIDTH) for _ in range(num_blocks))))
 
 
 def _tokens(seed: int) -> dict[str, Tensor]:
@@ -135,7 +140,7 @@ MODELS = {
         partial(_hugging_face, "Bert", "ForMaskedLM", num_hidden_layers=4, **_BERT), _tokens, 4
     ),
     "GPT-2": Small(
-        partial(_hugging_face, "GPT2", "LMHeadModel", n_embd=WIDTH, n_layer=5, n_head=4), _tokens, 5
+        partial(_hugging_face, "GPT2", "LMHeadModel", n_embd=WIDTH, n_layer=4, n_head=4), _tokens, 4
     ),
     "T5": Small(
         partial(_hugging_face, "T5", "ForConditionalGeneration", num_layers=2, **_T5), _tokens, 4
@@ -144,8 +149,9 @@ MODELS = {
         _convolutions, _numbers(3, 32, 32), 4, ("full", "selective"), has_logits=False
     ),
     "encoder": Small(_encoder, _numbers(NUM_TOKENS, WIDTH), 4, has_logits=False),
-    "residual MLP": Small(_residual, _numbers(NUM_TOKENS, WIDTH), 6, has_logits=False),
+    "residual MLP": Small(partial(_residual, 6), _numbers(NUM_TOKENS, WIDTH), 6, has_logits=False),
 }
+DRY = Small(partial(_residual, 2), _numbers(NUM_TOKENS, WIDTH), 2, has_logits=False)
 
 
 class _Losses(Callback):
@@ -247,10 +253,9 @@ class Everything:
         return fitting, pruned
 
     def _others(self) -> Iterator[dict[str, Any]]:
-        sizes = [None, *(BATCH_SIZE >> n for n in range(1, BATCH_SIZE.bit_length()))]
         chunked = (None, True) if self._model.has_logits else (None,)
         for in_backward, is_chunked, optimizer, size in itertools.product(
-            (None, True), chunked, (None, "8bit"), sizes
+            (None, True), chunked, (None, "8bit"), _SIZES
         ):
             yield {
                 "optimizer_in_backward": in_backward,
@@ -276,18 +281,19 @@ class Everything:
 
 
 def run_model(
-    name: str, shares: Sequence[float] = SHARES, *, is_dry: bool = False
+    model: Small, shares: Sequence[float] = SHARES, less_exact: Sequence[float] = LESS_EXACT
 ) -> dict[str, Any]:
-    """Train one model under all budgets, in this process; dry, bitwise only."""
-    model, rates = MODELS[name], measure_rates("cpu")
+    """Train one model under all budgets, in this process."""
+    rates = measure_rates("cpu")
     plain = train(model, stack="off", predict=False)
     everything = Everything(model, rates)
     bitwise = everything.bitwise()
     plain_s = next(seconds for _, seconds, changes in bitwise if not any(changes.values()))
-    kinds = ("bitwise",) if is_dry else ("bitwise", "approximate")
     fits = []
     with fixed_rates(rates):
-        for share, exactness in itertools.product(shares, kinds):
+        all_of_them = [(share, "bitwise") for share in shares]
+        all_of_them += [(share, "approximate") for share in less_exact]
+        for share, exactness in all_of_them:
             budget = int(share * plain["counted_bytes"])
             found = train(model, budget=budget, exactness=exactness)
             found |= {"share": share, "exactness": exactness, "budget_bytes": budget}
@@ -299,12 +305,17 @@ def run_model(
             else:
                 found |= _compare(found, bitwise, fitting, plain, plain_s)
             fits.append(found)
+            print(f"{share} {exactness}: {_outcome(found)}", file=sys.stderr, flush=True)
     return {
         "plain": plain,
         "num_bitwise": len(bitwise),
         "num_predictions": everything.num_predictions,
         "fits": fits,
     }
+
+
+def _outcome(found: Mapping[str, Any]) -> str:
+    return "refused" if "refused" in found else f"{found['counted_bytes'] / MIB:.2f} MiB counted"
 
 
 def _compare(
@@ -327,13 +338,11 @@ def _compare(
     return more
 
 
-def run(names: Sequence[str], shares: Sequence[float] = SHARES) -> dict[str, dict[str, Any]]:
+def run(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Train each model in a process of its own."""
     found = {}
     for name in names:
-        found[name] = run_in_process(
-            "benchmarks.plan._budgets", name, *map(str, shares), limit_s=_LIMIT_S
-        )
+        found[name] = run_in_process("benchmarks.plan._budgets", name, limit_s=_LIMIT_S)
         if "error" in found[name]:
             raise RuntimeError(f"{name}: {found[name]['error']}")
         print(f"{name}: {found[name]['num_predictions']} predictions", flush=True)
@@ -383,7 +392,7 @@ def _searched(found: Mapping[str, dict[str, Any]]) -> str:
     return (
         f"All plans: {number} bitwise ones (kinds of recomputation in their order, any number of "
         "blocks each, with and without the optimizer in backward), and where a budget was refused "
-        "each of these also with chunked cross-entropy, 8-bit state and micro-batches of 4, 2 and "
+        "each of these also with chunked cross-entropy, 8-bit state and micro-batches of 2 and "
         f"1 samples; {whole:,} predictions. {pruned} combinations of those settings were left out, "
         f"as with no, full, selective and nested recomputation of all blocks they need more than "
         f"{_FAR} budgets."
@@ -434,6 +443,6 @@ def check_claims(found: dict[str, dict[str, Any]]) -> dict[str, bool]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan._budgets")
     parser.add_argument("model", choices=MODELS)
-    parser.add_argument("shares", type=float, nargs="+")
     options = parser.parse_args()
-    print(json.dumps(run_model(options.model, options.shares)))
+    logging.getLogger("lightning_memsave").setLevel(logging.ERROR)  # the table of each fit
+    print(json.dumps(run_model(MODELS[options.model])))

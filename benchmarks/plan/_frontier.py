@@ -66,7 +66,7 @@ CASES = [
     Case(_RESNET, _RTX_3060, "third"),
     Case(_RESNET, _RTX_3060, "third", "bitwise"),
 ]
-DRY = [Case([*MODELS][-1], _RTX_3060, "1GiB")]
+DRY = [Case([*MODELS][-1], _RTX_3060, "1GiB", "bitwise")]
 
 
 def plan(case: Case) -> dict[str, Any]:
