@@ -32,7 +32,7 @@ BUDGET, SMALLER_BUDGET = 0.8, 0.65
 """Shares of the counted peak of plain training."""
 NUM_BATCHES = 5
 MOST_FAILURES = 3
-_KEPT = 8  # last lines of a traceback
+_KEPT = 8  # last frames of a traceback
 OUTCOMES = ("right", "wrong", "hung", "lost with advice", "lost without advice")
 # What a training step that a smaller plan computes in other parts may differ, as a share of how far
 # the weights have moved.
@@ -76,6 +76,8 @@ class PlannedFit:
     known: dict[str, Any] | None = None
     """A plan, so that it is not searched for again."""
     starts: list[int] = field(default_factory=list)
+    passed: list[int] = field(default_factory=list)
+    """Operators until the end of the forward pass of each batch, or of its last part."""
     num_ops: int = 0
     failed: list[int] = field(default_factory=list)
     """The batch of each failure; -1 before the first."""
@@ -131,8 +133,13 @@ class PlannedFit:
             "starts": self.starts,
             "failed": self.failed,
             "error": _said(self.error),
-            "traceback": traceback.format_exception(self.error)[-_KEPT:] if self.error else [],
+            "passed": self.passed,
+            "traceback": [] if self.error is None else _frames(self.error),
         }
+
+
+def _frames(error: BaseException) -> list[str]:
+    return traceback.format_tb(error.__traceback__)[-_KEPT:]
 
 
 def _flat(module: nn.Module) -> list[float]:
@@ -189,6 +196,10 @@ class _Watch(pl.Callback):
             # There is no public way, since no user wants it: plans change when memory runs out.
             self.callback._budget.step_down(trainer, "it was told to")
 
+    def on_before_backward(self, *_: Any) -> None:
+        del self.fit.passed[len(self.fit.starts) - 1 :]
+        self.fit.passed.append(self.fit.num_ops)
+
     def on_train_batch_end(self, *_: Any) -> None:
         if self.callback.plan is not None:
             self.state = self.callback._budget.state()
@@ -214,6 +225,7 @@ class Plans:
         assert self.whole["digest"] == found["digest"], "a plan that is known is no other plan"
         self.plain = self._run(settings={"stack": "off"}) if self._is_bitwise else None
         self._smaller: dict[str, Any] = {}
+        self._number = 0
 
     @property
     def _is_bitwise(self) -> bool:
@@ -227,12 +239,23 @@ class Plans:
         return _in_process(lambda: PlannedFit(self.case, settings, **options).run())
 
     def inject(self) -> dict[str, Any]:
-        """Let memory run out once to three times in a row at random operators."""
+        """Let memory run out once to three times in a row.
+
+        Every other time at a random operator of a forward pass, where a batch can always be
+        repeated; else at any one.
+        """
         num_failures = self.random.randint(1, MOST_FAILURES)
+        self._number += 1
+        is_forward = bool(self._number % 2)
+        starts, passed = self.whole["starts"], self.whole["passed"]
         place = self.random.randrange(self.whole["num_ops"])
-        per_batch = self.whole["starts"][1] - self.whole["starts"][0]
-        further = tuple(self.random.randrange(per_batch // 2) for _ in range(num_failures - 1))
+        if is_forward:
+            batch = self.random.randrange(NUM_BATCHES)
+            place = self.random.randrange(starts[batch], passed[batch])
+        within = passed[-1] - starts[-1]
+        further = tuple(self.random.randrange(within) for _ in range(num_failures - 1))
         known = {"case": str(self.case), "place": place, "failures": num_failures}
+        known["where"] = "in forward" if is_forward else "anywhere"
         found = self._run(faults=(place,), further=further, known=self.state)
         if not isinstance(found, dict):
             lost = "hung" if found == "hung" else "lost without advice"
@@ -342,13 +365,17 @@ def _share(total: int, number: int, index: int) -> int:
 def make_table(found: list[dict[str, Any]]) -> str:
     """Lay out what became of the fits."""
     rows = []
-    for kind in dict.fromkeys(one["kind"] for one in found):
+    for kind in dict.fromkeys(_kind(one) for one in found):
         for case in [*dict.fromkeys(one["case"] for one in found), "all"]:
-            these = [o for o in found if o["kind"] == kind and case in (o["case"], "all")]
+            these = [o for o in found if _kind(o) == kind and case in (o["case"], "all")]
             if these:
                 counts = [str(sum(o["outcome"] == name for o in these)) for name in OUTCOMES]
                 rows.append([f"{kind}; {case}", str(len(these)), *counts])
     return markdown_table(["attack", "number", *OUTCOMES], rows)
+
+
+def _kind(one: dict[str, Any]) -> str:
+    return f"{one['kind']} {one['where']}" if "where" in one else str(one["kind"])
 
 
 _WHERE = {
