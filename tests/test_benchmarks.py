@@ -46,6 +46,45 @@ def test_estimated_times_run_dry(tmp_path):
         assert times["error"] == pytest.approx(times["estimated_ratio"] / ratio - 1)
 
 
+@pytest.mark.slow
+def test_large_models_are_planned_dry(tmp_path):
+    compare_times(["--frontier", "--dry-run", "--results", str(tmp_path)])
+    written = json.loads((tmp_path / "plan_frontier.json").read_text())
+    (found,) = written["cases"].values()
+    assert found["plan"]["time_ratio"] == 1.0  # it fits as it is
+    assert found["plan"]["device_bytes"] + found["margin_bytes"] <= found["budget_bytes"] == 2**30
+    assert all(written["claims"].values())
+    assert (
+        "RoBERTa tiny, 8 x 16, RTX-3060-12GB, 1GiB" in (tmp_path / "plan_frontier.md").read_text()
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_small_models_train_under_budgets_dry(tmp_path):
+    compare_times(["--budgets", "--dry-run", "--results", str(tmp_path)])
+    written = json.loads((tmp_path / "plan_budgets_cpu.json").read_text())
+    (found,) = written["models"].values()
+    (one,) = found["fits"]
+    assert found["num_bitwise"] == 20
+    assert one["counted_bytes"] == one["plan"]["peak_bytes"] <= one["budget_bytes"]
+    assert one["counted_bytes"] < found["plain"]["counted_bytes"]
+    assert one["losses"] == found["plain"]["losses"]
+    assert one["plan"]["settings"]["activation_checkpointing"] is not None
+    assert all(written["claims"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
+def test_fits_with_a_budget_survive(tmp_path):
+    attack(["--plans", "--injections", "1", "--kills", "1", "--results", str(tmp_path)])
+    injection, kill = json.loads((tmp_path / "faults_plans_cpu.json").read_text())["attacks"]
+    assert len(injection["batches"]) >= 1
+    assert (injection["kind"], kill["kind"]) == ("injection", "kill, same budget")
+    assert injection["outcome"] in ("right", "lost with advice")
+    assert kill["outcome"] == "right"
+
+
 def test_rank_correlation():
     assert rank_correlation([1, 2, 3, 4], [10, 20, 30, 400]) == pytest.approx(1.0)
     assert rank_correlation([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1.0)

@@ -9,11 +9,13 @@ driver that fail have a table of their own. CPU only: what fails is injected.
 import argparse
 import collections
 import itertools
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks.faults import _plans
 from benchmarks.faults._attack import Injections, kill_and_resume
 from benchmarks.faults._environment import FAULTS, disturb
 from benchmarks.faults._fits import all_cases
@@ -29,22 +31,29 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Options; those of the command line if not given.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
-    parser.add_argument("--injections", type=int, default=360, help="over all cases")
-    parser.add_argument("--kills", type=int, default=100, help="over all cases")
+    parser.add_argument("--plans", action="store_true", help="attack fits with a budget instead")
+    parser.add_argument("--injections", type=int, help="over all cases; 360, of plans 300")
+    parser.add_argument("--kills", type=int, help="over all cases; 100, of plans 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
     parser.add_argument("--seed", type=int, default=0, help="of the places")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     arguments = parser.parse_args(argv)
+    injections, kills = (300, 20) if arguments.plans else (360, 100)
+    injections = injections if arguments.injections is None else arguments.injections
+    kills = kills if arguments.kills is None else arguments.kills
+    if arguments.plans:
+        _attack_plans(injections, kills, arguments)
+        return
     cases = all_cases()
     attacks: list[dict[str, Any]] = []
     disturbed: list[dict[str, Any]] = []
     faults = itertools.cycle(FAULTS)
     for index, case in enumerate(cases):
-        share = _share(arguments.injections, len(cases), index)
+        share = _share(injections, len(cases), index)
         if share:
-            injections = Injections(case, arguments.seed)
-            attacks += [{"kind": "injection", **injections.attack()} for _ in range(share)]
-        for number in range(_share(arguments.kills, len(cases), index)):
+            places = Injections(case, arguments.seed)
+            attacks += [{"kind": "injection", **places.attack()} for _ in range(share)]
+        for number in range(_share(kills, len(cases), index)):
             found = kill_and_resume(case, arguments.seed + number)
             attacks.append({"kind": "kill", **found})
         numbers = range(_share(arguments.environment, len(cases), index))
@@ -58,6 +67,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if results:
             path = write_results(name, {"attacks": results}, table, folder=arguments.results)
             print(f"{table}\n\nWritten to {path}\n")
+
+
+def _attack_plans(num_injections: int, num_kills: int, arguments: argparse.Namespace) -> None:
+    found = _plans.attack(num_injections, num_kills, arguments.seed)
+    claims = _plans.check_claims(found)
+    text = f"{_plans.make_table(found)}\n\n{_plans.make_reasons(found)}\n" + "".join(
+        f"\n- {'' if holds else 'Does not hold: '}{claim}" for claim, holds in claims.items()
+    )
+    results = {"attacks": found, "claims": claims}
+    path = write_results("faults_plans_cpu", results, text, folder=arguments.results)
+    print(f"{text}\n\nWritten to {path}")
+    failed = [claim for claim, holds in claims.items() if not holds]
+    if failed:
+        sys.exit("\n".join(failed))
 
 
 def _share(total: int, num_cases: int, index: int) -> int:

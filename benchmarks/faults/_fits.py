@@ -172,6 +172,10 @@ class Fit:
     resume_from: Path | None = None
     """Go on from this checkpoint instead of the last one."""
 
+    def note_failure(self) -> None:
+        """Remember the batch for which memory ran out."""
+        self.batch = len(self.starts) - 1
+
     def run(self) -> str:
         """Train; give a digest of all parameters, also where an error ended the fit."""
         memsave = MemSaveCallback(
@@ -201,7 +205,7 @@ class Fit:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                with _Faults(self):
+                with Faults(self):
                     path = last if last is not None and last.exists() else None
                     trainer.fit(lit, *loaders, ckpt_path=path)
             except Exception as error:
@@ -229,8 +233,10 @@ class _Watch(pl.Callback):
             batches.size = batches.runner.size = BATCH_SIZE // 2
 
 
-class _Faults(TorchDispatchMode):
-    def __init__(self, fit: Fit) -> None:
+class Faults(TorchDispatchMode):
+    """Counts operators; lets memory run out, the process die or something fail at some of them."""
+
+    def __init__(self, fit: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.fit, self.places = fit, set(fit.faults)
 
@@ -241,7 +247,7 @@ class _Faults(TorchDispatchMode):
         if self.fit.disturb is not None and place == self.fit.disturbed_at:
             self.fit.disturb()
         if place in self.places:
-            self.fit.batch = len(self.fit.starts) - 1
+            self.fit.note_failure()
             raise torch.OutOfMemoryError(MESSAGE)
         return func(*args, **(kwargs or {}))
 
@@ -250,5 +256,5 @@ def digest(module: nn.Module) -> str:
     """Tell two states apart to the last bit."""
     whole = hashlib.sha256()
     for name, tensor in module.state_dict().items():
-        whole.update(name.encode() + tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        whole.update(name.encode() + tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()

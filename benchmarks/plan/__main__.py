@@ -1,4 +1,7 @@
-"""Compare estimated times of plans with measured ones: `python -m benchmarks.plan`.
+"""Compare what the planner says with what is so: `python -m benchmarks.plan`.
+
+Without an option, estimated times of plans with measured ones; with `--frontier` large models are
+planned for GPUs; with `--budgets` small ones train under budgets, beside all plans there are.
 
 Two small transformers train on this machine's CPU with ten plans each, the plans in turn, several
 times. The estimate comes from the kernels of the predicted step and from rates that were measured
@@ -23,6 +26,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._training import LanguageModel, fit
 from benchmarks.launches.__main__ import Model
+from benchmarks.plan import _budgets, _frontier
 from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
 
@@ -154,9 +158,39 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=4, help="fits of each plan")
     parser.add_argument("--dry-run", action="store_true", help="tiny models, one round")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--frontier", action="store_true", help="plan large models for GPUs")
+    which.add_argument("--budgets", action="store_true", help="train small models under budgets")
     arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning_memsave").setLevel(logging.ERROR)  # the table of each fit
+    if arguments.frontier:
+        _write("plan_frontier", *_plan_for_gpus(arguments.dry_run), arguments)
+    elif arguments.budgets:
+        _write("plan_budgets_cpu", *_train_under_budgets(arguments.dry_run), arguments)
+    else:
+        _write("step_time_cpu", *_compare_times(arguments), arguments)
+
+
+Written = tuple[dict[str, Any], str, dict[str, bool]]
+"""Results, what is shown of them, and claims."""
+
+
+def _plan_for_gpus(is_dry: bool) -> Written:
+    cases = _frontier.DRY if is_dry else _frontier.CASES
+    found = _frontier.run(cases, in_process=is_dry)
+    return {"cases": found}, _frontier.make_text(found), _frontier.check_claims(found)
+
+
+def _train_under_budgets(is_dry: bool) -> Written:
+    if is_dry:
+        found = {"residual MLP, 2 blocks": _budgets.run_model(_budgets.DRY, (0.85,), ())}
+    else:
+        found = _budgets.run(list(_budgets.MODELS))
+    return {"models": found}, _budgets.make_text(found), _budgets.check_claims(found)
+
+
+def _compare_times(arguments: argparse.Namespace) -> Written:
     rates = measure_rates("cpu")
     chosen = models(32, 1) if arguments.dry_run else models(256, 6)
     num_rounds = 1 if arguments.dry_run else arguments.rounds
@@ -170,11 +204,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]  # fmt: skip
     table = markdown_table(("model", "plan", "estimated", "measured", "error"), rows)
     title = "Time of a step over that of plain training on the same model, on a CPU:"
-    claims = check_claims(found)
-    text = f"{title}\n\n{table}\n" + "".join(f"\n- {claim}" for claim in claims)
-    path = write_results(
-        "step_time_cpu", {"models": found, "claims": claims}, text, folder=arguments.results
+    return {"models": found}, f"{title}\n\n{table}", check_claims(found)
+
+
+def _write(
+    name: str,
+    results: dict[str, Any],
+    text: str,
+    claims: dict[str, bool],
+    arguments: argparse.Namespace,
+) -> None:
+    text += "\n" + "".join(
+        f"\n- {'' if holds else 'Does not hold: '}{claim}" for claim, holds in claims.items()
     )
+    path = write_results(name, {**results, "claims": claims}, text, folder=arguments.results)
     print(f"{text}\n\nWritten to {path}")
     failed = [claim for claim, holds in claims.items() if not holds]
     if failed and not arguments.dry_run:
