@@ -114,9 +114,9 @@ def _plan(
         overflows=bool(overflows_in_float16(pl_module)),
     )
     closed = _conflicting(trainer, pl_module, arguments)
-    search = search_for(what_if, Exactness(arguments["exactness"]), limit_s, closed)
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():
+        search = search_for(what_if, Exactness(arguments["exactness"]), limit_s, closed)
         found = search.find(budget_bytes)
     return RunPlan(found.plan, budget_bytes, found.margin_bytes, tuple(search.ladder()), found)
 

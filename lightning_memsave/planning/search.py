@@ -34,7 +34,7 @@ _STEP = 0.04
 _MOST_NESTED = 12
 _OUT_OF_TIME = "the search for a plan takes longer than allowed: allow it more seconds"
 _MENTIONED = 0.02  # of the peak
-_SLACK = 0.004
+_SLACK, _NEAR = 0.004, 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,14 +175,20 @@ class PlanSearch:
                 self._slack_bytes = 0.0
                 best = self._fastest(self._candidates, room)
             if best is None:
-                best = min(self._candidates, key=self._bytes)
+                best = min(self._unsure(), key=self._bytes)
             if id(best) in self._verified:
                 break
             self._verify(best)
-            if self._bytes(best) > room:
+            if room < self._bytes(best) < room * (1 + _NEAR):
                 self._slack_bytes += _SLACK * room
         fitting = [c for c in self._candidates if self._is_known_to_fit(c, room)]
         return self._fastest(fitting, room)
+
+    # Before a budget is refused, each variant's least is verified: estimates may be too high.
+    def _unsure(self) -> list[_Candidate]:
+        verified = {c.variant for c in self._candidates if id(c) in self._verified}
+        open_ones = [c for c in self._candidates if c.variant not in verified]
+        return open_ones or self._candidates
 
     def _fastest(self, candidates: Iterable[_Candidate], room: int) -> _Candidate | None:
         fitting = [c for c in candidates if self._bytes(c) <= room]
@@ -204,15 +210,14 @@ class PlanSearch:
             if not candidates:
                 candidates = self._candidates_of(variant)
                 self._candidates += candidates
-            found = self._fastest(candidates, room)
+            found = self._fastest(candidates, math.floor(room * (1 - _SLACK)))
             if found is None or found.seconds > limit_s:
                 continue
-            further = self._more_exact(found, room, limit_s)
-            for better in dict.fromkeys((further, found)):
-                if id(better) not in self._verified:
-                    self._verify(better)
-                if self._is_known_to_fit(better, room):
-                    return better
+            if id(found) not in self._verified:
+                self._verify(found)
+            if not self._is_known_to_fit(found, room):
+                break
+            return self._more_exact(found, room, limit_s)
         return best
 
     def _verify(self, candidate: _Candidate) -> None:

@@ -25,6 +25,7 @@ from lightning_memsave.techniques.registry import entries
 
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
+_ALL_8BIT = "8-bit optimizer, also for embeddings"
 _FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
 # Of a run of equal blocks so many are recorded, in this order.
@@ -184,9 +185,10 @@ class Variants:
         on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
         unwanted = [c for c in on if _rank(c.exactness) or not c.changes.keys().isdisjoint(_FINAL)]
         for one in sorted(unwanted, key=lambda c: _rank(c.exactness), reverse=True):
-            found = self._record(_without(on, one), size)
-            if found is not None and len(found.changes) < len(variant.changes):
-                yield found
+            for rest in self._less(on, one):
+                found = self._record(rest, size)
+                if found is not None and len(found.changes) < len(variant.changes):
+                    yield found
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
         """Predict a plan whole; ``None`` if the model cannot do it, or there is no time left."""
@@ -213,7 +215,7 @@ class Variants:
             module = step.model()
             if callable(configure := getattr(module, "configure_model", None)):
                 configure()
-            self._use_blocks(module, selectors)
+        self._use_blocks(module, selectors)
 
     def _use_blocks(
         self, model: nn.Module, selectors: BlockSelector | Sequence[BlockSelector] | None
@@ -234,6 +236,9 @@ class Variants:
                 run.cut(copy, most)
 
         step = replace(self.what_if.step, change=cut)
+        if self.what_if.step.model is not model and not hasattr(model, "configure_model"):
+            cut(model)  # built here on fake tensors: building all blocks each time takes long
+            step = replace(self.what_if.step, model=model)
         self._copies = replace(self.what_if, step=step, _known={})
         self._names = [
             name for run in self.runs for name in (run.names[:most] if run in long else run.names)
@@ -250,9 +255,19 @@ class Variants:
             with_it, without = self._record(chosen, None), self._record(_without(chosen, one), None)
             if with_it is None or without is None:
                 chosen = _without(chosen, one) if with_it is None else chosen
-            elif not self._helps(with_it, without):
+            # Estimated from few blocks, which updates in backward may treat as one group.
+            elif _rank(one.exactness) and not self._helps(with_it, without):
                 chosen = _without(chosen, one)
         return chosen
+
+    # Without a setting, or with a value of it that changes less, such as 8-bit state without that
+    # of embeddings.
+    def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
+        rest = [c for c in chosen if next(iter(c.changes)) != next(iter(one.changes))]
+        yield rest
+        for other in self._options():
+            if other.changes.items() < one.changes.items():
+                yield [*rest, other]
 
     def _helps(self, with_it: Variant, without: Variant) -> bool:
         for kinds in self._extremes():
@@ -276,6 +291,12 @@ class Variants:
             what_if.overflows,
         )
         found = single_candidates(now)
+        found += [
+            replace(one, name=_ALL_8BIT, changes={**one.changes, "force_8bit": ("*",)})
+            for one in found
+            if one.changes == {"optimizer": "8bit"}
+        ]
+        found = [c for c in found if c.changes.get("force_8bit", ("*",)) == ("*",)]
         if what_if.attention in (None, "sdpa"):
             found = [one for one in found if "attention" not in one.changes]
         # Weights in bfloat16 name the precision that they need; here it is a choice of its own.
@@ -298,9 +319,10 @@ class Variants:
     def _may_set(self, name: str, value: Any) -> bool:
         if name == "precision" and self.what_if.device == "cpu":
             return False
-        return name in self._open or self.what_if.step.settings.get(name) == value or (
-            name == "force_8bit" and "optimizer" in self._open
-        )  # fmt: skip
+        given = self.what_if.step.settings.get(name)
+        if name == "force_8bit":
+            return "optimizer" in self._open and not given
+        return name in self._open or given == value
 
     def _micro_batches(self) -> list[int]:
         number = self._num_samples

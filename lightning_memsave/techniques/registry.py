@@ -146,7 +146,9 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     # Planned beside an 8-bit optimizer.
     if values.get("optimizer") is not None and not arguments["force_8bit"]:
         values["force_8bit"] = settings.get("force_8bit") or ()
-    return {**arguments, **values, "from_stack": tuple(values)}
+    # What is on in a plan is applied or refused: without it the plan would not hold.
+    left_out = tuple(name for name, value in values.items() if value in (None, "auto"))
+    return {**arguments, **values, "from_stack": left_out}
 
 
 def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:

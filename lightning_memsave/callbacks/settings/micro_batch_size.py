@@ -345,8 +345,11 @@ class MicroBatchSetting(Setting):
             runner.needs_proof = False
             return
         proof = self._prove(trainer, pl_module, parts, batch, None)
-        if proof.reason and not self.is_auto:
-            raise IncompatibleError(self.name, [_refusal(f"micro_batch_size={self.value}", proof)])
+        # A plan with smaller micro-batches does not hold without them.
+        is_planned = self.is_planned and self.size is not None
+        if proof.reason and (is_planned or not self.is_auto):
+            value = f"{self.size}` of the plan for `budget" if is_planned else self.value
+            raise IncompatibleError(self.name, [_refusal(f"micro_batch_size={value}", proof)])
         if proof.reason:
             self.proof = proof
             self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
