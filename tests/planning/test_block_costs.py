@@ -23,7 +23,11 @@ CHOICES = (
 
 @pytest.mark.parametrize(
     ("settings", "error"),
-    [({}, 0.01), ({"optimizer_in_backward": True}, 0.01), ({"micro_batch_size": 1}, 0.03)],
+    [
+        ({}, 0.01),
+        pytest.param({"optimizer_in_backward": True}, 0.01, marks=pytest.mark.exhaustive),
+        pytest.param({"micro_batch_size": 1}, 0.03, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, error):
