@@ -139,7 +139,9 @@ class PlannedFit:
 
 
 def _frames(error: BaseException) -> list[str]:
-    return traceback.format_tb(error.__traceback__)[-_KEPT:]
+    frames = traceback.extract_tb(error.__traceback__)[-_KEPT:]
+    # Without the folders of a machine.
+    return [f"{Path(f.filename).name}, line {f.lineno}, in {f.name}: {f.line}" for f in frames]
 
 
 def _flat(module: nn.Module) -> list[float]:

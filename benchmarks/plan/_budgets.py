@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -344,13 +345,15 @@ def _compare(
 
 
 def run(names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Train each model in a process of its own."""
-    found = {}
-    for name in names:
-        found[name] = run_in_process("benchmarks.plan._budgets", name, limit_s=_LIMIT_S)
-        error = found[name].get("error")
-        print(f"{name}: {error or found[name]['num_predictions']}", flush=True)
-    return found
+    """Train each model in a process of its own, two at a time: nothing is timed here."""
+
+    def run_one(name: str) -> dict[str, Any]:
+        found = run_in_process("benchmarks.plan._budgets", name, limit_s=_LIMIT_S)
+        print(f"{name}: {found.get('error') or found['num_predictions']}", flush=True)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(run_one, names), strict=True))
 
 
 def make_text(found: dict[str, dict[str, Any]]) -> str:
