@@ -1,6 +1,7 @@
 """Fits with a budget: memory that runs out in spite of the plan, and processes that are killed."""
 
 import collections
+import contextlib
 import random
 import re
 import tempfile
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -173,13 +175,11 @@ def _fail_again(module: Any, fit: PlannedFit) -> None:
 @contextmanager
 def _known_plan(state: dict[str, Any] | None) -> Iterator[None]:
     made = None if state is None else RunPlan.from_state(state)
-    before = memsave.plan_fit
+    known: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if made is not None:
-        memsave.plan_fit = lambda *_: made
-    try:
+        known = mock.patch.object(memsave, "plan_fit", return_value=made)
+    with known:
         yield
-    finally:
-        memsave.plan_fit = before
 
 
 class _Watch(pl.Callback):

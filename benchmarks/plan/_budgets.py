@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -202,12 +203,8 @@ def train(model: Small, **settings: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def fixed_rates(rates: Rates) -> Iterator[None]:
     """Let all searches use one measurement: those of a loaded machine differ."""
-    before = search.rates_of
-    search.rates_of = lambda gpu, device: rates
-    try:
+    with mock.patch.object(search, "rates_of", return_value=rates):
         yield
-    finally:
-        search.rates_of = before
 
 
 class Everything:
