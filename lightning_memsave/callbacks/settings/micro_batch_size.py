@@ -206,6 +206,8 @@ class MicroBatchSetting(Setting):
         runner = self.technique.make_runner(functools.partial(self._agree, trainer))
         runner.size = self.size if self.is_auto else runner.size
         runner.may_shrink = not self.is_kept_whole
+        if self.is_kept_whole:
+            runner.advice = "Use a smaller `budget=`, shorter samples or a smaller model."
         runner.needs_proof = runner.may_shrink
         runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
