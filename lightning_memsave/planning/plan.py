@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def _on(self) -> dict[str, Any]:
-        off = (None, "auto", False, ())
+        off: tuple[Any, ...] = (None, "auto", False, (), [])
         return {n: v for n, v in self.settings.items() if v not in off and n != "exactness"}
 
     def __str__(self) -> str:

@@ -253,11 +253,13 @@ class Variants:
         chosen = list({next(iter(c.changes)): c for c in found}.values())
         for one in list(chosen):
             with_it, without = self._record(chosen, None), self._record(_without(chosen, one), None)
-            if with_it is None or without is None:
-                chosen = _without(chosen, one) if with_it is None else chosen
+            if with_it is None:
+                chosen = chosen if without is None else _without(chosen, one)
             # Estimated from few blocks, which updates in backward may treat as one group.
-            elif _rank(one.exactness) and not self._helps(with_it, without):
+            elif without and _rank(one.exactness) and not self._helps(with_it, without):
                 chosen = _without(chosen, one)
+        if self._record(chosen, None) is None:  # more than one of them is impossible
+            chosen = [one for one in chosen if self._record([one], None) is not None]
         return chosen
 
     # Without a setting, or with a value of it that changes less, such as 8-bit state without that
@@ -300,7 +302,8 @@ class Variants:
         if what_if.attention in (None, "sdpa"):
             found = [one for one in found if "attention" not in one.changes]
         # Weights in bfloat16 name the precision that they need; here it is a choice of its own.
-        if any("precision" in one.changes and len(one.changes) == 1 for one in found):
+        alone = [one for one in found if list(one.changes) == ["precision"]]
+        if alone and self._may_set("precision", alone[0].changes["precision"]):
             found = [
                 replace(c, changes={n: v for n, v in c.changes.items() if n != "precision"})
                 if len(c.changes) > 1
