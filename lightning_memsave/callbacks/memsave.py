@@ -275,8 +275,9 @@ class MemSaveCallback(CallbackBase):
         self._in_force = with_plan(self.arguments, chosen)
         self._budget.use(self.plan)
         self._settings.find(ActivationCheckpointingSetting).blocks = self.arguments["blocks"]
-        if isinstance(chosen.get("micro_batch_size"), int):
-            self._micro_batches.resize(chosen["micro_batch_size"])
+        planned_size = chosen.get("micro_batch_size")
+        if self._micro_batches.is_auto and isinstance(planned_size, int):
+            self._micro_batches.resize(planned_size)
         elif size is not None:  # of the checkpoint
             self._micro_batches.size = size
         if problems := self._settings.apply(trainer, pl_module, True):

@@ -45,7 +45,7 @@ def plan_fit(
         make_callback: Makes a `MemSaveCallback`.
         arguments: Its arguments, as the user wrote them.
         saved: The plan of the checkpoint that the fit resumes from. It stays in force unless the
-            budget is smaller now.
+            budget is smaller now, or results may move less.
 
     Returns:
         The plan.
@@ -100,7 +100,9 @@ def _plan(
     if budget == "auto":
         budget = _free_bytes(device)
     budget_bytes = read_budget(budget, total_bytes, gpu, device.type)
-    if saved is not None and saved.budget_bytes <= budget_bytes:
+    exactness = Exactness(arguments["exactness"])
+    is_exact = saved is not None and exactness.allows(Exactness(saved.plan.exactness))
+    if saved is not None and is_exact and saved.budget_bytes <= budget_bytes:
         return replace(saved, budget_bytes=budget_bytes)
     limit = arguments["predict"]
     limit_s = LIMIT_S if isinstance(limit, bool) else float(limit)
@@ -116,7 +118,7 @@ def _plan(
     closed = _conflicting(trainer, pl_module, arguments)
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():
-        search = search_for(what_if, Exactness(arguments["exactness"]), limit_s, closed)
+        search = search_for(what_if, exactness, limit_s, closed)
         found = search.find(budget_bytes)
     return RunPlan(found.plan, budget_bytes, found.margin_bytes, tuple(search.ladder()), found)
 

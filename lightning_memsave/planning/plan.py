@@ -50,9 +50,11 @@ class Plan:
         """Give everything as plain values, for JSON.
 
         Returns:
-            The fields under their names, without the prediction.
+            The fields under their names, without the prediction; objects among the settings as
+            their ``repr``.
         """
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "prediction"}
+        return found | {"settings": {n: _plain(v) for n, v in self.settings.items()}}
 
     @property
     def short(self) -> str:
@@ -244,6 +246,13 @@ class RunPlan:
             )
         except (TypeError, KeyError):
             return None
+
+
+# Of functions and techniques that the user has given: neither JSON nor pickle may take them.
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_plain, value))
+    return value if isinstance(value, str | int | float | None) else repr(value)
 
 
 def _listed(settings: Mapping[str, Any]) -> str:

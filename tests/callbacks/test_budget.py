@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.errors import (
     ConfigurationError,
@@ -348,3 +348,30 @@ def test_details_of_what_is_planned_may_be_given(plain):
     assert losses == plain[0]
     assert equal(state, plain[1])
     assert unlimited._settings.find(BudgetSetting)._plan.settings["activation_checkpointing"]
+
+
+@pytest.mark.predicts
+def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, plain):
+    def in_parts(batch: Tensor, size: int) -> list[Tensor]:  # a local function cannot be pickled
+        return list(batch.split(size))
+
+    def make(**arguments: Any) -> MemSaveCallback:
+        off = {"optimizer": None, "optimizer_in_backward": None}
+        given = ActivationCheckpointing("all")
+        return MemSaveCallback(given, split_batch=in_parts, budget=budget, **off, **arguments)
+
+    budget = plain[2] * 2 // 5  # not without micro-batches
+    callback = make()
+    _, _, trainer = fit(encoder(), callback, FailsAt(1, 2))
+    assert callback._settings.find(BudgetSetting)._plan != callback.plan.plan
+    assert rows_of(callback)["activation_checkpointing"].value == "'all'"
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = make()
+    resumed_trainer = make_trainer(pl, resumed, max_epochs=2)
+    resumed_trainer.fit(encoder(), ckpt_path=tmp_path / "last.ckpt")
+    assert resumed.plan.found is None
+    assert rows_of(resumed)["activation_checkpointing"].value == "'all'"
+    budget = plain[2]
+    more_exact = make(exactness="bitwise")
+    make_trainer(pl, more_exact, max_epochs=2).fit(encoder(), ckpt_path=tmp_path / "last.ckpt")
+    assert more_exact.plan.found is not None

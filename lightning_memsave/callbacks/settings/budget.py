@@ -33,7 +33,7 @@ class BudgetSetting(Setting):
         self._made: RunPlan | None = None
         self._plan: Plan | None = None  # in force
         self._note = ""
-        self._change: Callable[[Plan], None] | None = None
+        self._change: Callable[[Plan, Plan], None] | None = None
         self._num_retries: int | None = None
         self._is_refined = False
 
@@ -74,10 +74,14 @@ class BudgetSetting(Setting):
         recomputation = settings.find(ActivationCheckpointingSetting)
         micro_batches = settings.find(MicroBatchSetting)
 
-        def change(plan: Plan) -> None:
-            recomputation.change(pl_module, plan.settings[recomputation.name])
-            size = plan.settings[micro_batches.name]
-            micro_batches.resize(size if isinstance(size, int) else None)
+        # What the user has named is the same in all plans.
+        def change(before: Plan, plan: Plan) -> None:
+            which = plan.settings.get(recomputation.name)
+            if which != before.settings.get(recomputation.name):
+                recomputation.change(pl_module, which)
+            size = plan.settings.get(micro_batches.name)
+            if size != before.settings.get(micro_batches.name):
+                micro_batches.resize(size if isinstance(size, int) else None)
 
         def relieve(num_failures: int) -> bool:
             # The first time the cache of the allocator was freed, which may have been enough.
@@ -142,10 +146,10 @@ class BudgetSetting(Setting):
             self._change_to(trainer, fitting[0], why)
 
     def _change_to(self, trainer: Any, plan: Plan, why: str) -> bool:
-        if self._change is None:
+        if self._change is None or self._plan is None:
             return False
+        self._change(self._plan, plan)
         self._plan, self._note = plan, f"changed, as {why}"
-        self._change(plan)
         self._show()
         log_info(trainer, f"budget={self.value}: {why}, so the plan is now {plan.short}.")
         return True

@@ -147,8 +147,6 @@ class ActivationCheckpointingSetting(ModuleSetting):
             pl_module: The LightningModule.
             which: As for `ActivationCheckpointing`; ``None`` for none.
         """
-        if self.value == repr(which):
-            return
         self.undo()
         self.value, self.technique = repr(which), None
         if which is None:
