@@ -3,8 +3,7 @@
 import functools
 import itertools
 import math
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -14,7 +13,6 @@ from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.plan import MemoryPlan, Plan
-from lightning_memsave.planning.step_time import Rates
 from lightning_memsave.planning.variants import (
     MICRO_BATCH,
     RECOMPUTED,
@@ -35,6 +33,11 @@ _MOST_NESTED = 12
 _OUT_OF_TIME = "the search for a plan takes longer than allowed: allow it more seconds"
 _MENTIONED = 0.02  # of the peak
 _SLACK, _NEAR = 0.004, 0.1
+# What the allocator adds to a step that was not predicted whole is known roughly only: so much of
+# the estimate is allowed for, more for a setting that is merely nicer to have.
+_RESERVE, _LARGE_RESERVE = 0.02, 0.06
+_CLOSE = 0.005
+"""Of the time of the unchanged step: no faster plan is looked for that gains less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,37 +52,26 @@ class PlanSearch:
     """Finds plans for one step, with any budget.
 
     Args:
-        what_if: Predicts variants of the step.
-        open_arguments: Arguments of `MemSaveCallback` that may be chosen; others are as in the
-            step's settings.
-        exactness: How far results may move.
-        rates: What the device reaches.
-        limit_s: Seconds after which nothing more is predicted.
+        variants: Records variants of the step.
         margin_of: Gives the bytes of a budget that stay free.
         given: What the user has chosen and is on.
     """
 
     def __init__(
         self,
-        what_if: WhatIf,
-        open_arguments: Collection[str],
-        exactness: Exactness,
-        rates: Rates,
+        variants: Variants,
         *,
-        limit_s: float = math.inf,
         margin_of: Callable[[int], int] = lambda budget_bytes: 0,
         given: Sequence[Entry] = (),
     ) -> None:
-        self._start_s = time.monotonic()
-        self._what_if = what_if
-        self._margin_of, self._exactness, self._given = margin_of, exactness, given
-        self._variants = Variants(what_if, open_arguments, exactness, rates, limit_s)
+        self._variants, self._what_if = variants, variants.what_if
+        self._margin_of, self._given = margin_of, given
         self._verified: dict[int, MemoryPrediction | None] = {}
-        # By how much whole predictions were higher than estimates, by variant; the last for others.
-        self._corrections: dict[int, int] = {}
-        self._correction = 0
+        # By how much whole predictions were higher than estimates.
+        self._corrections: dict[Variant, int] = {}
+        self._too_large: set[Variant] = set()  # they were preferred, and did not fit
         self._slack_bytes = 0.0
-        self._candidates: list[_Candidate] = []
+        self._by_variant: dict[Variant, list[_Candidate]] = {}
         self._chosen: _Candidate | None = None
         self._unchanged_s = 1.0
 
@@ -104,9 +96,7 @@ class PlanSearch:
         best = self._best(room)
         if best is None:
             self._refuse(budget_bytes, room)
-        fastest_s = min(c.seconds for c in self._candidates if self._is_known_to_fit(c, room))
-        limit_s = fastest_s * (1 + EQUALLY_FAST)
-        self._chosen = best = self._more_exact(best, room, limit_s)
+        self._chosen = best
         slower_s = best.seconds * (1 + EQUALLY_FAST)
         others = [
             c
@@ -121,7 +111,7 @@ class PlanSearch:
             self._plan(best),
             None if second is None else self._plan(second),
             tuple(self._plan(candidate) for candidate in self._thinned(self._candidates, best)),
-            time.monotonic() - self._start_s,
+            self._variants.seconds_so_far,
             self._variants.num_predictions,
         )
 
@@ -148,7 +138,7 @@ class PlanSearch:
         return [self._plan(candidate) for candidate in self._thinned(same, chosen)]
 
     def _prepare(self) -> None:
-        if self._candidates:
+        if self._by_variant:
             return
         unchanged = self._variants.unchanged()
         if unchanged is None:
@@ -157,32 +147,85 @@ class PlanSearch:
         num_blocks = self._variants.num_blocks
         self._unchanged_s = unchanged.estimate([KEEP] * num_blocks)[1]
         for variant in self._variants.all():
-            self._candidates += self._candidates_of(variant)
+            self._add(variant)
 
-    def _candidates_of(self, variant: Variant) -> list[_Candidate]:
-        if variant.costs is None:
-            return [_Candidate(variant, (), *variant.estimate(()))]
-        choices = dict.fromkeys(_choices(self._variants.num_blocks, self._variants.kinds))
-        return [_Candidate(variant, kinds, *variant.estimate(kinds)) for kinds in choices]
+    def _add(self, variant: Variant) -> None:
+        if variant in self._by_variant:
+            return
+        number, kinds = self._variants.num_blocks, self._variants.kinds
+        choices = [()] if variant.costs is None else dict.fromkeys(_choices(number, kinds))
+        found = [_Candidate(variant, choice, *variant.estimate(choice)) for choice in choices]
+        self._by_variant[variant] = found
 
-    # The fastest that the whole prediction confirms. What it finds corrects the estimates of the
-    # same variant, so that a faster one may come into reach.
+    @property
+    def _candidates(self) -> list[_Candidate]:
+        return [candidate for found in self._by_variant.values() for candidate in found]
+
+    # What is wanted by estimates is predicted whole, which corrects the estimates of its variant,
+    # until nothing else is wanted.
     def _best(self, room: int) -> _Candidate | None:
         self._slack_bytes = 0.0
+        self._too_large.clear()
         for _ in range(_MAX_VERIFIED):
-            best = self._fastest(self._candidates, room)
-            if best is None:  # only room for what is estimated to fit closely
-                self._slack_bytes = 0.0
-                best = self._fastest(self._candidates, room)
-            if best is None:
-                best = min(self._unsure(), key=self._bytes)
-            if id(best) in self._verified:
+            wanted = self._wanted(room) or min(self._unsure(), key=self._bytes)
+            if id(wanted) in self._verified:
                 break
-            self._verify(best)
-            if room < self._bytes(best) < room * (1 + _NEAR):
+            self._verify(wanted)
+            if not self._is_known_to_fit(wanted, room):
+                self._too_large.add(wanted.variant)
+            if room < self._bytes(wanted) < room * (1 + _NEAR):
                 self._slack_bytes += _SLACK * room
-        fitting = [c for c in self._candidates if self._is_known_to_fit(c, room)]
-        return self._fastest(fitting, room)
+        if self._is_known_to_fit(wanted, room):
+            return wanted
+        return self._fastest([c for c in self._candidates if self._is_known_to_fit(c, room)], room)
+
+    def _wanted(self, room: int) -> _Candidate | None:
+        fastest = self._fastest(self._candidates, room, _RESERVE)
+        if fastest is None:  # only room for what is estimated to fit closely
+            self._slack_bytes = 0.0
+            fastest = self._fastest(self._candidates, room)
+        if fastest is None:
+            return None
+        limit_s = fastest.seconds * (1 + EQUALLY_FAST)
+        best = self._known_or(fastest, self._candidates, room)
+        return self._preferred(best, room, limit_s)
+
+    def _known_or(
+        self, wanted: _Candidate, candidates: Sequence[_Candidate], room: int
+    ) -> _Candidate:
+        close_s = wanted.seconds + _CLOSE * self._unchanged_s
+        known = [
+            c
+            for c in candidates
+            if self._is_known_to_fit(c, room)
+            and c.seconds <= close_s
+            and _rank(c.variant.exactness) <= _rank(wanted.variant.exactness)
+        ]
+        return min(known, key=lambda c: c.seconds, default=wanted)
+
+    # Without settings that change results or that cannot be repeated, as long as it is as fast.
+    def _preferred(self, best: _Candidate, room: int, limit_s: float) -> _Candidate:
+        def may_be_as_fast(changes: Mapping[str, Any]) -> bool:
+            # What is slower with more settings on is slower without them.
+            size = changes.get(MICRO_BATCH)
+            for variant, candidates in self._by_variant.items():
+                on = variant.changes
+                if changes.items() <= on.items() and on.get(MICRO_BATCH) == size:
+                    found = self._fastest(candidates, room)
+                    if found is None or found.seconds > limit_s:
+                        return False
+            return True
+
+        for variant in self._variants.without_each(best.variant, may_be_as_fast):
+            is_less_exact = _rank(variant.exactness) > _rank(best.variant.exactness)
+            if is_less_exact or variant in self._too_large:
+                continue
+            self._add(variant)
+            candidates = self._by_variant[variant]
+            found = self._fastest(candidates, room, _LARGE_RESERVE)
+            if found is not None and found.seconds <= limit_s:
+                return self._preferred(self._known_or(found, candidates, room), room, limit_s)
+        return best
 
     # Before a budget is refused, each variant's least is verified: estimates may be too high.
     def _unsure(self) -> list[_Candidate]:
@@ -190,56 +233,40 @@ class PlanSearch:
         open_ones = [c for c in self._candidates if c.variant not in verified]
         return open_ones or self._candidates
 
-    def _fastest(self, candidates: Iterable[_Candidate], room: int) -> _Candidate | None:
-        fitting = [c for c in candidates if self._bytes(c) <= room]
+    def _fastest(
+        self, candidates: Iterable[_Candidate], room: int, reserve: float = 0.0
+    ) -> _Candidate | None:
+        fitting = [c for c in candidates if self._bytes(c, reserve) <= room]
         if not fitting:
             return None
         limit_s = min(c.seconds for c in fitting) * (1 + EQUALLY_FAST)
-        ranks = list(Exactness)
         return min(
             (c for c in fitting if c.seconds <= limit_s),
-            key=lambda c: (ranks.index(c.variant.exactness), c.seconds, self._bytes(c)),
+            key=lambda c: (_rank(c.variant.exactness), c.seconds, self._bytes(c)),
         )
-
-    def _more_exact(self, best: _Candidate, room: int, limit_s: float) -> _Candidate:
-        ranks = list(Exactness)
-        for variant in self._variants.without_each(best.variant):
-            if ranks.index(variant.exactness) > ranks.index(best.variant.exactness):
-                continue
-            candidates = [c for c in self._candidates if c.variant is variant]
-            if not candidates:
-                candidates = self._candidates_of(variant)
-                self._candidates += candidates
-            found = self._fastest(candidates, math.floor(room * (1 - _SLACK)))
-            if found is None or found.seconds > limit_s:
-                continue
-            if id(found) not in self._verified:
-                self._verify(found)
-            if not self._is_known_to_fit(found, room):
-                break
-            return self._more_exact(found, room, limit_s)
-        return best
 
     def _verify(self, candidate: _Candidate) -> None:
         prediction = self._variants.predict(candidate.variant, candidate.kinds)
         self._verified[id(candidate)] = prediction
         if prediction is not None:
-            self._correction = prediction.device_bytes - candidate.estimated_bytes
-            self._corrections[id(candidate.variant)] = self._correction
+            correction = prediction.device_bytes - candidate.estimated_bytes
+            self._corrections[candidate.variant] = correction
 
-    def _bytes(self, candidate: _Candidate) -> float:
+    def _bytes(self, candidate: _Candidate, reserve: float = 0.0) -> float:
         prediction = self._verified.get(id(candidate))
         if prediction is not None:
             return prediction.device_bytes
         if id(candidate) in self._verified:  # it could not be predicted
             return math.inf
-        return self._estimate(candidate) + self._slack_bytes
+        estimate = self._estimate(candidate) + self._slack_bytes
+        costs = candidate.variant.costs
+        is_rough = costs is not None and costs.overhead_bytes > 0
+        if is_rough and candidate.variant not in self._corrections:
+            return estimate * (1 + reserve)
+        return estimate
 
     def _estimate(self, candidate: _Candidate) -> int:
-        if candidate.variant.costs is None:
-            return candidate.estimated_bytes
-        correction = self._corrections.get(id(candidate.variant), self._correction)
-        return candidate.estimated_bytes + correction
+        return candidate.estimated_bytes + self._corrections.get(candidate.variant, 0)
 
     def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
         return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
@@ -260,12 +287,11 @@ class PlanSearch:
                 yield candidate
 
     def _frontier(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-        ranks = list(Exactness)
         found: list[_Candidate] = []
         least = math.inf
 
         def order(one: _Candidate) -> tuple[float, float, int]:
-            return one.seconds, self._bytes(one), ranks.index(one.variant.exactness)
+            return one.seconds, self._bytes(one), _rank(one.variant.exactness)
 
         for one in sorted(candidates, key=order):
             if self._bytes(one) < least:
@@ -310,7 +336,7 @@ class PlanSearch:
         ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
         if gpu is not None and least_bytes > gpu.total_bytes:
             ways = [f"a GPU with {format_bytes(least_bytes)}"]
-        if self._exactness is not Exactness.APPROXIMATE:
+        if self._variants.exactness is not Exactness.APPROXIMATE:
             ways.append('`exactness="approximate"`')
         if self._given:
             ways.append(f"no {' or '.join(f'`{entry.argument}=`' for entry in self._given)}")
@@ -370,15 +396,19 @@ def search_for(
     }
     given = [entry for entry in entries() if fixed.get(entry.argument) not in (None, False)]
     fixed |= {name: None for name in closed if name not in fixed}
-    return PlanSearch(
+    variants = Variants(
         replace(what_if, step=replace(step, settings=fixed), _known={}),
         [entry.argument for entry in entries() if entry.argument not in fixed],
         exactness,
         rates_of(what_if.gpu, what_if.device),
-        limit_s=limit_s,
-        margin_of=functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device),
-        given=given,
+        limit_s,
     )
+    free = functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device)
+    return PlanSearch(variants, margin_of=free, given=given)
+
+
+def _rank(exactness: Exactness) -> int:
+    return list(Exactness).index(exactness)
 
 
 # The first blocks need recomputation most: their activations live longest. One kind follows another

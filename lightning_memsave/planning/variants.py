@@ -105,9 +105,11 @@ class Variants:
     ) -> None:
         self.what_if = what_if
         self.rates = rates
-        self._end_s = time.monotonic() + limit_s
+        self.exactness = exactness
+        """The most that results may move."""
+        self._start_s = time.monotonic()
+        self._limit_s = limit_s
         self._open = set(open_arguments)
-        self._limit = exactness
         self._off: dict[str, Any] = {
             e.argument: None for e in entries() if e.argument in self._open
         } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
@@ -117,6 +119,7 @@ class Variants:
         self.runs: list[Run] = []
         self.kinds: tuple[str, ...] = ()
         """How blocks may be recomputed, the one with the least memory first."""
+        self._names: list[str] = []  # of the blocks that are recorded
         self._sizes: list[int] = []
         self._copies = what_if
         if RECOMPUTED in self._open:
@@ -134,7 +137,12 @@ class Variants:
     @property
     def left_s(self) -> float:
         """Seconds that are left."""
-        return self._end_s - time.monotonic()
+        return self._limit_s - self.seconds_so_far
+
+    @property
+    def seconds_so_far(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self._start_s
 
     @property
     def num_predictions(self) -> int:
@@ -174,8 +182,14 @@ class Variants:
         by_changes = {repr(v.changes): v for v in found if v is not None}
         return list(by_changes.values())
 
-    def without_each(self, variant: Variant) -> Iterator[Variant]:
+    def without_each(
+        self, variant: Variant, is_worth_it: Callable[[Mapping[str, Any]], bool]
+    ) -> Iterator[Variant]:
         """Record a variant without each setting that a plan is better without.
+
+        Args:
+            variant: What there is so far.
+            is_worth_it: Says of the changes that are left whether to record them.
 
         Yields:
             What is left without one that changes results, the least exact first, and then without
@@ -186,6 +200,8 @@ class Variants:
         unwanted = [c for c in on if _rank(c.exactness) or not c.changes.keys().isdisjoint(_FINAL)]
         for one in sorted(unwanted, key=lambda c: _rank(c.exactness), reverse=True):
             for rest in self._less(on, one):
+                if not is_worth_it(_changes(rest, size)):
+                    continue
                 found = self._record(rest, size)
                 if found is not None and len(found.changes) < len(variant.changes):
                     yield found
@@ -224,6 +240,7 @@ class Variants:
         if not blocks:
             return
         self.runs = runs_of(model, blocks)
+        self._names = [block.name for block in blocks]
         self._sizes = [parameter.numel() for parameter in model.parameters()]
         self.kinds = tuple(kind for kind in ("nested", "full", "selective") if _can(kind, blocks))
         most = len(_RECORDED)
@@ -244,13 +261,13 @@ class Variants:
             name for run in self.runs for name in (run.names[:most] if run in long else run.names)
         ]
         if self.unchanged() is None:  # it counts its blocks
-            self._copies = self.what_if
+            self._copies, self._names = self.what_if, [block.name for block in blocks]
             self._known.clear()
 
     def _helpful(self) -> list[Candidate]:
         found = self._options()
         # Of several values of an argument the last one saves the most.
-        chosen = list({next(iter(c.changes)): c for c in found}.values())
+        chosen = list({_argument(c): c for c in found}.values())
         for one in list(chosen):
             with_it, without = self._record(chosen, None), self._record(_without(chosen, one), None)
             if with_it is None:
@@ -265,7 +282,7 @@ class Variants:
     # Without a setting, or with a value of it that changes less, such as 8-bit state without that
     # of embeddings.
     def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
-        rest = [c for c in chosen if next(iter(c.changes)) != next(iter(one.changes))]
+        rest = _without(chosen, one)
         yield rest
         for other in self._options():
             if other.changes.items() < one.changes.items():
@@ -313,8 +330,8 @@ class Variants:
         return [
             one
             for one in found
-            if self._limit.allows(Exactness(one.exactness))
-            and next(iter(one.changes)) not in _LEFT_ALONE
+            if self.exactness.allows(Exactness(one.exactness))
+            and _argument(one) not in _LEFT_ALONE
             and all(self._may_set(name, value) for name, value in one.changes.items())
         ]
 
@@ -329,15 +346,14 @@ class Variants:
 
     def _micro_batches(self) -> list[int]:
         number = self._num_samples
-        if MICRO_BATCH not in self._open or not self._limit.allows(Exactness.ROUNDING):
+        if MICRO_BATCH not in self._open or not self.exactness.allows(Exactness.ROUNDING):
             return []
         return list(dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length())))
 
-    def _record(self, on: Sequence[Candidate], size: Any) -> Variant | None:
-        changes = {name: value for one in on for name, value in one.changes.items()}
+    def _record(self, on: Sequence[Candidate], size: int | None) -> Variant | None:
+        changes = _changes(on, size)
         exactness = max([Exactness(c.exactness) for c in on], key=_rank, default=Exactness.BITWISE)
-        if isinstance(size, int):
-            changes[MICRO_BATCH] = size
+        if size is not None:
             exactness = max(exactness, Exactness.ROUNDING, key=_rank)
         key = repr(sorted(changes.items()))
         if key not in self._known:
@@ -353,10 +369,7 @@ class Variants:
             prediction = predict(self.settings(changes), limit_s=self.left_s)
             seconds = self.seconds(prediction)
             return Variant(changes, exactness, prediction=prediction, seconds=seconds)
-        names = [name for run in self.runs for name in run.names]
-        if self._copies is not self.what_if:
-            names = self._names
-        recorded = []
+        recorded, names = [], self._names
         for kinds in self._assignments(len(names)):
             settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
             prediction = predict(settings, limit_s=self.left_s)
@@ -378,8 +391,17 @@ def _can(kind: str, blocks: Sequence[Block]) -> bool:
     return kind == "full" or not inplace_problems(blocks)
 
 
+def _argument(one: Candidate) -> str:
+    return next(iter(one.changes))
+
+
 def _without(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
-    return [c for c in chosen if c is not one and c.name != one.name]
+    return [c for c in chosen if _argument(c) != _argument(one)]
+
+
+def _changes(on: Sequence[Candidate], size: int | None) -> dict[str, Any]:
+    changes = {name: value for one in on for name, value in one.changes.items()}
+    return changes if size is None else {**changes, MICRO_BATCH: size}
 
 
 def _rank(exactness: Exactness | str) -> int:

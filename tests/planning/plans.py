@@ -15,7 +15,7 @@ from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.search import PlanSearch
 from lightning_memsave.planning.step_time import Rates, step_time
-from lightning_memsave.planning.variants import value_of
+from lightning_memsave.planning.variants import Variants, value_of
 from lightning_memsave.prediction.cuda.gpus import GPUS
 
 OPEN = ("activation_checkpointing", "optimizer_in_backward")
@@ -117,7 +117,7 @@ def search_of(name: str, device: str = "cpu", open_arguments: tuple[str, ...] = 
     what_if = what_if_of(name, device)
     off = dict.fromkeys(sorted(_ALL - set(open_arguments)))
     what_if.step = what_if.step.with_settings({**off, "early_release": True, "stack": None})
-    return PlanSearch(what_if, open_arguments, Exactness.APPROXIMATE, RATES)
+    return PlanSearch(Variants(what_if, open_arguments, Exactness.APPROXIMATE, RATES))
 
 
 _ALL = {

@@ -6,6 +6,7 @@ import torch
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch, search_for
+from lightning_memsave.planning.variants import Variants
 from tests.planning.plans import (
     OPEN,
     PLANNED,
@@ -93,7 +94,7 @@ def test_few_predictions_are_enough():
 
 def test_no_time_is_not_called_infeasible():
     what_if = what_if_of("encoder")
-    search = PlanSearch(what_if, OPEN, Exactness.APPROXIMATE, RATES, limit_s=1e-3)
+    search = PlanSearch(Variants(what_if, OPEN, Exactness.APPROXIMATE, RATES, limit_s=1e-3))
     with pytest.raises(TimeoutError, match="allow it more seconds"):
         search.find(10**9)
 
@@ -101,7 +102,7 @@ def test_no_time_is_not_called_infeasible():
 def test_what_the_model_raises_comes_through():
     what_if = what_if_of("encoder")
     what_if.step = replace(what_if.step, batch=torch.ones(8, 32, 31))
-    search = PlanSearch(what_if, OPEN, Exactness.APPROXIMATE, RATES)
+    search = PlanSearch(Variants(what_if, OPEN, Exactness.APPROXIMATE, RATES))
     with pytest.raises(Exception, match="31"):
         search.find(10**9)
 
