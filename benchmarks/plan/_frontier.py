@@ -153,9 +153,10 @@ def make_text(found: dict[str, dict[str, Any]]) -> str:
 
 
 def _frontier(one: dict[str, Any]) -> str:
+    names = {field.name for field in dataclasses.fields(Plan)}
     rows = [
         [
-            f"{Plan(**{n: v for n, v in point.items() if n != 'fits'}).short}"
+            f"{Plan(**{n: v for n, v in point.items() if n in names}).short}"
             f"{' *' if point == one['plan'] else ''}",
             f"{'' if point['is_verified'] else '~'}{point['device_bytes'] / MIB:,.0f}",
             f"{point['time_ratio']:.2f}",

@@ -195,7 +195,9 @@ def _to_dict(
 
     def of(case: _Case) -> dict[str, Any]:
         refusal = case.refusal
-        nothing = dict.fromkeys(("plan", "runner_up", "seconds", "num_predictions"))
+        nothing = dict.fromkeys(
+            ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds")
+        )
         free_bytes = margin_of(case.budget_bytes, case.gpu, request.step.device)
         return {
             "unchanged_bytes": case.unchanged.device_bytes,

@@ -16,8 +16,9 @@ from lightning_memsave.units import format_bytes
 
 _WIDTH, _SETTINGS_WIDTH = 98, 54
 _CERTAINTY = (
-    "Times are ratios to the unchanged step, estimated from its kernels, not measured. Sizes with "
-    '"about" are estimated from recorded blocks; the others are predictions of the whole step.'
+    "Times are ratios to the unchanged step, estimated from its kernels, not measured; seconds are "
+    'a range, as a GPU reaches more or less of its data sheet. Sizes with "about" are estimated '
+    "from recorded blocks; the others are predictions of the whole step."
 )
 
 
@@ -90,6 +91,8 @@ class MemoryPlan(JupyterMixin):
         frontier: Plans of which none is faster and needs less than another, the fastest first.
         seconds: Time that the search took.
         num_predictions: How many steps were predicted for it.
+        unchanged_seconds: The least and the most that the unchanged step should take; zeros if that
+            is not known.
 
     Example:
         >>> how = 'MemSaveCallback(stack="off", optimizer="8bit")'
@@ -106,6 +109,19 @@ class MemoryPlan(JupyterMixin):
     frontier: tuple[Plan, ...]
     seconds: float = 0.0
     num_predictions: int = 0
+    unchanged_seconds: tuple[float, float] = (0.0, 0.0)
+
+    def step_seconds(self, plan: Plan) -> tuple[float, float]:
+        """Say how long a step of a plan should take.
+
+        Args:
+            plan: A plan of the same step.
+
+        Returns:
+            The least and the most, in seconds: wide, as only ratios can be estimated well.
+        """
+        least_s, most_s = self.unchanged_seconds
+        return plan.time_ratio * least_s, plan.time_ratio * most_s
 
     def fits(self, plan: Plan) -> bool:
         """Say whether a plan fits the budget.
@@ -122,11 +138,12 @@ class MemoryPlan(JupyterMixin):
         """Give everything as plain values, for JSON.
 
         Returns:
-            The fields under their names; each plan with ``fits``.
+            The fields under their names; each plan with ``fits`` and ``step_seconds``.
         """
 
         def of(plan: Plan) -> dict[str, Any]:
-            return plan.to_dict() | {"fits": self.fits(plan)}
+            more = {"fits": self.fits(plan), "step_seconds": self.step_seconds(plan)}
+            return plan.to_dict() | more
 
         return {
             "budget_bytes": self.budget_bytes,
@@ -136,6 +153,7 @@ class MemoryPlan(JupyterMixin):
             "frontier": [of(plan) for plan in self.frontier],
             "seconds": self.seconds,
             "num_predictions": self.num_predictions,
+            "unchanged_seconds": self.unchanged_seconds,
         }
 
     def table(self) -> Table:
@@ -175,6 +193,7 @@ class MemoryPlan(JupyterMixin):
         head = (
             f"The fastest plan for {format_bytes(self.budget_bytes)}{free}: {self.plan.size} on "
             f"the device, {self.plan.time_ratio:.2f} times the time of the unchanged step"
+            f"{self._range()}"
         )
         parts: list[RenderableType] = [Text(_wrapped(head), style="bold"), Text(), self.table()]
         if self.shared:
@@ -183,6 +202,10 @@ class MemoryPlan(JupyterMixin):
         if self.runner_up is not None:
             parts.append(Text(_wrapped(f"Next best with other settings: {self._second()}")))
         return [*parts, Text(_wrapped(_CERTAINTY))]
+
+    def _range(self) -> str:
+        least_s, most_s = self.step_seconds(self.plan)
+        return f" ({least_s:.2g} to {most_s:.2g} s)" if most_s else ""
 
     def _second(self) -> str:
         assert self.runner_up is not None, "asked before"

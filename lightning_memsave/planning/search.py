@@ -13,6 +13,7 @@ from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.planning.step_time import LEVEL
 from lightning_memsave.planning.variants import (
     MICRO_BATCH,
     RECOMPUTED,
@@ -113,6 +114,7 @@ class PlanSearch:
             tuple(self._plan(candidate) for candidate in self._thinned(self._candidates, best)),
             self._variants.seconds_so_far,
             self._variants.num_predictions,
+            (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
         )
 
     def ladder(self) -> list[Plan]:

@@ -17,6 +17,10 @@ from lightning_memsave.units import MIB
 # and RoundPipe on RTX 4090, A100 and H100: 32 to 66 % of all FLOP/s). Between plans for the same
 # GPU ratios hold better than seconds.
 _PRODUCT, _ATTENTION, _MEMORY = 0.65, 0.45, 0.8
+LEVEL = 0.5, 2.0
+"""The least and the most time of a step, as factors of its estimate: published runs reach 32 to 66
+% of a GPU, and estimates of the models in `benchmarks.plan` 19 to 62 %.
+"""
 # Of an operator in eager mode, forward or backward, with autograd and the dispatcher.
 _LAUNCH_S = 7e-6
 

@@ -21,14 +21,16 @@ def made(device_gib: float, time_ratio: float, *, is_verified: bool = False, **o
 LARGE = made(8, 1.0)
 MIDDLE = made(5.5, 1.1, is_verified=True, activation_checkpointing=3)
 SMALL = made(4, 1.25, activation_checkpointing="all", optimizer="8bit", force_8bit=("*head*",))
-FOUND = MemoryPlan(6 * GIB, 256 * MIB, MIDDLE, SMALL, (LARGE, MIDDLE, SMALL))
+FOUND = MemoryPlan(
+    6 * GIB, 256 * MIB, MIDDLE, SMALL, (LARGE, MIDDLE, SMALL), unchanged_seconds=(0.4, 2.0)
+)
 
 
 def test_shows_the_frontier_the_call_and_the_next_best_plan():
     head, table, call, rest = str(FOUND).split("\n\n")
     assert " ".join(head.split()) == (
         "The fastest plan for 6.00 GiB, of which 256.00 MiB stay free: 5.50 GiB on the device, "
-        "1.10 times the time of the unchanged step"
+        "1.10 times the time of the unchanged step (0.44 to 2.2 s)"
     )
     rows = [line.split(maxsplit=6) for line in table.splitlines()[1:4]]
     assert rows[0] == ["about", "8.00", "GiB", "NO", "1.00", "rounding", "nothing else"]
@@ -49,7 +51,8 @@ def test_of_one_plan_nothing_is_shared():
     alone = replace(FOUND, runner_up=None, frontier=(MIDDLE,), margin_bytes=0)
     assert alone.shared == {}
     shown = str(alone)
-    assert "activation_checkpointing=3" in shown.splitlines()[3]
+    (row,) = (line for line in shown.splitlines() if line.startswith(">"))
+    assert "activation_checkpointing=3" in row
     assert "each with" not in shown
     assert "Next best" not in shown
     assert "stay free" not in shown
@@ -65,6 +68,7 @@ def test_json_and_notebook():
     shown: Any = FOUND
     found = json.loads(json.dumps(FOUND.to_dict()))
     assert [plan["fits"] for plan in found["frontier"]] == [False, True, True]
+    assert found["runner_up"]["step_seconds"] == [0.5, 2.5]
     assert found["plan"]["device_bytes"] == MIDDLE.device_bytes
     assert found["runner_up"]["settings"]["force_8bit"] == ["*head*"]
     assert "activation_checkpointing" in shown._repr_mimebundle_([], [])["text/html"]
