@@ -23,7 +23,10 @@ from lightning_memsave.techniques.micro_batching.loss_weights import (
     weightings_of,
 )
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+from lightning_memsave.techniques.micro_batching.training_state import (
+    KnownChanges,
+    TrainingState,
+)
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.out_of_memory import MESSAGE, OutOfMemoryAt
 
@@ -487,3 +490,20 @@ def test_half_precision_is_refused():
 def test_shrinking_needs_the_module():
     with pytest.raises(IncompatibleError, match="Pass `module=model`"):
         MicroBatching().apply(lambda batch: batch.sum())
+
+
+def test_copies_of_all_buffers_wait_on_the_host():
+    model = make_model()
+    known = KnownChanges(model)
+    with LiveTensors(model) as live:
+        before = live.live_bytes
+        known.save("drop", is_watched=True)
+        assert live.live_bytes == before
+        model[1].running_mean.add_(1)
+        known.learn()
+        assert known.changing == [model, model[1]]
+        changing = known.save("drop", is_watched=False)
+        assert live.live_bytes == before + sum(b.nbytes for b in model[1].buffers())
+    model[1].running_mean.add_(1)
+    changing.restore()
+    assert torch.equal(model[1].running_mean, torch.ones(16))

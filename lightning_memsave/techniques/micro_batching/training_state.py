@@ -73,17 +73,14 @@ class TrainingState:
         # checked.
         large = {key for key, (_, b) in buffers.items() if not self._drops and _is_large(b)}
         self._watched = [(m, b, b._version) for key, (m, b) in buffers.items() if key in large]
-        self._buffers = [
-            (m, b, b.detach().clone()) for key, (m, b) in buffers.items() if key not in large
-        ]
+        # Of all buffers there are copies in watched steps only, which are few: on the host.
+        copy_of = _host_copy if known is None else _copy
+        self._buffers = [(m, b, copy_of(b)) for key, (m, b) in buffers.items() if key not in large]
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         if gradients == "keep":
-            with host_copies():
-                self._gradients = [
-                    (p, p.grad.to("cpu", copy=True))
-                    for p in module.parameters()
-                    if p.grad is not None
-                ]
+            self._gradients = [
+                (p, _host_copy(p.grad)) for p in module.parameters() if p.grad is not None
+            ]
 
     def restore(self) -> None:
         """Restore everything; may be called again.
@@ -210,6 +207,15 @@ def _marks(module: nn.Module) -> object:
     )
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    with host_copies():
+        return tensor.detach().to("cpu", copy=True)
+
+
 def _differing(tensors: list[tuple[nn.Module, Tensor, Tensor]]) -> list[nn.Module]:
     found: list[nn.Module] = []
     flags: dict[torch.device, list[tuple[nn.Module, Tensor]]] = {}
@@ -218,9 +224,10 @@ def _differing(tensors: list[tuple[nn.Module, Tensor, Tensor]]) -> list[nn.Modul
             found.append(module)
         elif not is_fake(tensor):  # of which a prediction needs nothing to be known
             # In place: memory may have no room for another copy.
-            now, copy_of_it = (t.detach().reshape(-1).view(torch.uint8) for t in (tensor, before))
+            pair = tensor if before.device == tensor.device else _host_copy(tensor), before
+            now, copy_of_it = (t.detach().reshape(-1).view(torch.uint8) for t in pair)
             flag = copy_of_it.bitwise_xor_(now).any()
-            flags.setdefault(tensor.device, []).append((module, flag))
+            flags.setdefault(flag.device, []).append((module, flag))
     for pairs in flags.values():
         have_changed = torch.stack([flag for _, flag in pairs]).tolist()
         found += [m for (m, _), changed in zip(pairs, have_changed, strict=True) if changed]
