@@ -162,7 +162,7 @@ def as_typed(message: str, arguments: argparse.Namespace) -> str:
         except (ValueError, SyntaxError):  # an object
             return found[0]
         is_plain = isinstance(value, str | int | float)
-        return f"--{name} {shlex.quote(str(value))}" if is_plain else found[0]
+        return f"--{name.replace('_', '-')} {shlex.quote(str(value))}" if is_plain else found[0]
 
     return re.sub(r"`(\w+)=([^`]*)`", option, message)
 
