@@ -94,10 +94,8 @@ def test_few_predictions_are_enough():
 
 
 def test_the_budget_that_a_refusal_names_is_enough():
-    what_if = what_if_of("no blocks")
-    search = PlanSearch(
-        what_if, OPEN, Exactness.BITWISE, RATES, margin_of=lambda size: size - size // 8
-    )
+    variants = Variants(what_if_of("no blocks"), OPEN, Exactness.BITWISE, RATES)
+    search = PlanSearch(variants, margin_of=lambda size: size - size // 8)
     with pytest.raises(InfeasiblePlanError) as failure:
         search.find(1)
     least_bytes = failure.value.smallest.device_bytes
