@@ -67,6 +67,7 @@ def plan_memory(
         ConfigurationError: If an argument is wrong.
         InfeasiblePlanError: If no settings fit; it says what the smallest peak is made of.
         MemsaveError: If the step cannot be predicted.
+        TimeoutError: If there is no plan after ``time_limit_s``.
 
     Note:
         Times are ratios to the unchanged step, estimated from its kernels: see `docs/plan.md`.
@@ -112,8 +113,8 @@ def budget_of(what_if: WhatIf, budget: Any) -> int:
             'A plan needs a budget. Use `budget="12GiB"`, or `gpu="RTX 3060"` for all of its '
             "memory."
         )
-    total_bytes = None if gpu is None else gpu.total_bytes
-    return read_budget("auto" if budget is None else budget, total_bytes, gpu, what_if.device)
+    total_bytes, name = (None, "") if gpu is None else (gpu.total_bytes, gpu.known_name)
+    return read_budget("auto" if budget is None else budget, total_bytes, name)
 
 
 def unchanged_step(what_if: WhatIf) -> MemoryPrediction:

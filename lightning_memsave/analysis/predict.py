@@ -107,6 +107,8 @@ def read_settings(settings: Mapping[str, Any] | MemSaveCallback | None) -> Mappi
 
 def with_instances(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Create the techniques that settings from YAML describe by their ``class_path``."""
+    if settings.get("stack") is False:  # YAML's `off`, which LightningCLI passes as text
+        settings = {**settings, "stack": "off"}
     nested = {n for n, v in settings.items() if isinstance(v, dict) and "class_path" in v}
     if not nested:
         return dict(settings)

@@ -99,7 +99,7 @@ def _plan(
     total_bytes = psutil.virtual_memory().total if gpu is None else gpu.total_bytes
     if budget == "auto":
         budget = _free_bytes(device)
-    budget_bytes = read_budget(budget, total_bytes, gpu, device.type)
+    budget_bytes = read_budget(budget, total_bytes, gpu.name if gpu else "")
     exactness = Exactness(arguments["exactness"])
     is_exact = saved is not None and exactness.allows(Exactness(saved.plan.exactness))
     if saved is not None and is_exact and saved.budget_bytes <= budget_bytes:

@@ -1,8 +1,11 @@
 """Arguments that describe model, batch, settings and GPUs, shared by several subcommands."""
 
 import argparse
+import ast
 import contextlib
 import math
+import re
+import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,8 +56,8 @@ def add_step_arguments(
         action="append",
         default=[],
         metavar="NAME",
-        help="check whether the step fits this GPU: T4, A100-40GB, 'RTX 3060', or a size such as "
-        "12GiB; can be repeated, or separated with commas",
+        help="a GPU that the step should fit: T4, A100-40GB, 'RTX 3060', or a size such as 12GiB; "
+        "can be repeated, or separated with commas",
     )
     add_settings_arguments(group)
     group.add_argument(
@@ -143,6 +146,27 @@ def show_notes(notes: Sequence[str], page: str | None) -> None:
         show(Text(""), *map(Text, lines))
 
 
+# Options that are something else than the argument of `MemSaveCallback` with their name.
+_NO_SETTINGS = ("attention", "optimizer")
+
+
+def as_typed(message: str, arguments: argparse.Namespace) -> str:
+    """Write arguments of Python, such as `budget="12GiB"`, as options; not those of a YAML file."""
+
+    def option(found: re.Match[str]) -> str:
+        name, text = found.groups()
+        if name in _NO_SETTINGS or getattr(arguments, name, None) is None:
+            return found[0]
+        try:
+            value = ast.literal_eval(text)
+        except (ValueError, SyntaxError):  # an object
+            return found[0]
+        is_plain = isinstance(value, str | int | float)
+        return f"--{name.replace('_', '-')} {shlex.quote(str(value))}" if is_plain else found[0]
+
+    return re.sub(r"`(\w+)=([^`]*)`", option, message)
+
+
 class StepError(MemsaveError):
     """The training step of the user's model failed on fake tensors."""
 
@@ -157,7 +181,10 @@ def running_code_of(name: str) -> Iterator[None]:
         except MemsaveError:
             raise
         except TimeoutError as error:
-            raise StepError(f"The training step of `{name}` does not end: {error}.") from error
+            raise StepError(
+                f"The training step of `{name}` does not end: {error}. If it is only slow, use a "
+                "longer --time-limit."
+            ) from error
         except (Exception, SystemExit) as error:
             raise StepError(_in_one_line(name, error)) from error
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import lightning_memsave
 from lightning_memsave.cli import compare, convert, doctor, env, explain, plan, predict
-from lightning_memsave.cli.arguments import StepError
+from lightning_memsave.cli.arguments import StepError, as_typed
 from lightning_memsave.errors import MemsaveError
 
 
@@ -75,12 +75,12 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[arguments.command].run(arguments) or 0
     except StepError as error:
-        return _failed(arguments.command, error, 3)
+        return _failed(arguments, error, 3)
     except KeyboardInterrupt:
         return _INTERRUPTED
     except (MemsaveError, OSError) as error:
         status = 2 if arguments.command in _ANSWERS else 1
-        return _failed(arguments.command, error, status)
+        return _failed(arguments, error, status)
 
 
 # argparse would read `-1x8` as an option; joined to its option, it is a wrong size.
@@ -94,8 +94,8 @@ def _joined(args: Sequence[str]) -> list[str]:
     return joined
 
 
-def _failed(command: str, error: Exception, status: int) -> int:
-    print(f"memsave {command}: {error}", file=sys.stderr)
+def _failed(arguments: argparse.Namespace, error: Exception, status: int) -> int:
+    print(f"memsave {arguments.command}: {as_typed(str(error), arguments)}", file=sys.stderr)
     return status
 
 

@@ -12,6 +12,7 @@ from lightning_memsave.cli.arguments import (
     StepError,
     add_model_arguments,
     add_step_arguments,
+    as_typed,
     kernels_of,
     read_request,
     read_settings,
@@ -48,13 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="SIZE",
         help="memory that the process may use on the device, with the CUDA context: 12GiB, or a "
-        "share of the GPU such as 0.9; default: all of the GPU",
+        "share of the GPU such as 0.9; default: that in a YAML file, else all of the GPU",
     )
     group.add_argument(
         "--exactness",
         choices=("bitwise", "rounding", "approximate"),
-        default="approximate",
-        help="how far results may move; default: approximate",
+        help="how far results may move; default: that in a YAML file, else approximate",
     )
     group = parser.add_argument_group("output")
     group.add_argument("--html", metavar="FILE", help="write the result as a web page")
@@ -66,13 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
     if "budget" in read_settings(arguments.set):
         raise ConfigurationError("--set budget=... is not for a plan. Use --budget.")
     request = read_request(arguments.target, arguments)
-    budget = _budget(arguments, request)
-    cases = _cases(request, budget, arguments)
+    request, exactness = _with_exactness(request, arguments.exactness)
+    cases = _cases(request, _budget(arguments, request), exactness, arguments)
     shown = _smallest_that_fits(cases) or cases[0]
     if arguments.html is not None:
         _write_page(arguments.html, shown, request)
     if arguments.json:
-        print(json.dumps(_to_dict(request, cases, shown, arguments), indent=2, default=repr))
+        found = _to_dict(request, cases, shown, arguments) | {"exactness": exactness}
+        print(json.dumps(found, indent=2, default=repr))
     else:
         _show(request, cases, shown, arguments)
     return DOES_NOT_FIT if any(case.found is None for case in cases) else 0
@@ -84,6 +85,7 @@ class _Case:
 
     gpu: "Gpu | None"
     budget_bytes: int
+    margin_bytes: int
     unchanged: "MemoryPrediction"
     found: "MemoryPlan | None" = None
     refusal: InfeasiblePlanError | None = None
@@ -112,20 +114,33 @@ def _budget(arguments: argparse.Namespace, request: Request) -> Any:
                 "A plan needs memory to fit. Add --gpu, such as --gpu T4, or --budget 12GiB."
             )
         return None
-    if not re.fullmatch(r"-?\d*\.\d+", given.strip()):
+    is_share = re.fullmatch(r"-?\d*\.\d+", given.strip())
+    if not is_share and given.strip() != "auto":
         return str(given)
     if not arguments.gpu:
         fix = "a size, such as --budget 8GiB"
         fix += "" if arguments.device == "cpu" else ", or add --gpu, such as --gpu T4"
         raise ConfigurationError(
-            f"--budget {given} is a share of a GPU, but there is none. Use {fix}."
+            f"--budget {given} is a part of a GPU, but there is none. Use {fix}."
         )
-    return float(given)
+    return float(given) if is_share else None
 
 
-def _cases(request: Request, budget: Any, arguments: argparse.Namespace) -> list[_Case]:
+# What is typed replaces that of `MemSaveCallback` in a YAML file, which would refuse plans.
+def _with_exactness(request: Request, typed: str | None) -> tuple[Request, str]:
+    settings = dict(request.step.settings)
+    if typed is None:
+        return request, settings.get("exactness", "approximate")
+    settings.pop("exactness", None)
+    return replace(request, step=replace(request.step, settings=settings)), typed
+
+
+def _cases(
+    request: Request, budget: Any, exactness: str, arguments: argparse.Namespace
+) -> list[_Case]:
     from lightning_memsave.analysis.explain import what_if_of
     from lightning_memsave.analysis.plan import budget_of, search_of, unchanged_step
+    from lightning_memsave.planning.budget import margin_of
 
     name = request.target.name
     unchanged: dict[object, MemoryPrediction] = {}
@@ -146,18 +161,21 @@ def _cases(request: Request, budget: Any, arguments: argparse.Namespace) -> list
             # GPUs that differ only in their memory share a search.
             key = kernels, gpu and gpu.throughput
             if key not in searches:
-                searches[key] = search_of(what_if, arguments.exactness, arguments.time_limit)
-            case = _Case(gpu, budget_bytes, unchanged[kernels])
-            found.append(_planned(case, searches[key], name, arguments.time_limit))
+                searches[key] = search_of(what_if, exactness, arguments.time_limit)
+            margin_bytes = margin_of(budget_bytes, gpu, what_if.device)
+            case = _Case(gpu, budget_bytes, margin_bytes, unchanged[kernels])
+            found.append(_planned(case, searches[key], name, arguments))
     return found
 
 
-def _planned(case: _Case, search: "PlanSearch", name: str, limit_s: float) -> _Case:
+def _planned(case: _Case, search: "PlanSearch", name: str, arguments: argparse.Namespace) -> _Case:
     try:
         return replace(case, found=search.find(case.budget_bytes))
     except InfeasiblePlanError as error:
-        return replace(case, refusal=error)
+        said = as_typed(str(error), arguments)
+        return replace(case, refusal=InfeasiblePlanError(said, error.smallest))
     except TimeoutError as error:
+        limit_s = arguments.time_limit
         raise StepError(
             f"The search for a plan of `{name}` ended after {limit_s:g} seconds without one. Use a "
             f"longer time, such as --time-limit {2 * limit_s:g}, or fix some settings with --set."
@@ -191,18 +209,15 @@ def _yaml(case: _Case, request: Request, arguments: argparse.Namespace) -> str:
 def _to_dict(
     request: Request, cases: list[_Case], shown: _Case, arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    from lightning_memsave.planning.budget import margin_of
-
     def of(case: _Case) -> dict[str, Any]:
         refusal = case.refusal
         nothing = dict.fromkeys(
             ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds")
         )
-        free_bytes = margin_of(case.budget_bytes, case.gpu, request.step.device)
         return {
             "unchanged_bytes": case.unchanged.device_bytes,
             "budget_bytes": case.budget_bytes,
-            "margin_bytes": free_bytes,
+            "margin_bytes": case.margin_bytes,
             **(nothing | {"frontier": []} if case.found is None else case.found.to_dict()),
             "reason": None if refusal is None else str(refusal),
             "smallest": None if refusal is None else refusal.smallest.to_dict(),
@@ -212,7 +227,6 @@ def _to_dict(
         "target": request.target.name,
         "batch": str(request.batch),
         "notes": list(request.notes),
-        "exactness": arguments.exactness,
         "gpu": shown.gpu and shown.gpu.name,
         **of(shown),
         "yaml": _yaml(shown, request, arguments),
@@ -248,8 +262,7 @@ def _show(
         parts += [Text(), Text("In the YAML file of LightningCLI:"), Text()]
         parts.append(Text(_yaml(shown, request, arguments)))
     unchanged_bytes = shown.unchanged.device_bytes
-    free_bytes = 0 if shown.found is None else shown.found.margin_bytes
-    fits = unchanged_bytes + free_bytes <= shown.budget_bytes
+    fits = unchanged_bytes + shown.margin_bytes <= shown.budget_bytes
     how = "fits too" if fits else "does not fit"
     show(*parts, Text(f"The unchanged step {how}: it needs {format_bytes(unchanged_bytes)}."))
     show_notes([f"note: {note}" for note in request.notes], arguments.html)

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.step_time import Rates, measure_rates
-from lightning_memsave.prediction.cuda.constants import context_bytes, margin_bytes
+from lightning_memsave.prediction.cuda.constants import margin_bytes
 from lightning_memsave.prediction.cuda.gpus import GPUS, Gpu
 from lightning_memsave.units import MIB, format_bytes, parse_bytes
 
@@ -15,11 +15,8 @@ _TYPICAL = "A100-40GB"
 
 def margin_of(budget_bytes: int, gpu: Gpu | None, device: str) -> int:
     """Say how much of a budget a plan leaves free: nothing where predictions are exact."""
-    return margin_bytes(budget_bytes, _capability(gpu)) if device == "cuda" else 0
-
-
-def _capability(gpu: Gpu | None) -> tuple[int, int]:
-    return (gpu and gpu.compute_capability) or (8, 0)
+    capability = (gpu and gpu.compute_capability) or (8, 0)
+    return margin_bytes(budget_bytes, capability) if device == "cuda" else 0
 
 
 def check_budget(budget: Any) -> None:
@@ -59,14 +56,13 @@ def _check_text(budget: str) -> None:
         _refuse(budget, "is not a number with a unit" if num_bytes < 0 else "is less than 1 MiB")
 
 
-def read_budget(budget: Any, total_bytes: int | None, gpu: Gpu | None, device: str) -> int:
+def read_budget(budget: Any, total_bytes: int | None, name: str = "") -> int:
     """Read a budget for a device.
 
     Args:
         budget: As for `check_budget`; ``"auto"`` is all of ``total_bytes``.
         total_bytes: Memory of the device; ``None`` if that is not known.
-        gpu: The GPU; ``None`` for any other.
-        device: ``"cuda"`` or ``"cpu"``.
+        name: Name of the device, if it is known.
 
     Returns:
         Bytes.
@@ -77,32 +73,28 @@ def read_budget(budget: Any, total_bytes: int | None, gpu: Gpu | None, device: s
     check_budget(budget)
     if isinstance(budget, float) or budget == "auto":
         if total_bytes is None:
-            _refuse(
-                budget, "is a part of a device whose memory is not known", 'also `gpu="T4"`, or '
-            )
+            why = "is a part of a device whose memory is not known"
+            _refuse(budget, why, 'also `gpu="T4"`, or a size such as `budget="12GiB"`')
         num_bytes = total_bytes if budget == "auto" else math.floor(budget * total_bytes)
     else:
         num_bytes = parse_bytes(budget) if isinstance(budget, str) else budget
     if total_bytes is not None and num_bytes > total_bytes:
         _refuse(
-            budget, f"is more than the {format_bytes(total_bytes)} of the device", "at most that: "
+            budget,
+            f"is more than the {format_bytes(total_bytes)} of the {name or 'device'}",
+            "at most that, or a share of it such as `budget=0.9`",
         )
-    if device == "cuda":
-        needed, margin = context_bytes(_capability(gpu)), margin_of(num_bytes, gpu, device)
-        if num_bytes <= needed + margin:
-            _refuse(
-                budget,
-                f"is not more than the CUDA context of {format_bytes(needed)} and the "
-                f"{format_bytes(margin)} that a plan leaves free",
-            )
     return num_bytes
 
 
-def _refuse(budget: Any, why: str, more: str = "") -> NoReturn:
-    raise ConfigurationError(
-        f'`budget={budget!r}` {why}. Use {more}a size such as `budget="12GiB"`, a share of the '
-        'device such as `budget=0.9`, or `budget="auto"`.'
-    )
+_ANY = (
+    'a size such as `budget="12GiB"`, a share of the device such as `budget=0.9`, or '
+    '`budget="auto"`'
+)
+
+
+def _refuse(budget: Any, why: str, use: str = _ANY) -> NoReturn:
+    raise ConfigurationError(f"`budget={budget!r}` {why}. Use {use}.")
 
 
 def rates_of(gpu: Gpu | None, device: str) -> Rates:

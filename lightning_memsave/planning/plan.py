@@ -209,8 +209,9 @@ class MemoryPlan(JupyterMixin):
 
     def _second(self) -> str:
         assert self.runner_up is not None, "asked before"
-        before, after = self.plan.settings, self.runner_up.settings
-        changed = {name: value for name, value in after.items() if value != before.get(name)}
+        before, after = self.plan._on, self.runner_up._on
+        settings = self.runner_up.settings
+        changed = {n: v for n, v in settings.items() if after.get(n) != before.get(n)}
         return (
             f"{self.runner_up.size}, {self.runner_up.time_ratio:.2f} times the time, with "
             f"{_listed(changed)}"

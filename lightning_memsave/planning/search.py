@@ -31,8 +31,11 @@ EQUALLY_FAST = 0.01
 _MAX_VERIFIED = 8
 _STEP = 0.04
 _MOST_NESTED = 12
-_OUT_OF_TIME = "the search for a plan takes longer than allowed: allow it more seconds"
-_MENTIONED = 0.02  # of the peak
+_OUT_OF_TIME = (
+    "the search for a plan takes longer than allowed: allow it more seconds, with `time_limit_s=` "
+    "of `plan_memory` or `predict=` of `MemSaveCallback`"
+)
+_MENTIONED = 0.02  # of the bytes on the device
 _SLACK, _NEAR = 0.004, 0.1
 # What the allocator adds to a step that was not predicted whole is known roughly only: so much of
 # the estimate is allowed for, more for a setting that is merely nicer to have.
@@ -351,12 +354,15 @@ class PlanSearch:
             raise TimeoutError(_OUT_OF_TIME)
         known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
         smallest = self._plan(min(known or self._candidates, key=self._bytes))
-        least_bytes = smallest.device_bytes + budget_bytes - room
-        sizes = {} if smallest.prediction is None else smallest.prediction.peak.by_category()
+        least_bytes = smallest.device_bytes
+        while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:
+            least_bytes = smallest.device_bytes + self._margin_of(least_bytes)
+        found = smallest.prediction
+        sizes = found.peak.by_category() | {"CUDA context": found.context_bytes} if found else {}
         made_of = ", ".join(
             f"{format_bytes(size)} of {name.replace('_', ' ')}"
             for name, size in sorted(sizes.items(), key=lambda item: -item[1])
-            if size > _MENTIONED * smallest.peak_bytes
+            if size > _MENTIONED * smallest.device_bytes
         )
         free = (
             f" and {format_bytes(budget_bytes - room)} that stay free"

@@ -1,6 +1,7 @@
 """`memsave plan` on projects as users have them: text, JSON, YAML, page, GPUs, and wrong input."""
 
 import json
+import re
 import sys
 from typing import Any
 
@@ -207,15 +208,32 @@ class TestNoPlan:
         assert main([*self.ARGUMENTS, "--html", "plan.html"]) == 1
         out = capsys.readouterr().out
         assert "No settings fit a budget of 1.00 GiB. The least found is " in out
-        assert '`exactness="approximate"`' in out
+        assert re.search(r"\bUse --budget \d+MiB, --exactness approximate, ", " ".join(out.split()))
+        assert "`budget" not in out
         page = data_in(project / "plan.html")
         assert [p["name"] for p in page["predictions"]] == ["the smallest", "unchanged"]
         assert page["frontier"] is None
         assert any("No settings fit" in note for note in page["notes"])
 
+    def test_a_gpu_without_room_for_a_context_is_too_small(self, capsys):
+        arguments = ("net.py:Lit", "--batch", BATCH, "--gpu", "256MiB")
+        assert main(["predict", *arguments]) == 1
+        found = json_of(capsys, "plan", *arguments, *BITWISE, "--gpu", "2GiB", status=1)
+        assert found["gpu"] == "2GiB"
+        small, large = found["gpus"]
+        assert (small["plan"], large["reason"]) == (None, None)
+        assert "500.00 MiB of CUDA context" in small["reason"]
+        assert "Use a GPU with " in small["reason"]
+
+    def test_what_has_to_stay_free_does_not_fit_too(self, capsys):
+        arguments = ("plan", "net.py:Lit", "--batch", BATCH, *BITWISE, "--budget", "600MiB")
+        assert main([*arguments]) == 1
+        assert "The unchanged step does not fit: it needs 5" in capsys.readouterr().out
+
     def test_a_short_time_is_no_answer(self, capsys):
         # Not 1: that nothing was found in this time does not mean that nothing fits.
-        message_of(capsys, *self.ARGUMENTS, "--time-limit", "0.2", status=3)
+        said = message_of(capsys, *self.ARGUMENTS, "--time-limit", "0.2", status=3)
+        assert "longer --time-limit" in said or "such as --time-limit 0.4" in said
 
     def test_a_step_that_fails_has_status_3(self, capsys):
         arguments = ("net.py:Leaves", "--batch", BATCH, "--gpu", "T4")
@@ -230,19 +248,25 @@ class TestNoPlan:
         (["--device", "cpu", "--gpu", "T4"], "Remove one of the two"),
         (["--device", "cpu", "--budget", "0.9"], "Use a size, such as --budget 8GiB."),
         (["--budget", "0.9"], "or add --gpu, such as --gpu T4"),
+        (["--budget", "auto"], "--budget auto is a part of a GPU, but there is none. Use a size"),
         (["--gpu", "T5"], 'Use "T4"'),
-        (["--gpu", "T4", "--budget", "12"], 'has no unit. Use a size such as `budget="12GiB"`'),
-        (["--gpu", "T4", "--budget", "many"], 'Use a size such as `budget="12GiB"`'),
-        (["--gpu", "T4", "--budget", ""], 'Use a size such as `budget="12GiB"`'),
-        (["--gpu", "T4", "--budget", "-5GiB"], "is negative. Use a size"),
-        (["--gpu", "T4", "--budget", "-0.5"], "a share of the device such as `budget=0.9`"),
-        (["--gpu", "T4", "--budget", "1.5"], "a share of the device such as `budget=0.9`"),
-        (["--gpu", "T4", "--budget", "99GiB"], "14.58 GiB of the device. Use at most that"),
-        (["--gpu", "T4", "--budget", "300MiB"], "the CUDA context of 300.00 MiB"),
-        (["--gpu", "T4,A100-40GB", "--budget", "20GiB"], "14.58 GiB of the device"),
+        (["--gpu", "100MiB"], 'Write for example "12GiB"'),
+        (["--gpu", "T4", "--budget", "12"], "--budget 12 has no unit. Use a size such as --budget"),
+        (["--gpu", "T4", "--budget", "so many"], "--budget 'so many' is not a number with a unit"),
+        (["--gpu", "T4", "--budget", "50%"], "--budget 50% is not a number with a unit"),
+        (["--gpu", "T4", "--budget", ""], "--budget '' is not a number with a unit. Use a size"),
+        (["--gpu", "T4", "--budget", "5KiB"], "--budget 5KiB is less than 1 MiB"),
+        (["--gpu", "T4", "--budget", "-5GiB"], "--budget -5GiB is negative. Use a size"),
+        (["--gpu", "T4", "--budget", "-0.5"], "a share of the device such as --budget 0.9"),
+        (["--gpu", "T4", "--budget", "0.0"], "--budget 0.0 leaves no memory at all"),
+        (["--gpu", "T4", "--budget", "1.5"], "--budget 1.5 is a share of more than all memory"),
+        (["--gpu", "T4", "--budget", "99GiB"], "14.58 GiB of the T4. Use at most that"),
+        (["--gpu", "2GiB", "--budget", "3GiB"], "2.00 GiB of the device. Use at most that"),
+        (["--gpu", "T4,A100-40GB", "--budget", "20GiB"], "--budget 20GiB is more than the 14.58"),
+        (["--gpu", "T4", "--precision", "f9"], "--precision f9 is not a precision"),
         (["--gpu", "T4", "--set", "stack=classic"], "Use `stack='off'`, and name"),
         (["--gpu", "T4", "--set", "budget=8GiB"], "Use --budget"),
-        (["--gpu", "T4", "--set", "optimizer=9bit"], 'Choose one of "8bit"'),
+        (["--gpu", "T4", "--set", "optimizer=9bit"], "`optimizer='9bit'`: there is no such"),
         (["--gpu", "T4", "--html", "nowhere/plan.html"], "for example 'plan.html'"),
     ],
     ids=lambda value: "" if isinstance(value, str) else " ".join(value),
@@ -250,6 +274,29 @@ class TestNoPlan:
 def test_wrong_arguments_say_what_to_type(arguments, remedy, capsys):
     said = message_of(capsys, "plan", "net.py:Lit", "--batch", BATCH, *BITWISE, *arguments)
     assert remedy in said
+    assert "`budget" not in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "arguments", "said"),
+    [
+        ({"budget": "99GiB"}, ["--gpu", "T4"], "`budget='99GiB'` is more than the 14.58 GiB"),
+        ({"budget": "auto"}, [], "Use also --gpu T4, or a size such as `budget"),
+        (
+            {"optimizer": "8bit", "exactness": "rounding"},
+            ["--gpu", "T4"],
+            "`exactness='rounding'` does not allow",
+        ),
+    ],
+    ids=str,
+)
+def test_settings_of_a_file_are_called_as_in_the_file(settings, arguments, said, capsys, project):
+    path = project / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config["trainer"]["callbacks"][0]["init_args"] = settings
+    path.write_text(yaml.safe_dump(config))
+    arguments = [f"--gpu={name}" for name in arguments[1:]]
+    assert said in message_of(capsys, "plan", "config.yaml", "--batch", BATCH, *arguments)
 
 
 @pytest.mark.parametrize(

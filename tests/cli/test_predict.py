@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+import yaml  # type: ignore[import-untyped] # it comes without types
 from torch.utils.data import DataLoader
 
 from lightning_memsave.analysis.explain import explain_memory
@@ -132,6 +133,18 @@ class TestLightningCLI:
         assert found["settings"]["activation_checkpointing"] == "'all'"
         assert "optimizer" not in found["settings"]
         assert found["settings"]["precision"] == "16-mixed"
+
+    def test_off_is_no_boolean(self, capsys, project):
+        arguments = ("predict", "config.yaml", "--batch", BATCH)
+        plain = json_of(capsys, *arguments, "--no-memsave")
+        path = project / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        config["trainer"]["callbacks"][0]["init_args"] = {"stack": False}
+        path.write_text(yaml.safe_dump(config).replace("stack: false", "stack: off"))
+        for options in ([], ["--no-memsave", "--set", "stack=off"]):
+            found = json_of(capsys, *arguments, *options)
+            assert found["peak_bytes"] == plain["peak_bytes"]
+            assert found["settings"] == plain["settings"]
 
     def test_the_shell_wins(self, capsys):
         arguments = ("predict", "config.yaml", "--batch", BATCH)

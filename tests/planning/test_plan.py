@@ -47,6 +47,12 @@ def test_shows_the_frontier_the_call_and_the_next_best_plan():
     assert max(map(len, str(FOUND).splitlines())) <= 100
 
 
+def test_what_is_off_in_both_is_no_other_setting():
+    without = replace(FOUND, runner_up=made(5, 1.2, optimizer="8bit", keep_32bit=()))
+    said = " ".join(str(without).split())
+    assert "with activation_checkpointing=None, optimizer='8bit' Times are" in said
+
+
 def test_of_one_plan_nothing_is_shared():
     alone = replace(FOUND, runner_up=None, frontier=(MIDDLE,), margin_bytes=0)
     assert alone.shared == {}

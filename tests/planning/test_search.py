@@ -1,3 +1,4 @@
+import re
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,18 @@ def test_few_predictions_are_enough():
     found = search.find(10**9)
     assert planned("bert").num_blocks == 8
     assert found.num_predictions <= 8
+
+
+def test_the_budget_that_a_refusal_names_is_enough():
+    variants = Variants(what_if_of("no blocks"), OPEN, Exactness.BITWISE, RATES)
+    search = PlanSearch(variants, margin_of=lambda size: size - size // 8)
+    with pytest.raises(InfeasiblePlanError) as failure:
+        search.find(1)
+    least_bytes = failure.value.smallest.device_bytes
+    found = re.search(r'`budget="(\d+)MiB"`', str(failure.value))
+    named = int(found[1]) * 2**20
+    assert named - 2**20 < 8 * least_bytes <= named
+    assert search.find(named).plan.device_bytes <= named // 8
 
 
 def test_no_time_is_not_called_infeasible():

@@ -1,14 +1,13 @@
 """The picture of plans on the page, in a real browser."""
 
 import re
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from lightning_memsave.report.page import PageFrontier, PagePlan, write_page
-from tests.report.chromium import EXECUTABLE, Chromium
+from tests.report.chromium import Chromium
 from tests.report.test_page import EVIL, texts_in, tiny
 
 GIB = 2**30
@@ -31,14 +30,6 @@ POINTS = """[...document.querySelectorAll('.point')].map(p => {
     const c = p.querySelector('.dot'), r = c.getBoundingClientRect();
     return {x: c.cx.baseVal.value, y: c.cy.baseVal.value, kind: p.getAttribute('class'),
             left: r.x + r.width / 2, top: r.y + r.height / 2, fill: getComputedStyle(c).fill}; })"""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    if EXECUTABLE is None:
-        pytest.skip("needs Chromium")
-    with Chromium(tmp_path_factory.mktemp("profile")) as chromium:
-        yield chromium
 
 
 def opened(browser: Chromium, folder: Any, plans: Any = PLANS, budget_bytes: int = 8 * GIB) -> None:

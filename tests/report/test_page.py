@@ -22,7 +22,7 @@ from lightning_memsave.prediction.result import (
 from lightning_memsave.report.page import CATEGORIES, PageTable, write_page
 from lightning_memsave.units import format_bytes
 from tests.helpers import full_disk
-from tests.report.chromium import EXECUTABLE, Chromium
+from tests.report.chromium import Chromium
 from tests.report.page_data import Gpt2, ladder, measured_step
 
 CAPACITY = 16 * 2**30
@@ -167,14 +167,6 @@ class TestColours:
         ratios = [value / white for value, white in zip(xyz, (0.9505, 1, 1.089), strict=True)]
         f = [r ** (1 / 3) if r > 0.008856 else 7.787 * r + 16 / 116 for r in ratios]
         return 116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    if EXECUTABLE is None:
-        pytest.skip("needs Chromium, and none is installed: apt-get install chromium")
-    with Chromium(tmp_path_factory.mktemp("profile")) as chromium:
-        yield chromium
 
 
 @pytest.fixture(scope="module")
