@@ -26,7 +26,7 @@ from benchmarks.faults._fits import Faults, digest
 from benchmarks.plan._budgets import MODELS, train
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import memsave
-from lightning_memsave.planning.plan import RunPlan
+from lightning_memsave.planning.ladder import RunPlan
 
 LIMIT_S = 300
 NAMES = ("GPT-2", "residual MLP")

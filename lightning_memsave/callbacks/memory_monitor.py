@@ -116,10 +116,14 @@ class GPUMemoryMonitor(CallbackBase):
         """What the last fit needed; ``None`` before the end of the first one."""
         return self._summary
 
-    @property
-    def peak_bytes(self) -> int | None:
-        """The peak of the running fit so far; ``None`` if nothing has been counted."""
-        return None if self._run is None else self._run.probe.highest.peak_bytes
+    def recent_peak_bytes(self) -> int | None:
+        """Give the peak of the running fit since `measure_again`; ``None`` if it is not known."""
+        return None if self._run is None else self._run.probe.recent_peak()
+
+    def measure_again(self) -> None:
+        """Measure as at the start of the fit, as another plan for its memory has come in force."""
+        if self._run is not None:
+            self._run.probe.begin_again()
 
     def __getstate__(self) -> dict[str, Any]:
         # A run holds handles of the driver.

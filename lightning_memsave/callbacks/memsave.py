@@ -27,7 +27,7 @@ from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
-from lightning_memsave.planning.plan import RunPlan
+from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -313,24 +313,31 @@ class MemSaveCallback(CallbackBase):
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Predict the memory of the fit when its first batch is there."""
+        """Predict the memory of the fit when its first batch is there, or refine its plan."""
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
             self._keep_gradients()
         if self.plan is not None:
-            self._budget.watch(trainer)
+            self._budget.begin_batch(trainer, self._reported)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Compare the plan with what was measured, once."""
-        if self.plan is not None and self._reported is not None:
-            self._budget.refine(trainer, self._reported.peak_bytes)
+        """End the time of the optimizer."""
+        if self.plan is not None:
+            self._budget.mark("optimizer")
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
-        """Materialize logits that are still referenced."""
+        """Materialize logits that are still referenced, and end the time of forward."""
         self._settings.find(ChunkedCrossEntropySetting).before_backward(pl_module)
+        if self.plan is not None:
+            self._budget.mark("forward")
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        """End the time of backward."""
+        if self.plan is not None:
+            self._budget.mark("backward")
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Write what is known and restore the module, as ``teardown`` is not called; never raises.

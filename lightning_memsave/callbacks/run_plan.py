@@ -16,7 +16,7 @@ from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.explain.parameters import parameter_table
 from lightning_memsave.explain.what_if import WhatIf, attention_of
 from lightning_memsave.planning.budget import read_budget
-from lightning_memsave.planning.plan import RunPlan
+from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.planning.search import search_for
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
@@ -120,7 +120,10 @@ def _plan(
     with _disable_current_modes():
         search = search_for(what_if, exactness, limit_s, closed)
         found = search.find(budget_bytes)
-    return RunPlan(found.plan, budget_bytes, found.margin_bytes, tuple(search.ladder()), found)
+    assert found.plan.prediction is not None, "what fits was predicted whole"
+    unmeasured_bytes = found.plan.device_bytes - found.plan.prediction.measurable_bytes
+    ladder = tuple(search.ladder())
+    return RunPlan(found.plan, budget_bytes, found.margin_bytes, ladder, found, unmeasured_bytes)
 
 
 # What stands against the strategy or the module stays off; the settings know it.

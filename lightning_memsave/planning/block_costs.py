@@ -65,6 +65,7 @@ class _Cost:
 
     resident_bytes: int = 0
     seconds: float = 0.0
+    by_phase: dict[str, float] = field(default_factory=dict)
     visits: list["_Visit"] = field(default_factory=list)
     own: Counter[int] = field(default_factory=Counter)
 
@@ -116,6 +117,7 @@ class BlockCosts:
                 self._costs.setdefault((run_of[name], kinds[name]), cost)
         last = recorded[-1][1]
         self._parts, self._outside_s = step.parts, step.outside_s
+        self._outside_by_phase = step.outside_by_phase
         self._resident_bytes = step.outside_bytes
         self.overhead_bytes = last.device_bytes - last.peak_bytes
         """Of the device's allocator and context."""
@@ -145,6 +147,14 @@ class BlockCosts:
                 level += part.visit.change + sum(cost.own[part.number] for cost in costs)
         return peak, self._outside_s + sum(cost.seconds for cost in costs)
 
+    def seconds_by_phase(self, kinds: Sequence[str]) -> dict[str, float]:
+        """Estimate the seconds of `peak_and_seconds` by phase, as in `StepTime`."""
+        found = dict(self._outside_by_phase)
+        for (number, _), kind in zip(self._runs, kinds, strict=True):
+            for phase, seconds in self._costs[number, kind].by_phase.items():
+                found[phase] = found.get(phase, 0.0) + seconds
+        return found
+
 
 class _Step:
     """Reads a recorded step."""
@@ -163,6 +173,7 @@ class _Step:
         self.parts: list[_Part] = []
         self._read_memory(prediction)
         self._share_gradients(run_of)
+        self.outside_by_phase: dict[str, float] = {}
         self.outside_s = self._read_time(prediction, sizes, rates)
 
     def _read_memory(self, prediction: MemoryPrediction) -> None:
@@ -237,12 +248,15 @@ class _Step:
         for kernel, count in prediction.work:
             seconds = count * rates.seconds(kernel)
             block = self._blocks.of(kernel.module)
+            by_phase = self.outside_by_phase if block is None else self.costs[block].by_phase
             if block is not None:
                 self.costs[block].seconds += seconds
             else:
-                is_short = seconds <= count * kernel.num_launches * rates.launch_s
-                more = by_tensors if is_short else by_elements
-                outside_s += seconds * (more if kernel.phase == "optimizer" else 1)
+                if kernel.phase == "optimizer":
+                    is_short = seconds <= count * kernel.num_launches * rates.launch_s
+                    seconds *= by_tensors if is_short else by_elements
+                outside_s += seconds
+            by_phase[kernel.phase] = by_phase.get(kernel.phase, 0.0) + seconds
         return outside_s
 
 

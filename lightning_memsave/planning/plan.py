@@ -35,6 +35,8 @@ class Plan:
         time_ratio: Estimated time of a step over that of the unchanged one.
         is_verified: Whether the whole step was predicted with these settings; otherwise its bytes
             are estimated from recorded blocks.
+        seconds_by_phase: Estimated, of ``"forward"``, ``"recomputation"``, ``"backward"`` and
+            ``"optimizer"``.
         prediction: Of the step; ``None`` if it is only estimated.
     """
 
@@ -45,6 +47,7 @@ class Plan:
     device_bytes: int
     time_ratio: float
     is_verified: bool = False
+    seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -225,51 +228,6 @@ class MemoryPlan(JupyterMixin):
 
     def __repr__(self) -> str:
         return f"<MemoryPlan for {format_bytes(self.budget_bytes)}: {self.plan}>"
-
-
-@dataclass
-class RunPlan:
-    """The plan of a fit.
-
-    Args:
-        plan: The plan that the fit began with.
-        budget_bytes: What it was made for.
-        margin_bytes: Part of it that is left free.
-        ladder: The plans to which the fit can change, the fastest first, and this one among them.
-        found: All of the search; ``None`` if the plan comes from a checkpoint.
-    """
-
-    plan: Plan
-    budget_bytes: int
-    margin_bytes: int
-    ladder: tuple[Plan, ...]
-    found: MemoryPlan | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give everything as plain values, for the report of a run."""
-        return self.state(self.plan) if self.found is None else self.found.to_dict()
-
-    def state(self, now: Plan) -> dict[str, Any]:
-        """Give what a checkpoint keeps, with the plan that is in force by now."""
-        return {
-            "budget_bytes": self.budget_bytes,
-            "margin_bytes": self.margin_bytes,
-            "plan": now.to_dict(),
-            "ladder": [plan.to_dict() for plan in self.ladder],
-        }
-
-    @classmethod
-    def from_state(cls, state: Any) -> "RunPlan | None":
-        """Read what `state` gave; ``None`` if it cannot be read."""
-        try:
-            return cls(
-                Plan(**state["plan"]),
-                state["budget_bytes"],
-                state["margin_bytes"],
-                tuple(Plan(**plan) for plan in state["ladder"]),
-            )
-        except (TypeError, KeyError):
-            return None
 
 
 # Of functions and techniques that the user has given: neither JSON nor pickle may take them.

@@ -13,7 +13,7 @@ from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.plan import MemoryPlan, Plan
-from lightning_memsave.planning.step_time import LEVEL
+from lightning_memsave.planning.step_time import LEVEL, step_time
 from lightning_memsave.planning.variants import (
     MICRO_BATCH,
     RECOMPUTED,
@@ -125,8 +125,8 @@ class PlanSearch:
 
         Returns:
             Those that differ from the plan found last in recomputation and micro-batches only, and
-            are as exact; the fastest first, each of which needs less than the one before, and that
-            plan among them.
+            are as exact; the largest first, and that plan among them. Some may be slower than
+            smaller ones: measured times may be others.
         """
         chosen = self._chosen
         assert chosen is not None, "a plan was found"
@@ -135,12 +135,13 @@ class PlanSearch:
             return {n: v for n, v in variant.changes.items() if n not in (RECOMPUTED, MICRO_BATCH)}
 
         same = [
-            c
-            for c in self._candidates
-            if c.variant.exactness is chosen.variant.exactness
-            and rest_of(c.variant) == rest_of(chosen.variant)
+            found
+            for variant, found in self._by_variant.items()
+            if variant.exactness is chosen.variant.exactness
+            and rest_of(variant) == rest_of(chosen.variant)
         ]
-        return [self._plan(candidate) for candidate in self._thinned(same, chosen)]
+        kept = {id(c): c for found in same for c in self._thinned(found, chosen)}
+        return [self._plan(c) for c in sorted(kept.values(), key=self._bytes, reverse=True)]
 
     def _prepare(self) -> None:
         if self._by_variant:
@@ -325,6 +326,13 @@ class PlanSearch:
         prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
         costs, num_bytes = candidate.variant.costs, self._estimate(candidate)
         overhead_bytes = 0 if costs is None else costs.overhead_bytes
+        # All by the same estimate, so that they can be compared.
+        if costs is not None:
+            by_phase = costs.seconds_by_phase(candidate.kinds)
+        else:
+            assert candidate.variant.prediction is not None, "one of the two is there"
+            work = candidate.variant.prediction.work
+            by_phase = dict(step_time(work, self._variants.rates).by_phase)
         return Plan(
             settings,
             as_code(self._what_if.step.make_callback, settings),
@@ -333,6 +341,7 @@ class PlanSearch:
             prediction.device_bytes if prediction else num_bytes,
             candidate.seconds / self._unchanged_s,
             prediction is not None,
+            by_phase,
             prediction,
         )
 

@@ -25,27 +25,37 @@ class FailsOnOneRank(pl.Callback):
             FAILURES["left"] = 2
 
 
+class HoldsOnOneRank(pl.Callback):
+    """Lets rank one alone need more than any plan says."""
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.held = torch.ones(rank_of_this_process() * 2**18)
+
+
 def train(*callbacks: Any, **arguments: Any) -> Notes:
     torch.manual_seed(1)
     lit, trace = make_lit(model=Encoder()), Trace(pl)
     callback = MemSaveCallback(exactness="bitwise", **arguments)
-    strategy = {"devices": RANKS, "strategy": "ddp", "max_steps": 4}
+    strategy = {"devices": RANKS, "strategy": "ddp", "max_steps": 6}
     trainer = make_trainer(pl, callback, trace.callback, *callbacks, **strategy)
     torch.manual_seed(3)
     try:
-        trainer.fit(lit, DataLoader(Vectors(40), batch_size=4))
+        trainer.fit(lit, DataLoader(Vectors(48), batch_size=4))
     except InfeasiblePlanError as error:
         return {"error": str(error)}
-    in_force = None
+    state: Notes = {"plan": {"settings": None}, "correction": None}
     if callback.plan is not None:
-        in_force = callback._settings.find(BudgetSetting).state()["plan"]["settings"]
+        state = callback._settings.find(BudgetSetting).state()
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
     return {
         "losses": trace.losses,
         "weights": [p.sum().item() for p in lit.parameters()],
         "plan": None if callback.plan is None else callback.plan.plan.to_dict(),
-        "in_force": in_force,
+        "in_force": state["plan"]["settings"],
+        "correction": state["correction"],
         "measured": callback.monitor.summary.peak_bytes,
     }
 
@@ -56,6 +66,7 @@ SCENARIOS = {
     "plain": lambda: train(stack="off"),
     "planned": lambda: train(budget=BUDGET),
     "failing": lambda: train(FailsOnOneRank(), budget=BUDGET),
+    "holding": lambda: train(HoldsOnOneRank(), budget=BUDGET),
     "infeasible": lambda: train(budget="1MiB"),
 }
 
@@ -84,6 +95,18 @@ def test_both_change_their_plan_where_one_runs_out_of_memory(report):
     for failing, plain in zip((first, second), report("plain"), strict=True):
         assert failing["losses"] == plain["losses"]
         assert failing["weights"] == plain["weights"]
+
+
+@pytest.mark.slow
+def test_both_change_their_plan_where_one_needs_more_than_predicted(report):
+    first, second = report("holding")
+    assert first["correction"] == second["correction"]
+    assert first["correction"]["num_times"] == 1
+    assert first["correction"]["offset_bytes"] == pytest.approx(2**20, abs=100)
+    assert first["in_force"] == second["in_force"] != first["plan"]["settings"]
+    for holding, plain in zip((first, second), report("plain"), strict=True):
+        assert holding["losses"] == plain["losses"]
+        assert holding["weights"] == plain["weights"]
 
 
 @pytest.mark.slow

@@ -45,7 +45,11 @@ def test_what_is_composed_of_four_blocks_is_what_is_predicted_of_six(settings, e
         whole = predict(step.with_settings({"activation_checkpointing": value_of(kinds)}))
         peak_bytes, seconds = costs.peak_and_seconds(kinds)
         assert peak_bytes == pytest.approx(whole.peak_bytes, rel=error), kinds
-        assert seconds == pytest.approx(step_time(whole.work, RATES).seconds, rel=0.01), kinds
+        times = step_time(whole.work, RATES)
+        assert seconds == pytest.approx(times.seconds, rel=0.01), kinds
+        by_phase = dict.fromkeys(times.by_phase, 0.0) | costs.seconds_by_phase(kinds)
+        assert by_phase == pytest.approx(dict(times.by_phase), rel=0.01), kinds
+        assert sum(by_phase.values()) == pytest.approx(seconds)
 
 
 def test_runs_are_blocks_of_equal_shapes_that_follow_each_other():

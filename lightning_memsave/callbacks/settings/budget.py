@@ -5,17 +5,23 @@ from typing import Any
 
 import torch
 
+from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.micro_batches import PROBED_STEPS
 from lightning_memsave.callbacks.settings.modules import ActivationCheckpointingSetting
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.core.technique import Row
-from lightning_memsave.planning.plan import Plan, RunPlan
+from lightning_memsave.measure.phase_clock import PhaseClock
+from lightning_memsave.planning.ladder import RunPlan
+from lightning_memsave.planning.plan import Plan
 from lightning_memsave.prediction.cuda.constants import context_bytes
+from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.units import format_bytes
 
-_REFINED_AT = 4
-_WORTH_IT = 0.95  # of the time of a step: a faster plan must save more to be changed to
+# After so many steps, so often; the first step after a change is like no other.
+_STEPS, _MOST = 4, 3
+_PHASES = ("forward", "backward", "optimizer")
 
 
 class BudgetSetting(Setting):
@@ -32,10 +38,13 @@ class BudgetSetting(Setting):
         self.value = repr(budget)
         self._made: RunPlan | None = None
         self._plan: Plan | None = None  # in force
-        self._note = ""
+        self._note = self._last_check = ""
         self._change: Callable[[Plan, Plan], None] | None = None
+        self._is_possible: Callable[[Plan], bool] = lambda plan: True
         self._num_retries: int | None = None
-        self._is_refined = False
+        self._clock: PhaseClock | None = None
+        self._num_steps, self._at_step = -1, -1  # since the start of the fit; of the Trainer
+        self._is_changed = False  # since the step before
 
     def use(self, made: RunPlan) -> None:
         """Remember what was planned, before it is applied.
@@ -49,6 +58,8 @@ class BudgetSetting(Setting):
             self._note = f"next best: {other.short}, {other.time_ratio:.2f} times the time"
         elif made.found is None:
             self._note = "the plan of the checkpoint"
+            if made.correction.num_times:
+                self._last_check = f"when it was written, {made.correction}"
 
     def state(self) -> dict[str, Any]:
         """Give what a checkpoint keeps."""
@@ -64,7 +75,7 @@ class BudgetSetting(Setting):
             self._undo.append(put_up_wall(device, self._made.budget_bytes))
 
     def allow_changes(self, trainer: Any, pl_module: Any, settings: Settings) -> None:
-        """Allow the plan to be changed from now on.
+        """Allow the plan to be changed from now on, and measure for it.
 
         Args:
             trainer: The Trainer.
@@ -83,16 +94,23 @@ class BudgetSetting(Setting):
             if size != before.settings.get(micro_batches.name):
                 micro_batches.resize(size if isinstance(size, int) else None)
 
+        # Where it cannot be proven how a loss is split, batches stay whole.
+        def is_possible(plan: Plan) -> bool:
+            size = plan.settings.get(micro_batches.name)
+            return not (isinstance(size, int) and micro_batches.proof.reason)
+
         def relieve(num_failures: int) -> bool:
             # The first time the cache of the allocator was freed, which may have been enough.
             return num_failures == 1 or self.step_down(trainer, "memory ran out")
 
         self._change, micro_batches.relieve = change, relieve
+        self._is_possible = is_possible
+        self._clock = PhaseClock(trainer.strategy.root_device)
         self._undo.append(self._forget_changes)
         self._undo.append(micro_batches.forget_relief)
 
     def step_down(self, trainer: Any, why: str) -> bool:
-        """Change to the next plan that needs less.
+        """Change to the fastest plan that needs less.
 
         Args:
             trainer: The Trainer.
@@ -103,9 +121,66 @@ class BudgetSetting(Setting):
         """
         assert self._made is not None, "called with a plan"
         assert self._plan is not None, "called with a plan"
-        now = self._plan.device_bytes
-        smaller = [plan for plan in self._made.ladder if plan.device_bytes < now]
-        return bool(smaller) and self._change_to(trainer, smaller[0], why)
+        self._made.leave(self._plan)
+        smaller = filter(self._is_possible, self._made.usable)
+        plan = min(smaller, key=self._made.seconds_of, default=None)
+        return plan is not None and self._change_to(trainer, plan, why)
+
+    def begin_batch(self, trainer: Any, monitor: GPUMemoryMonitor | None) -> None:
+        """Between two batches: change the plan where measurements contradict it.
+
+        Args:
+            trainer: The Trainer.
+            monitor: Measures the peak; ``None`` if nothing does.
+        """
+        self.watch(trainer)
+        if self._at_step != trainer.global_step:
+            self._at_step = trainer.global_step
+            self._num_steps += 1
+            self._begin_step(trainer, monitor)
+        self.mark("")
+
+    def mark(self, phase: str) -> None:
+        """Say of which phase the time since the mark before was."""
+        if self._clock is not None:
+            self._clock.mark(phase)
+
+    # All ranks come here at the same steps, whatever happened on one of them: they reduce together.
+    def _begin_step(self, trainer: Any, monitor: GPUMemoryMonitor | None) -> None:
+        made, clock = self._made, self._clock
+        if made is None or clock is None or made.correction.num_times == _MOST:
+            return
+        clock.stop()
+        is_first = self._num_steps % _STEPS == 0
+        if is_first and self._num_steps:
+            self._refine(trainer, made, monitor)
+        if self._is_changed:
+            clock.read()
+            if monitor is not None:
+                monitor.measure_again()
+        elif not is_first:
+            clock.begin_step()
+        # Until then processes train apart, and DDP's copies of gradients are not there.
+        if self._num_steps == PROBED_STEPS and trainer.world_size > 1 and monitor is not None:
+            monitor.measure_again()
+        self._is_changed = False
+
+    def _refine(self, trainer: Any, made: RunPlan, monitor: GPUMemoryMonitor | None) -> None:
+        assert self._plan is not None, "called with a plan"
+        assert self._clock is not None, "called with a plan"
+        measured: dict[str, float | None] = dict.fromkeys(("peak_bytes", *_PHASES))
+        if not self._is_changed:  # else it is of two plans
+            measured |= self._clock.read()
+            measured["peak_bytes"] = None if monitor is None else monitor.recent_peak_bytes()
+        found = reduce_over_ranks(trainer, "max", measured)
+        made.correct(self._plan, found.pop("peak_bytes", None), found)
+        better = made.better_than(self._plan, self._is_possible)
+        if better is not None:
+            self._change_to(trainer, better, str(made.correction))
+            return
+        self._last_check = f"kept after {self._num_steps} steps, as {made.correction}"
+        self._show()
+        log_info(trainer, f"budget={self.value}: {made.correction}; the plan stays.")
 
     def watch(self, trainer: Any) -> None:
         """Change to a smaller plan where CUDA's allocator had to give memory back in a step."""
@@ -120,42 +195,18 @@ class BudgetSetting(Setting):
         if before is not None and num_retries > before:
             self.step_down(trainer, f"the allocator retried {num_retries - before} times")
 
-    def refine(self, trainer: Any, measured_bytes: int | None) -> None:
-        """Correct the plan by the measured peak, once, after a few steps.
-
-        Args:
-            trainer: The Trainer.
-            measured_bytes: The peak so far; ``None`` if it is not known.
-        """
-        if self._is_refined or trainer.global_step < _REFINED_AT:
-            return
-        self._is_refined = True
-        made, plan = self._made, self._plan
-        # Ranks measure different peaks.
-        if plan is None or made is None or trainer.world_size > 1:
-            return
-        if plan.prediction is None or not measured_bytes:
-            return
-        offset = measured_bytes - plan.prediction.measurable_bytes
-        room = made.budget_bytes - made.margin_bytes - offset
-        fitting = [other for other in made.ladder if other.device_bytes <= room]
-        is_over = plan.device_bytes > room
-        if fitting and (is_over or fitting[0].time_ratio < _WORTH_IT * plan.time_ratio):
-            side = "above" if offset > 0 else "below"
-            why = f"the measured peak is {format_bytes(abs(offset))} {side} the predicted one"
-            self._change_to(trainer, fitting[0], why)
-
     def _change_to(self, trainer: Any, plan: Plan, why: str) -> bool:
         if self._change is None or self._plan is None:
             return False
         self._change(self._plan, plan)
-        self._plan, self._note = plan, f"changed, as {why}"
+        self._plan, self._is_changed = plan, True
+        self._note, self._last_check = f"changed, as {why}", ""
         self._show()
         log_info(trainer, f"budget={self.value}: {why}, so the plan is now {plan.short}.")
         return True
 
     def _forget_changes(self) -> None:
-        self._change = None
+        self._change = self._clock = None
 
     def _show(self) -> None:
         plan, made = self._plan, self._made
@@ -167,7 +218,7 @@ class BudgetSetting(Setting):
             f"planned for {format_bytes(made.budget_bytes)}: {plan.short}",
             f"{sure} to need {format_bytes(plan.device_bytes)} and {plan.time_ratio:.2f} times the "
             "time of a step without it",
-            *([self._note] if self._note else []),
+            *filter(None, (self._note, self._last_check)),
         ]
         self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
 
