@@ -100,10 +100,11 @@ class RunPlan:
         Returns:
             What to change to, if the plan in force needs too much or takes notably longer.
         """
-        room = self.budget_bytes - self.margin_bytes - (self.correction.offset_bytes or 0)
-        is_over = now.device_bytes > room
+        room = self.budget_bytes - (self.correction.offset_bytes or 0)
+        is_over = now.device_bytes > room  # the margin is for what is not measured yet
         if is_over:
             self.leave(now)
+        room -= self.margin_bytes
         fitting = [p for p in self.usable if p.device_bytes <= room and is_possible(p)]
         best = min(fitting, key=self.seconds_of, default=None)
         if best is None or is_over or self.seconds_of(best) < _WORTH_IT * self.seconds_of(now):

@@ -205,8 +205,8 @@ def test_a_loss_that_cannot_be_split_is_not_changed_to_micro_batches(small):
     assert {plan.settings["micro_batch_size"] for plan in watches.plans} == {"auto"}
 
 
-def made_of(*plans: Plan, budget_bytes: int = 100) -> RunPlan:
-    return RunPlan(plans[0], budget_bytes, 0, plans)
+def made_of(*plans: Plan, margin_bytes: int = 0) -> RunPlan:
+    return RunPlan(plans[0], 100, margin_bytes, plans)
 
 
 def a_plan(num_bytes: int, forward: float, backward: float, **settings: Any) -> Plan:
@@ -248,6 +248,15 @@ def test_what_was_left_for_memory_is_never_returned_to():
     assert read is not None
     assert read.correction == made.correction
     assert read.better_than(small, anything) is None
+
+
+@pytest.mark.parametrize(("measured", "expected"), [(95, None), (100, None), (101, 70), (111, 50)])
+def test_the_margin_may_be_used_but_a_change_leaves_it(measured, expected):
+    plans = [a_plan(size, 1.0, 1.0) for size in (90, 80, 70, 50)]
+    made = made_of(*plans, margin_bytes=10)
+    made.correct(plans[0], measured, {})
+    found = made.better_than(plans[0], anything)
+    assert (found.device_bytes if found else None) == expected
 
 
 def test_updates_in_backward_belong_to_backward():
