@@ -1,6 +1,6 @@
 """Memory and time of a step with any choice of recomputed blocks, from few recorded steps."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_memsave.core.blocks import Block, ancestors
-from lightning_memsave.planning.step_time import Rates
+from lightning_memsave.planning.step_time import Lane, Rates, lane_of
 from lightning_memsave.prediction.result import MemoryPrediction
 
 KEEP = "keep"
@@ -64,8 +64,7 @@ class _Cost:
     """Of one block, recomputed in one way."""
 
     resident_bytes: int = 0
-    seconds: float = 0.0
-    by_phase: dict[str, float] = field(default_factory=dict)
+    seconds: dict[Lane, float] = field(default_factory=lambda: defaultdict(float))
     visits: list["_Visit"] = field(default_factory=list)
     own: Counter[int] = field(default_factory=Counter)
 
@@ -108,7 +107,8 @@ class BlockCosts:
         sizes: Sequence[int],
         rates: Rates,
     ) -> None:
-        self._runs = [(number, run) for number, run in enumerate(runs) for _ in run.names]
+        self._runs = [number for number, run in enumerate(runs) for _ in run.names]
+        self._rates = rates
         self._costs: dict[tuple[int, str], _Cost] = {}
         run_of = {name: number for number, run in enumerate(runs) for name in run.names}
         for kinds, prediction in recorded:
@@ -117,7 +117,6 @@ class BlockCosts:
                 self._costs.setdefault((run_of[name], kinds[name]), cost)
         last = recorded[-1][1]
         self._parts, self._outside_s = step.parts, step.outside_s
-        self._outside_by_phase = step.outside_by_phase
         self._resident_bytes = step.outside_bytes
         self.overhead_bytes = last.device_bytes - last.peak_bytes
         """Of the device's allocator and context."""
@@ -131,9 +130,7 @@ class BlockCosts:
         Returns:
             Peak bytes of live tensors, and seconds.
         """
-        costs = [
-            self._costs[number, kind] for (number, _), kind in zip(self._runs, kinds, strict=True)
-        ]
+        costs = [self._costs[key] for key in zip(self._runs, kinds, strict=True)]
         level = peak = self._resident_bytes + sum(cost.resident_bytes for cost in costs)
         for part in self._parts:
             if part.is_pass:
@@ -145,15 +142,15 @@ class BlockCosts:
             else:
                 peak = max(peak, level + part.visit.excess)
                 level += part.visit.change + sum(cost.own[part.number] for cost in costs)
-        return peak, self._outside_s + sum(cost.seconds for cost in costs)
+        return peak, sum(self.seconds_by_phase(kinds).values())
 
     def seconds_by_phase(self, kinds: Sequence[str]) -> dict[str, float]:
         """Estimate the seconds of `peak_and_seconds` by phase, as in `StepTime`."""
-        found = dict(self._outside_by_phase)
-        for (number, _), kind in zip(self._runs, kinds, strict=True):
-            for phase, seconds in self._costs[number, kind].by_phase.items():
-                found[phase] = found.get(phase, 0.0) + seconds
-        return found
+        found = defaultdict(float, self._outside_s)
+        for key, count in Counter(zip(self._runs, kinds, strict=True)).items():
+            for lane, seconds in self._costs[key].seconds.items():
+                found[lane] += count * seconds
+        return self._rates.by_phase(found)
 
 
 class _Step:
@@ -173,8 +170,8 @@ class _Step:
         self.parts: list[_Part] = []
         self._read_memory(prediction)
         self._share_gradients(run_of)
-        self.outside_by_phase: dict[str, float] = {}
-        self.outside_s = self._read_time(prediction, sizes, rates)
+        self.outside_s: dict[Lane, float] = defaultdict(float)
+        self._read_time(prediction, sizes, rates)
 
     def _read_memory(self, prediction: MemoryPrediction) -> None:
         trace = prediction.trace
@@ -240,24 +237,18 @@ class _Step:
                 self.costs[name].visits[number] = _Visit(change, max(excess, change))
 
     # Updates take all parameters together: small ones take as long as their kernels to launch.
-    def _read_time(self, prediction: MemoryPrediction, sizes: Sequence[int], rates: Rates) -> float:
+    def _read_time(self, prediction: MemoryPrediction, sizes: Sequence[int], rates: Rates) -> None:
         num_tensors = sum(category == "parameter" for category, _ in prediction.trace.storages)
         by_elements = sum(sizes) / max(1, prediction.num_parameters)
         by_tensors = len(sizes) / max(1, num_tensors)
-        outside_s = 0.0
         for kernel, count in prediction.work:
             seconds = count * rates.seconds(kernel)
             block = self._blocks.of(kernel.module)
-            by_phase = self.outside_by_phase if block is None else self.costs[block].by_phase
-            if block is not None:
-                self.costs[block].seconds += seconds
-            else:
-                if kernel.phase == "optimizer":
-                    is_short = seconds <= count * kernel.num_launches * rates.launch_s
-                    seconds *= by_tensors if is_short else by_elements
-                outside_s += seconds
-            by_phase[kernel.phase] = by_phase.get(kernel.phase, 0.0) + seconds
-        return outside_s
+            if block is None and kernel.phase == "optimizer":
+                is_short = seconds <= count * kernel.num_launches * rates.launch_s
+                seconds *= by_tensors if is_short else by_elements
+            of = self.outside_s if block is None else self.costs[block].seconds
+            of[lane_of(kernel)] += seconds
 
 
 class _BlockOf:

@@ -1,6 +1,7 @@
 """Estimate how long a step takes, from its kernels."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -17,6 +18,10 @@ from lightning_memsave.units import MIB
 # and RoundPipe on RTX 4090, A100 and H100: 32 to 66 % of all FLOP/s). Between plans for the same
 # GPU ratios hold better than seconds.
 _PRODUCT, _ATTENTION, _MEMORY = 0.65, 0.45, 0.8
+_PHASES = ("forward", "recomputation", "backward", "optimizer")
+_PASSES = (("forward",), ("recomputation", "backward"), ("optimizer",))
+_COPIES = ("to_host", "from_host")
+Lane = tuple[str, str]
 LEVEL = 0.5, 2.0
 """The least and the most time of a step, as factors of its estimate: published runs reach 32 to 66
 % of a GPU, and estimates of the models in `benchmarks.plan` 19 to 62 %.
@@ -35,6 +40,7 @@ class Rates:
         memory_bytes: Bytes/s that other kernels read and write.
         host_bytes: Bytes/s of copies from or to host memory.
         launch_s: Seconds that an operator takes at least.
+        has_lanes: Whether copies from and to the host run beside kernels, on lanes of their own.
     """
 
     products: Mapping[str, float]
@@ -42,6 +48,7 @@ class Rates:
     memory_bytes: float
     host_bytes: float
     launch_s: float
+    has_lanes: bool = True
 
     @classmethod
     def of_gpu(cls, throughput: Throughput, *, has_tf32: bool = False) -> Self:
@@ -69,7 +76,7 @@ class Rates:
 
     def seconds(self, kernel: Kernel) -> float:
         """Estimate how long a kernel runs, or the host takes to launch it if that is longer."""
-        if kernel.kind in ("to_host", "from_host"):
+        if kernel.kind in _COPIES:
             return max(kernel.num_bytes / self.host_bytes, self.launch_s)
         table = self.attention if kernel.kind == "attention" else self.products
         return max(
@@ -77,6 +84,28 @@ class Rates:
             kernel.num_bytes / self.memory_bytes,
             self.launch_s * kernel.num_launches,
         )
+
+    def by_phase(self, seconds: Mapping[Lane, float]) -> dict[str, float]:
+        """Schedule the lanes of a step: copies are waited for as far as they take longer.
+
+        Args:
+            seconds: By phase and lane, as `lane_of` names them.
+
+        Returns:
+            Seconds of all phases.
+        """
+        found = {phase: seconds.get((phase, "device"), 0.0) for phase in _PHASES}
+        for together in _PASSES:
+            copies = [sum(seconds.get((p, lane), 0.0) for p in together) for lane in _COPIES]
+            beside_s = sum(found[phase] for phase in together)
+            longer_s = max(0.0, max(copies) - beside_s) if self.has_lanes else sum(copies)
+            found[together[-1]] += longer_s
+        return found
+
+
+def lane_of(kernel: Kernel) -> Lane:
+    """Name the phase of a kernel, and its lane: ``"device"``, ``"to_host"`` or ``"from_host"``."""
+    return kernel.phase, kernel.kind if kernel.kind in _COPIES else "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +126,7 @@ class StepTime:
 
 
 def step_time(work: Work, rates: Rates) -> StepTime:
-    """Estimate the time of a step, one kernel after the other.
+    """Estimate the time of a step: kernels one after the other, copies beside them.
 
     Args:
         work: Its kernels, as `MemoryPrediction.work`.
@@ -107,10 +136,10 @@ def step_time(work: Work, rates: Rates) -> StepTime:
         The time. Use it as a ratio to that of another step on the same device: the level depends on
         clock, driver and cooling.
     """
-    by_phase = dict.fromkeys(("forward", "recomputation", "backward", "optimizer"), 0.0)
+    seconds: defaultdict[Lane, float] = defaultdict(float)
     for kernel, count in work:
-        by_phase[kernel.phase] += count * rates.seconds(kernel)
-    return StepTime(by_phase)
+        seconds[lane_of(kernel)] += count * rates.seconds(kernel)
+    return StepTime(rates.by_phase(seconds))
 
 
 _REPEATS = 10
@@ -154,7 +183,8 @@ def measure_rates(device: torch.device | str) -> Rates:
         host = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=device.type == "cuda")
         copied = _seconds(lambda: host.to(device, copy=True), device)
     launch_s = _seconds(lambda: _tiny_pass(device), device) / (2 * _NUM_TINY)
-    return Rates(products, products, moved / seconds, host.nbytes / copied, launch_s)
+    memory, link = moved / seconds, host.nbytes / copied
+    return Rates(products, products, memory, link, launch_s, has_lanes=device.type == "cuda")
 
 
 # A step waits for the host, not for the device: forward and backward of many small operators.

@@ -1,5 +1,7 @@
 """Times from kernels: the slowest of compute, bytes and launch, by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
@@ -37,6 +39,25 @@ def test_a_step_is_the_sum_of_its_kernels():
         "optimizer": 5.0,
     }
     assert found.seconds == 35.0
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "has_lanes", "expected"),
+    [(30, True, (10.0, 20.0)), (70, True, (10.0, 25.0)), (30, False, (10.0, 45.0))],
+)
+def test_copies_run_beside_the_kernels_of_their_pass(num_bytes, has_lanes, expected):
+    work = Work(
+        (
+            (Kernel("forward", "product", "float32", 1000, 20), 1),
+            (Kernel("recomputation", "product", "float32", 1000, 20), 1),
+            (Kernel("backward", "product", "float32", 2000, 20), 1),
+            (Kernel("backward", "to_host", "float32", 0, num_bytes), 1),
+            (Kernel("backward", "from_host", "float32", 0, 20), 1),
+        )
+    )
+    found = step_time(work, replace(RATES, has_lanes=has_lanes)).by_phase
+    assert (found["recomputation"], found["backward"]) == expected
+    assert found["forward"] == 10.0
 
 
 def test_more_batches_repeat_all_but_the_update():
