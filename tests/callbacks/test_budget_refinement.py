@@ -236,6 +236,19 @@ def test_a_phase_that_is_slower_than_estimated_is_saved():
     assert made.better_than(many_passes, anything) is None
 
 
+def test_a_clock_never_changes_results():
+    now, faster = a_plan(80, 4.0, 4.0, micro_batch_size=2), a_plan(90, 1.0, 1.0, micro_batch_size=4)
+    made = made_of(now, faster)
+    assert made.better_than(now, anything) is None
+    recomputing_less = a_plan(85, 4.0, 2.0, micro_batch_size=2)
+    made = made_of(now, faster, recomputing_less)
+    assert made.better_than(now, anything) == recomputing_less
+    smaller = a_plan(70, 9.0, 9.0, micro_batch_size=1)
+    made = made_of(now, smaller)
+    made.correct(now, 101, {})  # memory does
+    assert made.better_than(now, anything) == smaller
+
+
 def test_what_was_left_for_memory_is_never_returned_to():
     large, small = a_plan(90, 1.0, 1.0), a_plan(50, 9.0, 9.0)
     made = made_of(large, small)
