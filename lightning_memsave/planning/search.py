@@ -1,5 +1,6 @@
 """Find the fastest plan that fits a budget."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -81,6 +82,7 @@ class PlanSearch:
         self._slack_bytes = 0.0
         self._candidates: list[_Candidate] = []
         self._chosen: _Candidate | None = None
+        self._room = 0
         self._unchanged_s = 1.0
 
     def find(self, budget_bytes: int) -> MemoryPlan:
@@ -106,6 +108,7 @@ class PlanSearch:
             self._refuse(budget_bytes, room)
         fastest_s = min(c.seconds for c in self._candidates if self._is_known_to_fit(c, room))
         limit_s = fastest_s * (1 + EQUALLY_FAST)
+        self._room = room
         self._chosen = best = self._more_exact(best, room, limit_s)
         slower_s = best.seconds * (1 + EQUALLY_FAST)
         others = [
@@ -131,7 +134,8 @@ class PlanSearch:
         Returns:
             Those that differ from the plan found last in recomputation and micro-batches only, and
             are as exact; the fastest first, each of which needs less than the one before, and that
-            plan among them.
+            plan among them. After these those with whole batches, for a loss that cannot be split,
+            likewise.
         """
         chosen = self._chosen
         assert chosen is not None, "a plan was found"
@@ -145,7 +149,23 @@ class PlanSearch:
             if c.variant.exactness is chosen.variant.exactness
             and rest_of(c.variant) == rest_of(chosen.variant)
         ]
-        return [self._plan(candidate) for candidate in self._thinned(same, chosen)]
+        found = list(self._thinned(same, chosen))
+        whole = self._whole(chosen)
+        if whole:
+            fitting = self._fastest(whole, math.floor(self._room * (1 - _SLACK)))
+            kept = fitting or min(whole, key=self._bytes)
+            found += [c for c in self._thinned(whole, kept) if c not in found]
+        return [self._plan(candidate) for candidate in found]
+
+    def _whole(self, chosen: _Candidate) -> list[_Candidate]:
+        variant = None
+        with contextlib.suppress(TimeoutError):
+            variant = self._variants.without_micro_batches(chosen.variant)
+        found = [c for c in self._candidates if c.variant is variant]
+        if variant is not None and not found:
+            found = self._candidates_of(variant)
+            self._candidates += found
+        return found
 
     def _prepare(self) -> None:
         if self._candidates:

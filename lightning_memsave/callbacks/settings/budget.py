@@ -1,5 +1,7 @@
 """A budget of device memory: the plan of a fit, the wall around it, and the way down its ladder."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +11,11 @@ from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSett
 from lightning_memsave.callbacks.settings.modules import ActivationCheckpointingSetting
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning.plan import Plan, RunPlan
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.trainer.hooks import log_info
-from lightning_memsave.units import format_bytes
+from lightning_memsave.units import MIB, format_bytes
 
 _REFINED_AT = 4
 _WORTH_IT = 0.95  # of the time of a step: a faster plan must save more to be changed to
@@ -34,6 +37,7 @@ class BudgetSetting(Setting):
         self._plan: Plan | None = None  # in force
         self._note = ""
         self._change: Callable[[Plan, Plan], None] | None = None
+        self._is_possible: Callable[[Plan], bool] = lambda plan: True
         self._num_retries: int | None = None
         self._is_refined = False
 
@@ -82,12 +86,22 @@ class BudgetSetting(Setting):
             size = plan.settings.get(micro_batches.name)
             if size != before.settings.get(micro_batches.name):
                 micro_batches.resize(size if isinstance(size, int) else None)
+            micro_batches.peak_bytes = plan.peak_bytes
+
+        # Where a loss cannot be split, batches stay whole.
+        def is_possible(plan: Plan) -> bool:
+            return not (micro_batches.proof.reason and _splits(plan))
 
         def relieve(num_failures: int) -> bool:
             # The first time the cache of the allocator was freed, which may have been enough.
             return num_failures == 1 or self.step_down(trainer, "memory ran out")
 
         self._change, micro_batches.relieve = change, relieve
+        self._is_possible = is_possible
+        assert self._plan is not None, "called with a plan"
+        micro_batches.peak_bytes = self._plan.peak_bytes
+        micro_batches.stay_whole = functools.partial(self._stay_whole, trainer)
+        micro_batches.advise = self._advise
         self._undo.append(self._forget_changes)
         self._undo.append(micro_batches.forget_relief)
 
@@ -101,11 +115,47 @@ class BudgetSetting(Setting):
         Returns:
             Whether there was one.
         """
+        smaller = self._smaller()
+        return smaller is not None and self._change_to(trainer, smaller, why)
+
+    def _smaller(self) -> Plan | None:
         assert self._made is not None, "called with a plan"
         assert self._plan is not None, "called with a plan"
         now = self._plan.device_bytes
-        smaller = [plan for plan in self._made.ladder if plan.device_bytes < now]
-        return bool(smaller) and self._change_to(trainer, smaller[0], why)
+        possible = [plan for plan in self._made.ladder if self._is_possible(plan)]
+        return next((plan for plan in possible if plan.device_bytes < now), None)
+
+    def _stay_whole(self, trainer: Any, why: str) -> None:
+        """Change to the fastest plan that fits with whole batches, as a loss cannot be split."""
+        made, plan = self._made, self._plan
+        assert made is not None, "called with a plan"
+        assert plan is not None, "called with a plan"
+        if not _splits(plan):
+            return
+        whole = [other for other in made.ladder if not _splits(other)]
+        room = made.budget_bytes - made.margin_bytes
+        fitting = [other for other in whole if other.device_bytes <= room]
+        if fitting:
+            best = min(fitting, key=lambda other: other.time_ratio)
+            self._change_to(trainer, best, "its loss cannot be split")
+            return
+        least = min(whole, key=lambda other: other.device_bytes, default=plan)
+        budget = f", {_as_budget(least.device_bytes + made.margin_bytes)}" if whole else ""
+        raise InfeasiblePlanError(
+            f"`budget={self.value}`: the plan is {plan.short}, and {why}. With whole batches it "
+            "does not fit. Use `micro_batch_size=None`, so that other settings are planned"
+            f"{budget}, a smaller batch, or `loss_weight=`, a function of a micro-batch that gives "
+            "what its loss is divided by.",
+            least,
+        )
+
+    def _advise(self) -> str:
+        made, smaller = self._made, self._smaller()
+        budget = "a smaller `budget=`"
+        if made is not None and smaller is not None:
+            num_bytes = smaller.device_bytes + made.margin_bytes
+            budget = f"a smaller budget, such as {_as_budget(num_bytes)}"
+        return f"Use {budget}, shorter samples or a smaller model."
 
     def watch(self, trainer: Any) -> None:
         """Change to a smaller plan where CUDA's allocator had to give memory back in a step."""
@@ -138,7 +188,8 @@ class BudgetSetting(Setting):
             return
         offset = measured_bytes - plan.prediction.measurable_bytes
         room = made.budget_bytes - made.margin_bytes - offset
-        fitting = [other for other in made.ladder if other.device_bytes <= room]
+        possible = [other for other in made.ladder if self._is_possible(other)]
+        fitting = [other for other in possible if other.device_bytes <= room]
         is_over = plan.device_bytes > room
         if fitting and (is_over or fitting[0].time_ratio < _WORTH_IT * plan.time_ratio):
             side = "above" if offset > 0 else "below"
@@ -155,7 +206,7 @@ class BudgetSetting(Setting):
         return True
 
     def _forget_changes(self) -> None:
-        self._change = None
+        self._change, self._is_possible = None, lambda plan: True
 
     def _show(self) -> None:
         plan, made = self._plan, self._made
@@ -170,6 +221,14 @@ class BudgetSetting(Setting):
             *([self._note] if self._note else []),
         ]
         self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
+
+
+def _as_budget(num_bytes: int) -> str:
+    return f'`budget="{math.ceil(num_bytes / MIB)}MiB"`'
+
+
+def _splits(plan: Plan) -> bool:
+    return isinstance(plan.settings.get(MicroBatchSetting.name), int)
 
 
 def put_up_wall(device: torch.device, budget_bytes: int) -> Callable[[], None]:
