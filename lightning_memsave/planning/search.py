@@ -153,8 +153,8 @@ class PlanSearch:
         whole = self._whole(chosen)
         if whole:
             fitting = self._fastest(whole, math.floor(self._room * (1 - _SLACK)))
-            kept = fitting or min(whole, key=self._bytes)
-            found += [c for c in self._thinned(whole, kept) if c not in found]
+            best = chosen if chosen in whole else fitting or min(whole, key=self._bytes)
+            found += [c for c in self._thinned(whole, best) if c not in found]
         return [self._plan(candidate) for candidate in found]
 
     def _whole(self, chosen: _Candidate) -> list[_Candidate]:

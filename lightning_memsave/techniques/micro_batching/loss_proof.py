@@ -105,7 +105,7 @@ class LossCheck:
         loss_weight: The setting `loss_weight`.
         split_batch: The user's function for batches that `split_samples` cannot split.
         known: The proof with an earlier batch; only its weightings are tested.
-        needs_split: Whether the user set a size, so that batches must be split.
+        needs_split: Whether the user or a plan set a size, so that batches must be split.
         subject: Name of the loss in reasons.
         room: What limits the number of samples at once; ``None`` for memory alone.
     """
@@ -235,8 +235,8 @@ def _num_confirmed(check: LossCheck, proof: Proof) -> int:
     if not proof.weightings:
         return 0
     size = _NUM_CONFIRMED
-    if check.room is not None:
-        size = max(min(size, check.room.num_samples()), 2)
+    while check.room is not None and size > max(check.room.num_samples(), 2):
+        size //= 2
     if check.split_batch is None:
         return min(size, count_samples(check.batch, proof.whole))
     return 0 if _halves(check, proof, size) is None else size
