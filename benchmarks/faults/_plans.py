@@ -27,6 +27,7 @@ from benchmarks.plan._budgets import MODELS, train
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.callbacks import memsave
 from lightning_memsave.planning.ladder import RunPlan
+from lightning_memsave.techniques.micro_batching.loss_proof import prove
 
 LIMIT_S = 300
 NAMES = ("GPT-2", "residual MLP")
@@ -83,6 +84,8 @@ class PlannedFit:
     num_ops: int = 0
     failed: list[int] = field(default_factory=list)
     """The batch of each failure; -1 before the first."""
+    num_in_proof: int = 0
+    """Failures of the proof of the loss, which are repeated by themselves."""
     error: Exception | None = None
     disturb: Callable[[], None] | None = None
     disturbed_at: int | None = None
@@ -90,7 +93,10 @@ class PlannedFit:
 
     def note_failure(self) -> None:
         """Remember the batch for which memory ran out."""
-        self.failed.append(len(self.starts) - 1)
+        if any(frame.name == prove.__name__ for frame in traceback.extract_stack()):
+            self.num_in_proof += 1
+        else:
+            self.failed.append(len(self.starts) - 1)
 
     def run(self) -> dict[str, Any]:
         """Train; give the digest, the weights' distance from the start, and the plan at the end."""
@@ -134,6 +140,7 @@ class PlannedFit:
             "num_ops": self.num_ops,
             "starts": self.starts,
             "failed": self.failed,
+            "num_in_proof": self.num_in_proof,
             "error": _said(self.error),
             "passed": self.passed,
             "traceback": [] if self.error is None else _frames(self.error),
@@ -166,7 +173,7 @@ def _fail_again(module: Any, fit: PlannedFit) -> None:
     left = list(fit.further)
 
     def before(*_: Any) -> None:
-        if fit.failed and left:
+        if (fit.failed or fit.num_in_proof) and left:
             fit.places.add(fit.num_ops + left.pop(0))
 
     module.model.register_forward_pre_hook(before)
@@ -262,8 +269,9 @@ class Plans:
         if not isinstance(found, dict):
             lost = "hung" if found == "hung" else "lost without advice"
             return {**known, "kind": "injection", "outcome": lost}
-        assert found["failed"], "memory ran out"
+        assert found["failed"] or found["num_in_proof"], "memory ran out"
         known |= {"kind": "injection", "batches": found["failed"], "error": found["error"]}
+        known["in_proof"] = found["num_in_proof"]
         if found["error"]:
             has_advice = bool(_REMEDY.search(found["error"]))
             lost = "lost with advice" if has_advice else "lost without advice"

@@ -1,5 +1,6 @@
 """Find the fastest plan that fits a budget."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -77,6 +78,7 @@ class PlanSearch:
         self._slack_bytes = 0.0
         self._by_variant: dict[Variant, list[_Candidate]] = {}
         self._chosen: _Candidate | None = None
+        self._room = 0
         self._unchanged_s = 1.0
 
     def find(self, budget_bytes: int) -> MemoryPlan:
@@ -100,7 +102,7 @@ class PlanSearch:
         best = self._best(room)
         if best is None:
             self._refuse(budget_bytes, room)
-        self._chosen = best
+        self._chosen, self._room = best, room
         slower_s = best.seconds * (1 + EQUALLY_FAST)
         others = [
             c
@@ -125,8 +127,9 @@ class PlanSearch:
 
         Returns:
             Those that differ from the plan found last in recomputation and micro-batches only, and
-            are as exact; the largest first, and that plan among them. Some may be slower than
-            smaller ones: measured times may be others.
+            are as exact, or more exact with whole batches, for a loss that cannot be split; the
+            largest first, and that plan among them. Some may be slower than smaller ones: measured
+            times may be others.
         """
         chosen = self._chosen
         assert chosen is not None, "a plan was found"
@@ -134,14 +137,22 @@ class PlanSearch:
         def rest_of(variant: Variant) -> dict[str, Any]:
             return {n: v for n, v in variant.changes.items() if n not in (RECOMPUTED, MICRO_BATCH)}
 
+        with contextlib.suppress(TimeoutError):
+            whole = self._variants.without_micro_batches(chosen.variant)
+            if whole is not None:
+                self._add(whole)
         same = [
             found
             for variant, found in self._by_variant.items()
-            if variant.exactness is chosen.variant.exactness
+            if _rank(variant.exactness) <= _rank(chosen.variant.exactness)
             and rest_of(variant) == rest_of(chosen.variant)
         ]
-        kept = {id(c): c for found in same for c in self._thinned(found, chosen)}
-        return [self._plan(c) for c in sorted(kept.values(), key=self._bytes, reverse=True)]
+        ladder: dict[int, _Candidate] = {}
+        for found in same:
+            best = self._fastest(found, self._room) or min(found, key=self._bytes)
+            best = chosen if chosen in found else best
+            ladder |= {id(c): c for c in self._thinned(found, best)}
+        return [self._plan(c) for c in sorted(ladder.values(), key=self._bytes, reverse=True)]
 
     def _prepare(self) -> None:
         if self._by_variant:

@@ -206,6 +206,11 @@ class Variants:
                 if found is not None and len(found.changes) < len(variant.changes):
                     yield found
 
+    def without_micro_batches(self, variant: Variant) -> Variant | None:
+        """Record a variant with whole batches; ``None`` if the model cannot do it."""
+        on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
+        return self._record(on, None)
+
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
         """Predict a plan whole; ``None`` if the model cannot do it, or there is no time left."""
         changes = dict(variant.changes)

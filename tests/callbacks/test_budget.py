@@ -172,6 +172,121 @@ def test_after_the_last_plan_batches_are_split_where_that_is_allowed(plain):
     assert callback._settings.find(BudgetSetting)._plan != callback.plan.plan
 
 
+class Wide(nn.Module):
+    """Needs more memory for 8 samples without a graph than for one with a graph."""
+
+    def __init__(self, is_contrastive: bool = False) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.is_contrastive = is_contrastive
+
+    def forward(self, x: Tensor) -> Tensor:
+        if FAILURES["left"]:
+            FAILURES["left"] -= 1
+            raise torch.OutOfMemoryError(MESSAGE)
+        vectors = (x.repeat(1, 512) * self.scale).exp().tanh()
+        return contrast(vectors) if self.is_contrastive else vectors.square().mean()
+
+
+class Contrastive(Encoder):
+    """Compares the samples of a batch, so that it cannot be split."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if FAILURES["left"]:
+            FAILURES["left"] -= 1
+            raise torch.OutOfMemoryError(MESSAGE)
+        return contrast(self.blocks(x.unsqueeze(1).repeat(1, 64, 1)).mean(1))
+
+
+def contrast(vectors: Tensor) -> Tensor:
+    vectors = nn.functional.normalize(vectors, dim=-1)
+    return nn.functional.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
+
+
+OFF = ("optimizer", "optimizer_in_backward", "chunked_cross_entropy", "low_precision_weights")
+ONLY_IN_PARTS = {**dict.fromkeys((*OFF, "attention")), "exactness": "rounding"}
+
+
+def lit_of(model: type[nn.Module], argument: Any, batch_size: int) -> Any:
+    torch.manual_seed(1)
+    lit = make_lit(pl, model(argument))
+    lit.batch_size = batch_size
+    return lit
+
+
+def plain_fit(lit: Any) -> tuple[list[float], int]:
+    callback = MemSaveCallback(stack="off", early_release=True)
+    losses, _, _ = fit(lit, callback)
+    assert callback.monitor is not None
+    assert callback.monitor.summary is not None
+    return losses, callback.monitor.summary.peak_bytes or 0
+
+
+@pytest.mark.predicts
+def test_the_proof_of_the_loss_needs_no_more_than_the_planned_step():
+    budget = plain_fit(lit_of(Wide, False, 8))[1] // 4
+    found = []
+    for num_failures in (0, 1, 2):
+        callback = MemSaveCallback(budget=budget, **ONLY_IN_PARTS)
+        found.append(fit(lit_of(Wide, False, 8), callback, FailsAt(0, num_failures))[0])
+        made, row = callback.plan, rows_of(callback)["micro_batch_size"]
+        assert made.plan.settings["micro_batch_size"] == 1
+        assert "proven with 2 samples of a batch" in row.details[1]
+        # Memory that runs out in it says nothing of the plan.
+        assert callback._settings.find(BudgetSetting)._plan == made.plan
+        # Logged values of the micro-batches are 204 bytes.
+        assert callback.monitor.summary.peak_bytes == made.plan.device_bytes + 204
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.predicts
+def test_a_loss_that_cannot_be_split_gets_a_plan_with_whole_batches():
+    losses, plain_bytes = plain_fit(lit_of(Contrastive, 2, 4))
+    budget_bytes = int(0.7 * plain_bytes)
+    callback = MemSaveCallback(budget=budget_bytes, **ONLY_IN_PARTS)
+    # A batch is repeated with the cache freed, and then with the next plan.
+    found, _, _ = fit(lit_of(Contrastive, 2, 4), callback, FailsAt(1, 2))
+    assert isinstance(callback.plan.plan.settings["micro_batch_size"], int)
+    assert found == losses
+    assert callback.monitor.summary.peak_bytes <= budget_bytes
+    whole = [p for p in callback.plan.ladder if p.settings["micro_batch_size"] == "auto"]
+    fitting = [plan for plan in whole if plan.device_bytes <= budget_bytes]
+    assert callback._settings.find(BudgetSetting)._plan == fitting[1]
+    rows = rows_of(callback)
+    assert "changed, as memory ran out" in rows["budget"].details
+    assert "its loss cannot be split" in rows["micro_batch_size"].details[1]
+
+
+@pytest.mark.predicts
+def test_a_loss_that_cannot_be_split_ends_the_fit_where_only_micro_batches_fit():
+    budget = plain_fit(lit_of(Wide, True, 8))[1] // 2
+    callback = MemSaveCallback(budget=budget, **ONLY_IN_PARTS)
+    why = r"its loss cannot be split.*`micro_batch_size=None`.*, `budget=\"\d+MiB\"`"
+    with pytest.raises(InfeasiblePlanError, match=why) as failure:
+        fit(lit_of(Wide, True, 8), callback)
+    assert failure.value.smallest.settings["micro_batch_size"] == "auto"
+
+
+class FailsInBackward(pl.Callback):
+    """Lets the backward pass run out of memory, after some updates in it."""
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        def fail(gradient: Tensor) -> None:
+            raise torch.OutOfMemoryError(MESSAGE)
+
+        if trainer.global_step:
+            pl_module.model.blocks[0].linear1.weight.register_hook(fail)
+
+
+@pytest.mark.predicts
+def test_advice_after_a_failed_backward_pass_is_a_smaller_budget(plain):
+    callback = MemSaveCallback(budget=plain[2], optimizer_in_backward=True, exactness="bitwise")
+    why = r"(?s)has updated parameters already.*a smaller budget, such as `budget=\"\d+MiB\"`"
+    with pytest.raises(MemoryExhaustedError, match=why) as failure:
+        fit(encoder(), callback, FailsInBackward())
+    assert "micro_batch_size=" not in str(failure.value)
+
+
 @pytest.mark.predicts
 def test_allocator_retries_change_to_a_smaller_plan(plain):
     class Retries(pl.Callback):

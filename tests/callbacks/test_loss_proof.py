@@ -990,7 +990,7 @@ class TestTheProof:
         batches = [{k: v[:1] for k, v in regression().items()}, regression()]
         callback = only(1)
         train(vectors(), batches, mse, callback)
-        assert "proven with samples of a batch" in row(callback).details[1]
+        assert "samples of a batch" in row(callback).details[1]
 
     @pytest.mark.parametrize(
         "error", [torch.OutOfMemoryError("CUDA out of memory."), KeyError("x")]
@@ -1010,6 +1010,37 @@ class TestTheProof:
         raised = torch.OutOfMemoryError if is_memory else IncompatibleError
         with pytest.raises(raised, match="out of memory" if is_memory else "KeyError"):
             train(vectors(), [regression()], loss_of, only(2))
+
+    @pytest.mark.parametrize(("limit", "tried"), [(4, [7, 3, 2, 1]), (2, [7, 3, 2, 1, 1])])
+    def test_needs_fewer_samples_where_memory_is_short(self, limit, tried):
+        sizes = []
+
+        def loss_of(model, batch):
+            if not torch.is_grad_enabled():
+                sizes.append(len(batch["x"]))
+                if sizes[-1] > limit:
+                    raise torch.OutOfMemoryError("CUDA out of memory.")
+            return masked(model, batch)
+
+        batch, model = labelled(), Tokens()
+        truth = train(model, [batch], masked)
+        callback = only(2)
+        assert difference(train(model, [batch], loss_of, callback), truth) < 1e-11
+        assert "entries of `labels` that are not -100" in row(callback).details[1]
+        assert sizes[-len(tried) :] == tried
+
+    def test_with_two_samples_still_sees_state_that_is_carried(self):
+        def loss_of(model, batch):
+            if not torch.is_grad_enabled() and len(batch["x"]) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            loss = mse(model, batch) * model.factor
+            model.factor = model.factor * 0.5
+            return loss
+
+        model = vectors()
+        model.factor = torch.ones((), dtype=torch.float64)
+        with pytest.raises(IncompatibleError, match="state that the previous micro-batch changed"):
+            train(model, [regression()], loss_of, only(1))
 
 
 class TestAuto:

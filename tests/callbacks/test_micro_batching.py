@@ -195,9 +195,7 @@ class TestSameGradients:
         with caplog.at_level("INFO", logger="lightning.pytorch.memsave"):
             fit(lit, callback := only(3))
         said = [r.message for r in caplog.records if r.message.startswith("micro_batch_size=3: on")]
-        weighted = (
-            "weighted by the entries of `labels` that are not -100, proven with samples of a batch"
-        )
+        weighted = "weighted by the entries of `labels` that are not -100, proven with 8 samples"
         assert len(said) == 1
         assert weighted in said[0]
         assert weighted in row(callback).details[1]

@@ -1,5 +1,7 @@
 """A budget of device memory: the plan of a fit, the wall around it, and the way down its ladder."""
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,13 +13,14 @@ from lightning_memsave.callbacks.settings.micro_batches import PROBED_STEPS
 from lightning_memsave.callbacks.settings.modules import ActivationCheckpointingSetting
 from lightning_memsave.callbacks.settings.setting import Setting, Settings
 from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.measure.phase_clock import PhaseClock
 from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.planning.plan import Plan
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.trainer.distributed import reduce_over_ranks
 from lightning_memsave.trainer.hooks import log_info
-from lightning_memsave.units import format_bytes
+from lightning_memsave.units import MIB, format_bytes
 
 # After so many steps, so often; the first step after a change is like no other.
 _STEPS, _MOST = 4, 3
@@ -93,11 +96,11 @@ class BudgetSetting(Setting):
             size = plan.settings.get(micro_batches.name)
             if size != before.settings.get(micro_batches.name):
                 micro_batches.resize(size if isinstance(size, int) else None)
+            micro_batches.peak_bytes = plan.peak_bytes
 
-        # Where it cannot be proven how a loss is split, batches stay whole.
+        # Where a loss cannot be split, batches stay whole.
         def is_possible(plan: Plan) -> bool:
-            size = plan.settings.get(micro_batches.name)
-            return not (isinstance(size, int) and micro_batches.proof.reason)
+            return not (micro_batches.proof.reason and _splits(plan))
 
         def relieve(num_failures: int) -> bool:
             # The first time the cache of the allocator was freed, which may have been enough.
@@ -106,6 +109,10 @@ class BudgetSetting(Setting):
         self._change, micro_batches.relieve = change, relieve
         self._is_possible = is_possible
         self._clock = PhaseClock(trainer.strategy.root_device)
+        assert self._plan is not None, "called with a plan"
+        micro_batches.peak_bytes = self._plan.peak_bytes
+        micro_batches.stay_whole = functools.partial(self._stay_whole, trainer)
+        micro_batches.advise = self._advise
         self._undo.append(self._forget_changes)
         self._undo.append(micro_batches.forget_relief)
 
@@ -122,9 +129,47 @@ class BudgetSetting(Setting):
         assert self._made is not None, "called with a plan"
         assert self._plan is not None, "called with a plan"
         self._made.leave(self._plan)
-        smaller = filter(self._is_possible, self._made.usable)
-        plan = min(smaller, key=self._made.seconds_of, default=None)
-        return plan is not None and self._change_to(trainer, plan, why)
+        smaller = self._smaller()
+        return smaller is not None and self._change_to(trainer, smaller, why)
+
+    def _smaller(self) -> Plan | None:
+        made, now = self._made, self._plan
+        assert made is not None, "called with a plan"
+        assert now is not None, "called with a plan"
+        smaller = [p for p in made.usable if p.device_bytes < now.device_bytes]
+        return min(filter(self._is_possible, smaller), key=made.seconds_of, default=None)
+
+    def _stay_whole(self, trainer: Any, why: str) -> None:
+        """Change to the fastest plan that fits with whole batches, as a loss cannot be split."""
+        made, plan = self._made, self._plan
+        assert made is not None, "called with a plan"
+        assert plan is not None, "called with a plan"
+        if not _splits(plan):
+            return
+        whole = [other for other in made.usable if not _splits(other)]
+        room = made.budget_bytes - made.margin_bytes
+        fitting = [other for other in whole if other.device_bytes <= room]
+        if fitting:
+            best = min(fitting, key=made.seconds_of)
+            self._change_to(trainer, best, "its loss cannot be split")
+            return
+        least = min(whole, key=lambda other: other.device_bytes, default=plan)
+        budget = f", {_as_budget(least.device_bytes + made.margin_bytes)}" if whole else ""
+        raise InfeasiblePlanError(
+            f"`budget={self.value}`: the plan is {plan.short}, and {why}. With whole batches it "
+            "does not fit. Use `micro_batch_size=None`, so that other settings are planned"
+            f"{budget}, a smaller batch, or `loss_weight=`, a function of a micro-batch that gives "
+            "what its loss is divided by.",
+            least,
+        )
+
+    def _advise(self) -> str:
+        made, smaller = self._made, self._smaller()
+        budget = "a smaller `budget=`"
+        if made is not None and smaller is not None:
+            num_bytes = smaller.device_bytes + made.margin_bytes
+            budget = f"a smaller budget, such as {_as_budget(num_bytes)}"
+        return f"Use {budget}, shorter samples or a smaller model."
 
     def begin_batch(self, trainer: Any, monitor: GPUMemoryMonitor | None) -> None:
         """Between two batches: change the plan where measurements contradict it.
@@ -207,6 +252,7 @@ class BudgetSetting(Setting):
 
     def _forget_changes(self) -> None:
         self._change = self._clock = None
+        self._is_possible = lambda plan: True
 
     def _show(self) -> None:
         plan, made = self._plan, self._made
@@ -221,6 +267,14 @@ class BudgetSetting(Setting):
             *filter(None, (self._note, self._last_check)),
         ]
         self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]
+
+
+def _as_budget(num_bytes: int) -> str:
+    return f'`budget="{math.ceil(num_bytes / MIB)}MiB"`'
+
+
+def _splits(plan: Plan) -> bool:
+    return isinstance(plan.settings.get(MicroBatchSetting.name), int)
 
 
 def put_up_wall(device: torch.device, budget_bytes: int) -> Callable[[], None]:

@@ -11,8 +11,13 @@ from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_bat
 from lightning_memsave.callbacks.settings.micro_batches import (
     PROBED_STEPS,
     BatchProbe,
+    PlannedRoom,
+    describe_failed_rank,
+    describe_failed_step,
+    describe_failed_window,
     find_conflicts,
     read_micro_batching,
+    refusal_of,
     warn_of_batch_norm,
     warn_of_retry,
 )
@@ -21,13 +26,13 @@ from lightning_memsave.callbacks.settings.setting import Setting, off_rows
 from lightning_memsave.callbacks.settings.values import Arguments, exactness_limit, is_asked
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import find_shared_leaves, leaves_of
-from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.core.technique import Exactness, Row
 from lightning_memsave.errors import (
     IncompatibleError,
     MemoryExhaustedError,
     Problem,
 )
+from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.techniques.micro_batching.runner import (
@@ -61,13 +66,6 @@ from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.trainer import is_strategy
 from lightning_memsave.trainer.training_loop import pass_batches, phase_of, will_step
 
-_NOT_KEPT = (
-    "Out of memory in the backward pass of a batch in the middle of an accumulation window, where "
-    "batches of this size had fitted before: gradients of the earlier batches have no copy by "
-    "then, so the batch cannot be repeated.\n"
-    "Pass a size such as `micro_batch_size=4`, and resume from the last checkpoint."
-)
-
 
 class MicroBatchSetting(Setting):
     """Training batches pass in micro-batches.
@@ -100,12 +98,19 @@ class MicroBatchSetting(Setting):
         self.value = value
         self.size: int | None = None
         """The size that memory was enough for, if it had to shrink; kept in checkpoints."""
+        self.is_in_budget = False
         self.is_kept_whole = False
         """Batches are repeated when memory runs out, but not split."""
         self.is_planned = False
         """The size was planned, and memory did not run out."""
         self.relieve: Callable[[int], bool] | None = None
         """As of `MicroBatchRunner`."""
+        self.stay_whole: Callable[[str], None] | None = None
+        """Called with the reason where a loss cannot be split: changes the plan, or raises."""
+        self.peak_bytes: int | None = None
+        """What was planned for a step; a proof needs no more."""
+        self.advise: Callable[[], str] | None = None
+        """Gives a remedy where memory runs out; ``None`` for that of a run without a budget."""
         self.runner: MicroBatchRunner | None = None
         self._probe = BatchProbe()
         self._known: KnownChanges | None = None
@@ -118,7 +123,8 @@ class MicroBatchSetting(Setting):
     def read(cls, arguments: Arguments) -> "MicroBatchSetting":
         """Make the setting that the arguments describe."""
         technique, why = read_micro_batching(arguments, "micro_batch_size")
-        is_kept_whole = bool(why) and arguments["budget"] is not None
+        is_in_budget = arguments["budget"] is not None
+        is_kept_whole = bool(why) and is_in_budget
         if is_kept_whole:  # batches are repeated with another plan, which needs no smaller ones
             why = ""
         value = "None" if technique is None or why else repr(technique.micro_batch_size)
@@ -129,7 +135,7 @@ class MicroBatchSetting(Setting):
             off_reason=why,
             limit=exactness_limit(arguments),
         )
-        setting.is_kept_whole = is_kept_whole
+        setting.is_kept_whole, setting.is_in_budget = is_kept_whole, is_in_budget
         return setting
 
     @property
@@ -142,8 +148,8 @@ class MicroBatchSetting(Setting):
         return [] if self.technique is None else self._problems(trainer, pl_module)
 
     def forget_relief(self) -> None:
-        """Split batches that run out of memory, and try nothing else before."""
-        self.relieve = None
+        """Split batches that run out of memory, as without a plan."""
+        self.relieve = self.stay_whole = self.peak_bytes = self.advise = None
 
     def resize(self, size: int | None) -> None:
         """Pass as many samples at once as a plan says from now on; ``None`` for whole batches."""
@@ -166,7 +172,7 @@ class MicroBatchSetting(Setting):
                 functools.partial(self._pass_batch, trainer, pl_module),
                 frees_gradients=not find_zero_grad_override(trainer, pl_module),
                 before_step=functools.partial(self._before_step, trainer),
-                on_out_of_memory=_exhausted_in_step,
+                on_out_of_memory=self._exhausted_in_step,
             )
         )
         self._undo.append(self._forget_runner)
@@ -206,7 +212,7 @@ class MicroBatchSetting(Setting):
         runner = self.technique.make_runner(functools.partial(self._agree, trainer))
         runner.size = self.size if self.is_auto else runner.size
         runner.may_shrink = not self.is_kept_whole
-        if self.is_kept_whole:
+        if self.is_in_budget:
             runner.advice = "Use a smaller `budget=`, shorter samples or a smaller model."
         runner.needs_proof = runner.may_shrink
         runner.asks_together = trainer.world_size > 1
@@ -245,7 +251,7 @@ class MicroBatchSetting(Setting):
         is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
         if is_open and self._may_be_split(trainer, batch):
             self._start_proof(trainer, pl_module, batch, parts)
-        if self.proof.reason:
+        if self.proof.reason and not self.is_kept_whole:
             parts(batch, 1.0, None)
         else:
             self._run(trainer, pl_module, batch, parts, is_fresh)
@@ -272,11 +278,12 @@ class MicroBatchSetting(Setting):
         known = self._known = self._known or KnownChanges(pl_module)
 
         def forget() -> None:
-            check_repeatable(pl_module)
+            fixes = () if self.advise is None else (self.advise(),)
+            check_repeatable(pl_module, *fixes)
             if trainer.world_size > 1 and not is_apart:
                 raise self._exhausted_after_probe(trainer, batch)
             if marks.have_changed():
-                raise MemoryExhaustedError(_NOT_KEPT)
+                raise MemoryExhaustedError(describe_failed_window(self.advise))
             parts.forget()
 
         if runner.needs_proof and not self.proof.is_settled:
@@ -318,15 +325,13 @@ class MicroBatchSetting(Setting):
     def _exhausted_after_probe(self, trainer: Any, batch: Any) -> MemoryExhaustedError:
         assert self.runner is not None, "batches pass with a runner"
         before = self.runner.size_of(batch)
-        size = max(before // 2, 1)
-        return MemoryExhaustedError(
-            f"Out of memory with {before} samples at once on rank {trainer.global_rank}, after "
-            f"{self._probe.num_steps} optimizer steps. Processes repeat a batch together in the "
-            f"first {PROBED_STEPS} steps only: from then on they train under DDP itself, which "
-            "cannot repeat one. Batches that grow during training are the usual reason.\n"
-            f"Pass `micro_batch_size={size}` and resume from the last checkpoint with "
-            "`trainer.fit(..., ckpt_path=...)`, or let the longest batches come first."
-        )
+        where = f"on rank {trainer.global_rank}, after {self._probe.num_steps} optimizer steps"
+        return MemoryExhaustedError(describe_failed_rank(before, where, self.advise))
+
+    def _exhausted_in_step(
+        self, optimizer: torch.optim.Optimizer, error: BaseException
+    ) -> BaseException:
+        return MemoryExhaustedError(describe_failed_step(optimizer, error, self.advise))
 
     def _may_be_split(self, trainer: Any, batch: Any) -> bool:
         """Say whether any process has a batch for which the weights will matter."""
@@ -347,12 +352,17 @@ class MicroBatchSetting(Setting):
             runner.needs_proof = False
             return
         proof = self._prove(trainer, pl_module, parts, batch, None)
-        # A plan with smaller micro-batches does not hold without them.
-        is_planned = self.is_planned and self.size is not None
-        if proof.reason and (is_planned or not self.is_auto):
-            value = f"{self.size}` of the plan for `budget" if is_planned else self.value
-            raise IncompatibleError(self.name, [_refusal(f"micro_batch_size={value}", proof)])
-        if proof.reason:
+        if proof.reason and not self.is_auto:
+            raise IncompatibleError(
+                self.name, [refusal_of(f"micro_batch_size={self.value}", proof)]
+            )
+        if proof.reason and self.stay_whole is not None:
+            self.proof = proof
+            self.stay_whole(proof.reason)
+            self.size, self.is_kept_whole = None, True
+            self.runner = self._make_runner(trainer, pl_module)
+            self._show(trainer, pl_module)
+        elif proof.reason:
             self.proof = proof
             self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
         elif proof.weightings:
@@ -372,7 +382,7 @@ class MicroBatchSetting(Setting):
             return True
         proof = self._prove(trainer, pl_module, parts, batch, self.proof)
         if proof.reason:
-            problem = _refusal(f"micro_batch_size={self.value}", proof)
+            problem = refusal_of(f"micro_batch_size={self.value}", proof)
             if self.is_auto:
                 raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
             raise IncompatibleError(self.name, [problem])
@@ -401,6 +411,10 @@ class MicroBatchSetting(Setting):
                 stack.enter_context(alone(trainer))
             if trainer.world_size == 1:
                 stack.enter_context(quiet())
+            room = None
+            if self.peak_bytes is not None:
+                peak = PeakMemory(pl_module, trainer.optimizers, trainer.strategy.root_device)
+                room = PlannedRoom(peak, self.peak_bytes)
             check = LossCheck(
                 parts.compute_loss,
                 batch,
@@ -408,7 +422,8 @@ class MicroBatchSetting(Setting):
                 loss_weight=self.technique.loss_weight,
                 split_batch=self.technique.split_batch,
                 known=known,
-                needs_split=not self.is_auto,
+                needs_split=not self.is_auto or (self.is_planned and self.size is not None),
+                room=room,
             )
             return prove(check, functools.partial(all_reduce_min, trainer))
 
@@ -438,6 +453,7 @@ class MicroBatchSetting(Setting):
     def _show(self, trainer: Any, pl_module: Any) -> None:
         if self.is_kept_whole:
             details = ["whole batches; repeated with a smaller plan when memory runs out"]
+            details += [self.proof.reason] if self.proof.reason else []
             self.rows = [Row(self.name, self.value, "on", tuple(details), "bitwise")]
             return
         details = ["batches pass in micro-batches of this size"]
@@ -449,8 +465,8 @@ class MicroBatchSetting(Setting):
                 else f"in micro-batches of {self.size} samples, as {why}"
             ]
         details.append(
-            f"losses of micro-batches are {self._weighted()}, proven with samples of a batch in "
-            f"{self.proof.seconds * 1000:.0f} ms"
+            f"losses of micro-batches are {self._weighted()}, proven with "
+            f"{self.proof.num_samples} samples of a batch in {self.proof.seconds * 1000:.0f} ms"
             if self.proof.weightings
             else "how their losses are weighted is proven before the first batch is split"
         )
@@ -477,20 +493,3 @@ def _part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart
             parts(part, weight, num_samples)
 
     return pass_part
-
-
-def _refusal(what: str, proof: Proof) -> Problem:
-    fix = (
-        "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; "
-        "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
-    )
-    return Problem(f"`{what}`", proof.reason, proof.fix or fix)
-
-
-def _exhausted_in_step(optimizer: torch.optim.Optimizer, error: BaseException) -> BaseException:
-    return MemoryExhaustedError(
-        f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
-        f"complete: {first_line(error)}\n"
-        'Its state needs less with `optimizer="8bit"`, or host memory with '
-        '`optimizer="paged_8bit"`; micro-batches do not help here.'
-    )

@@ -1,16 +1,21 @@
-"""What `micro_batch_size` and `eval_micro_batch_size` share: reading a size, and conflicts."""
+"""Sizes of micro-batches: reading them, conflicts, what fits, and messages when memory runs out."""
 
 import collections
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
+from lightning_memsave.core.out_of_memory import first_line
 from lightning_memsave.errors import ConfigurationError, ExactnessWarning, MemsaveWarning, Problem
+from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.measure.storages import tensors_in_batch
+from lightning_memsave.techniques.micro_batching.loss_proof import Proof
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.trainer.distributed import (
@@ -155,6 +160,82 @@ def warn_of_retry(trainer: Any, runner: MicroBatchRunner, name: str, weighted: s
         f"`{name}={runner.size}` next time.",
         MemsaveWarning,
     )
+
+
+def refusal_of(what: str, proof: Proof) -> Problem:
+    """Write that a loss cannot be split, why, and what to do."""
+    fix = (
+        "Pass `loss_weight=`, a function of a micro-batch that gives what its loss is divided by; "
+        "set `micro_batch_size=None`; or use smaller batches and `accumulate_grad_batches`."
+    )
+    return Problem(f"`{what}`", proof.reason, proof.fix or fix)
+
+
+Advice = Callable[[], str] | None
+"""Gives the remedy of a run with a budget; ``None`` without one."""
+
+
+def describe_failed_step(
+    optimizer: torch.optim.Optimizer, error: BaseException, advise: Advice
+) -> str:
+    """Write that memory ran out in the optimizer's step."""
+    fix = (
+        'Its state needs less with `optimizer="8bit"`, or host memory with '
+        '`optimizer="paged_8bit"`; micro-batches do not help here.'
+    )
+    return (
+        f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
+        f"complete: {first_line(error)}\n{advise() if advise else fix}"
+    )
+
+
+def describe_failed_window(advise: Advice) -> str:
+    """Write that memory ran out where earlier gradients would be lost."""
+    fix = advise() if advise else "Pass a size such as `micro_batch_size=4`."
+    return (
+        "Out of memory in the backward pass of a batch in the middle of an accumulation window, "
+        "where batches of this size had fitted before: gradients of the earlier batches have no "
+        f"copy by then, so the batch cannot be repeated.\n{fix} Resume from the last checkpoint."
+    )
+
+
+def describe_failed_rank(num_samples: int, where: str, advise: Advice) -> str:
+    """Write that memory ran out where DDP itself shares gradients."""
+    fix = advise() if advise else f"Pass `micro_batch_size={max(num_samples // 2, 1)}`."
+    return (
+        f"Out of memory with {num_samples} samples at once {where}. Processes repeat a batch "
+        f"together in the first {PROBED_STEPS} steps only: from then on they train under DDP "
+        "itself, which cannot repeat one. Batches that grow during training are the usual reason.\n"
+        f"{fix} Resume from the last checkpoint with `trainer.fit(..., ckpt_path=...)`, or let the "
+        "longest batches come first."
+    )
+
+
+class PlannedRoom:
+    """Keeps passes without a graph within the peak that was planned for a step.
+
+    Args:
+        peak: Measures passes.
+        limit_bytes: The planned peak.
+    """
+
+    def __init__(self, peak: PeakMemory, limit_bytes: int) -> None:
+        self._peak, self._limit_bytes = peak, limit_bytes
+        self._num_samples = 0
+
+    @contextlib.contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure what runs inside: passes of two samples."""
+        with self._peak:
+            before_bytes = self._peak.allocated_bytes
+            yield
+        needed_bytes = max(self._peak.allocated_bytes - before_bytes, 1)
+        # What does not grow with the samples is counted more than once: it is little.
+        self._num_samples = 2 * (self._limit_bytes - before_bytes) // needed_bytes
+
+    def num_samples(self) -> int:
+        """Give how many samples need no more than the planned peak."""
+        return self._num_samples
 
 
 class BatchProbe:

@@ -4,10 +4,11 @@ import contextlib
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,12 @@ from lightning_memsave.core.nested import (
     pick_samples,
     split_samples,
 )
-from lightning_memsave.core.out_of_memory import find_out_of_memory, is_out_of_memory
+from lightning_memsave.core.out_of_memory import (
+    find_out_of_memory,
+    free_unused,
+    is_out_of_memory,
+    with_memory_freed,
+)
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.loss_weights import (
@@ -51,8 +57,8 @@ _TOLERANCE = 64
 _NUM_LOOKED_AT, _NUM_LOOKED_AT_AGAIN = 16, 64
 """Samples among which two are chosen in the first proof, and in later ones."""
 _NUM_CONFIRMED = 8
-"""Samples that are compared with their halves: some losses need more than two samples, such as
-triplet losses and those with hard-example mining."""
+"""Samples that are compared with their halves, fewer where memory is short: some losses need more
+than two samples, such as triplet losses and those with hard-example mining."""
 _REFUSED, _OPEN, _PROVEN = range(3)
 
 
@@ -68,6 +74,7 @@ class Proof:
         fix: Remedy, if it differs from that for other reasons.
         is_settled: Whether there is exactly one weighting, in every process.
         seconds: Time that the proof needed.
+        num_samples: How many samples at once it compared with micro-batches of them.
     """
 
     weightings: tuple[Weighting, ...] = ()
@@ -76,6 +83,17 @@ class Proof:
     fix: str = ""
     is_settled: bool = False
     seconds: float = 0.0
+    num_samples: int = 2
+
+
+class Room(Protocol):
+    """Says how many samples pass at once, without a graph, within a limit of memory."""
+
+    def measured(self) -> contextlib.AbstractContextManager[None]:
+        """Measure what runs inside: passes of two samples."""
+
+    def num_samples(self) -> int:
+        """Give how many samples the limit has room for."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +107,9 @@ class LossCheck:
         loss_weight: The setting `loss_weight`.
         split_batch: The user's function for batches that `split_samples` cannot split.
         known: The proof with an earlier batch; only its weightings are tested.
-        needs_split: Whether the user set a size, so that batches must be split.
+        needs_split: Whether the user or a plan set a size, so that batches must be split.
         subject: Name of the loss in reasons.
+        room: What limits the number of samples at once; ``None`` for memory alone.
     """
 
     compute_loss: ComputeLoss
@@ -102,6 +121,7 @@ class LossCheck:
     known: Proof | None = None
     needs_split: bool = False
     subject: str = "its loss"
+    room: Room | None = None
 
     def weightings(self, part: Any, whole: Whole, seen: "_Observed | None") -> list[Weighting]:
         """List the weightings that the loss may have."""
@@ -132,14 +152,14 @@ def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -
     if agree(2 if num_samples is None else num_samples) < 2:
         return proof
     for whole in shared:
-        found = _prove_with(check, whole)
+        with contextlib.nullcontext() if check.room is None else check.room.measured():
+            found = _prove_with(check, whole)
         proof = found if found.weightings or not proof.reason else proof
         # Every process runs the same number of forward passes.
         if agree(int(bool(found.weightings) or not found.reason)):
             break
-    halves = _halves(check, proof) if proof.weightings else None
-    if agree(int(halves is not None)) and halves is not None:
-        proof = _with_state_kept(check, lambda state: _confirm(check, proof, halves, state))
+    if size := agree(_num_confirmed(check, proof)):
+        proof = _with_state_kept(check, lambda state: _confirm(check, proof, size, state))
     verdict = agree(_REFUSED if proof.reason else _PROVEN if proof.weightings else _OPEN)
     if verdict == _OPEN:
         proof = Proof()
@@ -152,7 +172,9 @@ def prove(check: LossCheck, agree: Callable[[int], int] = lambda value: value) -
 def _prove_with(check: LossCheck, whole: Whole) -> Proof:
     def find(state: ModuleState) -> Proof:
         samples = _two_samples(check, whole)
-        return Proof() if samples is None else _find(check, samples, state, whole)
+        if samples is None:
+            return Proof()
+        return with_memory_freed(lambda: _find(check, samples, state, whole))
 
     return _with_state_kept(check, find)
 
@@ -210,42 +232,70 @@ def _difference(rows: Sequence[Sequence[float]], i: int, j: int) -> tuple[int, f
     return len(distinct), spread, len(shares)
 
 
-def _halves(check: LossCheck, proof: Proof) -> _Samples | None:
-    """Return the first samples and their halves; ``None`` for a batch of two samples."""
+def _num_confirmed(check: LossCheck, proof: Proof) -> int:
+    """Count the samples that are compared with their halves; 0 if nothing is to be compared."""
+    if not proof.weightings:
+        return 0
+    size = _NUM_CONFIRMED
+    while check.room is not None and size > max(check.room.num_samples(), 2):
+        size //= 2
+    if check.split_batch is None:
+        return min(size, count_samples(check.batch, proof.whole))
+    return 0 if _halves(check, proof, size) is None else size
+
+
+def _halves(check: LossCheck, proof: Proof, size: int) -> _Samples | None:
+    """Return some samples and their halves; ``None`` if the user's function gives none."""
     batch, split_batch = check.batch, check.split_batch
+    if size == 2:
+        return _two_samples(check, proof.whole)
     if split_batch is not None:
-        both = split_batch_with(split_batch, batch, _NUM_CONFIRMED)[0]
-        parts = split_batch_with(split_batch, both, _NUM_CONFIRMED // 2)
+        both = split_batch_with(split_batch, batch, size)[0]
+        parts = split_batch_with(split_batch, both, size // 2)
         return _Samples(both, *parts) if len(parts) == 2 else None
-    size = min(count_samples(batch, proof.whole), _NUM_CONFIRMED)
-    if size <= 2:
-        return None
     both = pick_samples(batch, range(size), proof.whole)
     return _Samples(both, *split_samples(both, (size + 1) // 2, proof.whole))
 
 
-def _confirm(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
-    """Keep the weightings that hold for more samples, and with state changed by earlier ones."""
+def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> Proof:
+    """Keep the weightings that hold for more samples: as many as there is memory for."""
+
+    def confirm() -> Proof:
+        samples = _halves(check, proof, size)
+        if samples is None:
+            return proof
+        return replace(_confirm_with(check, proof, samples, state), num_samples=size)
+
+    outside = sys.exception()
+    while size > 2:
+        try:
+            return confirm()
+        except Exception as error:
+            if not is_out_of_memory(error, outside):
+                raise
+        # Outside of the except block, whose traceback keeps tensors alive.
+        free_unused()
+        size = max(size // 2, 2)
+    return with_memory_freed(confirm)
+
+
+def _confirm_with(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
+    """Keep the weightings that hold for these, and with state changed by the first half."""
 
     def observe(*, is_carried: bool) -> _Observed | None:
         return _observe_with_graph_if_needed(check, samples, state, is_carried=is_carried)
 
     rows = read_weights(proof.weightings, [*samples])
     pairs = [*zip(proof.weightings, rows, strict=True)]
-    try:
-        seen = observe(is_carried=True)
-        if seen is None or not (any(seen.losses) or check.needs_split):
-            return Proof()  # a later batch may have a loss
-        if not any(seen.losses):
-            return Proof(reason="the loss of its first samples is 0, so nothing can be proven")
-        held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
-        if held:
-            return replace(proof, weightings=tuple(held))
-        alone = observe(is_carried=False) if state.has_changed() else None
-    except Exception as error:
-        if find_out_of_memory(error) is None:
-            raise
-        return proof  # micro-batches may be smaller
+    seen = observe(is_carried=True)
+    if seen is None or not (any(seen.losses) or check.needs_split):
+        return Proof()  # a later batch may have a loss
+    if not any(seen.losses):
+        return Proof(reason="the loss of its first samples is 0, so nothing can be proven")
+    held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
+    if held:
+        return replace(proof, weightings=tuple(held))
+    alone = observe(is_carried=False) if state.has_changed() else None
     if alone is not None and any(_holds(*pair, alone) for pair in pairs):
         return Proof(reason=f"{check.subject} {_CARRIED}")
     return Proof(reason=_reason(seen.losses, check, "several"))

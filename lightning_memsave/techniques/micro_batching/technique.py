@@ -183,11 +183,17 @@ def _sums_in_half(param: nn.Parameter) -> bool:
     return param.dtype in _HALF and getattr(param, "grad_dtype", None) is not torch.float32
 
 
-def check_repeatable(module: nn.Module | None = None) -> None:
+_OTHER_THAN_UPDATES = (
+    "Use a fixed size such as `micro_batch_size=4`, or `optimizer_in_backward=None`."
+)
+
+
+def check_repeatable(module: nn.Module | None = None, advice: str = _OTHER_THAN_UPDATES) -> None:
     """Check that a batch can be repeated after an out-of-memory error, and discard its gradients.
 
     Args:
         module: The model, if it is known; optimizers of other models are ignored.
+        advice: Remedy if it cannot.
 
     Raises:
         MemoryExhaustedError: If `OptimizerInBackward` has updated parameters already.
@@ -202,7 +208,7 @@ def check_repeatable(module: nn.Module | None = None) -> None:
         raise MemoryExhaustedError(
             "Out of memory in a backward pass that has updated parameters already, as "
             "`optimizer_in_backward` does, so the batch cannot be repeated with micro-batches.\n"
-            "Use a fixed size such as `micro_batch_size=4`, or `optimizer_in_backward=None`."
+            f"{advice}"
         )
 
 
