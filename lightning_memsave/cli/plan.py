@@ -158,13 +158,16 @@ def _cases(
             kernels = kernels_of(gpu)
             if kernels not in unchanged:
                 unchanged[kernels] = unchanged_step(what_if)
-            # GPUs that differ only in their memory share a search.
-            key = kernels, gpu and gpu.throughput
-            if key not in searches:
-                searches[key] = search_of(what_if, exactness, arguments.time_limit)
+            # What one GPU's kernels need is predicted once.
+            search = searches.get(kernels)
+            if search is not None and gpu is not None:
+                search = search.on(gpu, arguments.time_limit)
+            else:
+                search = search_of(what_if, exactness, arguments.time_limit)
+            searches[kernels] = search
             margin_bytes = margin_of(budget_bytes, gpu, what_if.device)
             case = _Case(gpu, budget_bytes, margin_bytes, unchanged[kernels])
-            found.append(_planned(case, searches[key], name, arguments))
+            found.append(_planned(case, search, name, arguments))
     return found
 
 

@@ -22,6 +22,7 @@ from lightning_memsave.planning.variants import (
     Variants,
     value_of,
 )
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
 from lightning_memsave.techniques.registry import Entry, entries
@@ -121,6 +122,21 @@ class PlanSearch:
             self._variants.num_predictions,
             (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
         )
+
+    def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
+        """Share what was predicted with a search for another GPU.
+
+        Args:
+            gpu: A GPU with the same kernels.
+            limit_s: Seconds after which nothing more is predicted for it.
+
+        Returns:
+            The search.
+        """
+        device = self._what_if.device
+        variants = self._variants.on(gpu, rates_of(gpu, device), limit_s)
+        free = functools.partial(margin_of, gpu=gpu, device=device)
+        return PlanSearch(variants, margin_of=free, given=self._given)
 
     def ladder(self) -> list[Plan]:
         """List the plans to which a fit can change.

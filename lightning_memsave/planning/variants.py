@@ -1,5 +1,6 @@
 """Variants of a step for the planner: what is on beside recomputation, each recorded once."""
 
+import copy
 import math
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.block_costs import KEEP, BlockCosts, Run, can_be_cut, runs_of
 from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
 from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -115,6 +117,7 @@ class Variants:
         } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
         if "early_release" in self._open:  # costs nothing
             self._off["early_release"] = True
+        self._num_before = 0
         self._known: dict[str, Variant | None] = {}
         self.runs: list[Run] = []
         self.kinds: tuple[str, ...] = ()
@@ -148,7 +151,31 @@ class Variants:
     def num_predictions(self) -> int:
         """How many steps were predicted, copies with fewer blocks among them."""
         copies = 0 if self._copies is self.what_if else self._copies.num_predictions
-        return self.what_if.num_predictions + copies
+        return self.what_if.num_predictions + copies - self._num_before
+
+    def on(self, gpu: Gpu, rates: Rates, limit_s: float = math.inf) -> "Variants":
+        """Share what was predicted with the same variants on another GPU with equal kernels.
+
+        Args:
+            gpu: That GPU.
+            rates: What it reaches.
+            limit_s: Seconds after which nothing more is recorded for it.
+
+        Returns:
+            Its variants.
+        """
+
+        def moved(what_if: WhatIf) -> WhatIf:
+            return replace(what_if, step=replace(what_if.step, gpu=gpu))
+
+        other = copy.copy(self)
+        other.what_if = moved(self.what_if)
+        is_cut = self._copies is not self.what_if
+        other._copies = moved(self._copies) if is_cut else other.what_if
+        other.rates, other._known = rates, {}
+        other._start_s, other._limit_s = time.monotonic(), limit_s
+        other._num_before += self.num_predictions
+        return other
 
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""

@@ -6,8 +6,10 @@ import torch
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
+from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch, search_for
 from lightning_memsave.planning.variants import Variants
+from lightning_memsave.prediction.cuda.gpus import GPUS
 from tests.planning.plans import (
     OPEN,
     PLANNED,
@@ -143,3 +145,17 @@ def test_parameters_are_updated_in_backward_only_where_that_is_needed():
         search.find(1)
     needed = search.find(failure.value.smallest.device_bytes).plan
     assert needed.settings["optimizer_in_backward"]
+
+
+def test_gpus_with_equal_kernels_share_predictions():
+    def on(name: str) -> WhatIf:
+        what_if = what_if_of("encoder", "cuda")
+        return replace(what_if, step=replace(what_if.step, gpu=GPUS[name]))
+
+    first = search_for(on("RTX-3060-12GB"), Exactness.BITWISE)
+    first.find(2**30)
+    second, alone = first.on(GPUS["RTX-4090"]), search_for(on("RTX-4090"), Exactness.BITWISE)
+    assert second._variants.rates == alone._variants.rates != first._variants.rates
+    found, expected = second.find(2**30), alone.find(2**30)
+    assert found.frontier == expected.frontier
+    assert found.num_predictions < expected.num_predictions
