@@ -124,9 +124,9 @@ class MicroBatchSetting(Setting):
         """Make the setting that the arguments describe."""
         technique, why = read_micro_batching(arguments, "micro_batch_size")
         is_in_budget = arguments["budget"] is not None
-        is_kept_whole = is_in_budget and (bool(why) or technique is None)
+        is_kept_whole = bool(why) and is_in_budget
         if is_kept_whole:  # batches are repeated with another plan, which needs no smaller ones
-            technique, why = technique or MicroBatching("auto"), ""
+            why = ""
         value = "None" if technique is None or why else repr(technique.micro_batch_size)
         setting = cls(
             None if why else technique,
