@@ -409,12 +409,13 @@ class Variants:
         costs = BlockCosts(self.runs, recorded, self._sizes, self.rates)
         return Variant(changes, exactness, costs)
 
-    # One step shows all kinds where all blocks are equal and there are enough of them.
+    # Of equal blocks one step shows as many kinds as there are blocks.
     def _assignments(self, number: int) -> list[list[str]]:
-        mixed = [kind for kind in _RECORDED if kind in (*self.kinds, KEEP)]
-        if len(self.runs) > 1 or number < len(mixed):
-            return [[kind] * number for kind in (*self.kinds, KEEP)]
-        return [mixed + [KEEP] * (number - len(mixed))]
+        kinds = [kind for kind in _RECORDED if kind in (*self.kinds, KEEP)]
+        if len(self.runs) > 1:
+            return [[kind] * number for kind in kinds]
+        shown = [kinds[start : start + number] for start in range(0, len(kinds), number)]
+        return [some + [KEEP] * (number - len(some)) for some in shown]
 
 
 def _can(kind: str, blocks: Sequence[Block]) -> bool:
