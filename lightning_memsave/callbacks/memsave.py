@@ -246,7 +246,8 @@ class MemSaveCallback(CallbackBase):
         self._outside = sys.exception()
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
-        self.plan = None
+        if is_fit:
+            self.plan = None
         is_planned = is_fit and self.arguments["budget"] is not None
         problems = check_host(trainer)
         if not problems and not is_planned:
@@ -275,11 +276,9 @@ class MemSaveCallback(CallbackBase):
         self._in_force = with_plan(self.arguments, chosen)
         self._budget.use(self.plan)
         self._settings.find(ActivationCheckpointingSetting).blocks = self.arguments["blocks"]
-        planned_size = chosen.get("micro_batch_size")
-        if self._micro_batches.is_auto and isinstance(planned_size, int):
-            self._micro_batches.resize(planned_size)
-        elif size is not None:  # of the checkpoint
-            self._micro_batches.size = size
+        if self._micro_batches.is_auto:
+            needed = size if self.plan.found is None else None  # of the checkpoint
+            self._micro_batches.plan(chosen.get("micro_batch_size"), needed)
         if problems := self._settings.apply(trainer, pl_module, True):
             raise IncompatibleError(type(self).__name__, problems)
 
@@ -324,9 +323,9 @@ class MemSaveCallback(CallbackBase):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """End the time of the optimizer."""
+        """End the time of the optimizer, and change the plan where memory was short."""
         if self.plan is not None:
-            self._budget.mark("optimizer")
+            self._budget.end_batch(trainer)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Materialize logits that are still referenced, and end the time of forward."""
@@ -469,7 +468,7 @@ class MemSaveCallback(CallbackBase):
             predicted=self._prediction.to_dict(error_of_prediction) if has_started else None,
             error=error,
             device=trainer.strategy.root_device,
-            plan=None if self.plan is None else self.plan.to_dict(),
+            plan=None if self.plan is None else self._budget.report(),
         )
 
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.run_prediction import obstacle, step_of
 from lightning_memsave.callbacks.settings.arguments import make_settings
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import IncompatibleError, MemsaveError, Problem
 from lightning_memsave.explain.parameters import parameter_table
@@ -103,7 +104,8 @@ def _plan(
     exactness = Exactness(arguments["exactness"])
     is_exact = saved is not None and exactness.allows(Exactness(saved.plan.exactness))
     if saved is not None and is_exact and saved.budget_bytes <= budget_bytes:
-        return replace(saved, budget_bytes=budget_bytes)
+        exact = (p for p in saved.ladder if exactness.allows(Exactness(p.exactness)))
+        return replace(saved, budget_bytes=budget_bytes, ladder=tuple(exact))
     limit = arguments["predict"]
     limit_s = LIMIT_S if isinstance(limit, bool) else float(limit)
     step = step_of(trainer, pl_module, batch, make_callback, arguments)
@@ -130,9 +132,12 @@ def _plan(
 def _conflicting(trainer: Any, pl_module: Any, arguments: Mapping[str, Any]) -> list[str]:
     found = []
     for entry in entries():
-        if arguments[entry.argument] != "auto" or not entry.offers:
+        values = [offer.value for offer in entry.offers]
+        if entry.argument == MicroBatchSetting.name:
+            values = ["auto"]
+        if arguments[entry.argument] != "auto" or not values:
             continue
-        plan = values_of("single_gpu") | {entry.argument: entry.offers[0].value}
+        plan = values_of("single_gpu") | {entry.argument: values[0]}
         settings, _ = make_settings("MemSaveCallback", {**arguments, "exactness": _ANY}, plan)
         if settings.conflicts_of(entry.argument, trainer, pl_module):
             found.append(entry.argument)

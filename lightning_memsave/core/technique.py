@@ -38,8 +38,12 @@ class Exactness(enum.Enum):
             >>> Exactness.ROUNDING.allows(Exactness.BITWISE)
             True
         """
-        order = list(Exactness)
-        return order.index(other) <= order.index(self)
+        return other.rank <= self.rank
+
+    @property
+    def rank(self) -> int:
+        """A number that is higher the less exact it is."""
+        return list(Exactness).index(self)
 
 
 def undo_all(functions: list[Callable[[], None]]) -> None:

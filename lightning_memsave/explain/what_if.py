@@ -273,8 +273,10 @@ class WhatIf:
             # A model may raise anything on inputs that it was not made for.
             except Exception as error:
                 first_line = (str(error).strip().splitlines() or [""])[0]
-                reason = f"{type(error).__name__}: {first_line}"
-                self._known[key] = ImpossibleVariantError(reason)
+                failure = ImpossibleVariantError(f"{type(error).__name__}: {first_line}")
+                if isinstance(error, TimeoutError) and limit_s < math.inf:
+                    raise failure from error  # there may be more time for it later
+                self._known[key] = failure
         found = self._known[key]
         if isinstance(found, ImpossibleVariantError):
             raise found

@@ -1,6 +1,5 @@
 """Find the fastest plan that fits a budget."""
 
-import contextlib
 import functools
 import itertools
 import math
@@ -153,14 +152,12 @@ class PlanSearch:
         def rest_of(variant: Variant) -> dict[str, Any]:
             return {n: v for n, v in variant.changes.items() if n not in (RECOMPUTED, MICRO_BATCH)}
 
-        with contextlib.suppress(TimeoutError):
-            whole = self._variants.without_micro_batches(chosen.variant)
-            if whole is not None:
-                self._add(whole)
+        for variant in self._variants.in_other_parts(chosen.variant):
+            self._add(variant)
         same = [
             found
             for variant, found in self._by_variant.items()
-            if _rank(variant.exactness) <= _rank(chosen.variant.exactness)
+            if variant.exactness.rank <= chosen.variant.exactness.rank
             and rest_of(variant) == rest_of(chosen.variant)
         ]
         ladder: dict[int, _Candidate] = {}
@@ -208,6 +205,7 @@ class PlanSearch:
                 self._too_large.add(wanted.variant)
             if room < self._bytes(wanted) < room * (1 + _NEAR):
                 self._slack_bytes += _SLACK * room
+        self._slack_bytes = 0.0
         if self._is_known_to_fit(wanted, room):
             return wanted
         return self._fastest([c for c in self._candidates if self._is_known_to_fit(c, room)], room)
@@ -232,7 +230,7 @@ class PlanSearch:
             for c in candidates
             if self._is_known_to_fit(c, room)
             and c.seconds <= close_s
-            and _rank(c.variant.exactness) <= _rank(wanted.variant.exactness)
+            and c.variant.exactness.rank <= wanted.variant.exactness.rank
         ]
         return min(known, key=lambda c: c.seconds, default=wanted)
 
@@ -250,7 +248,7 @@ class PlanSearch:
             return True
 
         for variant in self._variants.without_each(best.variant, may_be_as_fast):
-            is_less_exact = _rank(variant.exactness) > _rank(best.variant.exactness)
+            is_less_exact = variant.exactness.rank > best.variant.exactness.rank
             if is_less_exact or variant in self._too_large:
                 continue
             self._add(variant)
@@ -275,7 +273,7 @@ class PlanSearch:
         limit_s = min(c.seconds for c in fitting) * (1 + EQUALLY_FAST)
         return min(
             (c for c in fitting if c.seconds <= limit_s),
-            key=lambda c: (_rank(c.variant.exactness), c.seconds, self._bytes(c)),
+            key=lambda c: (c.variant.exactness.rank, c.seconds, self._bytes(c)),
         )
 
     def _verify(self, candidate: _Candidate) -> None:
@@ -307,7 +305,6 @@ class PlanSearch:
     def _thinned(
         self, candidates: Sequence[_Candidate], chosen: _Candidate
     ) -> Iterator[_Candidate]:
-        self._slack_bytes = 0.0
         frontier = self._frontier(candidates)
         at = [c for c in frontier if self._bytes(c) > self._bytes(chosen) and c is not chosen]
         below = [c for c in frontier if self._bytes(c) < self._bytes(chosen)]
@@ -324,7 +321,7 @@ class PlanSearch:
         least = math.inf
 
         def order(one: _Candidate) -> tuple[float, float, int]:
-            return one.seconds, self._bytes(one), _rank(one.variant.exactness)
+            return one.seconds, self._bytes(one), one.variant.exactness.rank
 
         for one in sorted(candidates, key=order):
             if self._bytes(one) < least:
@@ -340,7 +337,7 @@ class PlanSearch:
             for entry in self._given
             if not (entry.argument == "precision" and is_exact)
         ]
-        return max(found, key=list(Exactness).index)
+        return max(found, key=lambda exactness: exactness.rank)
 
     def _settings_of(self, candidate: _Candidate) -> dict[str, Any]:
         changes = dict(candidate.variant.changes)
@@ -449,10 +446,6 @@ def search_for(
     )
     free = functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device)
     return PlanSearch(variants, margin_of=free, given=given)
-
-
-def _rank(exactness: Exactness) -> int:
-    return list(Exactness).index(exactness)
 
 
 # The first blocks need recomputation most: their activations live longest. One kind follows another

@@ -224,8 +224,8 @@ class Variants:
         """
         size = variant.changes.get(MICRO_BATCH)
         on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
-        unwanted = [c for c in on if _rank(c.exactness) or not c.changes.keys().isdisjoint(_FINAL)]
-        for one in sorted(unwanted, key=lambda c: _rank(c.exactness), reverse=True):
+        unwanted = [c for c in on if _of(c).rank or not c.changes.keys().isdisjoint(_FINAL)]
+        for one in sorted(unwanted, key=lambda c: _of(c).rank, reverse=True):
             for rest in self._less(on, one):
                 if not is_worth_it(_changes(rest, size)):
                     continue
@@ -233,10 +233,12 @@ class Variants:
                 if found is not None and len(found.changes) < len(variant.changes):
                     yield found
 
-    def without_micro_batches(self, variant: Variant) -> Variant | None:
-        """Record a variant with whole batches; ``None`` if the model cannot do it."""
+    def in_other_parts(self, variant: Variant) -> list[Variant]:
+        """Record a variant with whole batches, and if it is as inexact with any micro-batches."""
         on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
-        return self._record(on, None)
+        sizes = self._micro_batches() if variant.exactness.allows(Exactness.ROUNDING) else []
+        found = [self._record(on, size) for size in (None, *sizes)]
+        return [variant for variant in found if variant is not None]
 
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
         """Predict a plan whole; ``None`` if the model cannot do it, or there is no time left."""
@@ -305,7 +307,7 @@ class Variants:
             if with_it is None:
                 chosen = chosen if without is None else _without(chosen, one)
             # Estimated from few blocks, which updates in backward may treat as one group.
-            elif without and _rank(one.exactness) and not self._helps(with_it, without):
+            elif without and _of(one).rank and not self._helps(with_it, without):
                 chosen = _without(chosen, one)
         if self._record(chosen, None) is None:  # more than one of them is impossible
             chosen = [one for one in chosen if self._record([one], None) is not None]
@@ -384,9 +386,10 @@ class Variants:
 
     def _record(self, on: Sequence[Candidate], size: int | None) -> Variant | None:
         changes = _changes(on, size)
-        exactness = max([Exactness(c.exactness) for c in on], key=_rank, default=Exactness.BITWISE)
+        found = [Exactness.BITWISE, *map(_of, on)]
         if size is not None:
-            exactness = max(exactness, Exactness.ROUNDING, key=_rank)
+            found.append(Exactness.ROUNDING)
+        exactness = max(found, key=lambda exactness: exactness.rank)
         key = repr(sorted(changes.items()))
         if key not in self._known:
             try:
@@ -424,6 +427,10 @@ def _can(kind: str, blocks: Sequence[Block]) -> bool:
     return kind == "full" or not inplace_problems(blocks)
 
 
+def _of(one: Candidate) -> Exactness:
+    return Exactness(one.exactness)
+
+
 def _argument(one: Candidate) -> str:
     return next(iter(one.changes))
 
@@ -435,7 +442,3 @@ def _without(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
 def _changes(on: Sequence[Candidate], size: int | None) -> dict[str, Any]:
     changes = {name: value for one in on for name, value in one.changes.items()}
     return changes if size is None else {**changes, MICRO_BATCH: size}
-
-
-def _rank(exactness: Exactness | str) -> int:
-    return list(Exactness).index(Exactness(exactness))

@@ -64,6 +64,12 @@ class BudgetSetting(Setting):
             if made.correction.num_times:
                 self._last_check = f"when it was written, {made.correction}"
 
+    def report(self) -> dict[str, Any] | None:
+        """Give what a report of the run shows: the plans, and which one is in force."""
+        if self._made is None or self._plan is None:
+            return None
+        return self._made.to_dict() | {"in_force": self._plan.to_dict()}
+
     def state(self) -> dict[str, Any]:
         """Give what a checkpoint keeps."""
         assert self._made is not None, "a fit has a plan"
@@ -95,7 +101,7 @@ class BudgetSetting(Setting):
                 recomputation.change(pl_module, which)
             size = plan.settings.get(micro_batches.name)
             if size != before.settings.get(micro_batches.name):
-                micro_batches.resize(size if isinstance(size, int) else None)
+                micro_batches.change(trainer, pl_module, size)
             micro_batches.peak_bytes = plan.peak_bytes
 
         # Where a loss cannot be split, batches stay whole.
@@ -103,6 +109,7 @@ class BudgetSetting(Setting):
             return not (micro_batches.proof.reason and _splits(plan))
 
         def relieve(num_failures: int) -> bool:
+            self._num_retries = None  # it retried before it failed
             # The first time the cache of the allocator was freed, which may have been enough.
             return num_failures == 1 or self.step_down(trainer, "memory ran out")
 
@@ -116,12 +123,13 @@ class BudgetSetting(Setting):
         self._undo.append(self._forget_changes)
         self._undo.append(micro_batches.forget_relief)
 
-    def step_down(self, trainer: Any, why: str) -> bool:
+    def step_down(self, trainer: Any, why: str, *, in_same_parts: bool = False) -> bool:
         """Change to the fastest plan that needs less.
 
         Args:
             trainer: The Trainer.
             why: A clause, for the log.
+            in_same_parts: Only to one with micro-batches of the same size.
 
         Returns:
             Whether there was one.
@@ -129,14 +137,17 @@ class BudgetSetting(Setting):
         assert self._made is not None, "called with a plan"
         assert self._plan is not None, "called with a plan"
         self._made.leave(self._plan)
-        smaller = self._smaller()
+        smaller = self._smaller(in_same_parts=in_same_parts)
         return smaller is not None and self._change_to(trainer, smaller, why)
 
-    def _smaller(self) -> Plan | None:
+    def _smaller(self, *, in_same_parts: bool = False) -> Plan | None:
         made, now = self._made, self._plan
         assert made is not None, "called with a plan"
         assert now is not None, "called with a plan"
         smaller = [p for p in made.usable if p.device_bytes < now.device_bytes]
+        if in_same_parts:
+            name = MicroBatchSetting.name
+            smaller = [p for p in smaller if p.settings.get(name) == now.settings.get(name)]
         return min(filter(self._is_possible, smaller), key=made.seconds_of, default=None)
 
     def _stay_whole(self, trainer: Any, why: str) -> None:
@@ -178,7 +189,7 @@ class BudgetSetting(Setting):
             trainer: The Trainer.
             monitor: Measures the peak; ``None`` if nothing does.
         """
-        self.watch(trainer)
+        self.watch(trainer, is_start=True)
         if self._at_step != trainer.global_step:
             self._at_step = trainer.global_step
             self._num_steps += 1
@@ -227,18 +238,30 @@ class BudgetSetting(Setting):
         self._show()
         log_info(trainer, f"budget={self.value}: {made.correction}; the plan stays.")
 
-    def watch(self, trainer: Any) -> None:
-        """Change to a smaller plan where CUDA's allocator had to give memory back in a step."""
+    def end_batch(self, trainer: Any) -> None:
+        """Change to a smaller plan where CUDA's allocator had to give memory back in the batch.
+
+        Args:
+            trainer: The Trainer.
+        """
+        self.mark("optimizer")
+        self.watch(trainer, is_start=False)
+
+    def watch(self, trainer: Any, *, is_start: bool) -> None:
+        """Note the retries of CUDA's allocator; those between batches are not a plan's."""
         device = trainer.strategy.root_device
         if device.type == "cuda":  # pragma: no cover (gpu)
+            self._num_retries = None if is_start else self._num_retries
             statistics = torch.cuda.memory_stats(device)
             self.note_retries(trainer, int(statistics.get("num_alloc_retries", 0)))
 
     def note_retries(self, trainer: Any, num_retries: int) -> None:
-        """Do the same, by the number of retries so far."""
+        """Change to a smaller plan if there are more retries than before."""
         before, self._num_retries = self._num_retries, num_retries
         if before is not None and num_retries > before:
-            self.step_down(trainer, f"the allocator retried {num_retries - before} times")
+            # Other ranks do not know: they must see as many micro-batches.
+            why = f"the allocator retried {num_retries - before} times"
+            self.step_down(trainer, why, in_same_parts=trainer.world_size > 1)
 
     def _change_to(self, trainer: Any, plan: Plan, why: str) -> bool:
         if self._change is None or self._plan is None:

@@ -16,6 +16,7 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     describe_failed_step,
     describe_failed_window,
     find_conflicts,
+    part_passer,
     read_micro_batching,
     refusal_of,
     warn_of_batch_norm,
@@ -37,7 +38,6 @@ from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Pr
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
 from lightning_memsave.techniques.micro_batching.runner import (
     MicroBatchRunner,
-    PassPart,
     samples_of,
 )
 from lightning_memsave.techniques.micro_batching.technique import (
@@ -54,7 +54,6 @@ from lightning_memsave.trainer.distributed import (
     broadcast_buffers,
     communicates_in_forward,
     has_static_graph,
-    without_sync,
 )
 from lightning_memsave.trainer.hooks import (
     GradientVersions,
@@ -151,11 +150,19 @@ class MicroBatchSetting(Setting):
         """Split batches that run out of memory, as without a plan."""
         self.relieve = self.stay_whole = self.peak_bytes = self.advise = None
 
-    def resize(self, size: int | None) -> None:
-        """Pass as many samples at once as a plan says from now on; ``None`` for whole batches."""
-        self.size, self.is_planned = size, True
+    def plan(self, size: Any, needed: int | None = None) -> None:
+        """Pass as many samples at once as a plan says, or fewer if fewer were needed with it."""
+        self.size = min((n for n in (size, needed) if isinstance(n, int)), default=None)
+        self.is_planned = self.size in (size, None)
+
+    def change(self, trainer: Any, pl_module: Any, size: Any) -> None:
+        """Do the same from now on, in a fit that is running."""
+        self.plan(size)
         if self.runner is not None:
-            self.runner.size = size
+            self.runner.size = self.size
+        self._show(trainer, pl_module)
+        if self.size is not None:
+            warn_of_batch_norm(trainer, pl_module, str(self.size))
 
     def savings(self, pl_module: Any) -> str:
         """Say what happens without it."""
@@ -210,7 +217,8 @@ class MicroBatchSetting(Setting):
     def _make_runner(self, trainer: Any, pl_module: Any) -> MicroBatchRunner:
         assert self.technique is not None, "there is something to run"
         runner = self.technique.make_runner(functools.partial(self._agree, trainer))
-        runner.size = self.size if self.is_auto else runner.size
+        if self.is_auto:
+            runner.size = None if self.is_kept_whole else self.size
         runner.may_shrink = not self.is_kept_whole
         if self.is_in_budget:
             runner.advice = "Use a smaller `budget=`, shorter samples or a smaller model."
@@ -291,7 +299,7 @@ class MicroBatchSetting(Setting):
         try:
             runner.run(
                 batch,
-                _part_passer(trainer, parts, is_apart=is_apart),
+                part_passer(trainer, parts, is_apart=is_apart),
                 save_state=lambda: known.save(gradients, is_watched) if is_repeatable else None,
                 forget=forget,
             )
@@ -324,7 +332,7 @@ class MicroBatchSetting(Setting):
 
     def _exhausted_after_probe(self, trainer: Any, batch: Any) -> MemoryExhaustedError:
         assert self.runner is not None, "batches pass with a runner"
-        before = self.runner.size_of(batch)
+        before = samples_of(batch, self.runner.whole) and self.runner.size_of(batch)
         where = f"on rank {trainer.global_rank}, after {self._probe.num_steps} optimizer steps"
         return MemoryExhaustedError(describe_failed_rank(before, where, self.advise))
 
@@ -479,17 +487,3 @@ class MicroBatchSetting(Setting):
         in_parts = "approximate" if has_batch_norm(pl_module) else "rounding"
         exactness = "bitwise" if is_bitwise else in_parts
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
-
-
-def _part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
-    # A process that runs out of memory must not leave the others waiting in their passes.
-    context = alone if is_apart else without_sync
-
-    def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
-        if is_apart or not is_last:
-            with context(trainer):
-                parts(part, weight, num_samples, is_last)
-        else:
-            parts(part, weight, num_samples)
-
-    return pass_part

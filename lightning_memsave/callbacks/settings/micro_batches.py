@@ -16,12 +16,15 @@ from lightning_memsave.errors import ConfigurationError, ExactnessWarning, Memsa
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.measure.storages import tensors_in_batch
 from lightning_memsave.techniques.micro_batching.loss_proof import Proof
-from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
+from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, PassPart
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.trainer.batch_parts import BatchParts
 from lightning_memsave.trainer.distributed import (
+    alone,
     communicates_in_forward,
     has_custom_gradient_sync,
     has_static_graph,
+    without_sync,
 )
 
 # The first step has no optimizer state before it, the second has all there is.
@@ -199,16 +202,43 @@ def describe_failed_window(advise: Advice) -> str:
     )
 
 
-def describe_failed_rank(num_samples: int, where: str, advise: Advice) -> str:
+def describe_failed_rank(num_samples: int | None, where: str, advise: Advice) -> str:
     """Write that memory ran out where DDP itself shares gradients."""
-    fix = advise() if advise else f"Pass `micro_batch_size={max(num_samples // 2, 1)}`."
+    size, at_once = 1, ""
+    if num_samples is not None:
+        size, at_once = max(num_samples // 2, 1), f"with {num_samples} samples at once "
+    fix = advise() if advise else f"Pass `micro_batch_size={size}`."
     return (
-        f"Out of memory with {num_samples} samples at once {where}. Processes repeat a batch "
+        f"Out of memory {at_once}{where}. Processes repeat a batch "
         f"together in the first {PROBED_STEPS} steps only: from then on they train under DDP "
         "itself, which cannot repeat one. Batches that grow during training are the usual reason.\n"
         f"{fix} Resume from the last checkpoint with `trainer.fit(..., ckpt_path=...)`, or let the "
         "longest batches come first."
     )
+
+
+def part_passer(trainer: Any, parts: BatchParts, *, is_apart: bool) -> PassPart:
+    """Make what runs one micro-batch of a batch.
+
+    Args:
+        trainer: The Trainer.
+        parts: Runs micro-batches.
+        is_apart: Processes share gradients after the batch, and not in its last backward pass: one
+            that runs out of memory must not leave the others waiting.
+
+    Returns:
+        As for `MicroBatchRunner.run`.
+    """
+    context = alone if is_apart else without_sync
+
+    def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
+        if is_apart or not is_last:
+            with context(trainer):
+                parts(part, weight, num_samples, is_last)
+        else:
+            parts(part, weight, num_samples)
+
+    return pass_part
 
 
 class PlannedRoom:
