@@ -6,7 +6,7 @@ import torch
 
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
-from lightning_memsave.explain.what_if import WhatIf
+from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch, search_for
 from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS
@@ -159,3 +159,20 @@ def test_gpus_with_equal_kernels_share_predictions():
     found, expected = second.find(2**30), alone.find(2**30)
     assert found.frontier == expected.frontier
     assert found.num_predictions < expected.num_predictions
+
+
+def test_a_prediction_that_ran_out_of_time_may_have_more_of_it_later():
+    what_if = what_if_of("encoder")
+    with pytest.raises(ImpossibleVariantError, match="Timeout"):
+        what_if.predict({"activation_checkpointing": "all"}, limit_s=0.0)
+    assert what_if.predict({"activation_checkpointing": "all"}).peak_bytes > 0
+
+
+def test_the_ladder_has_smaller_micro_batches_of_any_plan():
+    search = search_of("encoder", open_arguments=(*OPEN, "micro_batch_size", "optimizer"))
+    plain = search.find(2**40).plan
+    plan = search.find(plain.device_bytes // 4).plan
+    size = plan.settings["micro_batch_size"]
+    assert size > 1
+    sizes = {one.settings["micro_batch_size"] for one in search.ladder()}
+    assert {"auto", size, 1} <= sizes
