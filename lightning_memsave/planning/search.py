@@ -236,15 +236,23 @@ class PlanSearch:
 
     # Without settings that change results or that cannot be repeated, as long as it is as fast.
     def _preferred(self, best: _Candidate, room: int, limit_s: float) -> _Candidate:
+        quickest_s = min(c.seconds for c in self._candidates)
+
+        # What is slower with more settings on is slower without them; with micro-batches, if it is
+        # with whole batches, where nothing is recomputed.
         def may_be_as_fast(changes: Mapping[str, Any]) -> bool:
-            # What is slower with more settings on is slower without them.
             size = changes.get(MICRO_BATCH)
+            settings = {(n, v) for n, v in changes.items() if n != MICRO_BATCH}
             for variant, candidates in self._by_variant.items():
-                on = variant.changes
-                if changes.items() <= on.items() and on.get(MICRO_BATCH) == size:
+                of_it = variant.changes.get(MICRO_BATCH)
+                if of_it not in (size, None) or not settings <= variant.changes.items():
+                    continue
+                if of_it == size:
                     found = self._fastest(candidates, room)
                     if found is None or found.seconds > limit_s:
                         return False
+                elif min(c.seconds for c in candidates) > quickest_s * (1 + EQUALLY_FAST):
+                    return False
             return True
 
         for variant in self._variants.without_each(best.variant, may_be_as_fast):

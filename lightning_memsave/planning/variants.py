@@ -32,6 +32,8 @@ _FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch ha
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
 # Of a run of equal blocks so many are recorded, in this order.
 _RECORDED = ("nested", "full", "selective", KEEP)
+# Of the time that is allowed: it is left for predictions of whole plans.
+_FOR_PLANS = 0.3
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
 
 
@@ -399,15 +401,18 @@ class Variants:
         return self._known[key]
 
     def _make(self, changes: Mapping[str, Any], exactness: Exactness) -> Variant:
-        predict: Callable[..., MemoryPrediction] = self._copies.predict
+        def predict(settings: Mapping[str, Any]) -> MemoryPrediction:
+            left_s = (1 - _FOR_PLANS) * self._limit_s - self.seconds_so_far
+            return self._copies.predict(settings, limit_s=left_s)
+
         if not self.kinds:
-            prediction = predict(self.settings(changes), limit_s=self.left_s)
+            prediction = predict(self.settings(changes))
             seconds = self.seconds(prediction)
             return Variant(changes, exactness, prediction=prediction, seconds=seconds)
         recorded, names = [], self._names
         for kinds in self._assignments(len(names)):
             settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
-            prediction = predict(settings, limit_s=self.left_s)
+            prediction = predict(settings)
             recorded.append((dict(zip(names, kinds, strict=True)), prediction))
         costs = BlockCosts(self.runs, recorded, self._sizes, self.rates)
         return Variant(changes, exactness, costs)

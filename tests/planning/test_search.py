@@ -1,3 +1,5 @@
+import functools
+import itertools
 import re
 from dataclasses import replace
 
@@ -176,3 +178,18 @@ def test_the_ladder_has_smaller_micro_batches_of_any_plan():
     assert size > 1
     sizes = {one.settings["micro_batch_size"] for one in search.ladder()}
     assert {"auto", size, 1} <= sizes
+
+
+def test_a_search_that_runs_out_of_time_takes_the_best_plan_by_then(monkeypatch):
+    budget = int(0.9 * what_if_of("gpt2").base().device_bytes)
+    numbers = []
+    for now_s in (0, 100):  # by when the first variant is recorded
+        so_far_s = itertools.chain([0], itertools.repeat(now_s))
+        ask = functools.partial(next, so_far_s)
+        monkeypatch.setattr(Variants, "seconds_so_far", property(lambda _, ask=ask: ask()))
+        variants = Variants(what_if_of("gpt2"), OPEN, Exactness.BITWISE, RATES, limit_s=120)
+        found = PlanSearch(variants).find(budget)
+        assert found.plan.is_verified
+        assert found.fits(found.plan)
+        numbers.append(found.num_predictions)
+    assert numbers[0] > numbers[1]
