@@ -17,6 +17,7 @@ from benchmarks.readme import PICTURE, fill
 from lightning_memsave import MemSaveCallback, predict_memory
 from lightning_memsave.cli.main import main
 from lightning_memsave.techniques.registry import entries
+from lightning_memsave.units import GIB
 
 ROOT = Path(lightning_memsave.__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -218,3 +219,10 @@ class TestJson:
         assert all(plan.keys() == printed["plan"].keys() for plan in printed["frontier"])
         top = {**printed, **dict.fromkeys(self.LIKE_OTHERS)}
         assert self.found(top) == self.documented("memsave plan --json")
+
+
+def test_the_plan_in_the_readme_is_that_of_the_benchmark():
+    found = json.loads((ROOT / "benchmarks" / "results" / "plan_frontier.json").read_text())
+    plan = found["cases"]["GPT-2 XL, 8 x 1024, RTX-3060-12GB, all, approximate"]["plan"]
+    needed = f"{plan['device_bytes'] / GIB:.1f} GiB, at {plan['time_ratio']:.2f} times"
+    assert f"to need {needed} the time" in (ROOT / "README.md").read_text().replace("\n", " ")

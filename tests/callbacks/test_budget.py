@@ -204,7 +204,7 @@ def contrast(vectors: Tensor) -> Tensor:
 
 
 OFF = ("optimizer", "optimizer_in_backward", "chunked_cross_entropy", "low_precision_weights")
-ONLY_IN_PARTS = {**dict.fromkeys((*OFF, "attention")), "exactness": "rounding"}
+ONLY_IN_PARTS: dict[str, Any] = {**dict.fromkeys((*OFF, "attention")), "exactness": "rounding"}
 
 
 def lit_of(model: type[nn.Module], argument: Any, batch_size: int) -> Any:
@@ -471,7 +471,7 @@ def test_what_the_user_gives_as_objects_is_neither_changed_nor_saved(tmp_path, p
         return list(batch.split(size))
 
     def make(**arguments: Any) -> MemSaveCallback:
-        off = {"optimizer": None, "optimizer_in_backward": None}
+        off: dict[str, Any] = {"optimizer": None, "optimizer_in_backward": None}
         given = ActivationCheckpointing("all")
         return MemSaveCallback(given, split_batch=in_parts, budget=budget, **off, **arguments)
 

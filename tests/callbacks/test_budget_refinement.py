@@ -19,7 +19,7 @@ from tests.callbacks.lit import fit, make_lit, make_trainer, rows_of
 from tests.callbacks.test_budget import Encoder, encoder, equal
 
 EPOCHS = 3  # of 6 steps
-SHORT = {"limit_train_batches": 2}  # in each epoch
+SHORT: dict[str, Any] = {"limit_train_batches": 2}  # in each epoch
 FASTER = 1.5  # of what the unchanged fit needs: all plans fit
 
 
@@ -171,7 +171,7 @@ def test_measured_times_decide_whether_a_faster_plan_is_worth_a_change(
     trainer.fit(encoder(), ckpt_path=path)
     assert watches.changes == ([4] if is_worth_it else [])
     factors = callback.plan.correction.factors
-    assert max(factors, key=factors.get) == phase
+    assert max(factors, key=factors.__getitem__) == phase
     assert callback.plan.correction.offset_bytes is None  # nothing measures it
     if is_worth_it:
         assert watches.plans[-1].seconds_by_phase["recomputation"] == 0

@@ -186,7 +186,7 @@ def test_a_search_that_runs_out_of_time_takes_the_best_plan_by_then(monkeypatch)
     for now_s in (0, 100):  # by when the first variant is recorded
         so_far_s = itertools.chain([0], itertools.repeat(now_s))
         ask = functools.partial(next, so_far_s)
-        monkeypatch.setattr(Variants, "seconds_so_far", property(lambda _, ask=ask: ask()))
+        monkeypatch.setattr(Variants, "seconds_so_far", property(lambda variants, ask=ask: ask()))  # type: ignore[misc]
         variants = Variants(what_if_of("gpt2"), OPEN, Exactness.BITWISE, RATES, limit_s=120)
         found = PlanSearch(variants).find(budget)
         assert found.plan.is_verified
