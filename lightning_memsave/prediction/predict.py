@@ -43,7 +43,6 @@ from lightning_memsave.prediction.wrapped_module import unwrap
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
-from lightning_memsave.units import format_bytes
 
 
 def summarise(
@@ -135,8 +134,6 @@ _NO_LOSS = (
 _PAGED = "paged_"
 _CHECK_BATCH = "check that the module accepts this batch."
 _NOTHING_TO_TRAIN = "optimizer got an empty parameter list"
-GUESSED_SHARE = 0.01
-"""Share of the peak from which on memory that may not be needed is reported as a guess."""
 
 
 def predict(step: TrainingStep) -> MemoryPrediction:
@@ -254,7 +251,7 @@ class _Predictor:
         recording = simulate_steps(module, batch, [callback], settings)
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
-        prediction = summarise(
+        return summarise(
             recording,
             device=step.device,
             model=_shown_name(self.pl_module),
@@ -276,7 +273,6 @@ class _Predictor:
             if on_cuda
             else 0,
         )
-        return _with_guessed_copies(prediction, module, callback.rows)
 
     def _cuda_assumptions(self, recording: Recording) -> tuple[str, ...]:
         step = self.step
@@ -344,22 +340,6 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
         return batch, 0, 1.0
     first = split_samples(batch, num_first, shared)[0]
     return first, _num_bytes(batch) - _num_bytes(first), num_first / num_samples
-
-
-# Whether a loss can be split shows only on real values. If it cannot, the callback keeps no copy
-# of the buffers, as it does not repeat batches.
-def _with_guessed_copies(
-    prediction: MemoryPrediction, pl_module: Any, rows: Sequence[Row]
-) -> MemoryPrediction:
-    copied_bytes = sum(buffer.nbytes for buffer in pl_module.buffers())
-    is_auto = any(r.name == "micro_batch_size" and r.value == "'auto'" for r in rows)
-    if not is_auto or copied_bytes < GUESSED_SHARE * prediction.peak_bytes:
-        return prediction
-    guess = (
-        "micro_batch_size='auto': the loss was assumed to be divisible into micro-batches; if it "
-        f"is not, {format_bytes(copied_bytes)} less are needed, a copy of the buffers"
-    )
-    return replace(prediction, guesses=(*prediction.guesses, guess))
 
 
 def _num_bytes(batch: Any) -> int:

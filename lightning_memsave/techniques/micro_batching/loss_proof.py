@@ -267,7 +267,7 @@ def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> P
         return replace(_confirm_with(check, proof, samples, state), num_samples=size)
 
     outside = sys.exception()
-    while size > 2:
+    while size > 1:
         try:
             return confirm()
         except Exception as error:
@@ -275,8 +275,8 @@ def _confirm(check: LossCheck, proof: Proof, size: int, state: ModuleState) -> P
                 raise
         # Outside of the except block, whose traceback keeps tensors alive.
         free_unused()
-        size = max(size // 2, 2)
-    return with_memory_freed(confirm)
+        size = max(size // 2, 2) if size > 2 else 0
+    return proof  # by less: micro-batches may be smaller
 
 
 def _confirm_with(check: LossCheck, proof: Proof, samples: _Samples, state: ModuleState) -> Proof:
