@@ -391,7 +391,7 @@ class PlanSearch:
         return f"Use {', '.join(ways)}, or a smaller model."
 
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
-        if self._variants.left_s <= 0:
+        if self._variants.left_s <= 0 or self._variants.is_cut_short:
             raise TimeoutError(_OUT_OF_TIME)
         known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
         smallest = self._plan(min(known or self._candidates, key=self._bytes))

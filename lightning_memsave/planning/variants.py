@@ -120,6 +120,8 @@ class Variants:
         if "early_release" in self._open:  # costs nothing
             self._off["early_release"] = True
         self._num_before = 0
+        self.is_cut_short = False
+        """Whether time was too short for some variants."""
         self._known: dict[str, Variant | None] = {}
         self.runs: list[Run] = []
         self.kinds: tuple[str, ...] = ()
@@ -143,6 +145,10 @@ class Variants:
     def left_s(self) -> float:
         """Seconds that are left."""
         return self._limit_s - self.seconds_so_far
+
+    @property
+    def _left_to_record_s(self) -> float:
+        return (1 - _FOR_PLANS) * self._limit_s - self.seconds_so_far
 
     @property
     def seconds_so_far(self) -> float:
@@ -174,7 +180,7 @@ class Variants:
         other.what_if = moved(self.what_if)
         is_cut = self._copies is not self.what_if
         other._copies = moved(self._copies) if is_cut else other.what_if
-        other.rates, other._known = rates, {}
+        other.rates, other._known, other.is_cut_short = rates, {}, False
         other._start_s, other._limit_s = time.monotonic(), limit_s
         other._num_before += self.num_predictions
         return other
@@ -398,12 +404,12 @@ class Variants:
                 self._known[key] = self._make(changes, exactness)
             except ImpossibleVariantError:
                 self._known[key] = None
+                self.is_cut_short = self.is_cut_short or self._left_to_record_s <= 0
         return self._known[key]
 
     def _make(self, changes: Mapping[str, Any], exactness: Exactness) -> Variant:
         def predict(settings: Mapping[str, Any]) -> MemoryPrediction:
-            left_s = (1 - _FOR_PLANS) * self._limit_s - self.seconds_so_far
-            return self._copies.predict(settings, limit_s=left_s)
+            return self._copies.predict(settings, limit_s=self._left_to_record_s)
 
         if not self.kinds:
             prediction = predict(self.settings(changes))
