@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import nn
 
 from lightning_memsave.core.blocks import Block, ancestors
-from lightning_memsave.planning.step_time import Lane, Rates, lane_of
+from lightning_memsave.planning.step_time import PASSES, Lane, Rates, lane_of
 from lightning_memsave.prediction.result import MemoryPrediction
 
 KEEP = "keep"
@@ -117,6 +117,8 @@ class BlockCosts:
                 self._costs.setdefault((run_of[name], kinds[name]), cost)
         last = recorded[-1][1]
         self._parts, self._outside_s = step.parts, step.outside_s
+        everywhere = [self._outside_s, *(cost.seconds for cost in self._costs.values())]
+        self._has_copies = any(lane != "device" for found in everywhere for _, lane in found)
         self._resident_bytes = step.outside_bytes
         self.overhead_bytes = last.device_bytes - last.peak_bytes
         """Of the device's allocator and context."""
@@ -146,11 +148,19 @@ class BlockCosts:
 
     def seconds_by_phase(self, kinds: Sequence[str]) -> dict[str, float]:
         """Estimate the seconds of `peak_and_seconds` by phase, as in `StepTime`."""
-        found = defaultdict(float, self._outside_s)
-        for key, count in Counter(zip(self._runs, kinds, strict=True)).items():
-            for lane, seconds in self._costs[key].seconds.items():
-                found[lane] += count * seconds
-        return self._rates.by_phase(found)
+        keys = [*zip(self._runs, kinds, strict=True)]
+        if not self._has_copies:  # the order does not matter
+            total = defaultdict(float, self._outside_s)
+            for key, count in Counter(keys).items():
+                for lane, seconds in self._costs[key].seconds.items():
+                    total[lane] += count * seconds
+            return self._rates.by_phase({name: [total] for name in PASSES})
+        blocks = [self._costs[key].seconds for key in keys]
+        # The head is before the blocks in backward, where most of the rest is.
+        forward, backward = [self._outside_s, *blocks], [self._outside_s, *reversed(blocks)]
+        return self._rates.by_phase(
+            {"forward": forward, "backward": backward, "optimizer": [self._outside_s]}
+        )
 
 
 class _Step:

@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -18,8 +18,12 @@ from lightning_memsave.units import MIB
 # and RoundPipe on RTX 4090, A100 and H100: 32 to 66 % of all FLOP/s). Between plans for the same
 # GPU ratios hold better than seconds.
 _PRODUCT, _ATTENTION, _MEMORY = 0.65, 0.45, 0.8
-_PHASES = ("forward", "recomputation", "backward", "optimizer")
-_PASSES = (("forward",), ("recomputation", "backward"), ("optimizer",))
+PASSES = {
+    "forward": ("forward",),
+    "backward": ("recomputation", "backward"),
+    "optimizer": ("optimizer",),
+}
+"""The phases of each pass."""
 _COPIES = ("to_host", "from_host")
 Lane = tuple[str, str]
 LEVEL = 0.5, 2.0
@@ -85,22 +89,45 @@ class Rates:
             self.launch_s * kernel.num_launches,
         )
 
-    def by_phase(self, seconds: Mapping[Lane, float]) -> dict[str, float]:
-        """Schedule the lanes of a step: copies are waited for as far as they take longer.
+    def by_phase(self, parts: Mapping[str, Sequence[Mapping[Lane, float]]]) -> dict[str, float]:
+        """Schedule a step on lanes.
+
+        A part copies to the host while later ones compute; what it needs comes while earlier ones
+        do.
 
         Args:
-            seconds: By phase and lane, as `lane_of` names them.
+            parts: Seconds by phase and lane, as `lane_of` names them, of the parts of each pass,
+                one of `PASSES`, in the order in which they run; lanes of other passes are ignored.
 
         Returns:
-            Seconds of all phases.
+            Seconds of all phases. What copies take longer is in the last phase of the pass.
         """
-        found = {phase: seconds.get((phase, "device"), 0.0) for phase in _PHASES}
-        for together in _PASSES:
-            copies = [sum(seconds.get((p, lane), 0.0) for p in together) for lane in _COPIES]
-            beside_s = sum(found[phase] for phase in together)
-            longer_s = max(0.0, max(copies) - beside_s) if self.has_lanes else sum(copies)
-            found[together[-1]] += longer_s
+        found = {phase: 0.0 for phases in PASSES.values() for phase in phases}
+        for name, phases in PASSES.items():
+            computed, to_host, from_host = (
+                [sum(part.get((phase, lane), 0.0) for phase in phases) for part in parts[name]]
+                for lane in ("device", *_COPIES)
+            )
+            for phase in phases:
+                found[phase] += sum(part.get((phase, "device"), 0.0) for part in parts[name])
+            if self.has_lanes:
+                ends = [
+                    _pipelined(zip(computed, to_host, strict=True)),
+                    _pipelined(zip(reversed(computed), reversed(from_host), strict=True)),
+                ]
+                found[phases[-1]] += max(ends) - sum(computed)
+            else:
+                found[phases[-1]] += sum(to_host) + sum(from_host)
         return found
+
+
+# When the last copy has ended, one at a time, each after its part.
+def _pipelined(parts: Iterable[tuple[float, float]]) -> float:
+    computed_s = copied_s = 0.0
+    for part_s, copy_s in parts:
+        computed_s += part_s
+        copied_s = max(copied_s, computed_s) + copy_s
+    return copied_s
 
 
 def lane_of(kernel: Kernel) -> Lane:
@@ -126,7 +153,7 @@ class StepTime:
 
 
 def step_time(work: Work, rates: Rates) -> StepTime:
-    """Estimate the time of a step: kernels one after the other, copies beside them.
+    """Estimate the time of a step: module after module, copies beside those that follow.
 
     Args:
         work: Its kernels, as `MemoryPrediction.work`.
@@ -136,10 +163,13 @@ def step_time(work: Work, rates: Rates) -> StepTime:
         The time. Use it as a ratio to that of another step on the same device: the level depends on
         clock, driver and cooling.
     """
-    seconds: defaultdict[Lane, float] = defaultdict(float)
+    parts: dict[str, dict[str, dict[Lane, float]]] = {name: {} for name in PASSES}
+    pass_of = {phase: name for name, phases in PASSES.items() for phase in phases}
     for kernel, count in work:
-        seconds[lane_of(kernel)] += count * rates.seconds(kernel)
-    return StepTime(rates.by_phase(seconds))
+        modules = parts[pass_of[kernel.phase]]
+        part = modules.setdefault(kernel.module, defaultdict(float))
+        part[lane_of(kernel)] += count * rates.seconds(kernel)
+    return StepTime(rates.by_phase({name: [*found.values()] for name, found in parts.items()}))
 
 
 _REPEATS = 10

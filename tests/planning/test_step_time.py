@@ -6,7 +6,7 @@ import pytest
 
 from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
 from lightning_memsave.prediction.cuda.gpus import GPUS
-from lightning_memsave.prediction.work import Kernel, Work
+from lightning_memsave.prediction.work import Kernel, Phase, Work
 
 RATES = Rates({"float32": 100.0, "bfloat16": 400.0}, {"float32": 50.0}, 10.0, 2.0, 1.0)
 
@@ -42,22 +42,36 @@ def test_a_step_is_the_sum_of_its_kernels():
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "has_lanes", "expected"),
-    [(30, True, (10.0, 20.0)), (70, True, (10.0, 25.0)), (30, False, (10.0, 45.0))],
+    ("to_host", "from_host", "has_lanes", "expected"),
+    [
+        (10, 20, True, 20.0),  # both are hidden
+        (30, 20, True, 25.0),  # begins after the 20 s of its module, and takes 15
+        (0, 80, True, 40.0),  # 40 s, which the last module waits for with its 10
+        (30, 20, False, 45.0),
+    ],
 )
-def test_copies_run_beside_the_kernels_of_their_pass(num_bytes, has_lanes, expected):
+def test_copies_run_beside_the_modules_that_follow(to_host, from_host, has_lanes, expected):
+    def product(phase: Phase, module: str) -> Kernel:
+        return Kernel(phase, "product", "float32", 1000, 20, module=module)
+
     work = Work(
         (
-            (Kernel("forward", "product", "float32", 1000, 20), 1),
-            (Kernel("recomputation", "product", "float32", 1000, 20), 1),
-            (Kernel("backward", "product", "float32", 2000, 20), 1),
-            (Kernel("backward", "to_host", "float32", 0, num_bytes), 1),
-            (Kernel("backward", "from_host", "float32", 0, 20), 1),
+            (product("forward", "first"), 1),
+            (product("recomputation", "last"), 1),
+            (product("backward", "last"), 1),
+            (Kernel("backward", "to_host", "float32", 0, to_host, 0, "last"), 1),
+            (product("backward", "first"), 1),
+            (Kernel("backward", "from_host", "float32", 0, from_host, 0, "first"), 1),
         )
     )
-    found = step_time(work, replace(RATES, has_lanes=has_lanes)).by_phase
-    assert (found["recomputation"], found["backward"]) == expected
-    assert found["forward"] == 10.0
+    rates = replace(RATES, launch_s=0.0, has_lanes=has_lanes)
+    found = step_time(work, rates).by_phase
+    assert found == {
+        "forward": 10.0,
+        "recomputation": 10.0,
+        "backward": expected,
+        "optimizer": 0.0,
+    }
 
 
 def test_more_batches_repeat_all_but_the_update():
