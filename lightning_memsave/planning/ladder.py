@@ -18,13 +18,13 @@ class Correction:
         offset_bytes: By how much peaks are higher than predicted; ``None`` if it is not known.
         factors: Measured over estimated seconds of ``"forward"``, ``"backward"`` and
             ``"optimizer"``; empty if they are not known.
-        num_times: How often the fit was planned again.
+        num_checks: How often a fit compared its plan with measurements, changed or not.
         too_large_bytes: Of the smallest plan that was left because of memory; ``None`` if none was.
     """
 
     offset_bytes: int | None = None
     factors: dict[str, float] = field(default_factory=dict)
-    num_times: int = 0
+    num_checks: int = 0
     too_large_bytes: int | None = None
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class RunPlan:
             peak_bytes: The peak as a run measures it; ``None`` if it is not known.
             seconds: Of ``"forward"``, ``"backward"`` and ``"optimizer"``; empty if not known.
         """
-        self.correction.num_times += 1
+        self.correction.num_checks += 1
         if peak_bytes is not None:
             predicted_bytes = now.device_bytes - self.unmeasured_bytes
             self.correction.offset_bytes = int(peak_bytes) - predicted_bytes
@@ -108,7 +108,7 @@ class RunPlan:
         room -= self.margin_bytes
         fitting = [p for p in self.usable if p.device_bytes <= room and is_possible(p)]
         if not is_over:  # what a clock says must not change results in the last digits
-            fitting = [p for p in fitting if _size_of(p) == _size_of(now)]
+            fitting = [p for p in fitting if p.micro_batch_size == now.micro_batch_size]
         best = min(fitting, key=self.seconds_of, default=None)
         if best is None or is_over or self.seconds_of(best) < _WORTH_IT * self.seconds_of(now):
             return best
@@ -154,11 +154,6 @@ class RunPlan:
             )
         except (TypeError, KeyError):
             return None
-
-
-# Recomputation changes nothing; sizes of micro-batches change the rounding.
-def _size_of(plan: Plan) -> Any:
-    return plan.settings.get("micro_batch_size")
 
 
 # From outside, neither recomputation nor updates in it can be told from backward.

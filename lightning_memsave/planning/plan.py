@@ -66,6 +66,11 @@ class Plan:
         return _listed(self._on) or "nothing on"
 
     @property
+    def micro_batch_size(self) -> Any:
+        """Samples at once; not a number for whole batches."""
+        return self.settings.get("micro_batch_size")
+
+    @property
     def size(self) -> str:
         """Bytes on the device, with "about" if they are estimated."""
         return f"{'' if self.is_verified else 'about '}{format_bytes(self.device_bytes)}"

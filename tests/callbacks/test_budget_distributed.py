@@ -101,7 +101,7 @@ def test_both_change_their_plan_where_one_runs_out_of_memory(report):
 def test_both_change_their_plan_where_one_needs_more_than_predicted(report):
     first, second = report("holding")
     assert first["correction"] == second["correction"]
-    assert first["correction"]["num_times"] == 1
+    assert first["correction"]["num_checks"] == 1
     assert first["correction"]["offset_bytes"] == pytest.approx(2**20, abs=100)
     assert first["in_force"] == second["in_force"] != first["plan"]["settings"]
     for holding, plain in zip((first, second), report("plain"), strict=True):

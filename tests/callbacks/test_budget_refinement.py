@@ -98,7 +98,7 @@ def test_memory_that_cannot_be_predicted_changes_the_plan_three_times_also_resum
     assert "above the predicted one" in note
 
     saved = torch.load(path, weights_only=True)["callbacks"][callback.state_key]["plan"]
-    assert saved["correction"]["num_times"] == 1
+    assert saved["correction"]["num_checks"] == 1
     assert saved["correction"]["offset_bytes"] == pytest.approx(more, abs=100)
     assert saved["correction"]["too_large_bytes"] == sizes[0]
     assert saved["correction"]["factors"].keys() == {"forward", "backward", "optimizer"}
@@ -114,7 +114,7 @@ def test_memory_that_cannot_be_predicted_changes_the_plan_three_times_also_resum
     make_trainer(pl, *callbacks, max_epochs=1 + EPOCHS).fit(encoder(), ckpt_path=path)
     assert reads.read == saved
     assert any("above the predicted one" in detail for detail in reads.details)
-    assert resumed.plan.correction.num_times == 3
+    assert resumed.plan.correction.num_checks == 3
     assert watches.changes == [4, 8]  # and not at 12
     assert all(plan.device_bytes < sizes[0] for plan in watches.plans)
 

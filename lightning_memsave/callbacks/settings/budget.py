@@ -61,7 +61,7 @@ class BudgetSetting(Setting):
             self._note = f"next best: {other.short}, {other.time_ratio:.2f} times the time"
         elif made.found is None:
             self._note = "the plan of the checkpoint"
-            if made.correction.num_times:
+            if made.correction.num_checks:
                 self._last_check = f"when it was written, {made.correction}"
 
     def report(self) -> dict[str, Any] | None:
@@ -99,9 +99,8 @@ class BudgetSetting(Setting):
             which = plan.settings.get(recomputation.name)
             if which != before.settings.get(recomputation.name):
                 recomputation.change(pl_module, which)
-            size = plan.settings.get(micro_batches.name)
-            if size != before.settings.get(micro_batches.name):
-                micro_batches.change(trainer, pl_module, size)
+            if plan.micro_batch_size != before.micro_batch_size:
+                micro_batches.change(trainer, pl_module, plan.micro_batch_size)
             micro_batches.peak_bytes = plan.peak_bytes
 
         # Where a loss cannot be split, batches stay whole.
@@ -146,8 +145,7 @@ class BudgetSetting(Setting):
         assert now is not None, "called with a plan"
         smaller = [p for p in made.usable if p.device_bytes < now.device_bytes]
         if in_same_parts:
-            name = MicroBatchSetting.name
-            smaller = [p for p in smaller if p.settings.get(name) == now.settings.get(name)]
+            smaller = [p for p in smaller if p.micro_batch_size == now.micro_batch_size]
         return min(filter(self._is_possible, smaller), key=made.seconds_of, default=None)
 
     def _stay_whole(self, trainer: Any, why: str) -> None:
@@ -204,7 +202,7 @@ class BudgetSetting(Setting):
     # All ranks come here at the same steps, whatever happened on one of them: they reduce together.
     def _begin_step(self, trainer: Any, monitor: GPUMemoryMonitor | None) -> None:
         made, clock = self._made, self._clock
-        if made is None or clock is None or made.correction.num_times == _MOST:
+        if made is None or clock is None or made.correction.num_checks == _MOST:
             return
         clock.stop()
         is_first = self._num_steps % _STEPS == 0
@@ -297,7 +295,7 @@ def _as_budget(num_bytes: int) -> str:
 
 
 def _splits(plan: Plan) -> bool:
-    return isinstance(plan.settings.get(MicroBatchSetting.name), int)
+    return isinstance(plan.micro_batch_size, int)
 
 
 def put_up_wall(device: torch.device, budget_bytes: int) -> Callable[[], None]:
