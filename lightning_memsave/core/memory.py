@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -140,39 +141,54 @@ class MemoryBreakdown:
         return f"{format_bytes(self.total_bytes)} ({', '.join(parts)})"
 
 
-_num_contexts = 0
+class _Contexts(threading.local):
+    num = 0
+
+
+_contexts = _Contexts()
 
 
 @contextlib.contextmanager
 def host_copies() -> Iterator[None]:
-    """Mark tensors made inside as host memory, also if the device itself is the CPU.
+    """Mark tensors that this thread makes inside as host memory, also if the device is the CPU.
 
     Memory counted on a CPU represents that of a GPU, so host copies must not count.
     """
-    global _num_contexts  # noqa: PLW0603 - asked by each operator that is counted
-    _num_contexts += 1
+    _contexts.num += 1
     try:
         yield
     finally:
-        _num_contexts -= 1
+        _contexts.num -= 1
 
 
 def is_host_copy() -> bool:
     """Return whether new tensors count as host memory: inside `host_copies`."""
-    return _num_contexts > 0
+    return _contexts.num > 0
 
 
-_HOST = "_memsave_host"
+HOST = "host"
+"""Kept on the host by a technique; counted apart from the categories of `MemoryBreakdown`."""
+_CATEGORY = "_memsave_category"
 
 
 def mark_as_host(tensor: Tensor) -> None:
     """Mark the storage of a tensor as host memory for as long as it lives."""
-    setattr(tensor.untyped_storage(), _HOST, True)
+    mark_as(HOST, tensor)
+
+
+def mark_as(category: str, tensor: Tensor) -> None:
+    """Let the storage of a tensor count under a category for as long as it lives."""
+    setattr(tensor.untyped_storage(), _CATEGORY, category)
+
+
+def mark_of(storage: UntypedStorage) -> str | None:
+    """Return the category that `mark_as` has given a storage."""
+    return getattr(storage, _CATEGORY, None)
 
 
 def is_host(storage: UntypedStorage) -> bool:
     """Return whether a storage was marked with `mark_as_host`."""
-    return hasattr(storage, _HOST)
+    return mark_of(storage) == HOST
 
 
 def is_fake(tensor: Tensor) -> bool:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_memsave.core.memory import MemoryBreakdown, is_host, is_host_copy
+from lightning_memsave.core.memory import HOST, MemoryBreakdown, is_host_copy, mark_of
 from lightning_memsave.measure.storages import (
     LiveStorage,
     device_of,
@@ -74,9 +74,6 @@ def summed_in_place(
         return None
     return entry
 
-
-HOST = "host"
-"""Kept on the host by a technique; counted apart from the categories of `MemoryBreakdown`."""
 
 UNCLAIMED = frozenset({"activation", "temporary", "other", "weight_copy"})
 """Provisional categories of new storages, by phase, until a module or optimizer claims them.
@@ -334,7 +331,7 @@ class LiveTensors(TorchDispatchMode):
                 key = storage._cdata
                 entry = self._entries.get(key)
                 if entry is None:
-                    category = HOST if is_host(storage) else category
+                    category = mark_of(storage) or category
                     self._num_born += 1
                     entry = self._entries[key] = LiveStorage(category, self._num_born)
                     entry.ref = self._watch(storage, key)

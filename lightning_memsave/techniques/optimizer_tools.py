@@ -1,4 +1,4 @@
-"""Allocate optimizer state before the first step, and replace the settings of groups."""
+"""Ask what optimizers do, allocate their state early, and replace the settings of groups."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -12,6 +12,26 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     is_low_bit,
 )
 from lightning_memsave.techniques.low_precision_weights.rounded_updates import RoundedStep
+from lightning_memsave.techniques.low_precision_weights.tiled_steps import ELEMENTWISE
+
+
+# Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
+_KNOWN = ELEMENTWISE | {
+    getattr(torch.optim, name)
+    for name in ("Adafactor", "Muon", "SparseAdam")
+    if hasattr(torch.optim, name)
+}
+
+
+def updates_each_alone(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is known to update each parameter on its own."""
+    cls = type(optimizer)  # exact types: a subclass may couple parameters
+    return (
+        cls in _KNOWN
+        or is_low_bit(optimizer)
+        or cls.__module__.startswith("bitsandbytes.optim.")
+        or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
+    )
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:

@@ -18,21 +18,14 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     is_low_bit,
     wrapper_problems,
 )
-from lightning_memsave.techniques.low_precision_weights.tiled_steps import ELEMENTWISE
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     ACTIVE_UPDATES,
     GradientUpdates,
     all_in_backward,
 )
+from lightning_memsave.techniques.optimizer_tools import updates_each_alone
 from lightning_memsave.units import format_bytes
-
-# Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
-_KNOWN = ELEMENTWISE | {
-    getattr(torch.optim, name)
-    for name in ("Adafactor", "Muon", "SparseAdam")
-    if hasattr(torch.optim, name)
-}
 
 
 class InBackwardHandle(Handle[Optimizer]):
@@ -204,7 +197,7 @@ class OptimizerInBackward(Technique[Optimizer]):
         if wrapped := wrapper_problems(target):
             return wrapped
         problems = [*_problems_of_others(target), *_problems_of_processes()]
-        if not (self.trust_optimizer or _is_known(target)):
+        if not (self.trust_optimizer or updates_each_alone(target)):
             problems.append(
                 Problem(
                     f"`{type(target).__name__}`",
@@ -294,17 +287,6 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
 
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-
-
-# Exact types: a subclass may couple parameters.
-def _is_known(optimizer: Optimizer) -> bool:
-    cls = type(optimizer)
-    return (
-        cls in _KNOWN
-        or is_low_bit(optimizer)
-        or cls.__module__.startswith("bitsandbytes.optim.")
-        or (cls.__module__, cls.__name__) == ("transformers.optimization", "Adafactor")
-    )
 
 
 # bitsandbytes looks them up by position in the groups; our own optimizers ignore them.

@@ -1,0 +1,1 @@
+"""Keep optimizer state, weights and activations in the memory of the host."""

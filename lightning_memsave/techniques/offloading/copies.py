@@ -1,0 +1,207 @@
+"""Copies between device and host, on CUDA beside the computation."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.memory import host_copies, is_fake, on_cuda
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+
+_MAX_HELD_BYTES = 2**25
+_PIECE_BYTES = 2**24
+_NUM_PIECES = 4
+
+
+def _nothing_to_wait_for() -> None:
+    pass
+
+
+class Copies:
+    """Copies between the host and a device without streams, done when they are asked for.
+
+    Args:
+        worker: What works on the host beside the computation.
+    """
+
+    def __init__(self, worker: HostWorker) -> None:
+        self._worker = worker
+
+    def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
+        """Start to copy tensors to the device.
+
+        Args:
+            targets: On the device; what is computed there until now may still read them.
+            sources: On the host; unchanged until everything computed with the copies is done.
+
+        Returns:
+            A function that lets everything that is computed next on the device wait for the copies.
+        """
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+        return _nothing_to_wait_for
+
+    def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
+        """Copy a tensor to the host; the result is there after `finish`.
+
+        Args:
+            target: On the host.
+            source: On the device, not changed by anybody any more.
+            adds: Add it to the target, in the target's type.
+        """
+        with host_copies():
+            if adds:
+                target.add_(torch.empty_like(source).copy_(source))
+            else:
+                target.copy_(source)
+
+    def finish(self) -> None:
+        """Wait until all copies are done."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A device tensor that a copy reads."""
+
+    tensor: Tensor
+    event: Any = None
+
+
+class StreamCopies(Copies):
+    """Copies on streams of their own, which exist as long as this object.
+
+    A tensor that is copied to the host stays alive until later computations wait for the copy, as
+    its memory may be reused then. At most 32 MiB and one tensor wait at a time.
+
+    Args:
+        worker: What works on the host beside the computation.
+        memory: Page-locked host memory.
+        device: The CUDA device; ``None`` for fake tensors, where only the memory matters.
+    """
+
+    def __init__(
+        self, worker: HostWorker, memory: HostMemory, device: torch.device | None
+    ) -> None:
+        super().__init__(worker)
+        self._device = device
+        self._memory = memory
+        self._held: list[_Held] = []
+        self._landings: list[Future[None]] = []
+        self._pieces: list[tuple[Tensor, Future[None] | None]] = []
+        if device is not None:  # pragma: no cover (gpu)
+            self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
+        """Start to copy tensors to the device."""
+        if self._device is None:
+            return super().to_device(targets, sources)
+        return self._run_up(targets, sources)  # pragma: no cover (gpu)
+
+    def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
+        """Copy a tensor to the host; the result is there after `finish`."""
+        self._let_go(source.nbytes)
+        event = None
+        if self._device is None:
+            super().to_host(target, source, adds=adds)
+        else:  # pragma: no cover (gpu)
+            event = self._run_down(target, source, adds=adds)
+        self._held.append(_Held(source, event))
+
+    def finish(self) -> None:
+        """Wait until all copies are done."""
+        for held in self._held:
+            if held.event is not None:  # pragma: no cover (gpu)
+                held.event.synchronize()
+        self._held.clear()
+        landings, self._landings = self._landings, []
+        for landing in landings:  # pragma: no cover (gpu)
+            landing.result()
+
+    def _let_go(self, num_bytes: int) -> None:
+        while self._held and num_bytes + sum(h.tensor.nbytes for h in self._held) > _MAX_HELD_BYTES:
+            oldest = self._held.pop(0)
+            if oldest.event is not None:  # pragma: no cover (gpu)
+                torch.cuda.current_stream(self._device).wait_event(oldest.event)
+
+    def _run_up(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Callable[[], None]:  # pragma: no cover (gpu)
+        self._up.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._up):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        event = self._up.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _run_down(
+        self, target: Tensor, source: Tensor, *, adds: bool
+    ) -> Any:  # pragma: no cover (gpu)
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        is_plain = source.stride() == target.stride() and source.dtype == target.dtype
+        with torch.cuda.stream(self._down):
+            if is_plain and not adds:
+                target.copy_(source, non_blocking=True)
+            else:
+                self._land(target, source, adds=adds)
+        return self._down.record_event()
+
+    # Through small pieces of page-locked memory, as the host has to convert or to add.
+    def _land(
+        self, target: Tensor, source: Tensor, *, adds: bool
+    ) -> None:  # pragma: no cover (gpu)
+        if source.stride() != target.stride():
+            source = torch.empty_strided(
+                target.shape, target.stride(), dtype=source.dtype, device=source.device
+            ).copy_(source)
+        size = _PIECE_BYTES // source.element_size()
+        flat_source, flat_target = (
+            tensor.as_strided((tensor.numel(),), (1,)) for tensor in (source, target)
+        )
+        for part, into in zip(flat_source.split(size), flat_target.split(size), strict=True):
+            memory = self._next_piece()
+            piece = memory[: part.nbytes].view(part.dtype)
+            piece.copy_(part, non_blocking=True)
+            event = self._down.record_event()
+
+            def land(into: Tensor = into, piece: Tensor = piece, event: Any = event) -> None:
+                event.synchronize()
+                if adds:
+                    into.add_(piece.to(into.dtype))
+                else:
+                    into.copy_(piece)
+
+            landing = self._worker.submit(land)
+            self._landings.append(landing)
+            self._pieces.append((memory, landing))
+
+    def _next_piece(self) -> Tensor:  # pragma: no cover (gpu)
+        if len(self._pieces) < _NUM_PIECES:
+            like = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="meta")
+            return self._memory.tensors_like([like])[0]
+        memory, landing = self._pieces.pop(0)
+        if landing is not None:
+            landing.result()
+        return memory
+
+
+def copies_for(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> Copies:
+    """Make what copies between the host and the device of a tensor.
+
+    Args:
+        tensor: Any tensor of the device.
+        worker: What works on the host beside the computation.
+        memory: Host memory; its pages are locked for CUDA.
+
+    Returns:
+        Copies with streams for CUDA.
+    """
+    if not on_cuda(tensor):
+        return Copies(worker)
+    if is_fake(tensor):
+        return StreamCopies(worker, memory, None)
+    memory.lock()  # pragma: no cover (gpu)
+    return StreamCopies(worker, memory, tensor.device)  # pragma: no cover (gpu)

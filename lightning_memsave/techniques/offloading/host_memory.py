@@ -1,0 +1,106 @@
+"""Host memory in exact sizes, page-locked so that a GPU can copy it beside its computation."""
+
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host
+from lightning_memsave.errors import MemsaveWarning
+from lightning_memsave.units import format_bytes
+
+_ALIGNMENT_BYTES = 64
+
+
+class HostMemory:
+    """Allocates host memory, each time in one piece, without rounding sizes up.
+
+    torch's own allocator of page-locked memory rounds each size up to a power of two.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Bytes of all tensors that were allocated."""
+        self._is_locked = False
+        self._pieces: list[Any] = []  # weak references
+
+    def tensors_like(
+        self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
+    ) -> list[Tensor]:
+        """Allocate memory for tensors, without values.
+
+        Each result has a storage of its own, so that checkpoints treat it like any tensor.
+
+        Args:
+            tensors: Tensors on any device; their values are not read.
+            dtypes: Types of the results; ``None`` for those of the tensors.
+
+        Returns:
+            Tensors with the shapes and the memory order of the given ones, marked as host memory.
+        """
+        dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
+        # Without gaps, in the order of the given tensor.
+        forms = [
+            torch.empty_like(tensor, dtype=dtype, device="meta")
+            for tensor, dtype in zip(tensors, dtypes, strict=True)
+        ]
+        with torch.inference_mode(mode=False), host_copies():
+            made = [_empty(form) for form in forms] if _are_fake(tensors) else self._carve(forms)
+        for tensor in made:
+            mark_as_host(tensor)
+        self.num_bytes += sum(tensor.nbytes for tensor in made)
+        return made
+
+    def lock(self) -> None:
+        """Lock the pages of all memory, also of what is allocated later, for a GPU."""
+        self._is_locked = True  # pragma: no cover (gpu)
+        for reference in self._pieces:  # pragma: no cover (gpu)
+            memory = reference()
+            if memory is not None:
+                _lock(memory)
+
+    def _carve(self, forms: Sequence[Tensor]) -> list[Tensor]:
+        offsets, end = [], 0
+        for form in forms:
+            offsets.append(end)
+            end += -(-form.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        memory = np.empty(end, np.uint8)
+        self._pieces.append(weakref.ref(memory))
+        if self._is_locked:  # pragma: no cover (gpu)
+            _lock(memory)
+        return [
+            torch.frombuffer(
+                memory, dtype=form.dtype, count=form.numel(), offset=offset
+            ).as_strided(form.shape, form.stride())
+            if form.numel()
+            else _empty(form)
+            for form, offset in zip(forms, offsets, strict=True)
+        ]
+
+
+def _are_fake(tensors: Sequence[Tensor]) -> bool:
+    return any(map(is_fake, tensors))
+
+
+def _empty(form: Tensor) -> Tensor:
+    return torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="cpu")
+
+
+def _lock(memory: Any) -> None:  # pragma: no cover (gpu)
+    runtime, address = torch.cuda.cudart(), memory.ctypes.data
+    if not memory.nbytes:
+        return
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:
+        weakref.finalize(memory, runtime.cudaHostUnregister, address)
+        return
+    warnings.warn(
+        f"{format_bytes(memory.nbytes)} of host memory cannot be page-locked: copies of it stop "
+        "the computation. Free host memory, raise the limit of locked memory (`ulimit -l`), or in "
+        "WSL the memory of the virtual machine.",
+        MemsaveWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,182 @@
+"""Update offloaded parameters on the host, beside the computation of the next step."""
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_memsave.core.memory import host_copies, mark_as_host
+from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.optimizer_in_backward.updates import (
+    plain_step,
+    step_without_hooks,
+)
+from lightning_memsave.techniques.optimizer_tools import allocate_state, updates_each_alone
+
+_UPDATES: "weakref.WeakKeyDictionary[Optimizer, HostUpdates]" = weakref.WeakKeyDictionary()
+_PATCHED = ("step", "zero_grad")
+# Their fused kernels run on a CPU, too, where they are several times as fast.
+_FUSED_ON_CPU = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+
+
+class HostUpdates:
+    """Updates part by part, in the order in which the next step needs them.
+
+    Args:
+        optimizer: The optimizer.
+        residence: What moves its parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, residence: Residence) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._residence = residence
+
+    def start(self) -> list[Callable[[], None]]:
+        """Replace the optimizer's step.
+
+        Returns:
+            Functions that restore it.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the caller holds it"
+        _UPDATES[optimizer] = self
+        self._mark_state()
+        hooks = [
+            optimizer.register_state_dict_pre_hook(self._wait),
+            optimizer.register_load_state_dict_pre_hook(self._wait),
+            optimizer.register_load_state_dict_post_hook(self._mark_state),
+        ]
+        return [
+            functools.partial(_UPDATES.pop, optimizer, None),
+            *(hook.remove for hook in hooks),
+            patch_method(optimizer, step),
+            patch_method(optimizer, zero_grad),
+            self._wait,
+        ]
+
+    def run(self, optimizer: Optimizer) -> None:
+        """Update all parameters with a gradient: those on the device now, others after returning.
+
+        Args:
+            optimizer: The optimizer.
+        """
+        self._residence.wait()
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = [param for param in params if param.grad is not None]
+        if not updates_each_alone(optimizer):
+            with host_copies():
+                step_without_hooks(optimizer)
+            self._mark_state()
+            return
+        others = [param for param in params if self._residence.part_of(param) is None]
+        if others:
+            plain_step(optimizer, others)
+        with host_copies():
+            allocate_state(optimizer)
+        self._mark_state()
+        for part in self._residence.parts:
+            chosen = [param for param in params if param in part]
+            if chosen:
+                update = self._update_of(optimizer, part, chosen)
+                part.begin_update(self._residence.worker.submit(update))
+
+    def _wait(self, *_: object) -> None:
+        self._residence.wait()
+
+    def _mark_state(self, *_: object) -> None:
+        optimizer = self._optimizer()
+        for param, state in [] if optimizer is None else optimizer.state.items():
+            if self._residence.part_of(param) is not None:
+                _mark(state)
+
+    # The user's parameters, groups and optimizer may change while it runs.
+    def _update_of(
+        self, optimizer: Optimizer, part: Part, params: Iterable[nn.Parameter]
+    ) -> Callable[[], None]:
+        stand_ins: dict[int, nn.Parameter] = {}
+        state: defaultdict[Tensor, Any] = defaultdict(dict)
+        for param in params:
+            stand_in = stand_ins[id(param)] = nn.Parameter(part.weight_of(param))
+            stand_in.grad = param.grad
+            state[stand_in] = optimizer.state[param]
+        groups = [
+            {
+                **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
+                "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins],
+            }
+            for group in optimizer.param_groups
+        ]
+        double = object.__new__(type(optimizer))
+        own = {k: v for k, v in vars(optimizer).items() if k not in _PATCHED}
+        vars(double).update(own, param_groups=groups, state=state)
+        if self._residence.device.type == "cuda":
+            for group in groups:
+                _choose_fused(double, group)
+
+        def update() -> None:
+            step_without_hooks(double)
+            for held in state.values():
+                _mark(held)
+            part.convert()
+
+        return update
+
+
+def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
+    """Return what updates an optimizer's parameters on the host; ``None`` if nothing does."""
+    return _UPDATES.get(optimizer)
+
+
+def _choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
+    is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
+    if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
+        group["fused"] = True
+
+
+def _mark(state: Any) -> None:
+    for value in state.values() if isinstance(state, dict) else ():
+        if isinstance(value, Tensor):
+            mark_as_host(value)
+
+
+def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
+    if self not in _UPDATES:
+        return previous_method(self, "step")(closure)
+    self._opt_called = True  # type: ignore[attr-defined] # for schedulers
+    return _step_with_hooks(self) if closure is None else _step_with_hooks(self, closure)
+
+
+# Without this mark, schedulers would wrap the method in a closure, which cannot be copied.
+step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+@Optimizer.profile_hook_step
+@torch.no_grad()
+def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    _UPDATES[self].run(self)
+    return loss
+
+
+def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+    """Reset gradients, which an update may still read; replaces ``Optimizer.zero_grad``."""
+    updates = _UPDATES.get(self)
+    if updates is not None and not set_to_none:
+        updates._wait()
+    previous_method(self, "zero_grad")(set_to_none)

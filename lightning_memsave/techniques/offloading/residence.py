@@ -1,0 +1,312 @@
+"""Bring parameters to the device for a step's passes, and their gradients to the host."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.blocks import Block
+from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.offloading.copies import copies_for
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.part import Part
+
+# By module, so that copies of a module do not move the parameters of the original.
+_RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
+_Hook = Callable[[], None]
+
+
+class Residence:
+    """Decides when the parameters of a model are on the device.
+
+    Args:
+        model: The model; its offloaded parameters are on the host from now on.
+        blocks: Its blocks.
+        params: The parameters to offload.
+        worker: What works on the host beside the computation.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Sequence[Block],
+        params: Sequence[nn.Parameter],
+        worker: HostWorker,
+    ) -> None:
+        self.worker = worker
+        self.memory = HostMemory()
+        self.device = params[0].device
+        self.copies = copies_for(params[0], worker, self.memory)
+        owners = _owners_of(params, model, blocks)
+        self.rest = Part([p for p in params if owners[p] is None], self.memory)
+        self._by_block = {
+            block.module: Part([p for p in params if owners[p] is block], self.memory)
+            for block in blocks
+        }
+        self.parts = [self.rest, *self._by_block.values()]
+        """In the order in which a step needs them."""
+        self._part_of = {id(param): part for part in self.parts for param in part.params}
+        self._came: list[Part] = []
+        self._depth = 0
+        self._has_graph = False
+        self._task = -1
+        self._model = weakref.ref(model)
+        self._undo: list[_Hook] = []
+
+    def start(self) -> list[_Hook]:
+        """Register all hooks.
+
+        Returns:
+            Functions that remove them.
+        """
+        model = self._model()
+        assert model is not None, "the caller holds it"
+        inside = {id(m) for block in self._by_block for m in block.modules()}
+        for module in model.modules():
+            _RESIDENCES[module] = self
+            self._undo += [
+                functools.partial(_RESIDENCES.pop, module, None),
+                module.register_state_dict_pre_hook(_wait).remove,
+                module.register_load_state_dict_pre_hook(_wait).remove,
+            ]
+            if module in self._by_block:
+                hooks = (_before_block, _after_block)
+            elif id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
+                hooks = (_before_module, _after_module)
+            else:
+                continue
+            self._undo += [
+                module.register_forward_pre_hook(hooks[0]).remove,
+                module.register_forward_hook(hooks[1], always_call=True).remove,
+            ]
+        for part in self.parts:
+            for param in part.params:
+                self._undo += self._watch(part, param)
+        self._undo.append(patch_method(model, _apply))
+        return self._undo
+
+    def part_of(self, param: Tensor) -> Part | None:
+        """Return the part of a parameter; ``None`` if it is not offloaded."""
+        return self._part_of.get(id(param))
+
+    def enter_rest(self) -> None:
+        """Bring the parameters outside of blocks to the device."""
+        self._enter(self.rest)
+
+    def leave(self) -> None:
+        """Let all parameters and gradients be on the host, complete but for updates that run."""
+        self.copies.finish()
+        for part in self.parts:
+            part.leave()
+        if self._came:
+            others = [part for part in self.parts if part not in self._came]
+            self.parts = [*self._came, *others]
+        self._came, self._depth, self._has_graph = [], 0, False
+
+    def wait(self) -> None:
+        """Let all parameters and gradients be on the host, and finish all updates."""
+        self.leave()
+        for part in self.parts:
+            part.wait()
+
+    def release(self) -> None:
+        """Give all parameters memory of their own on the device."""
+        self.wait()
+        for part in self.parts:
+            part.release(self.device)
+
+    def _watch(self, part: Part, param: nn.Parameter) -> list[_Hook]:
+        reference = weakref.ref(param)
+
+        def before(_: Tensor) -> None:
+            found = reference()
+            if found is not None and part.is_on_device:
+                part.keep_gradient(found)
+
+        def after(found: nn.Parameter) -> None:
+            if part.is_on_device:
+                self._queue_end()
+                with torch.no_grad():
+                    part.receive_gradient(found, self.copies)
+
+        register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
+        return [param.register_hook(before).remove, register(after).remove]
+
+    # At the end of backward, on the thread that called it.
+    def _queue_end(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+            queue(self.leave)
+
+    def _enter(self, part: Part) -> None:
+        if torch.is_grad_enabled():
+            self._has_graph = True
+        if part.is_on_device:
+            return
+        part.enter(self.copies, self.device)
+        self._came.append(part)
+        following = self._following(part)
+        if following is not None and not following.is_updating:
+            following.send(self.copies, self.device)
+
+    def _following(self, part: Part) -> Part | None:
+        index = self.parts.index(part) + 1
+        if index == len(self.parts) or self.parts[index].is_on_device:
+            return None
+        return self.parts[index]
+
+    def enter_block(self, block: nn.Module) -> None:
+        """Bring the parameters of a block to the device."""
+        self._enter(self._by_block[block])
+
+    def leave_block(self, block: nn.Module) -> None:
+        """Let the parameters of a block be on the host, unless a backward pass needs them."""
+        if not self._has_graph:
+            self._by_block[block].leave()
+
+    def begin(self) -> None:
+        """Note that a module outside of blocks begins its forward pass."""
+        self._depth += 1
+        self.enter_rest()
+
+    def end(self) -> None:
+        """Note that it ends."""
+        self._depth = max(0, self._depth - 1)
+        if not self._depth and not self._has_graph:
+            self.leave()
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Hide the offloaded parameters from the model."""
+        model = self._model()
+        assert model is not None, "one of its methods runs"
+        hidden = [
+            (module._parameters, name, param)
+            for module in model.modules()
+            for name, param in module._parameters.items()
+            if param is not None and self.part_of(param) is not None
+        ]
+        for owner, name, _ in hidden:
+            owner[name] = None
+        try:
+            yield
+        finally:
+            for owner, name, param in hidden:
+                owner[name] = param
+
+    def follow(self, convert: Callable[[Tensor], Tensor]) -> None:
+        """Follow the model to another device.
+
+        Args:
+            convert: What ``Module.to`` does with a tensor.
+
+        Raises:
+            IncompatibleError: If it changes the type.
+        """
+        before = torch.empty(0, dtype=self.parts[-1].params[0].dtype)
+        after = convert(before)
+        if after.dtype is not before.dtype:
+            raise IncompatibleError(
+                "offloading",
+                [
+                    Problem(
+                        f"a conversion of the model to {after.dtype}",
+                        f"its weights wait on the host in {before.dtype}",
+                        "Convert the model before it is offloaded, or use "
+                        '`precision="bf16-mixed"` instead of `"bf16-true"`.',
+                    )
+                ],
+            )
+        if after.device != self.device:
+            self.device = after.device
+            self.copies = copies_for(after, self.worker, self.memory)
+
+
+def residence_of(module: nn.Module) -> Residence | None:
+    """Return what moves the parameters of a module; ``None`` if they are not offloaded."""
+    return _RESIDENCES.get(module)
+
+
+def offloaded(param: Tensor) -> "tuple[Residence, Part] | None":
+    """Find the offloaded model of a parameter.
+
+    Args:
+        param: Any parameter.
+
+    Returns:
+        Its model's residence and its part; ``None`` if it is not offloaded.
+    """
+    for residence in {id(r): r for r in list(_RESIDENCES.values())}.values():
+        part = residence.part_of(param)
+        if part is not None:
+            return residence, part
+    return None
+
+
+# Tied parameters of several blocks belong to none of them.
+def _owners_of(
+    params: Sequence[nn.Parameter], model: nn.Module, blocks: Sequence[Block]
+) -> dict[nn.Parameter, Block | None]:
+    found: dict[nn.Parameter, set[int | None]] = {param: set() for param in params}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in found:
+            found[param].add(
+                next(
+                    (i for i, block in enumerate(blocks) if name.startswith(f"{block.name}.")), None
+                )
+            )
+    owners: dict[nn.Parameter, Block | None] = {}
+    for param, indices in found.items():
+        index = next(iter(indices)) if len(indices) == 1 else None
+        owners[param] = None if index is None else blocks[index]
+    return owners
+
+
+# Module-level functions, which copies of a module share without moving the original's parameters.
+def _wait(module: nn.Module, *_: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.wait()
+
+
+def _before_block(module: nn.Module, _: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.enter_block(module)
+
+
+def _after_block(module: nn.Module, *_: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.leave_block(module)
+
+
+def _before_module(module: nn.Module, _: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.begin()
+
+
+def _after_module(module: nn.Module, *_: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.end()
+
+
+def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Convert what is not offloaded, and note the device; replaces ``Module._apply``."""
+    residence = _RESIDENCES.get(self)
+    if residence is None:
+        return previous_method(self, "_apply")(fn, recurse)
+    residence.wait()
+    residence.follow(fn)
+    with residence.hidden():
+        return previous_method(self, "_apply")(fn, recurse)
