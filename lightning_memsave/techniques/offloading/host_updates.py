@@ -91,6 +91,8 @@ class HostUpdates:
             if chosen:
                 update = self._update_of(optimizer, part, chosen)
                 part.begin_update(self._residence.worker.submit(update))
+        if not self._residence.updates_in_background:
+            self._residence.wait()
 
     def _wait(self, *_: object) -> None:
         self._residence.wait()

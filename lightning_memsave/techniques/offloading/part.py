@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.memory import host_copies, mark_as
+from lightning_memsave.core.memory import counted_as, host_copies, mark_as
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
@@ -62,7 +62,6 @@ class Part:
             param: One of the parameters.
             dtype: Such as ``torch.bfloat16``.
         """
-        self.leave()
         self._dtypes[self._positions[id(param)]] = dtype
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
 
@@ -90,10 +89,11 @@ class Part:
         if self._versions() == self._sent:
             return
         if not self._on_device:
-            self._on_device = [
-                torch.empty_like(weight, dtype=dtype, device=device)
-                for weight, dtype in zip(self._weights, self._dtypes, strict=True)
-            ]
+            with counted_as("parameter"):
+                self._on_device = [
+                    torch.empty_like(weight, dtype=dtype, device=device)
+                    for weight, dtype in zip(self._weights, self._dtypes, strict=True)
+                ]
             for copy in self._on_device:
                 mark_as("parameter", copy)
         self.convert()

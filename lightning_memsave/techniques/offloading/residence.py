@@ -40,6 +40,8 @@ class Residence:
         worker: HostWorker,
     ) -> None:
         self.worker = worker
+        self.updates_in_background = True
+        """Whether updates run beside what comes after ``optimizer.step()``."""
         self.memory = HostMemory()
         self.device = params[0].device
         self.copies = copies_for(params[0], worker, self.memory)
@@ -95,6 +97,11 @@ class Residence:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
         return self._part_of.get(id(param))
 
+    def set_device_dtype(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+        """Choose the type of a parameter's copy on the device."""
+        self.wait()
+        self._part_of[id(param)].set_device_dtype(param, dtype)
+
     def enter_rest(self) -> None:
         """Bring the parameters outside of blocks to the device."""
         self._enter(self.rest)
@@ -114,6 +121,10 @@ class Residence:
         self.leave()
         for part in self.parts:
             part.wait()
+
+    def stay_on_host(self) -> None:
+        """Let `release` leave the parameters on the host."""
+        self.device = torch.device("cpu")
 
     def release(self) -> None:
         """Give all parameters memory of their own on the device."""
@@ -235,20 +246,10 @@ def residence_of(module: nn.Module) -> Residence | None:
     return _RESIDENCES.get(module)
 
 
-def offloaded(param: Tensor) -> "tuple[Residence, Part] | None":
-    """Find the offloaded model of a parameter.
-
-    Args:
-        param: Any parameter.
-
-    Returns:
-        Its model's residence and its part; ``None`` if it is not offloaded.
-    """
-    for residence in {id(r): r for r in list(_RESIDENCES.values())}.values():
-        part = residence.part_of(param)
-        if part is not None:
-            return residence, part
-    return None
+def residence_with(param: Tensor) -> Residence | None:
+    """Return what moves a parameter; ``None`` if it is not offloaded."""
+    found = {*_RESIDENCES.values()}
+    return next((each for each in found if each.part_of(param) is not None), None)
 
 
 # Tied parameters of several blocks belong to none of them.
