@@ -83,8 +83,7 @@ class HostUpdates:
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
             plain_step(optimizer, others)
-        with host_copies():
-            allocate_state(optimizer)
+        allocate_state(optimizer)
         self._mark_state()
         for part in self._residence.parts:
             chosen = [param for param in params if param in part]
