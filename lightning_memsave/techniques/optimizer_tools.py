@@ -17,7 +17,6 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import R
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import ELEMENTWISE
 from lightning_memsave.techniques.offloading.residence import residence_with
 
-
 # Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
 _KNOWN = ELEMENTWISE | {
     getattr(torch.optim, name)

@@ -10,7 +10,7 @@ from lightning_memsave.core.memory import counted_as, host_copies, mark_as
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
-_Versions = list[tuple[int, int]]
+_Versions = tuple[int, list[tuple[int, int]]]
 
 
 class Part:
@@ -37,6 +37,7 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
+        self._num_changes = 0
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
@@ -64,6 +65,10 @@ class Part:
         """
         self._dtypes[self._positions[id(param)]] = dtype
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
+
+    def note_change(self) -> None:
+        """Note that weights have changed on the host, as kernels do it that torch does not see."""
+        self._num_changes += 1
 
     def begin_update(self, update: "Future[None]") -> None:
         """Let everybody who needs the weights wait for an update in the background."""
@@ -198,8 +203,9 @@ class Part:
                 param.data = weight
 
     def _versions(self) -> _Versions:
-        return [(p._version, w._version) for p, w in zip(self.params, self._weights, strict=True)]
+        pairs = zip(self.params, self._weights, strict=True)
+        return self._num_changes, [(p._version, w._version) for p, w in pairs]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

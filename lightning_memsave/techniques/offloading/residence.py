@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.patching import patch_method, previous_method
@@ -19,7 +21,6 @@ from lightning_memsave.techniques.offloading.part import Part
 
 # By module, so that copies of a module do not move the parameters of the original.
 _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
-_Hook = Callable[[], None]
 
 
 class Residence:
@@ -42,6 +43,8 @@ class Residence:
         self.worker = worker
         self.updates_in_background = True
         """Whether updates run beside what comes after ``optimizer.step()``."""
+        self.updated_by_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers whose updates note themselves what they change."""
         self.memory = HostMemory()
         self.device = params[0].device
         self.copies = copies_for(params[0], worker, self.memory)
@@ -59,9 +62,9 @@ class Residence:
         self._has_graph = False
         self._task = -1
         self._model = weakref.ref(model)
-        self._undo: list[_Hook] = []
+        self._undo: list[Callable[[], None]] = []
 
-    def start(self) -> list[_Hook]:
+    def start(self) -> list[Callable[[], None]]:
         """Register all hooks.
 
         Returns:
@@ -73,7 +76,7 @@ class Residence:
         for module in model.modules():
             _RESIDENCES[module] = self
             self._undo += [
-                functools.partial(_RESIDENCES.pop, module, None),
+                functools.partial(_forget, module),
                 module.register_state_dict_pre_hook(_wait).remove,
                 module.register_load_state_dict_pre_hook(_wait).remove,
             ]
@@ -90,7 +93,8 @@ class Residence:
         for part in self.parts:
             for param in part.params:
                 self._undo += self._watch(part, param)
-        self._undo.append(patch_method(model, _apply))
+        step_hook = register_optimizer_step_post_hook(self._note_step)
+        self._undo += [step_hook.remove, patch_method(model, _apply)]
         return self._undo
 
     def part_of(self, param: Tensor) -> Part | None:
@@ -132,7 +136,15 @@ class Residence:
         for part in self.parts:
             part.release(self.device)
 
-    def _watch(self, part: Part, param: nn.Parameter) -> list[_Hook]:
+    # The kernels of bitsandbytes change weights unseen.
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer in self.updated_by_parts:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for part in {part for p in params if (part := self._part_of.get(id(p))) is not None}:
+            part.note_change()
+
+    def _watch(self, part: Part, param: nn.Parameter) -> list[Callable[[], None]]:
         reference = weakref.ref(param)
 
         def before(_: Tensor) -> None:
@@ -239,6 +251,10 @@ class Residence:
         if after.device != self.device:
             self.device = after.device
             self.copies = copies_for(after, self.worker, self.memory)
+
+
+def _forget(module: nn.Module) -> None:
+    _RESIDENCES.pop(module, None)
 
 
 def residence_of(module: nn.Module) -> Residence | None:
