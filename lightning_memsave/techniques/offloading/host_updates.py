@@ -79,8 +79,7 @@ class HostUpdates:
             with host_copies():
                 step_without_hooks(optimizer)
             self._mark_state()
-            for part in self._residence.parts:
-                part.note_change()
+            self._residence.wait()
             return
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
@@ -92,7 +91,7 @@ class HostUpdates:
             if chosen:
                 update = self._update_of(optimizer, part, chosen)
                 part.begin_update(self._residence.worker.submit(update))
-        if not self._residence.updates_in_background:
+        if self._residence.is_watched:
             self._residence.wait()
 
     def _stop(self, optimizer: Optimizer) -> None:

@@ -41,8 +41,9 @@ class Residence:
         worker: HostWorker,
     ) -> None:
         self.worker = worker
-        self.updates_in_background = True
-        """Whether updates run beside what comes after ``optimizer.step()``."""
+        self.is_watched = False
+        """Whether code between two steps may read or change weights, in ways that torch does not
+        see: updates end in ``optimizer.step()``, and weights are always copied again."""
         self.updated_by_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose updates note themselves what they change."""
         self.memory = HostMemory()
@@ -118,13 +119,20 @@ class Residence:
         if self._came:
             others = [part for part in self.parts if part not in self._came]
             self.parts = [*self._came, *others]
+            if self.is_watched:
+                self._note_change()
         self._came, self._depth, self._has_graph = [], 0, False
 
     def wait(self) -> None:
-        """Let all parameters and gradients be on the host, and finish all updates."""
+        """Finish all updates, and let all parameters be on the host, where they may be changed."""
         self.leave()
         for part in self.parts:
             part.wait()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        for part in self.parts:
+            part.note_change()
 
     def stay_on_host(self) -> None:
         """Let `release` leave the parameters on the host."""
