@@ -332,7 +332,7 @@ CASES: dict[str, Case] = {
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
         loss_factor=1.05,
     ),
-    Offloading.name: Case(variants=(Offloading(),)),
+    Offloading.name: Case(variants=(Offloading(), Offloading("parameters"))),
     LowPrecisionWeights.name: Case(
         variants=(
             LowPrecisionWeights(),

@@ -23,10 +23,14 @@ class Part:
     Args:
         params: Parameters that require a gradient, with their values.
         memory: Host memory.
+        is_streamed: Free the copies on the device whenever the part leaves it.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], memory: HostMemory) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], memory: HostMemory, *, is_streamed: bool = False
+    ) -> None:
         self.params = tuple(params)
+        self.is_streamed = is_streamed
         self.is_on_device = False
         self._memory = memory
         self._positions = {id(param): index for index, param in enumerate(self.params)}
@@ -91,7 +95,7 @@ class Part:
         """
         self.wait()
         self._adopt()
-        if self._versions() == self._sent:
+        if self._on_device and self._versions() == self._sent:
             return
         if not self._on_device:
             with counted_as("parameter"):
@@ -123,14 +127,27 @@ class Part:
         self.is_on_device = True
 
     def leave(self) -> None:
-        """Let the parameters and the gradients that came be on the host again."""
+        """Let the parameters be on the host again."""
         if not self.is_on_device:
             return
-        for index, (param, weight) in enumerate(zip(self.params, self._weights, strict=True)):
+        for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
-            if index in self._received:
-                param.grad = self._gradients[index]
         self.is_on_device = False
+        self.drop()
+
+    def drop(self) -> None:
+        """Free what `send` has brought to the device, if it is streamed and not in use."""
+        if not self.is_streamed or self.is_on_device:
+            return
+        if self._wait_for_copies is not None:  # memory must not be reused before they are done
+            self._wait_for_copies()
+            self._wait_for_copies = None
+        self._on_device = []
+
+    def show_gradients(self) -> None:
+        """Let parameters on the host have the gradients that came."""
+        for index in self._received:
+            self.params[index].grad = self._gradients[index]
         self._received.clear()
         self._kept.clear()
 
@@ -184,6 +201,7 @@ class Part:
             device: Where they are from now on.
         """
         self.leave()
+        self.show_gradients()
         for param, weight in zip(self.params, self._weights, strict=True):
             grad, param.grad = param.grad, None
             param.data = torch.empty_like(weight, device=device).copy_(weight)
