@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.micro_batching.technique import (
         MicroBatching as MicroBatching,
     )
+    from lightning_memsave.techniques.offloading.technique import Offloading as Offloading
     from lightning_memsave.techniques.optimizer_in_backward.technique import (
         OptimizerInBackward as OptimizerInBackward,
     )
@@ -98,6 +99,7 @@ _MODULES = {
     "MissingDependencyError": "errors",
     "NoEffectWarning": "errors",
     "OOMObserver": "callbacks.oom_observer",
+    "Offloading": "techniques.offloading.technique",
     "OptimizerInBackward": "techniques.optimizer_in_backward.technique",
     "PeakMemory": "measure.peak",
     "check_training": "analysis.doctor",

@@ -681,7 +681,7 @@ class TestLimits:
         [
             ({"what": "disk"}, r'Choose from "optimizer"'),
             ({"host_budget": "much"}, "host_budget"),
-            ({"host_budget": -1}, "positive number of bytes"),
+            ({"host_budget": -1}, "it is not a size"),
             ({"num_threads": 0}, "num_threads=0"),
         ],
     )

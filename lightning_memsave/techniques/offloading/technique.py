@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks
 from lightning_memsave.core.memory import is_fake
-from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
@@ -110,9 +110,6 @@ class Offloading(Technique[nn.Module]):
     name: ClassVar[str] = "offloading"
     argument: ClassVar[str] = "offload"
     examples: ClassVar[str] = '"optimizer"'
-    offers: ClassVar[tuple[Offer, ...]] = (
-        Offer("optimizer on the host", "optimizer", "copies of weights and gradients, host memory"),
-    )
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = "Ren et al. (2021), ZeRO-Offload, arXiv:2101.06840"
 
@@ -138,9 +135,10 @@ class Offloading(Technique[nn.Module]):
             problems.append(Problem(what, "it must be a positive number", fix))
         try:
             _ = self._host_bytes
-        except ValueError as error:
+        except ValueError:
+            what = f"`host_budget={self.host_budget!r}`"
             fix = 'Use a text such as "16GiB", a number of bytes, or `None`.'
-            problems.append(Problem(f"`host_budget={self.host_budget!r}`", str(error), fix))
+            problems.append(Problem(what, "it is not a size", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
         if self.blocks is not None:
@@ -271,7 +269,7 @@ class Offloading(Technique[nn.Module]):
         if isinstance(self.host_budget, str):
             return parse_bytes(self.host_budget)
         if isinstance(self.host_budget, bool) or not self.host_budget > 0:
-            raise ValueError("it must be a positive number of bytes")
+            raise ValueError
         return int(self.host_budget)
 
 

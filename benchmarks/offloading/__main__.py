@@ -1,0 +1,190 @@
+"""Say what offloading leaves on the device: `python -m benchmarks.offloading`.
+
+Steps of three models are predicted for CUDA. On this machine's CPU a RoBERTa of 7 million
+parameters trains with and without offloading, in turns, in one process: the same losses, and what
+it costs. No memory is copied over a bus there: of the time on a GPU it says nothing but what the
+host does.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
+from benchmarks.stacks._run import MODELS
+from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.units import MIB
+
+# Micro-batches as small as the kernels of a GPU still like them: 512 or 1,024 tokens.
+_SAMPLES = {"RoBERTa 84M, 64 x 128": 4, "RoBERTa 1.1B, 64 x 128": 8, "GPT-2 XL, 8 x 1024": 1}
+KINDS = ("optimizer", "parameters")
+
+
+def predict(model: str, kind: str | None, micro_batch_size: int | None) -> dict[str, int]:
+    """Predict a step on CUDA.
+
+    Args:
+        model: Name of the model.
+        kind: What is offloaded.
+        micro_batch_size: Samples that pass at once.
+
+    Returns:
+        Bytes on the device, and on the host.
+    """
+    settings: dict[str, Any] = {"stack": "single_gpu"}
+    if kind is not None:
+        settings |= {"offload": kind, "host_budget": "1024GiB"}
+    if micro_batch_size is not None:
+        settings["micro_batch_size"] = micro_batch_size
+    chosen = MODELS[model]
+    found = predict_memory(chosen.build, chosen.batch(), settings=settings)
+    return {"device_bytes": found.peak_bytes, "host_bytes": found.peak.host_bytes}
+
+
+def train(size: MaskedLM, batch: Any, kind: str | None, num_steps: int) -> dict[str, Any]:
+    """Train on the CPU with checkpointing, AdamW and clipping, in a plain loop.
+
+    Args:
+        size: Of the model.
+        batch: For every step.
+        kind: What is offloaded.
+        num_steps: Steps that are timed, after one that is not.
+
+    Returns:
+        Losses, seconds of all timed steps with their updates, and the counted peak.
+    """
+    model: nn.Module = size.build()
+    ActivationCheckpointing().apply(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    handle = None
+    if kind is not None:
+        technique = Offloading(kind)
+        handle = technique.apply(model)
+        technique.update_in_background(optimizer)
+
+    def step() -> float:
+        loss = model(**batch).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    losses = [step()]
+    start_s = time.monotonic()
+    losses += [step() for _ in range(num_steps)]
+    if handle is not None:
+        handle.wait()
+    seconds = time.monotonic() - start_s
+    with LiveTensors(model, [optimizer]) as counter:
+        losses.append(step())
+    if handle is not None:
+        handle.undo()
+    return {"losses": losses, "seconds": seconds, "peak_bytes": counter.peak.total_bytes}
+
+
+def compare(size: MaskedLM, batch: Any, num_pairs: int, num_steps: int) -> dict[str, Any]:
+    """Train with and without each kind, in turns.
+
+    Args:
+        size: Of the model.
+        batch: For every step.
+        num_pairs: Repetitions.
+        num_steps: Steps of each.
+
+    Returns:
+        By kind: whether all losses were the same, the ratio of seconds, and the peaks.
+    """
+    found = {}
+    for kind in KINDS:
+        pairs = [
+            (train(size, batch, None, num_steps), train(size, batch, kind, num_steps))
+            for _ in range(num_pairs)
+        ]
+        ratios = [saving["seconds"] / plain["seconds"] for plain, saving in pairs]
+        found[kind] = {
+            "same_losses": all(plain["losses"] == saving["losses"] for plain, saving in pairs),
+            "time_ratio": statistics.median(ratios),
+            "time_ratios": ratios,
+            "plain_bytes": pairs[-1][0]["peak_bytes"],
+            "peak_bytes": pairs[-1][1]["peak_bytes"],
+        }
+    return found
+
+
+def make_text(predicted: dict[str, Any], trained: dict[str, Any]) -> str:
+    """Lay out what was found as Markdown."""
+    columns = [*next(iter(predicted.values()))]
+    rows = [
+        [model, *(f"{found[c]['device_bytes'] / MIB:,.0f}" for c in columns)]
+        for model, found in predicted.items()
+    ]
+    hosts = [
+        [model, *(f"{found[c]['host_bytes'] / MIB:,.0f}" for c in columns)]
+        for model, found in predicted.items()
+    ]
+    times = [
+        [
+            f'`offload="{kind}"`',
+            f"{found['plain_bytes'] / MIB:,.1f}",
+            f"{found['peak_bytes'] / MIB:,.1f}",
+            f"{found['time_ratio']:.3f}",
+            "yes" if found["same_losses"] else "no",
+        ]
+        for kind, found in trained.items()
+    ]
+    return "\n\n".join(
+        [
+            'Predicted peak of a step on CUDA in MiB with `stack="single_gpu"`, cuBLAS\'s '
+            "workspace included, the allocator's slack and CUDA's context not:",
+            markdown_table(["model", *columns], rows),
+            "Predicted host memory of the same steps in MiB:",
+            markdown_table(["model", *columns], hosts),
+            "A RoBERTa of 7 million parameters with AdamW and clipping on this CPU, 16 x 128 "
+            "tokens, all blocks checkpointed; MiB counted, seconds as a ratio to the run without:",
+            markdown_table(["", "without", "with", "time", "same losses"], times),
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, and write the result files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dry-run", action="store_true", help="small models, few steps")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
+    options = parser.parse_args(arguments)
+    names = ["GPT-2 XL in small"] if options.dry_run else [*_SAMPLES]
+    predicted = {}
+    for name in names:
+        samples = _SAMPLES.get(name, 1)
+        wanted = {"without": (None, None)}
+        for kind in KINDS:
+            wanted[f'"{kind}"'] = (kind, None)
+            wanted[f'"{kind}", {samples} samples at a time'] = (kind, samples)
+        predicted[name] = {
+            label.replace(f"{samples} samples", "few samples"): predict(name, *how)
+            for label, how in wanted.items()
+        }
+    size, batch = (
+        (TINY, masked_batch(500, 4, 16))
+        if options.dry_run
+        else (SMALL, masked_batch(8_000, 16, 128))
+    )
+    pairs = (2, 2) if options.dry_run else (7, 6)
+    trained = compare(size, batch, *pairs)
+    results = {"predicted": predicted, "trained": trained, "samples": _SAMPLES}
+    text = make_text(predicted, trained)
+    print(text)
+    write_results("offloading_cpu", results, text, folder=options.results)
+
+
+if __name__ == "__main__":
+    main()
