@@ -1,0 +1,311 @@
+"""Keep in host memory what blocks save for the backward pass."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from lightning_memsave.core.blocks import Block
+from lightning_memsave.core.memory import is_fake
+from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.stashes import HostBuffers, Saved, Stash
+
+# By module, so that copies of a module save their own tensors as usual.
+_OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, OffloadedActivations]" = (
+    weakref.WeakKeyDictionary()
+)
+_NO_TASK = -1
+
+
+class OffloadedActivations:
+    """Moves what blocks save for backward to the host, and back before it is needed.
+
+    Of checkpointed blocks these are their inputs, and with ``"selective"`` also the outputs that it
+    keeps; of other blocks all saved tensors. When a block begins, what the block before it saved
+    starts to leave the device, and is gone when the block ends; in backward it comes back one block
+    ahead of its use. So the device holds what the last block saved, which backward needs at once,
+    and for a time what one other block saved.
+
+    Whole storages are copied, each once, whichever views of them are saved, so that nothing is
+    cloned. Small ones stay, and tensors of integers, parameters and buffers. What others hold on to
+    (a batch, a mask, an output of the model) is copied in vain, as nobody knows that at the time;
+    it does not come back, as it is still there.
+
+    Args:
+        blocks: The blocks.
+        copies_of: Gives the copies for a tensor's device; called once for each device.
+        memory: Host memory.
+        min_bytes: Storages below this size stay on the device.
+        num_kept: How many of the last blocks keep what they save on the device, 1 or more.
+        num_prefetched: How many blocks ahead saved tensors come back; 0 lets backward wait for
+            them.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        copies_of: Callable[[Tensor], Copies],
+        memory: HostMemory,
+        *,
+        min_bytes: int = 2**20,
+        num_kept: int = 1,
+        num_prefetched: int = 1,
+    ) -> None:
+        self._blocks = [weakref.ref(block.module) for block in blocks]
+        self._copies_of = copies_of
+        self._copies: dict[torch.device, Copies] = {}
+        self._buffers = HostBuffers(memory)
+        self._min_bytes = min_bytes
+        self._num_kept = num_kept
+        self._num_prefetched = num_prefetched
+        self._hooks = (self._pack, self._unpack)
+        self._running: tuple[nn.Module, saved_tensors_hooks] | None = None
+        # Of the running block: its device, and storages that stay there.
+        self._home: tuple[torch.device | None, set[int]] | None = None
+        self._stashes: weakref.WeakValueDictionary[int, Stash] = weakref.WeakValueDictionary()
+        # By block, in the order in which they ran, as far as a backward pass can come.
+        self._saved: list[list[weakref.ref[Stash]]] = []
+        self._leaving: list[tuple[Callable[[], None], list[Tensor], int]] = []
+        self._fetched: list[weakref.ref[Stash]] = []
+        self._task = _NO_TASK
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that are in use or wait to be used again."""
+        return self._buffers.num_bytes
+
+    def start(self) -> list[Callable[[], None]]:
+        """Register all hooks.
+
+        Returns:
+            Functions that remove them, and free the host memory. Graphs that are still alive keep
+            working.
+        """
+        undo: list[Callable[[], None]] = [self._stop]
+        for reference in self._blocks:
+            module = reference()
+            assert module is not None, "the caller holds the model"
+            _OFFLOADED[module] = self
+            undo += [
+                functools.partial(_forget, module),
+                module.register_forward_pre_hook(_before_block).remove,
+                module.register_forward_hook(_after_block, always_call=True).remove,
+            ]
+        return undo
+
+    def drain(self) -> None:
+        """Let go of all device memory that has a copy on the host, as after an error."""
+        self._end_leaving()
+        self._let_go(self._fetched)
+        self._fetched = []
+
+    def begin(self, module: nn.Module) -> None:
+        """Save the tensors of a block from now on, and move those of the one before.
+
+        Args:
+            module: The block.
+        """
+        self._leave_interrupted()
+        if not _saves_here():
+            return
+        self.drain()
+        while self._saved and not any(self._at(len(self._saved) - 1)):
+            self._saved.pop()
+        self._saved.append([])
+        self._home = None
+        hooks = saved_tensors_hooks(*self._hooks)
+        hooks.__enter__()
+        self._running = (module, hooks)
+        self._start_leaving(len(self._saved) - 1 - self._num_kept)
+
+    def end(self, module: nn.Module) -> None:
+        """Stop to save tensors.
+
+        Args:
+            module: The block.
+        """
+        if self._running is None or self._running[0] is not module:
+            return
+        self._running[1].__exit__()
+        self._running = self._home = None
+        self._end_leaving()
+
+    def _stop(self) -> None:
+        self._leave_interrupted()
+        self.drain()
+        for copies in self._copies.values():
+            copies.synchronize()
+        self._buffers.clear()
+
+    # A keyboard interrupt ends a block without a call of its hooks.
+    def _leave_interrupted(self) -> None:
+        if self._running is not None and _top_hooks() == self._hooks:
+            self._running[1].__exit__()
+            self._running = None
+
+    def _pack(self, tensor: Tensor) -> object:
+        if not self._can_move(tensor):
+            # An output would hold itself through its own graph.
+            return tensor if tensor.grad_fn is None else tensor.detach()
+        key = tensor.untyped_storage()._cdata
+        place = len(self._saved) - 1
+        stash = self._stashes.get(key)
+        if stash is None or not stash.holds(tensor):
+            copies = self._copies.get(tensor.device)
+            if copies is None:
+                copies = self._copies[tensor.device] = self._copies_of(tensor)
+            stash = self._stashes[key] = Stash(tensor, self._buffers, copies)
+            stash.place = _NO_TASK
+        if stash.place != place:
+            self._saved[place].append(weakref.ref(stash))
+        return stash.save(tensor, place)
+
+    def _can_move(self, tensor: Tensor) -> bool:
+        if not _is_plain(tensor) or tensor.untyped_storage().nbytes() < self._min_bytes:
+            return False
+        if self._home is None:
+            assert self._running is not None, "hooks are there while a block runs"
+            module = self._running[0]
+            resident = [*module.parameters(), *module.buffers()]
+            device = next((each.device for each in resident), None)
+            plain = [each for each in resident if _has_storage(each)]
+            self._home = device, {each.untyped_storage()._cdata for each in plain}
+        device, storages = self._home
+        is_here = device is None or tensor.device == device
+        return is_here and tensor.untyped_storage()._cdata not in storages
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, Saved):
+            found: Tensor = saved
+            return found
+        stash = saved.stash
+        with torch.no_grad():
+            if torch._C._current_graph_task_id() != _NO_TASK:
+                self._queue_end()
+                self._forget_others(stash.place)
+            self._fetch([stash])
+            tensor = saved.restore()
+            if torch._C._current_graph_task_id() != _NO_TASK:
+                for place in range(stash.place - 1, stash.place - 1 - self._num_prefetched, -1):
+                    self._fetch(self._at(place))
+        return tensor
+
+    def _at(self, place: int) -> Iterator[Stash]:
+        for reference in self._saved[place] if 0 <= place < len(self._saved) else ():
+            stash = reference()
+            if stash is not None and stash.place == place:
+                yield stash
+
+    def _start_leaving(self, place: int) -> None:
+        by_copies: dict[Copies, list[Stash]] = {}
+        for stash in self._at(place):
+            if stash.on_host is None:
+                by_copies.setdefault(stash.copies, []).append(stash)
+        with torch.no_grad():
+            for copies, stashes in by_copies.items():
+                targets, sources = zip(*(s.begin_to_leave() for s in stashes), strict=True)
+                self._leaving.append((copies.send_to_host(targets, sources), [*sources], place))
+        if not by_copies:
+            self._leaving.append((_nothing_to_wait_for, [], place))
+
+    def _end_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, []
+        for wait, _, place in leaving:
+            wait()
+            for stash in self._at(place):
+                stash.leave()
+
+    def _fetch(self, stashes: Iterable[Stash]) -> None:
+        by_copies: dict[Copies, list[Stash]] = {}
+        for stash in stashes:
+            if stash.flat is not None:
+                continue
+            self._fetched.append(weakref.ref(stash))
+            if not stash.find():
+                by_copies.setdefault(stash.copies, []).append(stash)
+        for copies, found in by_copies.items():
+            targets, sources = zip(*(s.begin_to_come() for s in found), strict=True)
+            wait = copies.to_device(targets, sources)
+            for stash in found:
+                stash.end_to_come(wait)
+
+    # Backward may take another way than back through the blocks: what came in vain leaves.
+    def _forget_others(self, place: int) -> None:
+        near = range(place - self._num_prefetched, place + 1)
+        fetched = [(each, each()) for each in self._fetched]
+        self._let_go([r for r, s in fetched if s is not None and s.place not in near], unused=True)
+        self._fetched = [r for r, s in fetched if s is not None and s.flat is not None]
+
+    @staticmethod
+    def _let_go(references: Iterable["weakref.ref[Stash]"], *, unused: bool = False) -> None:
+        for reference in references:
+            stash = reference()
+            if stash is not None and (stash.is_fetched or not unused):
+                stash.leave()
+
+    # At the end of backward, on the thread that called it.
+    def _queue_end(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task = task
+            queue: Any = torch.autograd.Variable._execution_engine.queue_callback
+            queue(self.drain)
+
+
+def _nothing_to_wait_for() -> None:
+    pass
+
+
+def _top_hooks() -> object:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+# Inside of a checkpoint, or of somebody's own hooks, tensors are theirs.
+def _saves_here() -> bool:
+    return (
+        torch.is_grad_enabled()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._current_graph_task_id() == _NO_TASK
+        and _top_hooks() is None
+    )
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
+
+
+# What it restores has the same bytes, but neither the class nor attributes of its own.
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        (type(tensor) is Tensor or is_fake(tensor))
+        and not isinstance(tensor, nn.Parameter)
+        and not isinstance(tensor._base, nn.Parameter)
+        and not (tensor.is_leaf and tensor.requires_grad)
+        and _has_storage(tensor)
+        and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
+    )
+
+
+def _forget(module: nn.Module) -> None:
+    _OFFLOADED.pop(module, None)
+
+
+# Module-level functions, which copies of a module share without moving the original's tensors.
+def _before_block(module: nn.Module, _: object) -> None:
+    offloaded = None if torch.compiler.is_compiling() else _OFFLOADED.get(module)
+    if offloaded is not None:
+        offloaded.begin(module)
+
+
+def _after_block(module: nn.Module, *_: object) -> None:
+    offloaded = None if torch.compiler.is_compiling() else _OFFLOADED.get(module)
+    if offloaded is not None:
+        offloaded.end(module)

@@ -1,0 +1,189 @@
+"""The memory of saved tensors: on the device, in host memory that is used again, or both."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_memsave.core.memory import mark_as
+from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+
+
+class HostBuffers:
+    """Host memory that is used again from step to step.
+
+    Args:
+        memory: Where it comes from.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self.num_bytes = 0
+        """Bytes of all that is in use or free."""
+        self._memory = memory
+        # Garbage collection may append at any time.
+        self._free: list[Tensor] = []
+
+    def take(self, flat: Tensor, copies: Copies) -> Tensor:
+        """Give the smallest free memory in which a tensor has room.
+
+        Args:
+            flat: A tensor of bytes.
+            copies: What may still copy from or to free memory.
+
+        Returns:
+            A tensor of as many bytes or more. If all that is free is too small, new memory in place
+            of some of it, so that batches of many lengths do not need ever more.
+        """
+        sizes = [buffer.nbytes for buffer in self._free]
+        fitting = [index for index, size in enumerate(sizes) if size >= flat.nbytes]
+        if fitting:
+            return self._free.pop(min(fitting, key=sizes.__getitem__))
+        if sizes:
+            copies.synchronize()
+            self.num_bytes -= self._free.pop(sizes.index(max(sizes))).nbytes
+        self.num_bytes += flat.nbytes
+        return self._memory.tensors_like([flat])[0]
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let others use what `take` gave."""
+        self._free.append(buffer)
+
+    def clear(self) -> None:
+        """Free what nobody uses; no copy may run."""
+        self.num_bytes -= sum(buffer.nbytes for buffer in self._free)
+        self._free.clear()
+
+
+class Stash:
+    """The memory behind saved tensors; all that share a storage share one stash.
+
+    Args:
+        tensor: One of them.
+        buffers: Host memory.
+        copies: Copies between host and device.
+    """
+
+    def __init__(self, tensor: Tensor, buffers: HostBuffers, copies: Copies) -> None:
+        self.copies = copies
+        self.place = 0
+        """Of the latest block that saved it, among those with saved tensors."""
+        self.flat: Tensor | None = None
+        """All bytes, on the device."""
+        self.on_host: Tensor | None = None
+        """The same bytes, or a copy that has begun."""
+        self.is_fetched = False
+        """Whether ``flat`` came back, and was not used yet."""
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._version = tensor._version
+        self._num_bytes = tensor.untyped_storage().nbytes()
+        self._device = tensor.device
+        self._buffers = buffers
+        self._buffer: Tensor | None = None
+        self._wait: Callable[[], None] | None = None
+        self._num_saved = self._num_used = 0
+
+    def __del__(self) -> None:
+        self._finish_copy()
+        if self._buffer is not None:
+            self._buffers.give_back(self._buffer)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether it has the bytes of a tensor, which has not changed since."""
+        storage = self._storage()
+        is_same = storage is not None and storage._cdata == tensor.untyped_storage()._cdata
+        return is_same and self._version == tensor._version
+
+    def save(self, tensor: Tensor, place: int) -> "Saved":
+        """Save a tensor.
+
+        Args:
+            tensor: A tensor that it holds.
+            place: Of the block that saves it.
+
+        Returns:
+            What restores it.
+        """
+        self.flat = _flat(tensor)
+        self.place = place
+        self._num_saved += 1
+        offset = int(tensor.storage_offset())
+        return Saved(self, tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    def begin_to_leave(self) -> tuple[Tensor, Tensor]:
+        """Return host memory to copy to, and the bytes to copy."""
+        assert self.flat is not None, "it is on the device"
+        self._buffer = self._buffers.take(self.flat, self.copies)
+        self.on_host = self._buffer[: self._num_bytes]
+        return self.on_host, self.flat
+
+    def begin_to_come(self) -> tuple[Tensor, Tensor]:
+        """Return device memory to copy to, and the bytes to copy."""
+        assert self.on_host is not None, "it was copied there"
+        self.flat = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        mark_as("activation", self.flat)
+        self._storage = weakref.ref(self.flat.untyped_storage())
+        self.is_fetched = True
+        return self.flat, self.on_host
+
+    def end_to_come(self, wait: Callable[[], None]) -> None:
+        """Note how to wait for the copy to the device."""
+        self._wait = wait
+
+    def find(self) -> bool:
+        """Return whether somebody else holds on to the memory on the device, and hold on to it."""
+        storage = self._storage()
+        if storage is None:
+            return False
+        flat = torch.empty(0, dtype=torch.uint8, device=self._device)
+        self.flat = flat.set_(storage, 0, (self._num_bytes,), (1,))
+        self.is_fetched = True
+        return True
+
+    def use(self) -> Tensor:
+        """Return all bytes on the device, to which it holds on until each save was used once."""
+        self._finish_copy()
+        flat = self.flat
+        assert flat is not None, "the caller has fetched it"
+        self.is_fetched = False
+        self._num_used += 1
+        if self._num_used >= self._num_saved:
+            self.leave()
+        return flat
+
+    def leave(self) -> None:
+        """Let go of device memory that has a copy on the host."""
+        if self.on_host is not None:
+            self._finish_copy()
+            self.flat = None
+            self.is_fetched = False
+            self._num_used = 0
+
+    # A copy that nobody waits for would write to memory that is used by others already.
+    def _finish_copy(self) -> None:
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved tensor: the bytes of a stash, and how to read them."""
+
+    stash: Stash
+    dtype: torch.dtype
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int
+
+    def restore(self) -> Tensor:
+        """Return the tensor, whose bytes are on the device."""
+        flat = self.stash.use().view(self.dtype)
+        return flat.as_strided(self.size, self.stride, self.offset)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((num_elements,), (1,), 0).view(torch.uint8)
