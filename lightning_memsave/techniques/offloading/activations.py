@@ -13,7 +13,7 @@ from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.stashes import HostBuffers, Saved, Stash
+from lightning_memsave.techniques.offloading.stashes import HostBuffers, Kept, Saved, Stash
 
 # By module, so that copies of a module save their own tensors as usual.
 _OFFLOADED: "weakref.WeakKeyDictionary[nn.Module, OffloadedActivations]" = (
@@ -100,6 +100,7 @@ class OffloadedActivations:
 
     def drain(self) -> None:
         """Let go of all device memory that has a copy on the host, as after an error."""
+        self._leave_interrupted()
         self._end_leaving()
         self._let_go(self._fetched)
         self._fetched = []
@@ -136,7 +137,6 @@ class OffloadedActivations:
         self._end_leaving()
 
     def _stop(self) -> None:
-        self._leave_interrupted()
         self.drain()
         for copies in self._copies.values():
             copies.synchronize()
@@ -148,10 +148,9 @@ class OffloadedActivations:
             self._running[1].__exit__()
             self._running = None
 
-    def _pack(self, tensor: Tensor) -> object:
+    def _pack(self, tensor: Tensor) -> Saved | Kept:
         if not self._can_move(tensor):
-            # An output would hold itself through its own graph.
-            return tensor if tensor.grad_fn is None else tensor.detach()
+            return Kept(tensor)
         key = tensor.untyped_storage()._cdata
         place = len(self._saved) - 1
         stash = self._stashes.get(key)
@@ -179,10 +178,9 @@ class OffloadedActivations:
         is_here = device is None or tensor.device == device
         return is_here and tensor.untyped_storage()._cdata not in storages
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if not isinstance(saved, Saved):
-            found: Tensor = saved
-            return found
+    def _unpack(self, saved: Saved | Kept) -> Tensor:
+        if isinstance(saved, Kept):
+            return saved.restore()
         stash = saved.stash
         with torch.no_grad():
             if torch._C._current_graph_task_id() != _NO_TASK:
@@ -218,6 +216,7 @@ class OffloadedActivations:
         for wait, _, place in leaving:
             wait()
             for stash in self._at(place):
+                stash.look_for_changes()
                 stash.leave()
 
     def _fetch(self, stashes: Iterable[Stash]) -> None:

@@ -73,13 +73,16 @@ class HostMemory:
         if self._is_locked:  # pragma: no cover (gpu)
             _lock(memory)
         return [
-            torch.frombuffer(
-                memory, dtype=form.dtype, count=form.numel(), offset=offset
-            ).as_strided(form.shape, form.stride())
-            if form.numel()
-            else _empty(form)
+            _tensor_in(memory, form, offset) if form.numel() else _empty(form)
             for form, offset in zip(forms, offsets, strict=True)
         ]
+
+
+def _tensor_in(memory: Any, form: Tensor, offset: int) -> Tensor:
+    flat = torch.frombuffer(memory, dtype=form.dtype, count=form.numel(), offset=offset)
+    # Not by an operator, so that whoever counts tensors sees it only now, and as that of the next.
+    mark_as_host(flat)
+    return flat.as_strided(form.shape, form.stride())
 
 
 def _are_fake(tensors: Sequence[Tensor]) -> bool:

@@ -3,11 +3,12 @@
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
-from lightning_memsave.core.memory import mark_as
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
@@ -76,8 +77,11 @@ class Stash:
         """The same bytes, or a copy that has begun."""
         self.is_fetched = False
         """Whether ``flat`` came back, and was not used yet."""
+        self._tensor = TensorWeakRef(tensor)
         self._storage = weakref.ref(tensor.untyped_storage())
-        self._version = tensor._version
+        # Until another copy of the bytes came back, which nobody else knows.
+        self._version: int | None = tensor._version
+        self._is_changed = False
         self._num_bytes = tensor.untyped_storage().nbytes()
         self._device = tensor.device
         self._buffers = buffers
@@ -122,9 +126,9 @@ class Stash:
     def begin_to_come(self) -> tuple[Tensor, Tensor]:
         """Return device memory to copy to, and the bytes to copy."""
         assert self.on_host is not None, "it was copied there"
-        self.flat = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        mark_as("activation", self.flat)
-        self._storage = weakref.ref(self.flat.untyped_storage())
+        with torch.enable_grad():  # counted as an activation, not as a temporary of backward
+            self.flat = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
+        self._version = None
         self.is_fetched = True
         return self.flat, self.on_host
 
@@ -133,18 +137,24 @@ class Stash:
         self._wait = wait
 
     def find(self) -> bool:
-        """Return whether somebody else holds on to the memory on the device, and hold on to it."""
-        storage = self._storage()
-        if storage is None:
+        """Return whether somebody else holds on to the tensor on the device, and hold on to it."""
+        tensor = self._tensor()
+        if tensor is None or not self.holds(tensor):
             return False
-        flat = torch.empty(0, dtype=torch.uint8, device=self._device)
-        self.flat = flat.set_(storage, 0, (self._num_bytes,), (1,))
+        self.flat = _flat(tensor)
         self.is_fetched = True
         return True
 
     def use(self) -> Tensor:
-        """Return all bytes on the device, to which it holds on until each save was used once."""
+        """Return all bytes on the device, to which it holds on until each save was used once.
+
+        Raises:
+            RuntimeError: If they were changed before there was a copy on the host.
+        """
         self._finish_copy()
+        self.look_for_changes()
+        if self._is_changed:
+            _refuse()
         flat = self.flat
         assert flat is not None, "the caller has fetched it"
         self.is_fetched = False
@@ -152,6 +162,11 @@ class Stash:
         if self._num_used >= self._num_saved:
             self.leave()
         return flat
+
+    def look_for_changes(self) -> None:
+        """Note whether bytes on the device were changed in place since they were saved."""
+        if self.flat is not None and self._version is not None:
+            self._is_changed |= self.flat._version != self._version
 
     def leave(self) -> None:
         """Let go of device memory that has a copy on the host."""
@@ -182,6 +197,34 @@ class Saved:
         """Return the tensor, whose bytes are on the device."""
         flat = self.stash.use().view(self.dtype)
         return flat.as_strided(self.size, self.stride, self.offset)
+
+
+class Kept:
+    """A saved tensor that stays where it is.
+
+    Args:
+        tensor: The tensor.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        # An output would hold itself through its own graph.
+        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
+        self._version = tensor._version
+
+    def restore(self) -> Tensor:
+        """Return the tensor; raises if it was changed."""
+        if self._tensor._version != self._version:
+            _refuse()
+        return self._tensor
+
+
+# As autograd itself does without hooks.
+def _refuse() -> NoReturn:
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        "operation, after it was saved in a block whose activations are offloaded. Write "
+        "`x = x + y` instead of `x += y`."
+    )
 
 
 def _flat(tensor: Tensor) -> Tensor:
