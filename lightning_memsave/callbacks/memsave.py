@@ -11,7 +11,7 @@ from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
-from lightning_memsave.callbacks.resume_advice import add_resume_advice
+from lightning_memsave.callbacks.resume_advice import add_resume_advice, describe_open_window
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
@@ -21,6 +21,7 @@ from lightning_memsave.callbacks.settings.modules import (
     ActivationCheckpointingSetting,
     ChunkedCrossEntropySetting,
 )
+from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.core.blocks import BlockSelector
@@ -37,6 +38,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import entries, with_plan, with_stack
 from lightning_memsave.trainer.first_batch import before_strategy_setup
@@ -91,7 +93,10 @@ class MemSaveCallback(CallbackBase):
         optimizer_in_backward: Update each parameter as soon as its gradient is complete and free
             the gradient; True or `OptimizerInBackward`.
         low_precision_weights: Keep weights in bfloat16, and round updates ``"stochastic"`` or with
-            ``"kahan"`` compensation; or `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
+            ``"kahan"`` compensation, or from the ``"master"`` weights of ``offload``; or
+            `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
+        offload: What waits in host memory: ``"optimizer"`` for optimizer state, gradients and the
+            weights that the host updates; or `Offloading`.
         attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
             `AttentionKernel`.
         early_release: Free gradients before the forward pass and unused outputs before the
@@ -111,6 +116,8 @@ class MemSaveCallback(CallbackBase):
         keep_32bit: Shell patterns of parameter names whose optimizer state stays 32-bit.
         force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
             embeddings, norms or biases.
+        host_budget: Host memory that ``offload`` may take, such as ``"16GiB"``; ``None`` for half
+            of what is free.
         loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
             ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
             batch.
@@ -151,6 +158,7 @@ class MemSaveCallback(CallbackBase):
         chunked_cross_entropy: bool | int | str | ChunkedCrossEntropy | None = "auto",
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
+        offload: str | Offloading | None = "auto",
         attention: str | AttentionKernel | None = "auto",
         early_release: bool | str | None = "auto",
         stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,
@@ -159,6 +167,7 @@ class MemSaveCallback(CallbackBase):
         optimizer_kwargs: Mapping[str, Any] | None = None,
         keep_32bit: Sequence[str] = (),
         force_8bit: Sequence[str] = (),
+        host_budget: int | str | None = None,
         loss_weight: Literal["auto", "samples", "tokens", "tokens_shifted"]
         | Callable[[Any], Any] = "auto",
         split_batch: Callable[[Any, int], Sequence[Any]] | None = None,
@@ -327,6 +336,12 @@ class MemSaveCallback(CallbackBase):
         if self.plan is not None:
             self._budget.end_batch(trainer)
 
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Finish updates on the host before hooks that may read weights."""
+        self._settings.find(OffloadSetting).wait()
+
+    on_validation_start = on_train_epoch_end
+
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Materialize logits that are still referenced, and end the time of forward."""
         self._settings.find(ChunkedCrossEntropySetting).before_backward(pl_module)
@@ -387,7 +402,9 @@ class MemSaveCallback(CallbackBase):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save the micro-batch size that memory was enough for, for a resumed run."""
         if not self._is_disabled:
-            self._warn_of_open_window(trainer)
+            if not self._has_warned_of_window and has_open_window(trainer):
+                self._has_warned_of_window = True
+                warn(trainer, describe_open_window(trainer), MemsaveWarning)
             state: dict[str, Any] = {"micro_batch_size": self._micro_batches.size}
             if self.plan is not None:
                 state["plan"] = self._budget.state()
@@ -407,21 +424,6 @@ class MemSaveCallback(CallbackBase):
                 MemsaveWarning,
                 stacklevel=2,
             )
-
-    def _warn_of_open_window(self, trainer: Any) -> None:
-        if self._has_warned_of_window or not has_open_window(trainer):
-            return
-        self._has_warned_of_window = True
-        window = trainer.accumulate_grad_batches
-        warn(
-            trainer,
-            f"A checkpoint is saved in the middle of an accumulation window of {window} batches. "
-            "Checkpoints of Lightning hold no gradients, so a run that resumes from it loses those "
-            "of the batches since the last optimizer step. Save after optimizer steps instead: "
-            "`ModelCheckpoint(every_n_train_steps=...)` does, and so does a `val_check_interval` "
-            f"that is a multiple of {window}.",
-            MemsaveWarning,
-        )
 
     def _keep_gradients(self) -> None:
         if self.prediction is not None:

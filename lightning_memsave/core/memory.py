@@ -141,33 +141,43 @@ class MemoryBreakdown:
         return f"{format_bytes(self.total_bytes)} ({', '.join(parts)})"
 
 
-class _Contexts(threading.local):
-    num = 0
+HOST = "host"
+"""Kept on the host by a technique; counted apart from the categories of `MemoryBreakdown`."""
 
 
-_contexts = _Contexts()
+class _Context(threading.local):
+    category = ""
+
+
+_context = _Context()
 
 
 @contextlib.contextmanager
-def host_copies() -> Iterator[None]:
-    """Mark tensors that this thread makes inside as host memory, also if the device is the CPU.
-
-    Memory counted on a CPU represents that of a GPU, so host copies must not count.
-    """
-    _contexts.num += 1
+def counted_as(category: str) -> Iterator[None]:
+    """Let tensors that this thread makes inside count under a category, such as ``"parameter"``."""
+    before, _context.category = _context.category, category
     try:
         yield
     finally:
-        _contexts.num -= 1
+        _context.category = before
 
 
-def is_host_copy() -> bool:
-    """Return whether new tensors count as host memory: inside `host_copies`."""
-    return _contexts.num > 0
+def category_in_context() -> str:
+    """Return the category inside `counted_as`; empty outside."""
+    return _context.category
 
 
-HOST = "host"
-"""Kept on the host by a technique; counted apart from the categories of `MemoryBreakdown`."""
+def host_copies() -> contextlib.AbstractContextManager[None]:
+    """Mark tensors that this thread makes inside as host memory, also if the device is the CPU.
+
+    Memory counted on a CPU represents that of a GPU, so host copies must not count.
+
+    Returns:
+        A context.
+    """
+    return counted_as(HOST)
+
+
 _CATEGORY = "_memsave_category"
 
 

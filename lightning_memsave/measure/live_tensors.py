@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightning_memsave.core.memory import HOST, MemoryBreakdown, is_host_copy, mark_of
+from lightning_memsave.core.memory import HOST, MemoryBreakdown, category_in_context, mark_of
 from lightning_memsave.measure.storages import (
     LiveStorage,
     device_of,
@@ -98,8 +98,8 @@ def category_of_new(
     Returns:
         A category of `MemoryBreakdown`, or `HOST`.
     """
-    if is_host_copy():
-        return HOST
+    if category := category_in_context():
+        return category
     if func is _TO_COPY:
         sources = [entries.get(storage._cdata) for storage in storages_of(args[0])]
         if any(source is not None and source.category == "parameter" for source in sources):

@@ -17,6 +17,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memsave.core.memory import HOST
 from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
 from lightning_memsave.prediction.snapshot import Origin

@@ -15,6 +15,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
 
@@ -82,6 +83,7 @@ _ENTRIES = [
         single_gpu="8bit",
         details={"optimizer_kwargs": None, "keep_32bit": (), "force_8bit": ()},
     ),
+    Entry.of(Offloading, details={"host_budget": None}),
     Entry.of(LowPrecisionWeights, single_gpu="stochastic"),
     Entry.of(OptimizerInBackward, bitwise=True, single_gpu=True),
 ]
@@ -91,6 +93,8 @@ STACKS = ("off", "classic", "bitwise", "single_gpu")
 the least memory on a single GPU without host memory."""
 BARE = "classic"
 """The default stack."""
+# On the host there is room for whole state, and updates are made in float32 after backward.
+_BESIDE_OFFLOAD = {"optimizer": None, "low_precision_weights": "master"}
 _ALWAYS = ("micro_batch_size", "eval_micro_batch_size")
 _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
@@ -173,6 +177,10 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
         )
     values = values_of(stack)
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
+    if arguments["offload"] not in ("auto", None):
+        off = ("optimizer_in_backward",)
+        instead = {n: v for n, v in _BESIDE_OFFLOAD.items() if missing.get(n) is not None}
+        missing |= instead | dict.fromkeys((n for n in off if n in missing), None)
     # The stack's `force_8bit` applies to every 8-bit optimizer chosen by name, unless the user set
     # it; a `LowBitOptimizer` object has its own.
     optimizer = missing.get("optimizer", arguments["optimizer"])

@@ -17,6 +17,7 @@ from lightning_memsave.callbacks.settings.modules import (
     ActivationCheckpointingSetting,
     read_module_setting,
 )
+from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer import OptimizerSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.precision import PrecisionSetting, TF32Setting
@@ -40,6 +41,7 @@ _SETTINGS = (
     ActivationCheckpointingSetting,
     EarlyReleaseSetting,
     OptimizerSetting,
+    OffloadSetting,
     LowPrecisionWeightsSetting,
     OptimizerInBackwardSetting,
 )

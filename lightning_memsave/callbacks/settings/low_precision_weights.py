@@ -104,7 +104,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Convert the weights, unless they are made later, and wrap ``configure_optimizers``."""
         super().apply(trainer, pl_module)
-        if self.technique is None:
+        if self.technique is None or self._is_from_master:
             return
         updates = _RoundedUpdates(self.technique)
         yields = not self.is_asked
@@ -150,6 +150,9 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         """Convert weights that were made after ``setup``, and say what becomes of all."""
         if self.technique is None:
             return
+        if self._is_from_master:
+            super().start(trainer, pl_module)
+            return
         if self._optimizers.problems:
             self.yield_to(self._optimizers.problems, trainer, pl_module)
             return
@@ -191,9 +194,14 @@ class LowPrecisionWeightsSetting(ModuleSetting):
 
     def _use(self, technique: Technique[nn.Module], pl_module: Any) -> Handle[nn.Module]:
         handle = super()._use(technique, pl_module)
-        if not pl_module.automatic_optimization:
+        if not pl_module.automatic_optimization and not self._is_from_master:
             self._sum_in_fp32(pl_module)
         return handle
+
+    # The host updates in float32, and adds gradients up in it.
+    @property
+    def _is_from_master(self) -> bool:
+        return self.technique is not None and self.technique.rounding == "master"
 
     # On from the first batch in parts to the end of the fit: others will come.
     def _around_backward(self, pl_module: Any, is_last: bool) -> AbstractContextManager[None]:

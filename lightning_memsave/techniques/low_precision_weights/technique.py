@@ -40,6 +40,7 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
     RoundedStep,
     install,
 )
+from lightning_memsave.techniques.offloading.residence import residence_with
 from lightning_memsave.units import format_bytes
 
 _RULES = ("norm", "vector", "pattern", "shared memory")
@@ -128,7 +129,7 @@ def _is_reparametrized(module: nn.Module) -> bool:
     return any(isinstance(hook, WeightNorm | SpectralNorm) for hook in hooks)
 
 
-ROUNDINGS = ("stochastic", "kahan")
+ROUNDINGS = ("stochastic", "kahan", "master")
 _HOW = {
     "stochastic": "rounded up or down at random",
     "kahan": "rounded with a bfloat16 compensation",
@@ -145,7 +146,9 @@ class LowPrecisionWeights(Technique[nn.Module]):
 
     Args:
         rounding: ``"stochastic"`` rounds up or down at random, unbiased, and needs no memory.
-            ``"kahan"`` stores the rounding error, in 2 more bytes per parameter.
+            ``"kahan"`` stores the rounding error, in 2 more bytes per parameter. ``"master"`` is
+            for weights that `Offloading` keeps in float32 on the host: they are updated there, and
+            the device gets them rounded to nearest.
         keep_fp32: Shell patterns (``fnmatch``) over names of parameters that stay float32, in
             addition to norms and vectors such as biases, which are small and sensitive.
 
@@ -186,7 +189,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
 
     name: ClassVar[str] = "low_precision_weights"
     argument: ClassVar[str] = "low_precision_weights"
-    examples: ClassVar[str] = '"stochastic", "kahan"'
+    examples: ClassVar[str] = '"stochastic", "kahan", "master"'
     offers: ClassVar[tuple[Offer, ...]] = (
         Offer(
             "weights in bf16", "stochastic", "weights with 8 significant bits, stochastic rounding"
@@ -296,6 +299,9 @@ class LowPrecisionWeights(Technique[nn.Module]):
                 wrapper of `fabric.setup`.
         """
         problems = _problems_of(optimizer)
+        if self.rounding == "master":
+            why = "weights that are updated on the host need no rounding"
+            problems = [Problem("`round_updates`", why, "Leave it out.")]
         if problems:
             raise IncompatibleError(self.name, problems)
         undo = install(optimizer, RoundedStep(self.rounding))
@@ -331,6 +337,10 @@ class LowPrecisionWeights(Technique[nn.Module]):
         reasons = reasons_to_leave(target, self.keep_fp32)
         chosen = [param for param, why in reasons.items() if not why]
         left = describe_left(reasons)
+        if problems := _problems_of_homes(chosen, self.rounding):
+            raise IncompatibleError(self.name, problems)
+        if self.rounding == "master":
+            return _send_in_bfloat16(target, chosen, left)
         # Parameters that were bfloat16 before are rounded as well.
         marked = [p for p, why in reasons.items() if why in ("", "bfloat16")]
         known = [p for p in reasons if not is_lazy(p)]
@@ -355,6 +365,41 @@ class LowPrecisionWeights(Technique[nn.Module]):
         )
         remark = f" ({left})" if left else ""
         return Handle(target, (change + remark,), undo=(undo, *keep_in_bfloat16(target)))
+
+
+# Not in `check`: in a Trainer, all techniques are checked before one is applied.
+def _problems_of_homes(params: list[nn.Parameter], rounding: str) -> list[Problem]:
+    what = f"`low_precision_weights={rounding!r}`"
+    homes = {residence_with(param) is not None for param in params}
+    if rounding == "master" and False in homes:
+        why = "there is no copy of the weights in float32 on the host"
+        fix = 'Set `offload="optimizer"` as well (`Offloading` first), or use "stochastic".'
+        return [Problem(what, why, fix)]
+    if rounding != "master" and True in homes:
+        why = "the weights are offloaded, and updated in float32 on the host"
+        return [Problem(what, why, 'Use `low_precision_weights="master"`.')]
+    return []
+
+
+def _send_in_bfloat16(
+    target: nn.Module, params: list[nn.Parameter], left: str
+) -> Handle[nn.Module]:
+    def send_as(dtype: torch.dtype) -> None:
+        for param in params:
+            residence = residence_with(param)
+            if residence is not None:
+                residence.set_device_dtype(param, dtype)
+
+    send_as(torch.bfloat16)
+    if not params:
+        return Handle(target, (), (f"there is no tensor to convert: {left or 'no parameters'}",))
+    num_bytes = sum(p.nbytes for p in params)
+    change = (
+        f"{len(params)} tensors in bfloat16 on the device, in float32 on the host: "
+        f"{format_bytes(num_bytes)} -> {format_bytes(num_bytes // 2)}"
+    )
+    undo = (lambda: send_as(torch.float32), *keep_in_bfloat16(target))
+    return Handle(target, (change + (f" ({left})" if left else ""),), undo=undo)
 
 
 def describe_updates(optimizer: Optimizer, rounding: str) -> str:

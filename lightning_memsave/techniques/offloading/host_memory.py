@@ -50,8 +50,6 @@ class HostMemory:
         ]
         with torch.inference_mode(mode=False), host_copies():
             made = [_empty(form) for form in forms] if _are_fake(tensors) else self._carve(forms)
-        for tensor in made:
-            mark_as_host(tensor)
         self.num_bytes += sum(tensor.nbytes for tensor in made)
         return made
 
@@ -73,15 +71,14 @@ class HostMemory:
         if self._is_locked:  # pragma: no cover (gpu)
             _lock(memory)
         return [
-            _tensor_in(memory, form, offset) if form.numel() else _empty(form)
+            _view(memory, form, offset) if form.numel() else _empty(form)
             for form, offset in zip(forms, offsets, strict=True)
         ]
 
 
-def _tensor_in(memory: Any, form: Tensor, offset: int) -> Tensor:
+def _view(memory: Any, form: Tensor, offset: int) -> Tensor:
     flat = torch.frombuffer(memory, dtype=form.dtype, count=form.numel(), offset=offset)
-    # Not by an operator, so that whoever counts tensors sees it only now, and as that of the next.
-    mark_as_host(flat)
+    mark_as_host(flat)  # before a counter sees it
     return flat.as_strided(form.shape, form.stride())
 
 
@@ -90,7 +87,9 @@ def _are_fake(tensors: Sequence[Tensor]) -> bool:
 
 
 def _empty(form: Tensor) -> Tensor:
-    return torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="cpu")
+    made = torch.empty_strided(form.shape, form.stride(), dtype=form.dtype, device="cpu")
+    mark_as_host(made)
+    return made
 
 
 def _lock(memory: Any) -> None:  # pragma: no cover (gpu)

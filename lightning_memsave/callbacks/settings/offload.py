@@ -1,0 +1,108 @@
+"""Offloading to the host, as a setting."""
+
+import dataclasses
+from typing import Any
+
+from lightning_memsave.callbacks.settings.modules import ModuleSetting
+from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
+from lightning_memsave.core.technique import Row
+from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from lightning_memsave.trainer.hooks import owners_of
+from lightning_memsave.trainer.trainer import averages_weights
+
+# They run between a step and the next forward pass, where they may read or change weights.
+_BETWEEN_STEPS = (
+    "optimizer_step",
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "lr_scheduler_step",
+    "on_train_batch_end",
+    "on_train_batch_start",
+)
+
+
+class OffloadSetting(ModuleSetting):
+    """What waits on the host, and when it must be up to date."""
+
+    name = Offloading.argument
+    technique: Offloading | None
+    _handle: OffloadingHandle | None
+
+    @classmethod
+    def read(cls, arguments: Arguments) -> "OffloadSetting":
+        """Make the setting that the arguments describe."""
+        name, own = Offloading.argument, is_asked(arguments, Offloading.argument)
+        technique, budget = Offloading.from_value(arguments[name]), arguments["host_budget"]
+        if budget is not None:
+            if technique is None or isinstance(arguments[name], Offloading):
+                raise ConfigurationError(
+                    f"`host_budget={budget!r}` is not used with {as_given(arguments, name)}. Use "
+                    f'`{name}="optimizer"`, or pass it to `Offloading`.'
+                )
+            technique = dataclasses.replace(technique, host_budget=budget)
+        if technique is None:
+            return cls(name, None, "None", own)
+        if technique.blocks is None:
+            technique = dataclasses.replace(technique, blocks=arguments["blocks"])
+        in_backward = arguments["optimizer_in_backward"]
+        if in_backward not in (None, False):
+            raise ConfigurationError(
+                f"{as_given(arguments, 'optimizer_in_backward')} updates weights on the device, "
+                f"and {as_given(arguments, name)} on the host. Remove one of the two."
+            )
+        if why := why_beyond(arguments, name, technique.exactness):
+            return cls(name, None, "None", own, why)
+        return cls(name, technique, repr(technique.what), own)
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the Trainer and the module."""
+        if self.technique is None:
+            return []
+        problems = super().check(trainer, pl_module)
+        precision = str(trainer.precision)
+        if precision.endswith("-true") and precision != "32-true":
+            problems.append(
+                Problem(
+                    self.written,
+                    f"`precision={precision!r}` converts the weights, which wait on the host in "
+                    "their own type",
+                    'Use `precision="bf16-mixed"` with `low_precision_weights="master"`, or set '
+                    f"`{self.name}=None`.",
+                )
+            )
+        return problems
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Let the optimizers update on the host, beside the next step where nobody looks."""
+        super().start(trainer, pl_module)
+        if self.technique is None or self._handle is None or self._handle.residence is None:
+            return
+        watchers = [o for hook in _BETWEEN_STEPS for o in owners_of(trainer, pl_module, hook)]
+        watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
+        if not pl_module.automatic_optimization:
+            watchers.append(f"{type(pl_module).__name__}.training_step")
+        self._handle.residence.is_watched = bool(watchers)
+        details = [*self._handle.changes, *self._handle.skipped]
+        for optimizer in trainer.optimizers:
+            handle = self.technique.update_in_background(optimizer)
+            self._undo.append(handle.undo)
+        details.append(
+            f"updates end before {', '.join(f'`{name}`' for name in watchers)}: it may read weights"
+            if watchers
+            else "updates run beside the next step"
+        )
+        exactness = self.technique.exactness.value
+        self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+
+    def wait(self) -> None:
+        """Let all weights be on the host, up to date."""
+        if self._handle is not None:
+            self._handle.wait()
+
+    def undo(self) -> None:
+        """Restore the module on the host, where Lightning moves it; a second call does nothing."""
+        handle = self._handle
+        if handle is not None and handle.residence is not None:
+            handle.residence.stay_on_host()
+        super().undo()
