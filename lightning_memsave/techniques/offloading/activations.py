@@ -101,9 +101,7 @@ class OffloadedActivations:
     def drain(self) -> None:
         """Let go of all device memory that has a copy on the host, as after an error."""
         self._leave_interrupted()
-        self._end_leaving()
-        self._let_go(self._fetched)
-        self._fetched = []
+        self._let_all_go()
 
     def begin(self, module: nn.Module) -> None:
         """Save the tensors of a block from now on, and move those of the one before.
@@ -114,7 +112,7 @@ class OffloadedActivations:
         self._leave_interrupted()
         if not _saves_here():
             return
-        self.drain()
+        self._let_all_go()
         while self._saved and not any(self._at(len(self._saved) - 1)):
             self._saved.pop()
         self._saved.append([])
@@ -135,6 +133,11 @@ class OffloadedActivations:
         self._running[1].__exit__()
         self._running = self._home = None
         self._end_leaving()
+
+    def _let_all_go(self) -> None:
+        self._end_leaving()
+        self._let_go(self._fetched)
+        self._fetched = []
 
     def _stop(self) -> None:
         self.drain()
@@ -159,7 +162,6 @@ class OffloadedActivations:
             if copies is None:
                 copies = self._copies[tensor.device] = self._copies_of(tensor)
             stash = self._stashes[key] = Stash(tensor, self._buffers, copies)
-            stash.place = _NO_TASK
         if stash.place != place:
             self._saved[place].append(weakref.ref(stash))
         return stash.save(tensor, place)
@@ -253,7 +255,7 @@ class OffloadedActivations:
         if task != self._task:
             self._task = task
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            queue(self.drain)
+            queue(self._let_all_go)
 
 
 def _nothing_to_wait_for() -> None:

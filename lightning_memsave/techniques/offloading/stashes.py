@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
+from lightning_memsave.core.memory import counted_as
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
@@ -69,7 +70,7 @@ class Stash:
 
     def __init__(self, tensor: Tensor, buffers: HostBuffers, copies: Copies) -> None:
         self.copies = copies
-        self.place = 0
+        self.place = -1
         """Of the latest block that saved it, among those with saved tensors."""
         self.flat: Tensor | None = None
         """All bytes, on the device."""
@@ -126,7 +127,7 @@ class Stash:
     def begin_to_come(self) -> tuple[Tensor, Tensor]:
         """Return device memory to copy to, and the bytes to copy."""
         assert self.on_host is not None, "it was copied there"
-        with torch.enable_grad():  # counted as an activation, not as a temporary of backward
+        with counted_as("activation"):
             self.flat = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
         self._version = None
         self.is_fetched = True
