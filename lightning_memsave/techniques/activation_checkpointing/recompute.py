@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -444,39 +444,31 @@ _OWN_HOOKS: dict[str, Any] = (
 
 
 def _save_through_hooks(storage: dict[Any, dict[int, Any]]) -> None:
-    """Save the results that "selective" keeps as autograd saves tensors, such that hooks see them.
+    """Save the results that "selective" keeps through the hooks around the block, if there are any.
 
     Args:
         storage: By operator and number of its call, what torch's contexts share.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
         return
     for results in storage.values():
         for index, result in results.items():
-            results[index] = tree_map(_as_saved, result)
+            results[index] = tree_map(functools.partial(_packed, hooks), result)
 
 
-def _as_saved(kept: Any) -> Any:
+def _packed(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], kept: Any) -> Any:
     is_tensor = hasattr(kept, "get_val") and isinstance(getattr(kept, "val", None), Tensor)
-    return _Kept(kept.get_val(False)) if is_tensor else kept
+    pack, unpack = hooks
+    return _Packed(pack(kept.get_val(False)), unpack) if is_tensor else kept
 
 
-class _Kept:
+class _Packed:
     """Stands in for torch's own class around a result."""
 
-    def __init__(self, result: Tensor) -> None:
-        needs_graph = torch.empty(0, device=result.device, requires_grad=True)
-        save: Any = _Save.apply  # untyped in torch
-        self._node = save(needs_graph, result).grad_fn
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed, self._unpack = packed, unpack
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Return the result; autograd raises if it was changed in place."""
-        (result,) = self._node.saved_tensors
-        return cast("Tensor", result)
-
-
-class _Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, needs_graph: Tensor, result: Tensor) -> Tensor:
-        ctx.save_for_backward(result)
-        return needs_graph.clone()
+        """Return the result."""
+        return self._unpack(self._packed)

@@ -167,7 +167,13 @@ class OffloadedActivations:
         return stash.save(tensor, place)
 
     def _can_move(self, tensor: Tensor) -> bool:
-        if not _is_plain(tensor) or tensor.untyped_storage().nbytes() < self._min_bytes:
+        # Most are small, or parameters: they are noticed at little cost.
+        is_own = type(tensor) is Tensor or (
+            is_fake(tensor) and not isinstance(tensor, nn.Parameter)
+        )
+        if not is_own or tensor.layout is not torch.strided:
+            return False
+        if tensor.untyped_storage().nbytes() < self._min_bytes or not _has_plain_bytes(tensor):
             return False
         if self._home is None:
             assert self._running is not None, "hooks are there while a block runs"
@@ -280,14 +286,11 @@ def _has_storage(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not hasattr(tensor, "__tensor_flatten__")
 
 
-# What it restores has the same bytes, but neither the class nor attributes of its own.
-def _is_plain(tensor: Tensor) -> bool:
+# What is restored has the same bytes, but neither a class nor attributes of its own.
+def _has_plain_bytes(tensor: Tensor) -> bool:
     return (
-        (type(tensor) is Tensor or is_fake(tensor))
-        and not isinstance(tensor, nn.Parameter)
-        and not isinstance(tensor._base, nn.Parameter)
+        not isinstance(tensor._base, nn.Parameter)
         and not (tensor.is_leaf and tensor.requires_grad)
-        and _has_storage(tensor)
         and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -207,6 +207,8 @@ class Kept:
         tensor: The tensor.
     """
 
+    __slots__ = ("_tensor", "_version")
+
     def __init__(self, tensor: Tensor) -> None:
         # An output would hold itself through its own graph.
         self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
