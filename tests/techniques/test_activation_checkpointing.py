@@ -308,9 +308,9 @@ def test_hooks_on_saved_tensors_see_what_selective_keeps():
     run(model)
     plain = [p.grad for p in model.parameters()]
     model.zero_grad()
-    with ActivationCheckpointing("selective").apply(model):
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            run(model)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with ActivationCheckpointing("selective").apply(model), hooks:
+        run(model)
     # Two products in each of four blocks, of whose inner tensors nothing else is saved.
     assert packed.count((16, 2 * WIDTH)) == 4
     assert all(map(torch.equal, plain, (p.grad for p in model.parameters())))
