@@ -315,6 +315,14 @@ def test_what_is_not_an_activation_stays():
         assert len(offloaded._copies) == 1
 
 
+def test_copies_of_weights_in_autocast_stay():
+    model = Chain()
+    with offloading(model, None, min_bytes=WIDTH * WIDTH * 2) as offloaded:
+        InAutocast(model)(batch_of()).backward()
+        # In bfloat16: a block's input, and the result of tanh.
+        assert offloaded.host_bytes == (NUM_BLOCKS - 1) * INPUT
+
+
 def test_small_tensors_stay():
     model = Chain()
     with offloading(model, min_bytes=INPUT + 1) as offloaded:

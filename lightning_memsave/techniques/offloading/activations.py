@@ -175,6 +175,8 @@ class OffloadedActivations:
             return False
         if tensor.untyped_storage().nbytes() < self._min_bytes or not _has_plain_bytes(tensor):
             return False
+        if _is_of_parameter(tensor):
+            return False
         if self._home is None:
             assert self._running is not None, "hooks are there while a block runs"
             module = self._running[0]
@@ -289,13 +291,23 @@ def _has_storage(tensor: Tensor) -> bool:
 # What is restored has the same bytes, but neither a class nor attributes of its own.
 def _has_plain_bytes(tensor: Tensor) -> bool:
     return (
-        not isinstance(tensor._base, nn.Parameter)
-        and not (tensor.is_leaf and tensor.requires_grad)
+        not (tensor.is_leaf and tensor.requires_grad)
         and (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
         and not tensor.is_conj()
         and not tensor.is_neg()
         and tensor.untyped_storage().nbytes() % tensor.element_size() == 0
     )
+
+
+# A view of a parameter, or of the copy of it that autocast makes and holds on to.
+def _is_of_parameter(tensor: Tensor) -> bool:
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, nn.Parameter):
+        return True
+    cast = base.grad_fn
+    if cast is None or cast.name() != "ToCopyBackward0":
+        return False
+    return isinstance(getattr(cast.next_functions[0][0], "variable", None), nn.Parameter)
 
 
 def _forget(module: nn.Module) -> None:
