@@ -128,6 +128,33 @@ def test_memory_is_not_given_back_while_copies_of_it_run(which, error, seed):
     assert checkpointing is None or checkpointing.undo() is None
 
 
+class _FullAtFirst(SimulatedCopies):
+    """The device has no room for what comes back second."""
+
+    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
+        self.num_started += 1
+        if self.num_started == NUM_BLOCKS + 2:
+            raise torch.OutOfMemoryError
+        return super().to_device(targets, sources)
+
+
+@pytest.mark.parametrize("which", ["all", None])
+def test_backward_can_be_repeated_after_out_of_memory(which):
+    model, offloads = Chain(), Offloads(make_copies=_FullAtFirst)
+    model(batch_of()).backward()
+    expected = [p.grad for p in model.parameters()]
+    checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
+    with offloads.apply(model):
+        loss = model(batch_of())
+        model.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+    assert checkpointing is None or checkpointing.undo() is None
+
+
 class Block(nn.Module):
     """Its input has as many bytes as each of its two activations."""
 

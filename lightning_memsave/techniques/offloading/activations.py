@@ -216,8 +216,12 @@ class OffloadedActivations:
                 by_copies.setdefault(stash.copies, []).append(stash)
         with torch.no_grad():
             for copies, stashes in by_copies.items():
-                targets, sources = zip(*(s.begin_to_leave() for s in stashes), strict=True)
-                self._leaving.append((copies.send_to_host(targets, sources), [*sources], place))
+                sources = [stash.flat for stash in stashes if stash.flat is not None]
+                buffers = [self._buffers.take(source, copies) for source in sources]
+                targets = [b[: s.nbytes] for b, s in zip(buffers, sources, strict=True)]
+                self._leaving.append((copies.send_to_host(targets, sources), sources, place))
+                for stash, buffer in zip(stashes, buffers, strict=True):
+                    stash.leave_for(buffer)
         if not by_copies:
             self._leaving.append((_nothing_to_wait_for, [], place))
 
@@ -238,10 +242,12 @@ class OffloadedActivations:
             if not stash.find():
                 by_copies.setdefault(stash.copies, []).append(stash)
         for copies, found in by_copies.items():
-            targets, sources = zip(*(s.begin_to_come() for s in found), strict=True)
+            # Out of memory, if at all, before anything is noted: backward can be repeated.
+            targets = [stash.make_room() for stash in found]
+            sources = [stash.on_host for stash in found if stash.on_host is not None]
             wait = copies.to_device(targets, sources)
-            for stash in found:
-                stash.end_to_come(wait)
+            for stash, target in zip(found, targets, strict=True):
+                stash.come_to(target, wait)
 
     # Backward may take another way than back through the blocks: what came in vain leaves.
     def _forget_others(self, place: int) -> None:

@@ -117,25 +117,22 @@ class Stash:
         offset = int(tensor.storage_offset())
         return Saved(self, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
-    def begin_to_leave(self) -> tuple[Tensor, Tensor]:
-        """Return host memory to copy to, and the bytes to copy."""
-        assert self.flat is not None, "it is on the device"
-        self._buffer = self._buffers.take(self.flat, self.copies)
-        self.on_host = self._buffer[: self._num_bytes]
-        return self.on_host, self.flat
+    def leave_for(self, buffer: Tensor) -> None:
+        """Note host memory to which a copy of all bytes has begun."""
+        self._buffer = buffer
+        self.on_host = buffer[: self._num_bytes]
 
-    def begin_to_come(self) -> tuple[Tensor, Tensor]:
-        """Return device memory to copy to, and the bytes to copy."""
-        assert self.on_host is not None, "it was copied there"
+    def make_room(self) -> Tensor:
+        """Return device memory to copy all bytes back to."""
         with counted_as("activation"):
-            self.flat = torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
-        self._version = None
-        self.is_fetched = True
-        return self.flat, self.on_host
+            return torch.empty(self._num_bytes, dtype=torch.uint8, device=self._device)
 
-    def end_to_come(self, wait: Callable[[], None]) -> None:
-        """Note how to wait for the copy to the device."""
+    def come_to(self, flat: Tensor, wait: Callable[[], None]) -> None:
+        """Note device memory to which a copy of all bytes has begun, and how to wait for it."""
+        self.flat = flat
+        self._version = None
         self._wait = wait
+        self.is_fetched = True
 
     def find(self) -> bool:
         """Return whether somebody else holds on to the tensor on the device, and hold on to it."""
