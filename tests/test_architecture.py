@@ -287,8 +287,8 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.low_precision_weights.technique": "_cdata",
         "techniques.micro_batching.training_state": "_cdata _version",
         "techniques.offloading.activations": "_cdata",
-        "techniques.offloading.part": "_cdata _version",
         "techniques.offloading.stashes": "_cdata _version",
+        "techniques.offloading.part": "_cdata _version _C _storage_Use_Count",
         "techniques.offloading.technique": "_cdata",
     },
     "which backward pass runs, and what it will still come to": {
