@@ -332,7 +332,13 @@ CASES: dict[str, Case] = {
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
         loss_factor=1.05,
     ),
-    Offloading.name: Case(variants=(Offloading(), Offloading("parameters"))),
+    Offloading.name: Case(
+        variants=(
+            Offloading(),
+            Offloading("parameters"),
+            Offloading("parameters+activations", min_bytes=1),
+        )
+    ),
     LowPrecisionWeights.name: Case(
         variants=(
             LowPrecisionWeights(),

@@ -258,7 +258,9 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.run_prediction": "_disable_current_modes _python_dispatch",
         "targets.checkpoints": "_subclasses",
         "techniques.activation_checkpointing.recompute": "_pytree _C "
-        "_are_functorch_transforms_active",
+        "_are_functorch_transforms_active _autograd _top_saved_tensors_default_hooks",
+        "techniques.offloading.activations": "_C _are_functorch_transforms_active _autograd "
+        "_top_saved_tensors_default_hooks _current_graph_task_id _execution_engine _base",
         "techniques.chunked_cross_entropy": "_C _pytree _python_dispatch _disable_current_modes "
         "_functorch _get_tracing_state _current_level _make_wrapper_subclass",
         "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_disable_current_modes "
@@ -284,6 +286,8 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.chunked_cross_entropy": "_cdata _version",
         "techniques.low_precision_weights.technique": "_cdata",
         "techniques.micro_batching.training_state": "_cdata _version",
+        "techniques.offloading.activations": "_cdata",
+        "techniques.offloading.stashes": "_cdata _version",
         "techniques.offloading.part": "_cdata _version _C _storage_Use_Count",
         "techniques.offloading.technique": "_cdata",
     },

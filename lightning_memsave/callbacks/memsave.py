@@ -95,8 +95,9 @@ class MemSaveCallback(CallbackBase):
         low_precision_weights: Keep weights in bfloat16, and round updates ``"stochastic"`` or with
             ``"kahan"`` compensation, or from the ``"master"`` weights of ``offload``; or
             `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
-        offload: What waits in host memory: ``"optimizer"`` for optimizer state, gradients and the
-            weights that the host updates; or `Offloading`.
+        offload: What waits in host memory: ``"optimizer"`` (its state, gradients, and the weights
+            that the host updates), ``"parameters"`` (also the weights of blocks),
+            ``"activations"``, True for all; or `Offloading`.
         attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
             `AttentionKernel`.
         early_release: Free gradients before the forward pass and unused outputs before the
@@ -158,7 +159,7 @@ class MemSaveCallback(CallbackBase):
         chunked_cross_entropy: bool | int | str | ChunkedCrossEntropy | None = "auto",
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",
         low_precision_weights: str | LowPrecisionWeights | None = "auto",
-        offload: str | Offloading | None = "auto",
+        offload: bool | str | Offloading | None = "auto",
         attention: str | AttentionKernel | None = "auto",
         early_release: bool | str | None = "auto",
         stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,

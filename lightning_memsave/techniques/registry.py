@@ -177,7 +177,8 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
         )
     values = values_of(stack)
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
-    if arguments["offload"] not in ("auto", None):
+    offload = arguments["offload"]
+    if getattr(offload, "what", offload) not in ("auto", None, False, "activations"):
         off = ("optimizer_in_backward",)
         instead = {n: v for n, v in _BESIDE_OFFLOAD.items() if missing.get(n) is not None}
         missing |= instead | dict.fromkeys((n for n in off if n in missing), None)

@@ -27,7 +27,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from tests.cases import WIDTH, Block, Model, make_batch, make_model
-from tests.helpers import assert_bitwise_equal, saved_bytes, snapshot, train
+from tests.helpers import assert_bitwise_equal, saved_bytes, seed_torch, snapshot, train
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -292,6 +292,28 @@ def test_blocks_can_be_recomputed_in_different_ways():
         "1 of 3 blocks recomputed: 1 x TransformerEncoderLayer; of them once more: "
         "1 x MultiheadAttention; 2 recomputed selectively: 2 x TransformerEncoderLayer"
     )
+
+
+def test_hooks_on_saved_tensors_see_what_selective_keeps():
+    def run(model: nn.Module) -> None:
+        seed_torch(0)
+        model(make_batch(0)).backward()
+
+    model, packed = make_model("dropout"), []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor.shape)
+        return tensor.clone()
+
+    run(model)
+    plain = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with ActivationCheckpointing("selective").apply(model), hooks:
+        run(model)
+    # Two products in each of four blocks, of whose inner tensors nothing else is saved.
+    assert packed.count((16, 2 * WIDTH)) == 4
+    assert all(map(torch.equal, plain, (p.grad for p in model.parameters())))
 
 
 def test_selective_is_refused_where_a_layer_overwrites_what_it_keeps():

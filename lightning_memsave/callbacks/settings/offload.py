@@ -46,7 +46,7 @@ class OffloadSetting(ModuleSetting):
         if technique.blocks is None:
             technique = dataclasses.replace(technique, blocks=arguments["blocks"])
         in_backward = arguments["optimizer_in_backward"]
-        if in_backward not in (None, False):
+        if technique.has_weights and in_backward not in (None, False):
             raise ConfigurationError(
                 f"{as_given(arguments, 'optimizer_in_backward')} updates weights on the device, "
                 f"and {as_given(arguments, name)} on the host. Remove one of the two."

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -271,7 +272,8 @@ def recompute(
     Returns:
         The result of ``run``.
     """
-    context_fn = _selective_contexts if is_selective else noop_context_fn
+    kept: list[dict[Any, dict[int, Any]]] = []
+    context_fn = functools.partial(_selective_contexts, kept) if is_selective else noop_context_fn
     if torch.compiler.is_compiling():
         # The compiler replays operations, not side effects, so buffers and arguments are safe. It
         # supports our own context function, but not the default one when passed explicitly.
@@ -294,8 +296,12 @@ def recompute(
     buffers = ChangedBuffers(modules)
     if buffers.can_change:
         context_fn = functools.partial(buffers.contexts, context_fn)
-    output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
+    output = checkpoint(
+        call, *call.tensors, use_reentrant=False, context_fn=context_fn, **_OWN_HOOKS
+    )
     call.end_first()
+    for results in kept:
+        _save_through_hooks(results)
     buffers.learn()
     return output
 
@@ -422,6 +428,47 @@ def _keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoin
     return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _selective_contexts() -> Contexts:
+def _selective_contexts(kept: list[dict[Any, dict[int, Any]]]) -> Contexts:
     contexts: Contexts = create_selective_checkpoint_contexts(_keep_expensive_ops)
+    kept.append(getattr(contexts[0], "storage", {}))
     return contexts
+
+
+# From torch 2.14 on it could save what "selective" keeps through the hooks around a checkpoint. As
+# that is done here for all versions, it must not do so, too, nor warn.
+_OWN_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+
+
+def _save_through_hooks(storage: dict[Any, dict[int, Any]]) -> None:
+    """Save the results that "selective" keeps through the hooks around the block, if there are any.
+
+    Args:
+        storage: By operator and number of its call, what torch's contexts share.
+    """
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None:
+        return
+    for results in storage.values():
+        for index, result in results.items():
+            results[index] = tree_map(functools.partial(_packed, hooks), result)
+
+
+def _packed(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], kept: Any) -> Any:
+    is_tensor = hasattr(kept, "get_val") and isinstance(getattr(kept, "val", None), Tensor)
+    pack, unpack = hooks
+    return _Packed(pack(kept.get_val(False)), unpack) if is_tensor else kept
+
+
+class _Packed:
+    """Stands in for torch's own class around a result."""
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self._packed, self._unpack = packed, unpack
+
+    def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
+        """Return the result."""
+        return self._unpack(self._packed)

@@ -62,6 +62,27 @@ class Copies:
     def finish(self) -> None:
         """Wait until all copies are done."""
 
+    def send_to_host(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to copy tensors to the host, as they are.
+
+        Args:
+            targets: On the host, of the types and the memory order of the sources.
+            sources: On the device; the caller holds them until later computations wait.
+
+        Returns:
+            A function that lets everything that is computed next on the device wait for the copies,
+            also copies back.
+        """
+        with host_copies():
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source)
+        return _nothing_to_wait_for
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device has done all copies."""
+
 
 @dataclass(frozen=True)
 class _Held:
@@ -119,6 +140,20 @@ class StreamCopies(Copies):
         for landing in landings:  # pragma: no cover (gpu)
             landing.result()
 
+    def send_to_host(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Callable[[], None]:
+        """Start to copy tensors to the host, as they are."""
+        if self._device is None:
+            return super().send_to_host(targets, sources)
+        return self._run_plain_down(targets, sources)  # pragma: no cover (gpu)
+
+    def synchronize(self) -> None:
+        """Wait on the host until the device has done all copies."""
+        if self._device is not None:  # pragma: no cover (gpu)
+            self._up.synchronize()
+            self._down.synchronize()
+
     def _let_go(self, num_bytes: int) -> None:
         while self._held and num_bytes + sum(h.tensor.nbytes for h in self._held) > _MAX_HELD_BYTES:
             oldest = self._held.pop(0)
@@ -133,6 +168,16 @@ class StreamCopies(Copies):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
         event = self._up.record_event()
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+
+    def _run_plain_down(
+        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    ) -> Callable[[], None]:  # pragma: no cover (gpu)
+        self._down.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._down):
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+        event = self._down.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def _run_down(

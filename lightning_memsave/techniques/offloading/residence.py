@@ -32,6 +32,7 @@ class Residence:
         blocks: Its blocks.
         params: The parameters to offload.
         worker: What works on the host beside the computation.
+        memory: Host memory.
         is_streamed: The weights of a block are on the device while it computes, and from before on,
             while the block before it does.
     """
@@ -42,6 +43,7 @@ class Residence:
         blocks: Sequence[Block],
         params: Sequence[nn.Parameter],
         worker: HostWorker,
+        memory: HostMemory,
         *,
         is_streamed: bool = False,
     ) -> None:
@@ -51,7 +53,7 @@ class Residence:
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
         self.updated_by_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose updates note themselves what they change."""
-        self.memory = HostMemory()
+        self.memory = memory
         self.device = params[0].device
         self.copies = copies_for(params[0], worker, self.memory)
         owners = _owners_of(params, model, blocks)

@@ -1,5 +1,6 @@
 """Offloading to the memory of the host."""
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
@@ -16,6 +17,9 @@ from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
+from lightning_memsave.techniques.offloading.activations import OffloadedActivations
+from lightning_memsave.techniques.offloading.copies import copies_for
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_updates import HostUpdates, host_updates_of
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.residence import (
@@ -25,7 +29,8 @@ from lightning_memsave.techniques.offloading.residence import (
 )
 from lightning_memsave.units import format_bytes, parse_bytes
 
-KINDS = ("optimizer", "parameters")
+KINDS = ("optimizer", "parameters", "activations")
+_EVERYTHING = "parameters+activations"
 _HOST_SHARE = 0.5
 _NUM_STATES = 2  # of AdamW, each as large as the weights
 
@@ -65,14 +70,19 @@ class Offloading(Technique[nn.Module]):
     With ``"optimizer"``, the device holds the weights only. The weights that the optimizer updates,
     its state and the gradients are on the host, and the host updates them: each gradient goes there
     as soon as backward has computed it, and before the next forward pass the weights are copied to
-    the device. Between two steps ``param.data`` and ``param.grad`` are ordinary tensors on the
-    host, so that clipping, checkpoints, averages of weights and any optimizer work as usual.
+    the device. With ``"parameters"`` also the weights of blocks are on the host, but for the block
+    that computes and the next one. Between two steps ``param.data`` and ``param.grad`` are ordinary tensors on the
+    host, so that clipping, checkpoints, averages of weights and any optimizer work as usual. With
+    ``"activations"`` what blocks save for backward is on the host until backward comes near: of
+    checkpointed blocks their inputs.
 
     Args:
-        what: ``"optimizer"``.
+        what: ``"optimizer"``; ``"parameters"``, which includes it; ``"activations"``; several with
+            ``+`` between them; True for ``"parameters+activations"``.
         blocks: The repeated blocks, as for `ActivationCheckpointing`; ``None`` finds them.
         host_budget: Bytes of host memory that may be used, or a text such as ``"16GiB"``; ``None``
             for half of what is free.
+        min_bytes: Smaller activations stay on the device.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
 
@@ -109,30 +119,31 @@ class Offloading(Technique[nn.Module]):
 
     name: ClassVar[str] = "offloading"
     argument: ClassVar[str] = "offload"
-    examples: ClassVar[str] = '"optimizer"'
+    examples: ClassVar[str] = 'True, "optimizer", "parameters", "activations"'
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = "Ren et al. (2021), ZeRO-Offload, arXiv:2101.06840"
 
-    what: str = "optimizer"
+    what: str | bool = "optimizer"
     _: KW_ONLY
     blocks: BlockSelector | Sequence[BlockSelector] | None = None
     host_budget: int | str | None = None
+    min_bytes: int = 2**20
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
-        if self.what not in KINDS:
+        if not _is_valid(self.what):
             choices = ", ".join(f'"{kind}"' for kind in KINDS)
-            problems.append(
-                Problem(
-                    f"`offload={self.what!r}`", "it cannot be offloaded", f"Choose from {choices}."
-                )
-            )
-        threads: object = self.num_threads
-        is_number = isinstance(threads, int) and not isinstance(threads, bool) and threads > 0
-        if threads is not None and not is_number:
-            what, fix = f"`num_threads={threads!r}`", "Use a number such as 4, or `None`."
-            problems.append(Problem(what, "it must be a positive number", fix))
+            fix = f'Choose from {choices}, with "+" between several, or True.'
+            problems.append(Problem(f"`offload={self.what!r}`", "it cannot be offloaded", fix))
+        if self.what is True:
+            object.__setattr__(self, "what", _EVERYTHING)
+        problems += [
+            Problem(f"`{name}={value!r}`", "it must be a positive number", f"Use `{name}=4`.")
+            for name in ("num_threads", "min_bytes")
+            if (value := getattr(self, name)) is not None
+            and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
+        ]
         try:
             _ = self._host_bytes
         except ValueError:
@@ -146,8 +157,9 @@ class Offloading(Technique[nn.Module]):
 
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
-        """Convert the name of what is offloaded."""
-        return cls(value) if value in KINDS else super().from_value(value)
+        """Convert True, or the name of what is offloaded."""
+        is_name = isinstance(value, str) and _is_valid(value)
+        return cls(value) if is_name else super().from_value(value)
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
         """Refuse strategies with several processes, or with gradients of their own."""
@@ -184,7 +196,7 @@ class Offloading(Technique[nn.Module]):
             for name, module in target.named_modules()
             if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         ]
-        params, _ = _chosen(target)
+        params, _ = _chosen(target) if self.has_weights else ([], "")
         needed = sum((2 + _NUM_STATES) * p.numel() * p.element_size() for p in params)
         if needed > self._host_bytes:
             problems.append(
@@ -211,22 +223,45 @@ class Offloading(Technique[nn.Module]):
         return handle
 
     def _apply(self, target: nn.Module) -> OffloadingHandle:
-        params, left = _chosen(target)
-        if not params:
-            why = f"there is no parameter to offload: {left or 'none is trained'}"
-            return OffloadingHandle(target, None, (), (why,))
-        worker = HostWorker(in_background=not is_fake(params[0]), num_threads=self.num_threads)
-        blocks = find_blocks(target, self.blocks)
-        is_streamed = self.what == "parameters"
-        residence = Residence(target, blocks, params, worker, is_streamed=is_streamed)
-        num_bytes = (2 + _NUM_STATES) * sum(p.nbytes for p in params)
-        change = (
-            f"{len(params)} weights, their gradients and optimizer state on the host: "
-            f"{format_bytes(num_bytes)}"
+        memory, blocks = HostMemory(), find_blocks(target, self.blocks)
+        worker = HostWorker(
+            in_background=not any(map(is_fake, target.parameters())), num_threads=self.num_threads
         )
-        skipped = [f"on the device: {left}"] if left else []
-        undo = [residence.release, *residence.start()]
-        return OffloadingHandle(target, residence, [change], skipped, undo)
+        residence: Residence | None = None
+        changes: list[str] = []
+        skipped: list[str] = []
+        undo: list[Callable[[], None]] = []
+        params, left = _chosen(target) if self.has_weights else ([], "")
+        if params:
+            is_streamed = "parameters" in self._kinds
+            residence = Residence(target, blocks, params, worker, memory, is_streamed=is_streamed)
+            num_bytes = (2 + _NUM_STATES) * sum(p.nbytes for p in params)
+            changes.append(
+                f"{len(params)} weights, their gradients and optimizer state on the host: "
+                f"{format_bytes(num_bytes)}"
+            )
+            if is_streamed:
+                changes.append(f"weights of {len(blocks)} blocks on the device when they compute")
+            undo += [residence.release, *residence.start()]
+        if self.has_weights and (left or not params):
+            skipped.append(f"weights on the device: {left or 'none is trained'}")
+        if "activations" in self._kinds and blocks:
+            copies_of = functools.partial(copies_for, worker=worker, memory=memory)
+            activations = OffloadedActivations(blocks, copies_of, memory, min_bytes=self.min_bytes)
+            changes.append(f"what {len(blocks)} blocks save for backward on the host")
+            undo += activations.start()
+        elif "activations" in self._kinds:
+            skipped.append("activations on the device: no repeated block was found")
+        return OffloadingHandle(target, residence, changes, skipped, undo)
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether weights are updated on the host."""
+        return bool(self._kinds & {"optimizer", "parameters"})
+
+    @property
+    def _kinds(self) -> set[str]:
+        return set(str(self.what).split("+"))
 
     def update_in_background(self, optimizer: Optimizer) -> Handle[Optimizer]:
         """Let ``optimizer.step()`` return at once, and update while the next step begins.
@@ -271,6 +306,11 @@ class Offloading(Technique[nn.Module]):
         if isinstance(self.host_budget, bool) or not self.host_budget > 0:
             raise ValueError
         return int(self.host_budget)
+
+
+def _is_valid(what: object) -> bool:
+    names = what.split("+") if isinstance(what, str) else []
+    return what is True or (bool(names) and all(name in KINDS for name in names))
 
 
 def _chosen(model: nn.Module) -> tuple[list[nn.Parameter], str]:

@@ -1,0 +1,313 @@
+"""Offloaded activations after errors, in unusual backward passes, and beside other things."""
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from tests.helpers import snapshot
+from tests.techniques.offloaded_chain import (
+    INPUT,
+    NUM_BLOCKS,
+    Block,
+    Chain,
+    Failing,
+    Offloads,
+    Watched,
+    batch_of,
+    offloading,
+)
+from tests.techniques.simulated_copies import SimulatedCopies
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("which", ["all", "selective", None])
+def test_memory_is_not_given_back_while_copies_of_it_run(which, error, seed):
+    model, offloads = Chain(), Offloads(seed)
+    checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
+    good = model.blocks[3].down
+    with offloads.apply(model):
+        for _ in range(2):
+            loss = model(batch_of())
+            # Backward stops in the middle: what was fetched for its next blocks is not used.
+            torch.autograd.grad(loss, [*model.blocks[2].parameters()])
+            del loss
+            for in_backward in (False, True):
+                failing = Failing(error, in_backward=in_backward)
+                model.blocks[3].down = nn.Sequential(good, failing)
+                with pytest.raises(error):
+                    model(batch_of()).backward()
+                model.blocks[3].down = good
+            offloads.copies.synchronize()
+    assert offloads.copies.problems == []
+    assert checkpointing is None or checkpointing.undo() is None
+
+
+class _FullAtFirst(SimulatedCopies):
+    """The device has no room for what comes back second."""
+
+    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
+        self.num_started += 1
+        if self.num_started == NUM_BLOCKS + 2:
+            raise torch.OutOfMemoryError
+        return super().to_device(targets, sources)
+
+
+@pytest.mark.parametrize("which", ["all", None])
+def test_backward_can_be_repeated_after_out_of_memory(which):
+    model, offloads = Chain(), Offloads(make_copies=_FullAtFirst)
+    model(batch_of()).backward()
+    expected = [p.grad for p in model.parameters()]
+    checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
+    with offloads.apply(model):
+        loss = model(batch_of())
+        model.zero_grad()
+        with pytest.raises(torch.OutOfMemoryError):
+            loss.backward(retain_graph=True)
+        model.zero_grad()
+        loss.backward()
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+    assert checkpointing is None or checkpointing.undo() is None
+
+
+@pytest.mark.usefixtures("only_own_tensors")
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("which", ["all", None])
+def test_an_error_leaves_nothing_behind(which, error, in_backward):
+    model, batch = Chain(), batch_of()
+    with LiveTensors(model) as live, offloading(model, which) as offloaded:
+        model(batch).backward()
+        before, hosted = live.live_bytes, offloaded.host_bytes
+        good = model.blocks[2].down
+        model.blocks[2].down = nn.Sequential(good, Failing(error, in_backward=in_backward))
+        with pytest.raises(error):
+            model(batch).backward()
+        model.blocks[2].down = good
+        offloaded.drain()
+        gc.collect()
+        assert live.live_bytes == before
+        model(batch).backward()
+        assert (live.live_bytes, offloaded.host_bytes) == (before, hosted)
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+
+
+@pytest.mark.usefixtures("only_own_tensors")
+@pytest.mark.parametrize(("which", "min_bytes"), [("all", 1), (None, 1), (None, 2**30)])
+def test_a_loss_that_nobody_uses_frees_everything(which, min_bytes):
+    model, batch = Chain(), batch_of()
+    with LiveTensors(model) as live, offloading(model, which, min_bytes=min_bytes) as offloaded:
+        before = live.live_bytes
+        for _ in range(3):
+            loss = model(batch)
+        del loss
+        assert live.live_bytes == before + batch.nbytes
+        after = offloaded.host_bytes
+        model(batch).backward()
+        assert offloaded.host_bytes == after
+
+
+@pytest.mark.parametrize("which", ["all", "nested", None])
+def test_backward_twice(which):
+    model, batch = Chain(), batch_of()
+    loss = model(batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with LiveTensors(model) as live, offloading(model, which, num_prefetched=2):
+        loss = model(batch)
+        watched = Watched(model, live)
+        loss.backward(retain_graph=True)
+        after_first = live.breakdown.activation_bytes + live.breakdown.temporary_bytes
+        loss.backward()
+        watched.close()
+        # A block's own input and up to two that come; while the graph stays, also the last block's
+        # input and output.
+        expected_inputs = [4, 5, 5, 4, 3, 3, 3, 3, 2, 1]
+        assert watched.in_blocks == ([] if which is None else expected_inputs)
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    # What the last block saved, its output, and less than that of the head.
+    assert after_first < (4 if which is None else 3) * INPUT
+
+
+def test_two_graphs_at_a_time_in_any_order():
+    model, batches = Chain(), [batch_of(), batch_of() * 2]
+    for batch in batches:
+        model(batch).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with offloading(model):
+        losses = [model(batch) for batch in batches]
+        for loss in losses:
+            loss.backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize("which", ["all", None])
+def test_a_gradient_of_gradients(which):
+    def gradients(model: Chain) -> list[Tensor]:
+        loss = model(batch_of())
+        first = torch.autograd.grad(loss, [*model.parameters()], create_graph=True)
+        penalty = sum((gradient.square().sum() for gradient in first), loss)
+        return [*torch.autograd.grad(penalty, [*model.blocks.parameters()])]
+
+    model = Chain()
+    expected = gradients(model)
+    with offloading(model, which):
+        assert all(map(torch.equal, gradients(model), expected))
+
+
+def test_a_backward_pass_inside_of_a_block():
+    class Penalized(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            y = self.up(x).tanh()
+            (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return x + self.down(y) * slope.square()
+
+    model = Chain()
+    model.blocks = nn.ModuleList([Penalized() for _ in range(NUM_BLOCKS)])
+    model(batch_of()).backward()
+    expected = [p.grad for p in model.parameters()]
+    model.zero_grad()
+    with offloading(model, None) as offloaded:
+        model(batch_of()).backward()
+        assert offloaded.host_bytes >= 3 * (NUM_BLOCKS - 1) * INPUT
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+
+
+def test_unpacking_upwards_does_not_fill_the_device():
+    model, batch = Chain(), batch_of()
+    with LiveTensors(model) as live, offloading(model, None, num_prefetched=2):
+        outputs = []
+        x = model.stem(batch).detach()
+        for block in model.blocks:  # graphs of their own
+            outputs.append(block(x).mean())
+            x = torch.randn_like(x)
+        del x
+        num_bytes = []
+        for output in outputs:
+            output.backward(retain_graph=True)
+            num_bytes.append(live.breakdown.activation_bytes + live.breakdown.temporary_bytes)
+        assert max(num_bytes) <= num_bytes[0]
+
+
+def test_what_a_failed_backward_pass_fetched_leaves_with_the_next_block():
+    model, batch = Chain(), batch_of()
+    with LiveTensors(model) as live, offloading(model, num_prefetched=2) as offloaded:
+        good = model.blocks[2].down
+        model.blocks[2].down = nn.Sequential(good, Failing(RuntimeError, in_backward=True))
+        loss = model(batch)
+        with pytest.raises(RuntimeError):
+            loss.backward()
+        before = live.breakdown.activation_bytes
+        model.blocks[2].down = good
+        model.blocks[0](batch)
+        assert live.breakdown.activation_bytes <= before - 2 * INPUT
+        assert offloaded.host_bytes == (NUM_BLOCKS - 1) * INPUT
+
+
+def test_evaluation_moves_nothing():
+    model = Chain()
+    with offloading(model) as offloaded, torch.no_grad():
+        expected = model(batch_of())
+        assert torch.equal(model.eval()(batch_of()), expected)
+        with torch.inference_mode():
+            model(batch_of())
+        assert offloaded.host_bytes == 0
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_of_a_model_save_their_own_tensors(make_copy):
+    model, batch = Chain(), batch_of()
+    with offloading(model) as offloaded:
+        double = make_copy(model)
+        double(batch).backward()
+        assert offloaded.host_bytes == 0
+        model(batch).backward()
+        assert offloaded.host_bytes == (NUM_BLOCKS - 1) * INPUT
+        make_copy(model)
+    for one, other in zip(model.parameters(), double.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_undo_restores_the_model_and_frees_the_host():
+    model, batch = Chain(), batch_of()
+    before = snapshot(model)
+    with offloading(model, None) as offloaded:
+        model(batch).backward()
+        loss = model(batch)
+    assert snapshot(model) == before
+    model.zero_grad()
+    loss.backward()  # graphs that are there keep working
+    del loss
+    with_it = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    model(batch).backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), with_it, strict=True))
+    assert offloaded.host_bytes == (NUM_BLOCKS - 1) * 2 * INPUT  # of that graph
+    offloaded._stop()
+    assert offloaded.host_bytes == 0
+
+
+def test_somebody_elses_hooks_stay_theirs():
+    model, batch = Chain(), batch_of()
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor
+
+    with offloading(model, None) as offloaded:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(batch).backward()
+        assert offloaded.host_bytes == 0
+        assert len(packed) > 2 * NUM_BLOCKS
+        torch.utils.checkpoint.checkpoint(model, batch, use_reentrant=False).backward()
+        assert offloaded.host_bytes == 0
+
+
+class Changing(Chain):
+    """What a block has saved is changed after it, which autograd refuses."""
+
+    class Three(Block):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
+            product = self.up(x)
+            result = product.tanh()
+            return self.down(result), product, result
+
+    def __init__(self, which: str | None, index: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Three() for _ in range(NUM_BLOCKS)])
+        self.which, self.index = which, index
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            x, product, result = block(x)
+            if index == self.index:
+                changed = product if self.which == "selective" else result
+                changed += 1.0
+        return x.mean()
+
+
+@pytest.mark.parametrize("min_bytes", [INPUT, INPUT + 1])
+@pytest.mark.parametrize("which", ["selective", None])
+@pytest.mark.parametrize("index", [0, NUM_BLOCKS - 1])
+def test_changes_in_place_are_refused_as_ever(which, min_bytes, index):
+    model = Changing(which, index)
+    with offloading(model, which, min_bytes=min_bytes):
+        loss = model(batch_of())
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        Changing(None, index)(batch_of()).backward()
