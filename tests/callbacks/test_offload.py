@@ -9,7 +9,9 @@ from torch import Tensor
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.core.memory import is_host
+from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import (
     PACKAGES,
     Trace,
@@ -60,6 +62,16 @@ class TestBitwise:
         lit = make_lit(model=model)
         callback = only(activation_checkpointing="all", micro_batch_size="auto", early_release=True)
         assert_same(fit(lit), fit(lit, callback))
+
+    @pytest.mark.parametrize("what", ["parameters", "activations", True])
+    def test_other_parts(self, package, what):
+        lit = make_lit(package)
+        technique = Offloading(what, min_bytes=1)
+        saving = only(offload=technique, activation_checkpointing="all", micro_batch_size=2)
+        plain = only(offload=None, activation_checkpointing="all", micro_batch_size=2)
+        how: dict[str, Any] = {"package": package, "gradient_clip_val": 0.1}
+        assert_same(fit(lit, plain, **how), fit(lit, saving, **how))
+        assert rows_of(saving)["offload"].status == "on"
 
     def test_micro_batches_are_added_up_on_the_host(self):
         lit = make_lit()
@@ -205,6 +217,25 @@ class TestMemory:
         assert peak_of(callback) < peak_of(plain) - 2 * weights
         assert callback.prediction.peak.host_bytes >= 4 * weights
 
+    @pytest.mark.parametrize("what", ["parameters", "activations", True])
+    def test_of_other_parts_is_predicted(self, what):
+        lit = make_lit(model="transformer")
+
+        class Silent(type(lit)):  # type: ignore[misc]
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                return self.model(batch)
+
+        lit.__class__ = Silent
+        callback = only(
+            offload=Offloading(what, min_bytes=1),
+            activation_checkpointing="all",
+            monitor=True,
+            predict=60,
+        )
+        fit(lit, callback)
+        assert callback.prediction is not None
+        assert callback.prediction.peak_bytes == peak_of(callback)
+
     def test_after_the_fit_nothing_is_on_the_host(self):
         lit = make_lit()
         before, keys = inner(lit), list(lit.state_dict())
@@ -285,7 +316,6 @@ class TestRefusals:
                 {},
                 'Set `offload="optimizer"` as well',
             ),
-            ({}, {"strategy": "ddp", "devices": 1}, "`DDPStrategy` moves weights"),
         ],
     )
     def test_of_trainers(self, settings, how, message):
@@ -295,3 +325,18 @@ class TestRefusals:
             make_trainer(LIGHTNING, only(**settings), **how).fit(lit, loader())
         assert message in str(caught.value)
         assert inner(lit) == before
+
+    @pytest.mark.parametrize(
+        ("strategy", "advice"),
+        [
+            ("DDPStrategy", "Train in one process"),
+            ("FSDPStrategy", "strategy's own offloading"),
+            ("ModelParallelStrategy", "`CPUOffloadPolicy` of FSDP2"),
+            ("DeepSpeedStrategy", "strategy's own offloading"),
+        ],
+    )
+    def test_of_strategies(self, strategy, advice):
+        facts = TrainerFacts((strategy, "Strategy"), 2, None)
+        (problem,) = Offloading().conflicts(facts, "`offload='optimizer'`")
+        assert advice in problem.fix
+        assert Offloading().conflicts(TrainerFacts(("SingleDeviceStrategy",), 1, None), "") == []

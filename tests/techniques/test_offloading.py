@@ -21,7 +21,6 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 )
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.technique import (
-    KINDS,
     Offloading,
     OffloadingHandle,
 )
@@ -110,7 +109,7 @@ class TestPlaces:
         assert len({storage.data_ptr() for storage in storages}) == len(storages)
         assert [s.nbytes() for s in storages] == [p.nbytes for p in offloaded.model.parameters()]
 
-    @pytest.mark.parametrize("what", KINDS)
+    @pytest.mark.parametrize("what", ["optimizer", "parameters", "parameters+activations"])
     @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert", "used_twice"])
     def test_no_device_computation_reads_host_memory(self, name, what):
         made = Offloaded(name, what, in_background=False)
@@ -647,7 +646,7 @@ class TestLimits:
             "2 weights, their gradients and optimizer state on the host: 320 B",
         )
         assert handle.skipped == (
-            "on the device: 2 frozen, 2 of a special class, 1 with sparse gradients",
+            "weights on the device: 2 frozen, 2 of a special class, 1 with sparse gradients",
         )
         handle.undo()
 
@@ -683,6 +682,8 @@ class TestLimits:
             ({"host_budget": "much"}, "host_budget"),
             ({"host_budget": -1}, "it is not a size"),
             ({"num_threads": 0}, "num_threads=0"),
+            ({"what": "parameters+disk"}, "it cannot be offloaded"),
+            ({"min_bytes": True}, "min_bytes=True"),
         ],
     )
     def test_bad_arguments(self, arguments, message):

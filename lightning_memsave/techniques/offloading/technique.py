@@ -70,11 +70,11 @@ class Offloading(Technique[nn.Module]):
     With ``"optimizer"``, the device holds the weights only. The weights that the optimizer updates,
     its state and the gradients are on the host, and the host updates them: each gradient goes there
     as soon as backward has computed it, and before the next forward pass the weights are copied to
-    the device. With ``"parameters"`` also the weights of blocks are on the host, but for the block
-    that computes and the next one. Between two steps ``param.data`` and ``param.grad`` are ordinary tensors on the
-    host, so that clipping, checkpoints, averages of weights and any optimizer work as usual. With
-    ``"activations"`` what blocks save for backward is on the host until backward comes near: of
-    checkpointed blocks their inputs.
+    the device. With ``"parameters"`` the weights of blocks are on the host, too, but for the block
+    that computes and the next one. Between two steps ``param.data`` and ``param.grad`` are ordinary
+    tensors on the host, so that clipping, checkpoints, averages of weights and any optimizer work
+    as usual. With ``"activations"`` what blocks save for backward is on the host until backward
+    comes near: of checkpointed blocks their inputs.
 
     Args:
         what: ``"optimizer"``; ``"parameters"``, which includes it; ``"activations"``; several with
