@@ -97,7 +97,9 @@ def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
     found = torch.empty(num_rows, dtype=torch.int64, device=product.device)
     call = Call(operands, found, rows, None, LossSettings(chunk_size=product.settings.chunk_size))
     if operands.host is not None:
-        found = tiled_argmax(call, lambda logits: logits.to(product.dtype).to(part.dtype)).view(lead)
+        found = tiled_argmax(call, lambda logits: logits.to(product.dtype).to(part.dtype)).view(
+            lead
+        )
         return found.unsqueeze(dim) if keepdim else found
     with without_autograd(call):
         for chunk in chunks_of_logits(call):

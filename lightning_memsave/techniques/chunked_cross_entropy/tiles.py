@@ -118,7 +118,7 @@ class TiledGradients:
         Returns:
             Gradients of inputs, weights and bias, each in the type of its tensor.
         """
-        call, num_rows = self._call, len(normalizers)
+        call = self._call
         if self._is_scaled:
             coefficients = coefficients * self._scale
         shares = Shares(call, coefficients, call.weights_of_rows(call.counted()))
@@ -200,7 +200,9 @@ def tiled_gradients(
 
 
 def _parts_of(call: Call) -> list[Tensor]:
-    chosen = [x if call.rows is None else x.index_select(0, call.rows) for x in call.operands.inputs]
+    chosen = [
+        x if call.rows is None else x.index_select(0, call.rows) for x in call.operands.inputs
+    ]
     return [call.operands.cast(x, of=x) for x in chosen]
 
 
