@@ -18,11 +18,7 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, Prob
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.offloading.host_updates import HostUpdates, host_updates_of
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.residence import (
-    Residence,
-    residence_of,
-    residence_with,
-)
+from lightning_memsave.techniques.offloading.residence import Residence, residence_of, residence_with
 from lightning_memsave.units import format_bytes, parse_bytes
 
 KINDS = ("optimizer",)
