@@ -139,7 +139,8 @@ class HostTable(HostWeight):
         apply: Any = _LookUp.apply  # untyped in torch
         padding = -1
         if embedding.padding_idx is not None and not is_fake(ids):
-            is_padding = (found == embedding.padding_idx).nonzero()
+            with host_copies():
+                is_padding = (found == embedding.padding_idx).nonzero()
             padding = int(is_padding) if len(is_padding) else -1
         settings = padding, embedding.scale_grad_by_freq
         rows: Tensor = apply((self, found, settings), self.weight, self._rows(found), places)

@@ -7,7 +7,8 @@ the root of ``v``, and ``a`` its step size, decays included, AdamW does
     w <- D w - m sum over the missed steps of a / (q sqrt(v) + eps)
 
 The sum is one over two steps in place of all, by Gauss's quadrature: exact where ``eps`` does not
-matter, and where nothing else does.
+matter, and where nothing else does. In between, with a root of ``v`` near ``eps``, the movement is
+wrong by up to 1e-6 of itself for ``beta2=0.999``, and 0.2 % for 0.95.
 """
 
 import math
@@ -22,6 +23,9 @@ from torch.optim import Optimizer
 
 MAX_MISSED = 1024
 """Steps after which all rows are brought up to date, so that the list of settings ends."""
+
+NUM_FIRST = 100
+"""First steps of a training; Adam's correction of its moments changes much in them."""
 
 Settings = Mapping[str, Any]
 _ADAM = (torch.optim.Adam, torch.optim.AdamW)

@@ -21,6 +21,7 @@ from lightning_memsave.techniques.offloading.host_table import HostTable
 from lightning_memsave.techniques.offloading.host_updates import choose_fused
 from lightning_memsave.techniques.offloading.missed_steps import (
     MAX_MISSED,
+    NUM_FIRST,
     Settings,
     coefficients,
     has_closed_form,
@@ -231,21 +232,32 @@ class TableUpdates:
         for some, done in zip(late.split(num), num_done.split(num), strict=True):
             own = table.gather(some)
             if self._replays or not has_closed_form(double, self._steps[-1]):
-                self._replay(double, own, done)
+                self._replay(double, own, done, len(self._steps))
             else:
-                first = int(done[0])
-                after = self._num_before + first + 1
-                lines = coefficients(double, self._steps[first:], after)
-                chosen = torch.from_numpy(lines)[len(self._steps) - done]
-                move(own.values, own.state, chosen, self._steps[-1])
+                self._move(double, own, done)
             table.scatter(some, own)
         self._behind.index_fill_(0, late, len(self._steps))
 
+    # The first steps one by one: they differ so much that the closed form is less exact for them.
+    def _move(self, double: Optimizer, rows: _Rows, done: Tensor) -> None:
+        has_count = "exp_avg" in rows.state
+        until = min(len(self._steps), NUM_FIRST - self._num_before) if has_count else 0
+        # Rows that have not had any step have no moments.
+        start = int(torch.searchsorted(done, 0 if self._num_before else 1))
+        if until > 0 and start < len(done):
+            place = slice(start, None)
+            self._replay(double, rows.part(place), done[place], until)
+            done = torch.cat([done[:start], done[place].clamp_min(until)])
+        first = int(done.min())
+        lines = coefficients(double, self._steps[first:], self._num_before + first + 1)
+        chosen = torch.from_numpy(lines)[len(self._steps) - done]
+        move(rows.values, rows.state, chosen, self._steps[-1])
+
     # Rows that have missed most come first, so that those that have missed a step are the first.
-    def _replay(self, double: Optimizer, rows: _Rows, num_done: Tensor) -> None:
-        zeros, done = torch.zeros_like(rows.values), num_done.numpy()
-        for index in range(int(done[0]), len(self._steps)):
-            place = slice(0, int(np.searchsorted(done, index, "right")))
+    def _replay(self, double: Optimizer, rows: _Rows, done: Tensor, until: int) -> None:
+        zeros = torch.zeros_like(rows.values)
+        for index in range(int(done[0]), until):
+            place = slice(0, int(torch.searchsorted(done, index, right=True)))
             number = self._num_before + index
             _run(double, self._steps[index], rows.part(place), zeros[place], number)
 
