@@ -141,7 +141,7 @@ class HostTable(HostWeight):
         if embedding.padding_idx is not None and not is_fake(ids):
             with host_copies():
                 is_padding = (found == embedding.padding_idx).nonzero()
-            padding = int(is_padding) if len(is_padding) else -1
+                padding = int(is_padding) if len(is_padding) else -1
         settings = padding, embedding.scale_grad_by_freq
         rows: Tensor = apply((self, found, settings), self.weight, self._rows(found), places)
         return rows
