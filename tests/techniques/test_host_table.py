@@ -16,6 +16,11 @@ from torch.utils._pytree import tree_leaves
 from lightning_memsave.core.memory import is_host, is_host_copy, mark_as_host
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import (
+    HostWeight,
+    set_host_weight,
+)
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.offloading import row_updates
 from lightning_memsave.techniques.offloading.host_table import HostTable
@@ -424,8 +429,81 @@ def test_device_bytes_are_those_of_the_rows():
         assert live.peak.host_bytes >= 3 * table_bytes
 
 
+class DeviceWeight(HostWeight):
+    """Tiles of a weight that is on the device."""
+
+    def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+    def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
+        yield from (self.weight[place] for place in places)
+
+    def add_gradient(self, place: slice, gradient: Tensor) -> None:
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        self.weight.grad[place] += gradient
+
+
 class TestTiedHead:
     """The head's loss runs over tiles of the table."""
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_same_bits_as_tiles_on_the_device(self, dtype, smoothing, reduction):
+        seed_torch(0)
+        found = []
+        for is_on_host in (False, True):
+            model = nn.Sequential(nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, 1000))
+            model[1].weight = model[0].weight
+            model[0].weight.data = torch.sin(torch.arange(1000.0 * WIDTH)).view(1000, WIDTH) / 4
+            nn.init.zeros_(model[1].bias)
+            target = torch.arange(40) * 25
+            target[::3] = -100
+            settings: Any = {"reduction": reduction, "label_smoothing": smoothing}
+            with ChunkedCrossEntropy(heads="1", chunk_size=2).apply(model):
+                weight = model[0].weight
+                if is_on_host:
+                    HostTable(model, weight).start()
+                else:
+                    set_host_weight(DeviceWeight(weight))
+                hidden = torch.cos(torch.arange(40.0 * WIDTH)).view(40, WIDTH).requires_grad_()
+                with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+                    loss = nn.functional.cross_entropy(model[1](hidden), target, **settings)
+                loss.sum().backward()
+            found.append([loss, hidden.grad, model[1].bias.grad, weight.grad])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+    @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}])
+    def test_is_the_usual_loss(self, settings):
+        seed_torch(0)
+        plain = TiedModel()
+        ours = copy.deepcopy(plain)
+        target = torch.arange(24) % 7
+        target[:5] = -100
+        weights = torch.rand(WORDS)
+        losses = []
+        with ChunkedCrossEntropy(heads="head").apply(ours):
+            on_host(ours, None)
+            hidden = torch.randn(24, WIDTH)
+            for model in (plain, ours):
+                logits = model.head(model.body(hidden))
+                loss = nn.functional.cross_entropy(logits, target, weights, **settings)
+                loss.sum().backward()
+                losses.append(loss)
+            torch.testing.assert_close(*losses)
+            torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
+            torch.testing.assert_close(plain.body.weight.grad, ours.body.weight.grad)
+
+    def test_a_target_that_is_no_class_gives_nan(self):
+        model = TiedModel()
+        with ChunkedCrossEntropy(heads="head").apply(model):
+            on_host(model, None)
+            loss = nn.functional.cross_entropy(
+                model.head(torch.ones(2, WIDTH)), torch.tensor([0, WORDS])
+            )
+            assert loss.isnan()
 
     @pytest.mark.parametrize(
         "ranges", [(slice(None),), (slice(0, 9), slice(9, 50), slice(52, WORDS))], ids=str
@@ -507,6 +585,30 @@ class TestTiedHead:
                 peaks.append(live.peak.total_bytes - before)
                 assert live.peak.gradient_bytes == 4 * num_words  # of the bias
         assert peaks[1] - peaks[0] < 4 * WIDTH * 6000 / 8
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_prediction_of_a_step_counts_the_same_bytes(is_tied):
+    """Exact where all ids differ; otherwise as if they did."""
+    model: Any = TiedModel() if is_tied else Model()
+    ids = torch.arange(24).view(2, 12)
+
+    def peak(model: nn.Module, ids: Tensor) -> tuple[int, int]:
+        with chunked_if(model, is_tied):
+            _, take_back = on_host(model, None)
+            with LiveTensors(model) as live:
+                live.track_input(ids)
+                model.zero_grad()
+                loss = model.body(model.table(ids)).sum()
+                loss = loss + model(ids) if is_tied else loss
+                loss.backward()
+            take_back()
+        return live.peak.total_bytes, live.breakdown.total_bytes
+
+    with fake_tensors() as fakes:
+        predicted = peak(fakes.copy_module(model), fakes.copy_batch(ids))
+        assert fakes.guesses == ()
+    assert predicted == peak(model, ids)
 
 
 @pytest.mark.parametrize(
