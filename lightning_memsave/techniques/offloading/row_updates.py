@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memsave.core.memory import host_copies, is_fake, mark_as, mark_as_host
+from lightning_memsave.core.memory import host_copies, is_fake, is_host, mark_as, mark_as_host
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.host_table import HostTable
@@ -66,7 +66,8 @@ class RowUpdates:
     """Lets an optimizer update tables on the host.
 
     A row without a gradient is left as it is, and brought up to date when it is next used, or when
-    all are, for a checkpoint. State tensors are on the host, in torch's layout.
+    all are, for a checkpoint, or after 1,024 steps. State tensors are on the host, in torch's
+    layout.
 
     Args:
         optimizer: torch's AdamW, Adam or SGD.
@@ -76,6 +77,27 @@ class RowUpdates:
 
     Raises:
         IncompatibleError: If the optimizer cannot update rows.
+
+    Note:
+        Exactness is *bitwise* with ``replays``, for Adam with weight decay in the gradient, and for
+        tables with whole gradients. Otherwise it is *rounding*, but for AdamW with a ``beta2``
+        below 0.999 and gradients near its ``eps``: there, the movement in missed steps is wrong by
+        up to 0.01 % for 0.98 and 0.2 % for 0.95. A norm for clipping sums over the rows with a
+        gradient, and is rounded in another way. What reads the weight directly, as averages of
+        weights do, calls `HostTable.bring_up_to_date` before.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 1))
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> table = HostTable(model, model[0].weight)
+        >>> undo = [*table.start(), *RowUpdates(optimizer, [table]).start()]
+        >>> model(torch.tensor([3, 5, 3])).sum().backward()
+        >>> model[0].weight.grad.rows.shape
+        torch.Size([2, 8])
+        >>> optimizer.step()
+        >>> for function in reversed(undo):
+        ...     _ = function()
     """
 
     def __init__(
@@ -278,7 +300,7 @@ class TableUpdates:
         kind, weight = kind_of(optimizer, settings), self.table.weight
         if kind is None:
             raise IncompatibleError("offloading", [_unknown(type(optimizer).__name__)])
-        held = optimizer.state[weight]
+        held = self._held(optimizer)
         with host_copies():
             if kind.has_count:
                 if "step" not in held:
@@ -292,21 +314,23 @@ class TableUpdates:
 
     def _tensors(self, optimizer: Optimizer) -> dict[str, Tensor]:
         kind = kind_of(optimizer, self._steps[-1])
-        held = optimizer.state[self.table.weight]
+        held = self._held(optimizer)
         return {name: held[name] for name in ([] if kind is None else kind.state)}
 
-    # What was loaded may be on the device.
     def _adopt_state(self, *_: object) -> None:
         optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        held = optimizer.state.get(self.table.weight, {})
+        if optimizer is not None:
+            self._num_before = int(self._held(optimizer).get("step", 0))
+
+    def _held(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of the table; Lightning moves what it loads to the device."""
+        held: dict[str, Any] = optimizer.state[self.table.weight]
         with host_copies():
             for name, value in held.items():
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and not is_host(value.untyped_storage()):
                     held[name] = value.cpu()
                     mark_as_host(held[name])
-        self._num_before = int(held.get("step", 0))
+        return held
 
     def _look(self, *_: object) -> None:
         self.bring_up_to_date(None)
