@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.core.memory import is_host, is_host_copy, mark_as_host
 from lightning_memsave.errors import IncompatibleError
@@ -651,3 +652,33 @@ def test_unknown_words_are_an_error():
     for wrong in (-1, WORDS):
         with pytest.raises(IndexError, match="out of range"):
             model(torch.tensor([[wrong]]))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_recomputed_look_ups_have_the_same_gradient(is_reentrant):
+    (plain, _), (ours, _) = pair(OPTIMIZERS["adamw"])
+    for model in (plain, ours):
+        for part in range(2):
+            start = torch.ones((), requires_grad=True)
+
+            loss = checkpoint(
+                lambda _, model, ids: model(ids),
+                start,
+                model,
+                batch(part),
+                use_reentrant=is_reentrant,
+            )
+            (loss + model(batch(5))).backward()
+    torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad.whole())
+
+
+def test_state_that_lightning_moves_is_on_the_host_again():
+    model = Model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    on_host(model, optimizer)
+    train(model, optimizer, range(2))
+    state = optimizer.state[model.table.weight]
+    state["exp_avg"] = state["exp_avg"].clone()  # as for another device
+    assert not is_host(state["exp_avg"].untyped_storage())
+    train(model, optimizer, range(2))
+    assert all(is_host(tensor.untyped_storage()) for tensor in state.values())
