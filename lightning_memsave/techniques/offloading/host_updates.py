@@ -125,7 +125,7 @@ class HostUpdates:
         vars(double).update(own, param_groups=groups, state=state)
         if self._residence.device.type == "cuda":
             for group in groups:
-                choose_fused(double, group)
+                _choose_fused(double, group)
 
         def update() -> None:
             step_without_hooks(double)
@@ -141,8 +141,7 @@ def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
     return _UPDATES.get(optimizer)
 
 
-def choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """Choose the fused kernels for the host if they are open to choice."""
+def _choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
     is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
     if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
         group["fused"] = True

@@ -18,7 +18,6 @@ from lightning_memsave.core.memory import host_copies, is_fake, is_host, mark_as
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.host_table import HostTable
-from lightning_memsave.techniques.offloading.host_updates import choose_fused
 from lightning_memsave.techniques.offloading.missed_steps import (
     MAX_MISSED,
     NUM_FIRST,
@@ -33,10 +32,11 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     group_of,
     step_without_hooks,
 )
+from lightning_memsave.techniques.optimizer_tools import choose_fused
 
 _UPDATES: "weakref.WeakKeyDictionary[Optimizer, list[TableUpdates]]" = weakref.WeakKeyDictionary()
 _PATCHED = ("step", "zero_grad")
-_TILE_NUMEL = 2**22
+_TILE_NUMEL = 2**17  # a step of so many elements, with its temporaries, fits a cache
 
 
 @dataclass(frozen=True)
@@ -235,8 +235,7 @@ class TableUpdates:
 
     def _bring_all(self, double: Optimizer, table: _Rows) -> None:
         if self._behind is not None and self._steps:
-            for some in torch.arange(len(self._behind)).split(self._num_rows):
-                self._bring(double, table, some)
+            self._bring(double, table, torch.arange(len(self._behind)))
             self._behind.zero_()
         self._num_before += len(self._steps)
         self._steps = []
@@ -250,18 +249,23 @@ class TableUpdates:
             return
         order = num_done.argsort(stable=True)
         late, num_done = late[order], num_done[order].long()
+        first, replays = int(num_done[0]), self._replays
+        replays = replays or not has_closed_form(double, self._steps[-1])
+        if not replays:
+            number = self._num_before + first + 1
+            lines = torch.from_numpy(coefficients(double, self._steps[first:], number))
         num = self._num_rows
         for some, done in zip(late.split(num), num_done.split(num), strict=True):
             own = table.gather(some)
-            if self._replays or not has_closed_form(double, self._steps[-1]):
+            if replays:
                 self._replay(double, own, done, len(self._steps))
             else:
-                self._move(double, own, done)
+                self._move(double, own, done, lines)
             table.scatter(some, own)
         self._behind.index_fill_(0, late, len(self._steps))
 
     # The first steps one by one: they differ so much that the closed form is less exact for them.
-    def _move(self, double: Optimizer, rows: _Rows, done: Tensor) -> None:
+    def _move(self, double: Optimizer, rows: _Rows, done: Tensor, lines: Tensor) -> None:
         has_count = "exp_avg" in rows.state
         until = min(len(self._steps), NUM_FIRST - self._num_before) if has_count else 0
         # Rows that have not had any step have no moments.
@@ -270,10 +274,7 @@ class TableUpdates:
             place = slice(start, None)
             self._replay(double, rows.part(place), done[place], until)
             done = torch.cat([done[:start], done[place].clamp_min(until)])
-        first = int(done.min())
-        lines = coefficients(double, self._steps[first:], self._num_before + first + 1)
-        chosen = torch.from_numpy(lines)[len(self._steps) - done]
-        move(rows.values, rows.state, chosen, self._steps[-1])
+        move(rows.values, rows.state, lines[len(self._steps) - done], self._steps[-1])
 
     # Rows that have missed most come first, so that those that have missed a step are the first.
     def _replay(self, double: Optimizer, rows: _Rows, done: Tensor, until: int) -> None:
