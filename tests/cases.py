@@ -16,6 +16,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.helpers import seed_torch
 
@@ -331,6 +332,7 @@ CASES: dict[str, Case] = {
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
         loss_factor=1.05,
     ),
+    Offloading.name: Case(variants=(Offloading(), Offloading("parameters"))),
     LowPrecisionWeights.name: Case(
         variants=(
             LowPrecisionWeights(),

@@ -20,6 +20,7 @@ from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
 OF_OPTIMIZER = (LowBitOptimizer, OptimizerInBackward)
@@ -107,6 +108,10 @@ def switch_on(
         handle = technique.apply(model)
         return handle.target, optimizer, handle
     handle = technique.apply(model)
+    if isinstance(technique, Offloading):
+        updates = technique.update_in_background(optimizer)
+        undo = (handle.undo, updates.undo)
+        handle = Handle(model, handle.changes, handle.skipped, undo, handle.summary)
     if isinstance(technique, LowPrecisionWeights):
         rounded = technique.round_updates(optimizer)
         # As micro-batches ask for it; one batch at once gives the same.

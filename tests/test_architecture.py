@@ -287,10 +287,13 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.chunked_cross_entropy": "_cdata _version",
         "techniques.low_precision_weights.technique": "_cdata",
         "techniques.micro_batching.training_state": "_cdata _version",
+        "techniques.offloading.part": "_cdata _version",
+        "techniques.offloading.technique": "_cdata",
     },
     "which backward pass runs, and what it will still come to": {
         "techniques.optimizer_in_backward.updates": "_execution_engine",
         "techniques.offloading.host_table": "_C _current_graph_task_id _execution_engine",
+        "techniques.offloading.residence": "_C _current_graph_task_id _execution_engine",
         "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
         "prediction.recording": "_current_autograd_node _sequence_nr",
         "techniques.chunked_cross_entropy.kernel": "_autograd _top_saved_tensors_default_hooks",
@@ -306,6 +309,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.offloading.host_table": "_parameters",
         "techniques.micro_batching.training_state": "_BatchNorm _parameters "
         "_non_persistent_buffers_set",
+        "techniques.offloading.residence": "_parameters",
     },
     "how `Module.to` reads its arguments": {
         "techniques.chunked_cross_entropy.consumers": "_nn _parse_to",
@@ -315,11 +319,13 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.settings.optimizer_in_backward": "_compiled_call_impl _orig_mod",
         "modules.steps": "_fsdp_flattened",
         "techniques.chunked_cross_entropy.heads": "_compiled_call_impl",
+        "techniques.offloading.technique": "_compiled_call_impl _orig_mod",
     },
     "the mark of schedulers, and the state before the first step": {
         "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_wrapped_by_lr_sched",
         "techniques.low_precision_weights.rounded_updates": "_wrapped_by_lr_sched",
         "techniques.offloading.row_updates": "_wrapped_by_lr_sched",
+        "techniques.offloading.host_updates": "_wrapped_by_lr_sched",
         "techniques.optimizer_tools": "_init_group",
     },
     "the allocator's history, which torch documents under these names": {

@@ -11,7 +11,7 @@ from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
-from lightning_memsave.callbacks.resume_advice import add_resume_advice
+from lightning_memsave.callbacks.resume_advice import add_resume_advice, describe_open_window
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
@@ -340,9 +340,7 @@ class MemSaveCallback(CallbackBase):
         """Finish updates on the host before hooks that may read weights."""
         self._settings.find(OffloadSetting).wait()
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Finish updates on the host before hooks that may read weights."""
-        self._settings.find(OffloadSetting).wait()
+    on_validation_start = on_train_epoch_end
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Materialize logits that are still referenced, and end the time of forward."""
@@ -404,7 +402,9 @@ class MemSaveCallback(CallbackBase):
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Save the micro-batch size that memory was enough for, for a resumed run."""
         if not self._is_disabled:
-            self._warn_of_open_window(trainer)
+            if not self._has_warned_of_window and has_open_window(trainer):
+                self._has_warned_of_window = True
+                warn(trainer, describe_open_window(trainer), MemsaveWarning)
             state: dict[str, Any] = {"micro_batch_size": self._micro_batches.size}
             if self.plan is not None:
                 state["plan"] = self._budget.state()
@@ -424,21 +424,6 @@ class MemSaveCallback(CallbackBase):
                 MemsaveWarning,
                 stacklevel=2,
             )
-
-    def _warn_of_open_window(self, trainer: Any) -> None:
-        if self._has_warned_of_window or not has_open_window(trainer):
-            return
-        self._has_warned_of_window = True
-        window = trainer.accumulate_grad_batches
-        warn(
-            trainer,
-            f"A checkpoint is saved in the middle of an accumulation window of {window} batches. "
-            "Checkpoints of Lightning hold no gradients, so a run that resumes from it loses those "
-            "of the batches since the last optimizer step. Save after optimizer steps instead: "
-            "`ModelCheckpoint(every_n_train_steps=...)` does, and so does a `val_check_interval` "
-            f"that is a multiple of {window}.",
-            MemsaveWarning,
-        )
 
     def _keep_gradients(self) -> None:
         if self.prediction is not None:

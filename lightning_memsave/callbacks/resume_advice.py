@@ -1,7 +1,8 @@
-"""What to do where a run was to resume from a checkpoint that is not whole."""
+"""Advice on checkpoints from which a run cannot resume, or not as it would have gone on."""
 
 import zipfile
 from pathlib import Path
+from typing import Any
 
 from lightning_memsave.units import format_bytes
 
@@ -29,6 +30,25 @@ def add_resume_advice(exception: BaseException, checkpoint: object) -> None:
     exception.add_note(
         f"The checkpoint `{path}` ({format_bytes(path.stat().st_size)}) is not whole, as after a "
         f"full disk or a kill while it was saved. No file was changed. {remedy}"
+    )
+
+
+def describe_open_window(trainer: Any) -> str:
+    """Say what a checkpoint lacks that is saved between two batches of an optimizer step.
+
+    Args:
+        trainer: A Trainer that accumulates gradients.
+
+    Returns:
+        What is lost, and what to do.
+    """
+    window = trainer.accumulate_grad_batches
+    return (
+        f"A checkpoint is saved in the middle of an accumulation window of {window} batches. "
+        "Checkpoints of Lightning hold no gradients, so a run that resumes from it loses those "
+        "of the batches since the last optimizer step. Save after optimizer steps instead: "
+        "`ModelCheckpoint(every_n_train_steps=...)` does, and so does a `val_check_interval` "
+        f"that is a multiple of {window}."
     )
 
 

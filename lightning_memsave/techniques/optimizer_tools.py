@@ -1,11 +1,13 @@
 """Ask what optimizers do, allocate their state early, and replace the settings of groups."""
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
+from lightning_memsave.core.memory import host_copies
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     KIND_BY_TYPE,
     Kind,
@@ -13,7 +15,7 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
 )
 from lightning_memsave.techniques.low_precision_weights.rounded_updates import RoundedStep
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import ELEMENTWISE
-
+from lightning_memsave.techniques.offloading.residence import residence_with
 
 # Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
 _KNOWN = ELEMENTWISE | {
@@ -50,12 +52,14 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
         ]
         if not stateless:
             continue
+        is_on_host = residence_with(stateless[0]) is not None
         try:
-            _allocate(optimizer, index, group, stateless)
-            step = getattr(optimizer, "memsave_parameter_step", None)
-            if isinstance(step, RoundedStep):
-                for param in stateless:
-                    step.allocate(optimizer, param)
+            with host_copies() if is_on_host else contextlib.nullcontext():
+                _allocate(optimizer, index, group, stateless)
+                step = getattr(optimizer, "memsave_parameter_step", None)
+                if isinstance(step, RoundedStep):
+                    for param in stateless:
+                        step.allocate(optimizer, param)
         except BaseException:
             # Optimizers would not complete a partial state.
             for param in stateless:

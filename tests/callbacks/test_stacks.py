@@ -120,7 +120,7 @@ class TestStacks:
         assert row.status == "unchanged"
         assert row.details == (
             "\"auto\" means the values of `stack='classic'`, without attention, "
-            "chunked_cross_entropy, low_precision_weights, optimizer_in_backward",
+            "chunked_cross_entropy, offload, low_precision_weights, optimizer_in_backward",
         )
         assert rows_of(callback)["early_release"].status == "on"
 

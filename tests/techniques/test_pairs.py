@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lightning_memsave.core.technique import Exactness, Technique
+from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
@@ -20,6 +21,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import techniques
 from tests.cases import CASES, make_batch, make_model
@@ -39,7 +41,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves no
 
 # In the order of the registry, as in a fit.
 FIRST = {cls.name: CASES[cls.name].variants[0] for cls in techniques()}
-PAIRS = list(combinations(FIRST.values(), 2))
+# Two ways to update the same weights.
+REFUSED = [
+    (Offloading(), LowPrecisionWeights()),
+    (Offloading(), OptimizerInBackward()),
+]
+PAIRS = [pair for pair in combinations(FIRST.values(), 2) if pair not in REFUSED]
 BITWISE = (ActivationCheckpointing(), OptimizerInBackward())
 CLASSIC = (ActivationCheckpointing(), LowBitOptimizer(), MicroBatching(6))
 SINGLE_GPU = (
@@ -134,6 +141,13 @@ def test_train_as_exactly_as_they_declare(techniques, name):
             assert torch.allclose(saving.state[key], value, rtol=1e-7, atol=1e-9), key
         return
     assert_bitwise_equal(reference(name, techniques), train(model, make_batch, techniques))
+
+
+@pytest.mark.parametrize("techniques", REFUSED, ids=name_of)
+def test_what_does_not_go_together_is_refused(techniques):
+    model = make_model("dropout")
+    with pytest.raises(IncompatibleError, match="offloaded"):
+        switch_all_on(techniques, model, adamw(model))
 
 
 @pytest.mark.parametrize(("techniques", "name"), COMBINATIONS)

@@ -82,13 +82,13 @@ class OffloadSetting(ModuleSetting):
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
         if not pl_module.automatic_optimization:
             watchers.append(f"{type(pl_module).__name__}.training_step")
-        self._handle.residence.updates_in_background = not watchers
+        self._handle.residence.is_watched = bool(watchers)
         details = [*self._handle.changes, *self._handle.skipped]
         for optimizer in trainer.optimizers:
             handle = self.technique.update_in_background(optimizer)
             self._undo.append(handle.undo)
         details.append(
-            f"updates end before `{watchers[0]}`, which may read weights"
+            f"updates end before {', '.join(f'`{name}`' for name in watchers)}: it may read weights"
             if watchers
             else "updates run beside the next step"
         )

@@ -268,24 +268,6 @@ class LowPrecisionWeights(Technique[nn.Module]):
                     f"Use a pattern over names such as `{close[0]}`.",
                 )
             )
-        chosen = (param for param, why in reasons_to_leave(target).items() if not why)
-        homes = {residence_with(param) is not None for param in chosen}
-        if self.rounding == "master" and False in homes:
-            problems.append(
-                Problem(
-                    '`low_precision_weights="master"`',
-                    "there is no copy of the weights in float32 on the host",
-                    'Set `offload="optimizer"` as well (`Offloading` first), or use "stochastic".',
-                )
-            )
-        if self.rounding != "master" and True in homes:
-            problems.append(
-                Problem(
-                    f"`low_precision_weights={self.rounding!r}`",
-                    "the weights are offloaded, and updated in float32 on the host",
-                    'Use `low_precision_weights="master"`.',
-                )
-            )
         # Without an import there is no instance; importing it needs a second.
         dtensor = sys.modules.get("torch.distributed.tensor")
         if dtensor is not None and any(isinstance(p, dtensor.DTensor) for p in target.parameters()):
@@ -355,6 +337,8 @@ class LowPrecisionWeights(Technique[nn.Module]):
         reasons = reasons_to_leave(target, self.keep_fp32)
         chosen = [param for param, why in reasons.items() if not why]
         left = describe_left(reasons)
+        if problems := _problems_of_homes(chosen, self.rounding):
+            raise IncompatibleError(self.name, problems)
         if self.rounding == "master":
             return _send_in_bfloat16(target, chosen, left)
         # Parameters that were bfloat16 before are rounded as well.
@@ -381,6 +365,20 @@ class LowPrecisionWeights(Technique[nn.Module]):
         )
         remark = f" ({left})" if left else ""
         return Handle(target, (change + remark,), undo=(undo, *keep_in_bfloat16(target)))
+
+
+# Not in `check`: in a Trainer, all techniques are checked before one is applied.
+def _problems_of_homes(params: list[nn.Parameter], rounding: str) -> list[Problem]:
+    what = f"`low_precision_weights={rounding!r}`"
+    homes = {residence_with(param) is not None for param in params}
+    if rounding == "master" and False in homes:
+        why = "there is no copy of the weights in float32 on the host"
+        fix = 'Set `offload="optimizer"` as well (`Offloading` first), or use "stochastic".'
+        return [Problem(what, why, fix)]
+    if rounding != "master" and True in homes:
+        why = "the weights are offloaded, and updated in float32 on the host"
+        return [Problem(what, why, 'Use `low_precision_weights="master"`.')]
+    return []
 
 
 def _send_in_bfloat16(

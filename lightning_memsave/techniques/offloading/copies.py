@@ -83,9 +83,7 @@ class StreamCopies(Copies):
         device: The CUDA device; ``None`` for fake tensors, where only the memory matters.
     """
 
-    def __init__(
-        self, worker: HostWorker, memory: HostMemory, device: torch.device | None
-    ) -> None:
+    def __init__(self, worker: HostWorker, memory: HostMemory, device: torch.device | None) -> None:
         super().__init__(worker)
         self._device = device
         self._memory = memory

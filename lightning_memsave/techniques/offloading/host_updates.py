@@ -52,6 +52,7 @@ class HostUpdates:
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
         _UPDATES[optimizer] = self
+        self._residence.updated_by_parts.add(optimizer)
         self._mark_state()
         hooks = [
             optimizer.register_state_dict_pre_hook(self._wait),
@@ -59,11 +60,10 @@ class HostUpdates:
             optimizer.register_load_state_dict_post_hook(self._mark_state),
         ]
         return [
-            functools.partial(_UPDATES.pop, optimizer, None),
+            functools.partial(self._stop, optimizer),
             *(hook.remove for hook in hooks),
             patch_method(optimizer, step),
             patch_method(optimizer, zero_grad),
-            self._wait,
         ]
 
     def run(self, optimizer: Optimizer) -> None:
@@ -79,20 +79,25 @@ class HostUpdates:
             with host_copies():
                 step_without_hooks(optimizer)
             self._mark_state()
+            self._residence.wait()
             return
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
             plain_step(optimizer, others)
-        with host_copies():
-            allocate_state(optimizer)
+        allocate_state(optimizer)
         self._mark_state()
         for part in self._residence.parts:
             chosen = [param for param in params if param in part]
             if chosen:
                 update = self._update_of(optimizer, part, chosen)
                 part.begin_update(self._residence.worker.submit(update))
-        if not self._residence.updates_in_background:
+        if self._residence.is_watched:
             self._residence.wait()
+
+    def _stop(self, optimizer: Optimizer) -> None:
+        self._residence.wait()
+        self._residence.updated_by_parts.discard(optimizer)
+        _UPDATES.pop(optimizer, None)
 
     def _wait(self, *_: object) -> None:
         self._residence.wait()
@@ -131,6 +136,7 @@ class HostUpdates:
             step_without_hooks(double)
             for held in state.values():
                 _mark(held)
+            part.note_change()
             part.convert()
 
         return update

@@ -10,7 +10,7 @@ from lightning_memsave.core.memory import counted_as, host_copies, mark_as
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
-_Versions = list[tuple[int, int]]
+_Versions = tuple[int, list[tuple[int, int]]]
 
 
 class Part:
@@ -23,10 +23,14 @@ class Part:
     Args:
         params: Parameters that require a gradient, with their values.
         memory: Host memory.
+        is_streamed: Free the copies on the device whenever the part leaves it.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], memory: HostMemory) -> None:
+    def __init__(
+        self, params: Sequence[nn.Parameter], memory: HostMemory, *, is_streamed: bool = False
+    ) -> None:
         self.params = tuple(params)
+        self.is_streamed = is_streamed
         self.is_on_device = False
         self._memory = memory
         self._positions = {id(param): index for index, param in enumerate(self.params)}
@@ -37,6 +41,7 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
+        self._num_changes = 0
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
@@ -65,6 +70,10 @@ class Part:
         self._dtypes[self._positions[id(param)]] = dtype
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
 
+    def note_change(self) -> None:
+        """Note that weights have changed on the host, as kernels do it that torch does not see."""
+        self._num_changes += 1
+
     def begin_update(self, update: "Future[None]") -> None:
         """Let everybody who needs the weights wait for an update in the background."""
         self._update = update
@@ -86,7 +95,7 @@ class Part:
         """
         self.wait()
         self._adopt()
-        if self._versions() == self._sent:
+        if self._on_device and self._versions() == self._sent:
             return
         if not self._on_device:
             with counted_as("parameter"):
@@ -118,14 +127,27 @@ class Part:
         self.is_on_device = True
 
     def leave(self) -> None:
-        """Let the parameters and the gradients that came be on the host again."""
+        """Let the parameters be on the host again."""
         if not self.is_on_device:
             return
-        for index, (param, weight) in enumerate(zip(self.params, self._weights, strict=True)):
+        for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
-            if index in self._received:
-                param.grad = self._gradients[index]
         self.is_on_device = False
+        self.drop()
+
+    def drop(self) -> None:
+        """Free what `send` has brought to the device, if it is streamed and not in use."""
+        if not self.is_streamed or self.is_on_device:
+            return
+        if self._wait_for_copies is not None:  # memory must not be reused before they are done
+            self._wait_for_copies()
+            self._wait_for_copies = None
+        self._on_device = []
+
+    def show_gradients(self) -> None:
+        """Let parameters on the host have the gradients that came."""
+        for index in self._received:
+            self.params[index].grad = self._gradients[index]
         self._received.clear()
         self._kept.clear()
 
@@ -179,6 +201,7 @@ class Part:
             device: Where they are from now on.
         """
         self.leave()
+        self.show_gradients()
         for param, weight in zip(self.params, self._weights, strict=True):
             grad, param.grad = param.grad, None
             param.data = torch.empty_like(weight, device=device).copy_(weight)
@@ -198,8 +221,9 @@ class Part:
                 param.data = weight
 
     def _versions(self) -> _Versions:
-        return [(p._version, w._version) for p, w in zip(self.params, self._weights, strict=True)]
+        pairs = zip(self.params, self._weights, strict=True)
+        return self._num_changes, [(p._version, w._version) for p, w in pairs]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_memsave.core.blocks import Block
+from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.copies import copies_for
@@ -19,7 +22,6 @@ from lightning_memsave.techniques.offloading.part import Part
 
 # By module, so that copies of a module do not move the parameters of the original.
 _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
-_Hook = Callable[[], None]
 
 
 class Residence:
@@ -30,6 +32,8 @@ class Residence:
         blocks: Its blocks.
         params: The parameters to offload.
         worker: What works on the host beside the computation.
+        is_streamed: The weights of a block are on the device while it computes, and from before on,
+            while the block before it does.
     """
 
     def __init__(
@@ -38,17 +42,24 @@ class Residence:
         blocks: Sequence[Block],
         params: Sequence[nn.Parameter],
         worker: HostWorker,
+        *,
+        is_streamed: bool = False,
     ) -> None:
         self.worker = worker
-        self.updates_in_background = True
-        """Whether updates run beside what comes after ``optimizer.step()``."""
+        self.is_watched = False
+        """Whether code between two steps may read or change weights, in ways that torch does not
+        see: updates end in ``optimizer.step()``, and weights are always copied again."""
+        self.updated_by_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        """Optimizers whose updates note themselves what they change."""
         self.memory = HostMemory()
         self.device = params[0].device
         self.copies = copies_for(params[0], worker, self.memory)
         owners = _owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
         self._by_block = {
-            block.module: Part([p for p in params if owners[p] is block], self.memory)
+            block.module: Part(
+                [p for p in params if owners[p] is block], self.memory, is_streamed=is_streamed
+            )
             for block in blocks
         }
         self.parts = [self.rest, *self._by_block.values()]
@@ -59,9 +70,9 @@ class Residence:
         self._has_graph = False
         self._task = -1
         self._model = weakref.ref(model)
-        self._undo: list[_Hook] = []
+        self._undo: list[Callable[[], None]] = []
 
-    def start(self) -> list[_Hook]:
+    def start(self) -> list[Callable[[], None]]:
         """Register all hooks.
 
         Returns:
@@ -73,12 +84,12 @@ class Residence:
         for module in model.modules():
             _RESIDENCES[module] = self
             self._undo += [
-                functools.partial(_RESIDENCES.pop, module, None),
+                functools.partial(_forget, module),
                 module.register_state_dict_pre_hook(_wait).remove,
                 module.register_load_state_dict_pre_hook(_wait).remove,
             ]
             if module in self._by_block:
-                hooks = (_before_block, _after_block)
+                hooks: tuple[Any, Any] = (_before_block, _after_block)
             elif id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
                 hooks = (_before_module, _after_module)
             else:
@@ -90,7 +101,8 @@ class Residence:
         for part in self.parts:
             for param in part.params:
                 self._undo += self._watch(part, param)
-        self._undo.append(patch_method(model, _apply))
+        step_hook = register_optimizer_step_post_hook(self._note_step)
+        self._undo += [step_hook.remove, patch_method(model, _apply)]
         return self._undo
 
     def part_of(self, param: Tensor) -> Part | None:
@@ -104,23 +116,34 @@ class Residence:
 
     def enter_rest(self) -> None:
         """Bring the parameters outside of blocks to the device."""
-        self._enter(self.rest)
+        if not self.rest.is_on_device:
+            self._enter(self.rest, self._beside(self.rest, 1))
+            self._came.append(self.rest)
 
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
         self.copies.finish()
         for part in self.parts:
             part.leave()
+            part.drop()
+            part.show_gradients()
         if self._came:
             others = [part for part in self.parts if part not in self._came]
             self.parts = [*self._came, *others]
+            if self.is_watched:
+                self._note_change()
         self._came, self._depth, self._has_graph = [], 0, False
 
     def wait(self) -> None:
-        """Let all parameters and gradients be on the host, and finish all updates."""
+        """Finish all updates, and let all parameters be on the host, where they may be changed."""
         self.leave()
         for part in self.parts:
             part.wait()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        for part in self.parts:
+            part.note_change()
 
     def stay_on_host(self) -> None:
         """Let `release` leave the parameters on the host."""
@@ -132,19 +155,26 @@ class Residence:
         for part in self.parts:
             part.release(self.device)
 
-    def _watch(self, part: Part, param: nn.Parameter) -> list[_Hook]:
+    # The kernels of bitsandbytes change weights unseen.
+    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+        if optimizer in self.updated_by_parts:
+            return
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for part in {part for p in params if (part := self._part_of.get(id(p))) is not None}:
+            part.note_change()
+
+    def _watch(self, part: Part, param: nn.Parameter) -> list[Callable[[], None]]:
         reference = weakref.ref(param)
 
         def before(_: Tensor) -> None:
             found = reference()
-            if found is not None and part.is_on_device:
+            if found is not None:
                 part.keep_gradient(found)
 
         def after(found: nn.Parameter) -> None:
-            if part.is_on_device:
-                self._queue_end()
-                with torch.no_grad():
-                    part.receive_gradient(found, self.copies)
+            self._queue_end()
+            with torch.no_grad():
+                part.receive_gradient(found, self.copies)
 
         register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
         return [param.register_hook(before).remove, register(after).remove]
@@ -157,31 +187,59 @@ class Residence:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
             queue(self.leave)
 
-    def _enter(self, part: Part) -> None:
+    def _enter(self, part: Part, following: Part | None) -> None:
         if torch.is_grad_enabled():
             self._has_graph = True
-        if part.is_on_device:
-            return
-        part.enter(self.copies, self.device)
-        self._came.append(part)
-        following = self._following(part)
+        if not part.is_on_device:
+            part.enter(self.copies, self.device)
+        for other in self.parts:
+            if other is not following:
+                other.drop()
         if following is not None and not following.is_updating:
             following.send(self.copies, self.device)
 
-    def _following(self, part: Part) -> Part | None:
-        index = self.parts.index(part) + 1
-        if index == len(self.parts) or self.parts[index].is_on_device:
+    def _beside(self, part: Part, step: int) -> Part | None:
+        index = self.parts.index(part) + step
+        if not 0 <= index < len(self.parts) or self.parts[index].is_on_device:
             return None
         return self.parts[index]
 
     def enter_block(self, block: nn.Module) -> None:
-        """Bring the parameters of a block to the device."""
-        self._enter(self._by_block[block])
+        """Bring the parameters of a block to the device, and begin to bring those of the next."""
+        part = self._by_block[block]
+        self._enter(part, self._beside(part, 1))
+        if part not in self._came:
+            self._came.append(part)
 
-    def leave_block(self, block: nn.Module) -> None:
-        """Let the parameters of a block be on the host, unless a backward pass needs them."""
-        if not self._has_graph:
-            self._by_block[block].leave()
+    def leave_block(self, block: nn.Module, output: Any) -> None:
+        """Let the parameters of a block be on the host until its backward pass.
+
+        Args:
+            block: The block.
+            output: What its forward pass has returned; ``None`` if it has failed.
+        """
+        part = self._by_block[block]
+        if not part.is_streamed:
+            if not self._has_graph:
+                part.leave()
+            return
+        if torch.is_grad_enabled():
+            map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
+            if part is self.parts[-1]:  # backward begins with it
+                return
+        part.leave()
+
+    def _come_back(self, part: Part, output: Tensor) -> Tensor:
+        if output.requires_grad:
+            output.register_hook(lambda _: self._enter_in_backward(part))
+        return output
+
+    def _enter_in_backward(self, part: Part) -> None:
+        for other in self._by_block.values():
+            if other is not part:
+                other.leave()
+        self._enter(part, self._beside(part, -1))
+        self._queue_end()
 
     def begin(self) -> None:
         """Note that a module outside of blocks begins its forward pass."""
@@ -241,6 +299,10 @@ class Residence:
             self.copies = copies_for(after, self.worker, self.memory)
 
 
+def _forget(module: nn.Module) -> None:
+    _RESIDENCES.pop(module, None)
+
+
 def residence_of(module: nn.Module) -> Residence | None:
     """Return what moves the parameters of a module; ``None`` if they are not offloaded."""
     return _RESIDENCES.get(module)
@@ -284,10 +346,10 @@ def _before_block(module: nn.Module, _: object) -> None:
         residence.enter_block(module)
 
 
-def _after_block(module: nn.Module, *_: object) -> None:
+def _after_block(module: nn.Module, _: object, output: Any) -> None:
     residence = _RESIDENCES.get(module)
     if residence is not None:
-        residence.leave_block(module)
+        residence.leave_block(module, output)
 
 
 def _before_module(module: nn.Module, _: object) -> None:

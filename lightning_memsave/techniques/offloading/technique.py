@@ -18,10 +18,14 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError, Prob
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.offloading.host_updates import HostUpdates, host_updates_of
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.residence import Residence, residence_of, residence_with
+from lightning_memsave.techniques.offloading.residence import (
+    Residence,
+    residence_of,
+    residence_with,
+)
 from lightning_memsave.units import format_bytes, parse_bytes
 
-KINDS = ("optimizer",)
+KINDS = ("optimizer", "parameters")
 _HOST_SHARE = 0.5
 _NUM_STATES = 2  # of AdamW, each as large as the weights
 
@@ -214,7 +218,9 @@ class Offloading(Technique[nn.Module]):
             why = f"there is no parameter to offload: {left or 'none is trained'}"
             return OffloadingHandle(target, None, (), (why,))
         worker = HostWorker(in_background=not is_fake(params[0]), num_threads=self.num_threads)
-        residence = Residence(target, find_blocks(target, self.blocks), params, worker)
+        blocks = find_blocks(target, self.blocks)
+        is_streamed = self.what == "parameters"
+        residence = Residence(target, blocks, params, worker, is_streamed=is_streamed)
         num_bytes = (2 + _NUM_STATES) * sum(p.nbytes for p in params)
         change = (
             f"{len(params)} weights, their gradients and optimizer state on the host: "

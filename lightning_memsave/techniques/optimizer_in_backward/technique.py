@@ -18,6 +18,7 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     is_low_bit,
     wrapper_problems,
 )
+from lightning_memsave.techniques.offloading.residence import residence_with
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     ACTIVE_UPDATES,
@@ -197,6 +198,10 @@ class OptimizerInBackward(Technique[Optimizer]):
         if wrapped := wrapper_problems(target):
             return wrapped
         problems = [*_problems_of_others(target), *_problems_of_processes()]
+        if any(residence_with(param) is not None for param in _trained(target)):
+            why = "its weights are offloaded, and updated on the host after backward"
+            fix = "Undo `Offloading`, or leave `OptimizerInBackward` out."
+            problems.append(Problem(f"`{type(target).__name__}`", why, fix))
         if not (self.trust_optimizer or updates_each_alone(target)):
             problems.append(
                 Problem(

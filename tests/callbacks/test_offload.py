@@ -1,0 +1,297 @@
+"""Offloading in a Trainer: bit for bit the same training, and what it says."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.core.memory import is_host
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from tests.callbacks.lit import (
+    PACKAGES,
+    Trace,
+    assert_same,
+    fit,
+    loader,
+    make_lit,
+    make_trainer,
+    rows_of,
+)
+from tests.helpers import snapshot
+
+LIGHTNING = PACKAGES["lightning"]
+
+
+def only(**settings: Any) -> MemSaveCallback:
+    """Offloading and nothing else."""
+    quiet: dict[str, Any] = {"monitor": False, "predict": False, "report": False}
+    return MemSaveCallback(**({"stack": "off", "offload": "optimizer"} | quiet | settings))
+
+
+@pytest.fixture(params=PACKAGES)
+def package(request):
+    return PACKAGES[request.param]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_clip_val": 0.1},
+    "clipped by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    "accumulated": {"accumulate_grad_batches": 4},
+    "bf16": {"precision": "bf16-mixed"},
+    "validated": {"val_check_interval": 2, "num_sanity_val_steps": 2},
+}
+
+
+class TestBitwise:
+    @pytest.mark.parametrize("settings", SETTINGS)
+    def test_as_without(self, package, settings):
+        lit, how = make_lit(package), SETTINGS[settings]
+        callback = only()
+        saving = fit(lit, callback, package=package, **how)
+        assert_same(fit(lit, package=package, **how), saving)
+        assert rows_of(callback)["offload"].status == "on"
+
+    @pytest.mark.parametrize("model", ["tied", "batch_norm", "frozen", "transformer"])
+    def test_other_models_beside_other_settings(self, model):
+        lit = make_lit(model=model)
+        callback = only(activation_checkpointing="all", micro_batch_size="auto", early_release=True)
+        assert_same(fit(lit), fit(lit, callback))
+
+    def test_micro_batches_are_added_up_on_the_host(self):
+        lit = make_lit()
+        plain = fit(lit, MemSaveCallback(stack="off", micro_batch_size=2), gradient_clip_val=0.1)
+        saving = fit(lit, only(micro_batch_size=2), gradient_clip_val=0.1)
+        assert_same(plain, saving)
+
+    def test_8bit_state_is_on_the_host_too(self):
+        lit = make_lit()
+        quiet: dict[str, Any] = {"monitor": False, "predict": False, "report": False}
+        plain = fit(lit, MemSaveCallback(stack="off", optimizer="8bit", **quiet))
+        saving = fit(lit, only(optimizer="8bit"))
+        assert_same(plain, saving)
+
+    def test_manual_optimization(self):
+        lit = make_lit()
+
+        class Manual(type(lit)):  # type: ignore[misc]
+            automatic_optimization = False
+
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                optimizer = self.optimizers()
+                loss = self.model(batch)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                self.clip_gradients(optimizer, 0.1, "norm")
+                optimizer.step()
+                with torch.no_grad():
+                    for param in self.parameters():
+                        param.data.clamp_(-0.1, 0.1)  # torch does not see it
+                return loss
+
+        lit.__class__ = Manual
+        callback = only()
+        assert_same(fit(lit), fit(lit, callback))
+        assert "Manual.training_step" in rows_of(callback)["offload"].details[-1]
+
+    @pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
+    def test_averages_of_weights(self, package, name):
+        if not hasattr(package.callbacks, name):
+            pytest.skip("this Lightning has none")
+        how: dict[str, Any] = {"swa_lrs": 1e-2, "swa_epoch_start": 1} if "Sto" in name else {}
+        runs = []
+        for callbacks in ([], [only()]):
+            average = getattr(package.callbacks, name)(**how)
+            lit = make_lit(package)
+            runs.append(fit(lit, average, *callbacks, package=package, max_epochs=3))
+            assert_same(runs[0], runs[-1])
+
+    def test_hooks_that_change_weights_unseen(self):
+        class Clamp(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+                for param in pl_module.parameters():
+                    param.data.clamp_(-0.1, 0.1)
+
+        lit, callback = make_lit(), only()
+        assert_same(fit(lit, Clamp()), fit(lit, callback, Clamp()))
+        assert "Clamp.on_train_batch_end" in rows_of(callback)["offload"].details[-1]
+
+
+class TestCheckpoints:
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+    @pytest.mark.parametrize("resumes_with", [True, False])
+    @pytest.mark.parametrize("begins_with", [True, False])
+    def test_are_those_of_a_plain_run(self, tmp_path, begins_with, resumes_with):
+        lit = make_lit()
+        files = []
+        for name, is_saving in (("plain", False), ("begun", begins_with)):
+            first = copy.deepcopy(lit)
+            trainer = make_trainer(LIGHTNING, *([only()] if is_saving else []))
+            torch.manual_seed(2)
+            trainer.fit(first)
+            files.append(tmp_path / f"{name}.ckpt")
+            trainer.save_checkpoint(files[-1])
+        one, other = (torch.load(file, weights_only=True) for file in files)
+        assert_equal_nested(one["state_dict"], other["state_dict"])
+        assert_equal_nested(one["optimizer_states"], other["optimizer_states"])
+        runs = []
+        for file, is_saving in ((files[0], False), (files[1], resumes_with)):
+            resumed, trace = copy.deepcopy(lit), Trace(LIGHTNING)
+            callbacks = [only()] if is_saving else []
+            trainer = make_trainer(LIGHTNING, *callbacks, trace.callback, max_epochs=2)
+            torch.manual_seed(3)
+            trainer.fit(resumed, ckpt_path=file)
+            runs.append((trace.losses, resumed.state_dict()))
+        assert_same(*runs)
+
+    def test_between_a_step_and_its_updates(self, tmp_path):
+        """A process that is killed there loses nothing that a checkpoint has."""
+
+        class Save(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def on_before_zero_grad(self, *_: Any) -> None:
+                """Before the first step there is nothing to wait for."""
+
+            def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+                trainer.save_checkpoint(tmp_path / self.name)
+
+        lit = make_lit()
+        fit(lit, Save("plain"))
+        fit(lit, only(), Save("saving"))
+        one, other = (
+            torch.load(tmp_path / name, weights_only=True) for name in ("plain", "saving")
+        )
+        assert_equal_nested(one["state_dict"], other["state_dict"])
+        assert_equal_nested(one["optimizer_states"], other["optimizer_states"])
+
+
+def assert_equal_nested(one: Any, other: Any) -> None:
+    if isinstance(one, Tensor):
+        assert torch.equal(one, other)
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_equal_nested(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        for first, second in zip(one, other, strict=True):
+            assert_equal_nested(first, second)
+    else:
+        assert one == other
+
+
+class TestMemory:
+    @pytest.mark.parametrize("settings", ["plain", "clipped", "accumulated", "bf16"])
+    def test_is_predicted_to_the_byte(self, settings):
+        lit = make_lit(model="tied")
+
+        class Silent(type(lit)):  # type: ignore[misc]
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                return self.model(batch)
+
+        lit.__class__ = Silent
+        callback = only(monitor=True, predict=60, micro_batch_size="auto")
+        plain = only(offload=None, monitor=True, predict=60, micro_batch_size="auto")
+        for each in (callback, plain):
+            fit(lit, each, **SETTINGS[settings])
+        assert callback.prediction is not None
+        assert callback.prediction.peak_bytes == peak_of(callback)
+        weights = sum(p.nbytes for p in lit.parameters())
+        # The state, and gradients except those that are on their way.
+        assert peak_of(callback) < peak_of(plain) - 2 * weights
+        assert callback.prediction.peak.host_bytes >= 4 * weights
+
+    def test_after_the_fit_nothing_is_on_the_host(self):
+        lit = make_lit()
+        before, keys = inner(lit), list(lit.state_dict())
+        make_trainer(LIGHTNING, only()).fit(lit)
+        assert list(lit.state_dict()) == keys
+        assert inner(lit) == before
+        assert not any(is_host(p.untyped_storage()) for p in lit.parameters())
+
+    def test_an_exception_leaves_nothing(self):
+        lit = make_lit()
+        before = inner(lit)
+
+        class Fail(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_start(self, *args: Any) -> None:
+                if args[-1] == 2:
+                    raise KeyError("the user's")
+
+        with pytest.raises(KeyError):
+            make_trainer(LIGHTNING, only(), Fail()).fit(lit)
+        assert inner(lit) == before
+
+
+def inner(lit: Any) -> dict[str, Any]:
+    """All modules but the LightningModule itself, on which the Trainer leaves its own marks."""
+    return {name: seen for name, seen in snapshot(lit).items() if name}
+
+
+def peak_of(callback: MemSaveCallback) -> int:
+    assert callback.monitor is not None
+    summary = callback.monitor.summary
+    assert summary is not None
+    return int(summary.peak_bytes)
+
+
+class TestMasters:
+    def test_of_a_stack(self):
+        """Stacks that update on the device leave it to the host."""
+        callback = only(stack="single_gpu", precision="bf16-mixed", low_precision_weights="master")
+        losses, state, _ = fit(make_lit(), callback, max_epochs=2)
+        rows = rows_of(callback)
+        assert (
+            rows["low_precision_weights"]
+            .details[0]
+            .startswith("9 tensors in bfloat16 on the device, in float32 on the host")
+        )
+        assert "optimizer_in_backward" not in rows
+        assert losses[-1] < losses[0]
+        assert all(value.dtype is torch.float32 for value in state.values())
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"optimizer_in_backward": True}, "updates weights on the device"),
+            ({"host_budget": "1GiB", "offload": None}, "is not used with `offload=None`"),
+            ({"offload": "disk"}, "`offload='disk'` is not a valid value"),
+            ({"host_budget": "much"}, "`host_budget='much'`"),
+        ],
+    )
+    def test_of_arguments(self, settings, message):
+        with pytest.raises(ConfigurationError) as caught:
+            only(**settings)
+        assert message in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("settings", "how", "message"),
+        [
+            ({}, {"precision": "bf16-true"}, 'Use `precision="bf16-mixed"`'),
+            ({"host_budget": "1MiB"}, {}, "`host_budget` is 1.00 MiB"),
+            (
+                {"low_precision_weights": "stochastic", "precision": "bf16-mixed"},
+                {},
+                'Use `low_precision_weights="master"`',
+            ),
+            (
+                {"low_precision_weights": "master", "offload": None, "precision": "bf16-mixed"},
+                {},
+                'Set `offload="optimizer"` as well',
+            ),
+            ({}, {"strategy": "ddp", "devices": 1}, "`DDPStrategy` moves weights"),
+        ],
+    )
+    def test_of_trainers(self, settings, how, message):
+        lit = make_lit()
+        before = inner(lit)
+        with pytest.raises(IncompatibleError) as caught:
+            make_trainer(LIGHTNING, only(**settings), **how).fit(lit, loader())
+        assert message in str(caught.value)
+        assert inner(lit) == before

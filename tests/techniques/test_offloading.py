@@ -1,0 +1,598 @@
+"""Weights, gradients and optimizer state on the host, and updates beside the next step."""
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_memsave.core.memory import category_in_context, is_host
+from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.measure.storages import storages_of, tensors_in
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from tests.cases import make_batch, make_model
+from tests.helpers import InAutocast, adamw
+
+
+class Offloaded:
+    """A model of the contract suite with offloaded weights and an optimizer."""
+
+    def __init__(self, name: str = "dropout", *, in_background: bool = True) -> None:
+        self.model = make_model(name).train()
+        self.optimizer = adamw(self.model)
+        technique = Offloading()
+        self.handle: OffloadingHandle = technique.apply(self.model)
+        assert self.handle.residence is not None, "there are weights"
+        self.residence = self.handle.residence
+        self.updates = technique.update_in_background(self.optimizer) if in_background else None
+
+    def step(self, number: int = 0) -> Tensor:
+        torch.manual_seed(number)
+        loss: Tensor = self.model(make_batch(number))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def close(self) -> None:
+        if self.updates is not None:
+            self.updates.undo()
+        self.handle.undo()
+
+
+@pytest.fixture
+def offloaded() -> Iterator[Offloaded]:
+    made = Offloaded()
+    yield made
+    made.close()
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    return all(is_host(storage) for storage in storages_of(tensor))
+
+
+class TestPlaces:
+    def test_between_steps_everything_is_on_the_host(self, offloaded):
+        model = offloaded.model
+        model(make_batch(0)).backward()
+        assert all(is_on_host(p) and is_on_host(p.grad) for p in model.parameters())
+        offloaded.optimizer.step()
+        offloaded.handle.wait()
+        states = [*tensors_in(offloaded.optimizer.state)]
+        assert len(states) == 3 * len([*model.parameters()])
+        assert all(map(is_on_host, states))
+
+    def test_in_its_passes_a_block_is_on_the_device(self, offloaded):
+        places = []
+        block = offloaded.model.blocks[1]
+        block.register_forward_hook(lambda *_: places.append(is_on_host(block.up.weight)))
+        block.up.weight.register_hook(lambda _: places.append(is_on_host(block.up.weight)))
+        offloaded.step()
+        assert places == [False, False]
+
+    def test_device_bytes_are_the_weights_and_what_a_step_computes(self):
+        """The peak is that of plain training without its gradients, but for those on their way."""
+        made = Offloaded()
+        weights = sum(p.nbytes for p in made.model.parameters())
+        made.step(0)
+        made.step(1)
+        with LiveTensors(made.model, [made.optimizer]) as counter:
+            made.step(2)
+            made.handle.wait()
+            assert counter.breakdown.total_bytes == weights
+        assert counter.peak.parameter_bytes == weights
+        assert counter.peak.gradient_bytes == counter.peak.optimizer_state_bytes == 0
+        # Weights, gradients, two moments, and a number of steps for each.
+        num_params = len([*made.model.parameters()])
+        assert counter.peak.host_bytes == 4 * weights + 4 * num_params
+        made.close()
+
+    def test_each_weight_has_memory_of_its_own(self, offloaded):
+        """Checkpoints and safetensors store whole storages."""
+        storages = [p.untyped_storage() for p in offloaded.model.parameters()]
+        assert len({storage.data_ptr() for storage in storages}) == len(storages)
+        assert [s.nbytes() for s in storages] == [p.nbytes for p in offloaded.model.parameters()]
+
+    @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert", "used_twice"])
+    def test_no_device_computation_reads_host_memory(self, name):
+        made = Offloaded(name, in_background=False)
+        ActivationCheckpointing().apply(made.model)
+        made.step(0)
+        with HostGuard() as guard:
+            torch.manual_seed(1)
+            loss = made.model(make_batch(1))
+            loss.backward()
+        assert guard.num_copies >= len([*made.model.parameters()])
+        made.close()
+
+    def test_the_guard_finds_such_a_computation(self, offloaded):
+        weight = offloaded.model.head.weight
+        with pytest.raises(AssertionError, match=r"aten\.mul"), HostGuard():
+            weight.detach() * torch.ones(1)
+
+
+class HostGuard(TorchDispatchMode):
+    """Fails where an operator computes with host memory; copies and work of the host may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [*tensors_in(args), *tensors_in(kwargs or {})]
+        if any(map(is_on_host, tensors)) and category_in_context() != "host":
+            name = func.name()
+            is_view = result is None or any(
+                torch._C._is_alias_of(result, t) for t in tensors if isinstance(result, Tensor)
+            )
+            if name == "aten::copy_":
+                self.num_copies += 1
+            elif not is_view and "empty_like" not in name:
+                raise AssertionError(f"{func} computes with host memory")
+        return result
+
+
+class TestUpdates:
+    def test_run_after_the_step_has_returned_and_before_the_next_forward_pass(self, offloaded):
+        offloaded.step(0)
+        offloaded.handle.wait()
+        before = [p.detach().clone() for p in offloaded.model.parameters()]
+        gate = threading.Event()
+        offloaded.residence.worker.submit(lambda: assert_set(gate))
+        offloaded.step(1)  # returns, though nothing can be updated yet
+        assert all(map(torch.equal, before, offloaded.model.parameters()))
+        seen = []
+        offloaded.model.blocks[0].register_forward_hook(lambda *_: seen.append(gate.is_set()))
+        threading.Timer(0.05, gate.set).start()
+        offloaded.step(2)
+        assert seen == [True]
+
+    def test_come_in_the_order_of_the_forward_pass(self):
+        model = make_model("dropout").train()
+        names = {id(p): name for name, p in model.named_parameters()}
+        # The optimizer has them the other way round.
+        optimizer = torch.optim.AdamW([*model.parameters()][::-1], lr=1e-3)
+        technique = Offloading()
+        handle = technique.apply(model)
+        residence = handle.residence
+        technique.update_in_background(optimizer)
+        model(make_batch(0)).backward()
+        submitted = []
+        submit = residence.worker.submit
+        residence.worker.submit = lambda work: submitted.append(work) or submit(work)
+        optimizer.step()
+        handle.wait()
+        order = [names[id(part.params[0])] for part in residence.parts]
+        assert order == ["head.weight", *(f"blocks.{i}.norm.weight" for i in range(4))]
+        assert len(submitted) == len(order)
+        handle.undo()
+
+    @pytest.mark.parametrize("look", ["state_dict", "of a submodule", "of the optimizer", "load"])
+    def test_end_before_somebody_looks(self, offloaded, look):
+        offloaded.step(0)
+        gate = hold(offloaded)
+        offloaded.step(1)
+        assert any(part.is_updating for part in offloaded.residence.parts)
+        threading.Timer(0.05, gate.set).start()
+        if look == "state_dict":
+            offloaded.model.state_dict()
+        elif look == "of a submodule":
+            offloaded.model.blocks[3].up.state_dict()
+        elif look == "of the optimizer":
+            offloaded.optimizer.state_dict()
+        else:
+            offloaded.model.load_state_dict(make_model("dropout").state_dict())
+        assert not any(part.is_updating for part in offloaded.residence.parts)
+
+    def test_failures_come_to_who_waits_next(self, offloaded):
+        offloaded.step(0)
+        offloaded.handle.wait()
+        state = offloaded.optimizer.state[offloaded.model.blocks[2].up.weight]
+        state["exp_avg"] = torch.zeros(3, 3)
+        offloaded.step(1)
+        with pytest.raises(RuntimeError, match="size"):
+            offloaded.model(make_batch(2))
+        offloaded.handle.wait()  # said once
+
+    def test_gradients_are_reset_after_they_were_read(self, offloaded):
+        twin = Offloaded(in_background=False)
+        for made in (offloaded, twin):
+            for number in range(3):
+                torch.manual_seed(number)
+                made.model(make_batch(number)).backward()
+                gate = hold(made)
+                made.optimizer.step()
+                threading.Timer(0.02, gate.set).start()
+                made.optimizer.zero_grad(set_to_none=False)
+            made.handle.wait()
+        assert_equal(offloaded.model.state_dict(), twin.model.state_dict())
+        twin.close()
+
+    def test_of_an_unknown_optimizer_end_in_its_step(self):
+        class Own(torch.optim.AdamW):
+            """It may couple parameters."""
+
+        plain, saving = (make_model("dropout").train() for _ in range(2))
+        technique = Offloading()
+        handle = technique.apply(saving)
+        for model in (plain, saving):
+            optimizer = Own(model.parameters(), lr=1e-2)
+            if model is saving:
+                technique.update_in_background(optimizer)
+            for number in range(3):
+                torch.manual_seed(number)
+                model(make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_equal(plain.state_dict(), saving.state_dict())
+        handle.undo()
+
+
+def assert_set(gate: threading.Event) -> None:
+    assert gate.wait(10)
+
+
+def hold(offloaded: Offloaded) -> threading.Event:
+    """Let the host's thread wait until the event is set."""
+    gate = threading.Event()
+    offloaded.residence.worker.submit(lambda: assert_set(gate))
+    return gate
+
+
+def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert list(one) == list(other)
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> list[Any]:
+    """Four steps of a loop with everything; give losses, norms and rates."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=how.get("scales", False))
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)
+    found: list[Any] = []
+    for number in range(4):
+        torch.manual_seed(number)
+        for part in range(how.get("accumulated", 1)):
+            loss = model(make_batch(10 * number + part))
+            scaler.scale(loss).backward()
+            found.append(loss.item())
+        scaler.unscale_(optimizer)
+        if "norm" in how:
+            found.append(nn.utils.clip_grad_norm_(model.parameters(), how["norm"]).item())
+        if "value" in how:
+            nn.utils.clip_grad_value_(model.parameters(), how["value"])
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scheduler.step()
+        if number == 1:
+            with torch.inference_mode():
+                found.append(model.eval()(make_batch(99)).item())
+            model.train()
+    return [*found, scheduler.get_last_lr()]
+
+
+LOOPS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped by norm": {"norm": 0.1},
+    "clipped by value": {"value": 1e-3},
+    "accumulated": {"accumulated": 4, "norm": 0.1},
+    "scaled": {"scales": True, "norm": 0.1},
+}
+OPTIMIZERS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
+    "two groups": lambda params: torch.optim.AdamW(
+        [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}], lr=1e-3
+    ),
+}
+
+
+class TestBitwise:
+    @pytest.mark.parametrize("loop", LOOPS)
+    @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert"])
+    def test_whole_loops(self, name, loop):
+        runs = []
+        for is_saving in (False, True):
+            model = make_model(name).train()
+            optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
+            if is_saving:
+                technique = Offloading()
+                handle = technique.apply(model)
+                technique.update_in_background(optimizer)
+            runs.append((train(model, optimizer, **LOOPS[loop]), model, optimizer))
+        (one, plain, its_own), (other, saving, its) = runs
+        assert one == other
+        assert_equal(plain.state_dict(), saving.state_dict())
+        assert_same_state(its_own.state_dict(), its.state_dict())
+        handle.undo()
+
+    @pytest.mark.parametrize("kind", OPTIMIZERS)
+    def test_every_optimizer(self, kind):
+        if kind == "Adafactor" and not hasattr(torch.optim, "Adafactor"):
+            pytest.skip("this torch has none")
+        states = []
+        for is_saving in (False, True):
+            model = make_model("dropout").train()
+            optimizer = OPTIMIZERS[kind]([*model.parameters()])
+            if is_saving:
+                technique = Offloading()
+                handle = technique.apply(model)
+                technique.update_in_background(optimizer)
+            for number in range(4):
+                torch.manual_seed(number)
+                model(make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            states.append((model.state_dict(), optimizer.state_dict()))
+        assert_equal(states[0][0], states[1][0])
+        assert_same_state(states[0][1], states[1][1])
+        handle.undo()
+
+    def test_several_backward_passes_and_an_unused_parameter(self):
+        runs = []
+        for is_saving in (False, True):
+            model = make_model("dropout").train()
+            model.unused = nn.Parameter(torch.ones(3))
+            optimizer = adamw(model)
+            handle = Offloading().apply(model) if is_saving else None
+            for number in range(3):
+                torch.manual_seed(number)
+                one, two = model(make_batch(number)), model(make_batch(number + 10))
+                (one + two).backward()
+                model(make_batch(number + 20)).backward()
+                assert model.unused.grad is None
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(model.state_dict())
+        assert_equal(*runs)
+        handle.undo()
+
+    def test_a_gradient_that_somebody_has_set(self):
+        runs = []
+        for is_saving in (False, True):
+            model = make_model("dropout").train()
+            handle = Offloading().apply(model) if is_saving else None
+            for param in model.parameters():
+                param.grad = torch.full_like(param, 0.5)
+            model(make_batch(0)).backward()
+            runs.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        assert_equal(*runs)
+        handle.undo()
+
+    def test_lightning_resets_gradients_between_forward_and_backward(self):
+        runs = []
+        for is_saving in (False, True):
+            model = make_model("dropout").train()
+            optimizer = adamw(model)
+            handle = Offloading().apply(model) if is_saving else None
+            for number in range(3):
+                torch.manual_seed(number)
+                loss = model(make_batch(number))
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            runs.append(model.state_dict())
+        assert_equal(*runs)
+        handle.undo()
+
+
+def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["param_groups"] == other["param_groups"]
+    assert one["state"].keys() == other["state"].keys()
+    for key, values in one["state"].items():
+        for name, value in values.items():
+            found = other["state"][key][name]
+            assert torch.equal(value, found) if isinstance(value, Tensor) else value == found
+
+
+class TestMasters:
+    """Weights in bfloat16 on the device, in float32 on the host."""
+
+    def test_equal_a_hand_written_loop(self):
+        """The device's weights are those of the host, rounded; gradients are widened there."""
+        model = make_model("classifier").train()
+        handle = Offloading().apply(model)
+        low = LowPrecisionWeights("master").apply(model)
+        optimizer = adamw(model)
+        by_hand = make_model("classifier").train()
+        in_bfloat16 = {name for name, p in by_hand.named_parameters() if p.ndim > 1}
+        masters = {n: nn.Parameter(p.detach().clone()) for n, p in by_hand.named_parameters()}
+        its_own = torch.optim.AdamW(masters.values(), lr=1e-3)
+        LowPrecisionWeights().apply(by_hand)  # for the types inside of the model
+        for number in range(3):
+            for name, param in by_hand.named_parameters():
+                param.data = masters[name].detach().to(param.dtype)
+                param.grad = None
+            losses = []
+            for each in (model, by_hand):
+                torch.manual_seed(number)
+                loss = InAutocast(each)(make_batch(number))
+                loss.backward()
+                losses.append(loss.detach())
+            assert torch.equal(*losses)
+            for name, param in by_hand.named_parameters():
+                assert (param.dtype is torch.bfloat16) == (name in in_bfloat16)
+                masters[name].grad = param.grad.float()
+            for each in (optimizer, its_own):
+                each.step()
+                each.zero_grad()
+        assert_equal(model.state_dict(), {n: masters[n].detach() for n in model.state_dict()})
+        low.undo()
+        handle.undo()
+
+    def test_device_has_two_bytes_per_weight(self):
+        model = make_model("dropout").train()
+        handle = Offloading().apply(model)
+        LowPrecisionWeights("master").apply(model)
+        whole, optimizer = InAutocast(model), adamw(model)
+        expected = sum(p.numel() * (2 if p.ndim > 1 else 4) for p in model.parameters())
+        for number in range(3):
+            with LiveTensors(model, [optimizer]) as counter:
+                whole(make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            assert counter.peak.parameter_bytes == expected
+        handle.undo()
+
+    def test_needs_offloading_first(self):
+        with pytest.raises(IncompatibleError, match="no copy of the weights in float32"):
+            LowPrecisionWeights("master").apply(make_model("dropout"))
+
+
+class TestModule:
+    def test_moves_buffers_and_leaves_weights(self, offloaded):
+        model = offloaded.model
+        model.register_buffer("table", torch.ones(3))
+        model.to("meta")
+        assert model.table.device.type == "meta"
+        assert all(map(is_on_host, model.parameters()))
+        assert offloaded.residence.device.type == "meta"
+        model.table = torch.ones(3)
+        model.to("cpu")
+        offloaded.step(0)
+
+    def test_a_conversion_is_refused(self, offloaded):
+        with pytest.raises(IncompatibleError, match=r'Use.*"bf16-mixed"|bf16-mixed'):
+            offloaded.model.bfloat16()
+        assert all(p.dtype is torch.float32 for p in offloaded.model.parameters())
+        offloaded.step(0)
+
+    def test_new_data_is_taken_over(self, offloaded):
+        offloaded.step(0)
+        for param in offloaded.model.parameters():
+            param.data = torch.zeros_like(param)
+        assert offloaded.step(1) == 0.0
+        assert all(map(is_on_host, offloaded.model.parameters()))
+
+    def test_copies_and_pickles_are_ordinary_modules(self, offloaded):
+        offloaded.step(0)
+        offloaded.handle.wait()
+        saved = {k: v.clone() for k, v in offloaded.model.state_dict().items()}
+        for copied in (
+            copy.deepcopy(offloaded.model),
+            pickle.loads(pickle.dumps(offloaded.model)),
+        ):
+            assert_equal(saved, copied.state_dict())
+            assert not any(map(is_on_host, copied.parameters()))
+            optimizer = adamw(copied)
+            copied(make_batch(1)).backward()
+            optimizer.step()
+            assert not torch.equal(copied.head.weight, saved["head.weight"])
+        assert_equal(saved, offloaded.model.state_dict())
+
+    def test_a_checkpoint_is_that_of_a_plain_run(self, offloaded):
+        plain = make_model("dropout").train()
+        files = []
+        for model, optimizer in (
+            (plain, adamw(plain)),
+            (offloaded.model, offloaded.optimizer),
+        ):
+            for number in range(2):
+                torch.manual_seed(number)
+                model(make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            file = io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            files.append(file.getvalue())
+        one, other = (torch.load(io.BytesIO(data), weights_only=True) for data in files)
+        assert_equal(one["model"], other["model"])
+        assert_same_state(one["optimizer"], other["optimizer"])
+        assert abs(len(files[0]) - len(files[1])) < 4096
+        optimizer = adamw(plain)
+        optimizer.load_state_dict(other["optimizer"])
+        offloaded.optimizer.load_state_dict(one["optimizer"])
+        assert all(map(is_on_host, tensors_in(offloaded.optimizer.state)))
+        offloaded.step(2)
+
+    def test_undo_in_the_middle_of_a_step(self, offloaded):
+        loss = offloaded.model(make_batch(0))
+        offloaded.close()
+        assert not any(map(is_on_host, offloaded.model.parameters()))
+        del loss
+        optimizer = adamw(offloaded.model)
+        offloaded.model(make_batch(0)).backward()
+        optimizer.step()
+
+    def test_after_a_failed_forward_pass(self, offloaded):
+        offloaded.step(0)
+        hook = offloaded.model.blocks[2].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            offloaded.step(1)
+        hook.remove()
+        offloaded.handle.wait()
+        assert all(map(is_on_host, offloaded.model.parameters()))
+        twin = Offloaded()
+        twin.step(0)
+        assert torch.equal(offloaded.step(2), twin.step(2))
+        twin.close()
+
+
+class TestLimits:
+    def test_what_stays_on_the_device(self):
+        model = nn.Module()
+        model.table = nn.Embedding(8, 4, sparse=True)
+        model.frozen = nn.Linear(4, 4).requires_grad_(False)
+        model.head = nn.Linear(4, 4)
+        model.lazy = nn.LazyLinear(4)
+        handle = Offloading().apply(model)
+        assert handle.changes == (
+            "2 weights, their gradients and optimizer state on the host: 320 B",
+        )
+        assert handle.skipped == (
+            "on the device: 2 frozen, 2 of a special class, 1 with sparse gradients",
+        )
+        handle.undo()
+
+    def test_nothing_to_do(self):
+        model = make_model("dropout").requires_grad_(False)
+        with pytest.warns(UserWarning, match="26 frozen|frozen"):
+            assert Offloading().apply(model).changes == ()
+
+    def test_twice_is_refused(self, offloaded):
+        with pytest.raises(IncompatibleError, match="offloaded already"):
+            Offloading().apply(offloaded.model)
+        with pytest.raises(IncompatibleError, match="in the background already"):
+            Offloading().update_in_background(offloaded.optimizer)
+        with pytest.raises(IncompatibleError, match="no offloaded parameter"):
+            Offloading().update_in_background(adamw(make_model("dropout")))
+
+    def test_too_little_host_memory_is_refused(self):
+        model = make_model("dropout")
+        with pytest.raises(IncompatibleError, match=r"`host_budget` is 1\.00 MiB"):
+            Offloading(host_budget="1MiB").apply(model)
+        Offloading(host_budget=2**22).apply(model).undo()
+
+    def test_compiled_modules_are_refused(self):
+        model = make_model("dropout")
+        model.blocks[1].compile(backend="eager")
+        with pytest.raises(IncompatibleError, match=r"`blocks\.1`: it is compiled"):
+            Offloading().apply(model)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"what": "disk"}, r'Choose from "optimizer"'),
+            ({"host_budget": "much"}, "host_budget"),
+            ({"host_budget": -1}, "positive number of bytes"),
+            ({"num_threads": 0}, "num_threads=0"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, message):
+        with pytest.raises(ConfigurationError, match=message):
+            Offloading(**arguments)
