@@ -1,9 +1,9 @@
 """Train the TabFormer of the docs with its tables on the host: `python -m benchmarks.embedding`.
 
 867,813 categories: a table of 867,813 x 832 that is tied to the output layer, one of 867,813 x 64,
-and a BERT. Both tables, all gradients and AdamW's state are on the host. The device has two tiles
-of the tied table, the rows of the batch, and the weights of the BERT. On a CPU, where this runs,
-the memory of the device is told from that of the host by what the techniques mark.
+and a BERT. Weights, gradients and AdamW's state are on the host. The device has two tiles
+of the tied table, the rows of the batch, and two blocks of the BERT. On a CPU, where this runs, the
+memory of the device is told from that of the host by what the techniques mark.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Rows], 
         table.start()
     RowUpdates(optimizer, tables).start(replaces_step=False)
     others = [p for p in model.parameters() if all(p is not weight for weight in weights)]
-    residence = Residence(model, find_blocks(model), others, worker)
+    residence = Residence(model, find_blocks(model), others, worker, is_streamed=True)
     residence.start()
     HostUpdates(optimizer, residence).start()
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memsave.core.memory import is_host, is_host_copy, mark_as_host
+from lightning_memsave.core.memory import HOST, category_in_context, is_host, mark_as_host
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.fake.tensors import fake_tensors
@@ -359,13 +359,17 @@ class HostOperators(TorchDispatchMode):
         is_copy = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
         if len(kinds) > 1 and not is_copy:
             self.mixed.append(str(func))
-        if kinds == {True} and not is_copy and not is_host_copy():
+        if kinds == {True} and not is_copy and category_in_context() != HOST:
             made = str(func)
             if not any(view in made for view in ("slice", "detach", "view", "alias", "empty")):
                 self.mixed.append(made)
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
-            if is_host_copy() and isinstance(tensor, Tensor) and type(tensor) is not RowGradient:
+            if (
+                category_in_context() == HOST
+                and isinstance(tensor, Tensor)
+                and type(tensor) is not RowGradient
+            ):
                 mark_as_host(tensor)
         return result
 
