@@ -260,6 +260,40 @@ def test_clipping_by_value_and_loss_scaling_have_the_same_bits():
     assert_same(*results)
 
 
+def test_fused_optimizers_scale_and_skip_as_usual():
+    results = []
+    for model, optimizer in pair(lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(6):
+            loss = model(batch(step)) * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    torch.testing.assert_close(*results)
+    assert results[1]["0.step"] == 5
+
+
+def test_schedulers_and_closures_work_as_usual():
+    results = []
+    for model, optimizer in pair(OPTIMIZERS["adamw"], replays=True):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        losses = []
+        for step in range(6):
+
+            def closure(model: Any = model, step: int = step, each: Any = optimizer) -> Tensor:
+                each.zero_grad()
+                loss = model(batch(step))
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+            scheduler.step()  # warns if it does not know of the step
+        results.append(everything(model, optimizer) | {"losses": torch.tensor(losses)})
+    assert_same(*results)
+
+
 @pytest.mark.parametrize("starts_on_host", [True, False])
 def test_resumes_from_either_kind_of_checkpoint(starts_on_host):
     (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True)

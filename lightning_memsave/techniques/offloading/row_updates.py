@@ -373,6 +373,7 @@ def tables_apart(optimizer: Optimizer) -> Iterator[None]:
 
 def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
+    self._opt_called = True  # type: ignore[attr-defined] # for schedulers
     loss = None
     if closure is not None:
         with torch.enable_grad():
