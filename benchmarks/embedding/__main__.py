@@ -33,7 +33,7 @@ from lightning_memsave.techniques.offloading.row_updates import RowUpdates, tabl
 from lightning_memsave.units import format_bytes
 from tests.tabular_bert import LARGE_CARDINALITIES, SPECIAL, Rows, TabularBert, Vocabulary
 
-BATCH, TIME = 4, 10
+BATCH, TIME = 8, 10
 LIMIT_BYTES = 200 * 2**20
 SMALL_CARDINALITIES = {**LARGE_CARDINALITIES, "account": 2000}
 
