@@ -287,7 +287,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.chunked_cross_entropy": "_cdata _version",
         "techniques.low_precision_weights.technique": "_cdata",
         "techniques.micro_batching.training_state": "_cdata _version",
-        "techniques.offloading.part": "_cdata _version",
+        "techniques.offloading.part": "_cdata _version _C _storage_Use_Count",
         "techniques.offloading.technique": "_cdata",
     },
     "which backward pass runs, and what it will still come to": {

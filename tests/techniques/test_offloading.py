@@ -20,7 +20,11 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from lightning_memsave.techniques.offloading.technique import (
+    KINDS,
+    Offloading,
+    OffloadingHandle,
+)
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast, adamw
 
@@ -28,10 +32,12 @@ from tests.helpers import InAutocast, adamw
 class Offloaded:
     """A model of the contract suite with offloaded weights and an optimizer."""
 
-    def __init__(self, name: str = "dropout", *, in_background: bool = True) -> None:
+    def __init__(
+        self, name: str = "dropout", what: str = "optimizer", *, in_background: bool = True
+    ) -> None:
         self.model = make_model(name).train()
         self.optimizer = adamw(self.model)
-        technique = Offloading()
+        technique = Offloading(what)
         self.handle: OffloadingHandle = technique.apply(self.model)
         assert self.handle.residence is not None, "there are weights"
         self.residence = self.handle.residence
@@ -104,9 +110,10 @@ class TestPlaces:
         assert len({storage.data_ptr() for storage in storages}) == len(storages)
         assert [s.nbytes() for s in storages] == [p.nbytes for p in offloaded.model.parameters()]
 
+    @pytest.mark.parametrize("what", KINDS)
     @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert", "used_twice"])
-    def test_no_device_computation_reads_host_memory(self, name):
-        made = Offloaded(name, in_background=False)
+    def test_no_device_computation_reads_host_memory(self, name, what):
+        made = Offloaded(name, what, in_background=False)
         ActivationCheckpointing().apply(made.model)
         made.step(0)
         with HostGuard() as guard:
@@ -304,14 +311,24 @@ OPTIMIZERS = {
 
 class TestBitwise:
     @pytest.mark.parametrize("loop", LOOPS)
-    @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert"])
-    def test_whole_loops(self, name, loop):
+    @pytest.mark.parametrize(
+        ("what", "name"),
+        [
+            ("optimizer", "dropout"),
+            ("optimizer", "tied"),
+            ("optimizer", "eager_bert"),
+            ("parameters", "dropout"),
+            ("parameters", "used_twice"),
+            ("parameters", "eager_bert"),
+        ],
+    )
+    def test_whole_loops(self, what, name, loop):
         runs = []
         for is_saving in (False, True):
             model = make_model(name).train()
             optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
             if is_saving:
-                technique = Offloading()
+                technique = Offloading(what)
                 handle = technique.apply(model)
                 technique.update_in_background(optimizer)
             runs.append((train(model, optimizer, **LOOPS[loop]), model, optimizer))
@@ -452,6 +469,81 @@ class TestMasters:
     def test_needs_offloading_first(self):
         with pytest.raises(IncompatibleError, match="no copy of the weights in float32"):
             LowPrecisionWeights("master").apply(make_model("dropout"))
+
+
+class TestStreamedWeights:
+    """Of a block, while it computes, and of the next one, which comes meanwhile."""
+
+    @pytest.mark.parametrize("checkpoints", [True, False])
+    def test_two_blocks_at_a_time(self, checkpoints):
+        made = Offloaded(what="parameters")
+        if checkpoints:
+            ActivationCheckpointing().apply(made.model)
+        blocks = [sum(p.nbytes for p in block.parameters()) for block in made.model.blocks]
+        rest = sum(p.nbytes for p in made.model.parameters()) - sum(blocks)
+        made.step(0)
+        made.step(1)
+        with LiveTensors(made.model, [made.optimizer]) as counter:
+            made.step(2)
+            made.handle.wait()
+            assert counter.breakdown.total_bytes == rest
+        weights = [*made.model.parameters()]
+        assert counter.peak.host_bytes == 4 * (rest + sum(blocks)) + 4 * len(weights)
+        # Without recomputation, backward keeps what it will need of each block.
+        num_blocks = 2 if checkpoints else 4
+        assert counter.peak.parameter_bytes <= rest + num_blocks * blocks[0]
+        assert resident(made) == []
+        made.close()
+
+    def test_order_in_both_passes(self):
+        made = Offloaded(what="parameters")
+        ActivationCheckpointing().apply(made.model)
+        made.step(0)
+        seen = []
+        for index, block in enumerate(made.model.blocks):
+            block.up.register_forward_hook(lambda *_, i=index: seen.append((i, resident(made))))
+        made.step(1)
+        forward, backward = seen[:4], seen[4:]
+        assert forward == [(0, [0]), (1, [1]), (2, [2]), (3, [3])]
+        assert backward == forward[::-1]
+        made.close()
+
+    def test_a_block_that_is_left_out_does_not_stay(self):
+        made = Offloaded(what="parameters")
+        made.step(0)
+        blocks = [*made.model.blocks]
+        made.model.blocks = nn.ModuleList([blocks[0], blocks[3]])  # LayerDrop
+        with LiveTensors(made.model, [made.optimizer]) as counter:
+            made.step(1)
+            made.handle.wait()
+        size = sum(p.nbytes for p in blocks[0].parameters())
+        rest = sum(p.nbytes for p in made.model.head.parameters())
+        assert counter.breakdown.parameter_bytes == rest
+        assert counter.peak.parameter_bytes <= rest + 3 * size
+        made.model.blocks = nn.ModuleList(blocks)
+        made.step(2)
+        made.close()
+
+    def test_in_evaluation_every_block_leaves(self):
+        made = Offloaded(what="parameters")
+        made.step(0)
+        made.handle.wait()
+        plain = copy.deepcopy(made.model).eval()
+        made.model.eval()
+        with torch.no_grad():
+            with LiveTensors(made.model) as counter:
+                loss = made.model(make_batch(1))
+            assert torch.equal(loss, plain(make_batch(1)))
+        assert resident(made) == []
+        sizes = [sum(p.nbytes for p in block.parameters()) for block in made.model.blocks]
+        rest = sum(p.nbytes for p in made.model.head.parameters())
+        assert counter.peak.parameter_bytes == rest + 2 * sizes[0]
+        made.close()
+
+
+def resident(made: Offloaded) -> list[int]:
+    """The numbers of the blocks whose parameters are on the device."""
+    return [i for i, b in enumerate(made.model.blocks) if not is_on_host(b.up.weight)]
 
 
 class TestModule:

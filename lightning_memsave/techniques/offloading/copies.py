@@ -201,5 +201,6 @@ def copies_for(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> Copies
         return Copies(worker)
     if is_fake(tensor):
         return StreamCopies(worker, memory, None)
+    worker.use_all_cores()  # pragma: no cover (gpu)
     memory.lock()  # pragma: no cover (gpu)
     return StreamCopies(worker, memory, tensor.device)  # pragma: no cover (gpu)

@@ -1,8 +1,10 @@
 """A thread that works on the host beside the computation of the device."""
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 import torch
 
@@ -10,20 +12,21 @@ from lightning_memsave.core.memory import host_copies
 
 
 class HostWorker:
-    """Runs functions in the order in which they were given, in one thread or at once.
+    """Runs functions in the order in which they were given, in a thread or at once.
+
+    The thread exists while there is work.
 
     Args:
         in_background: Run them in a thread; otherwise `submit` runs them itself.
-        num_threads: Threads that each operator uses there; ``None`` for torch's number, and for all
-            cores but one where that is 1 and the device is a GPU: launchers set
-            ``OMP_NUM_THREADS=1`` for processes whose work is done by GPUs.
+        num_threads: Threads that each operator uses there; ``None`` for torch's number.
     """
 
     def __init__(self, *, in_background: bool, num_threads: int | None = None) -> None:
-        self._executor: ThreadPoolExecutor | None = None
+        self._in_background = in_background
         self._num_threads = num_threads
-        if in_background:
-            self._executor = ThreadPoolExecutor(1, "memsave-host", self._set_threads)
+        self._lock = threading.Lock()
+        self._waiting: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._is_running = False
 
     def submit(self, work: Callable[[], None]) -> "Future[None]":
         """Run a function after those before it.
@@ -34,33 +37,46 @@ class HostWorker:
         Returns:
             Whose ``result()`` waits for it, and raises what it has raised.
         """
-        if self._executor is not None:
-            return self._executor.submit(_run, work)
         done: Future[None] = Future()
-        _run(work)
-        done.set_result(None)
+        with self._lock:
+            self._waiting.append((work, done))
+            is_first, self._is_running = not self._is_running, True
+        if is_first and self._in_background:
+            threading.Thread(target=self._run_in_thread, name="memsave-host").start()
+        elif is_first:
+            self._run()
         return done
 
-    def close(self) -> None:
-        """Finish all work and end the thread; a second call does nothing."""
-        if self._executor is not None:
-            self._executor.shutdown()
-            # New threads start with the number that was set last, in whichever thread.
-            torch.set_num_threads(torch.get_num_threads())
+    def use_all_cores(self) -> None:
+        """Use all cores but one where torch was told to use one, unless a number was given.
 
-    def _set_threads(self) -> None:
+        Launchers set ``OMP_NUM_THREADS=1`` for processes whose work is done by GPUs.
+        """
+        if self._num_threads is None and torch.get_num_threads() == 1:
+            has_affinity = hasattr(os, "sched_getaffinity")
+            num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+            self._num_threads = max(1, num_cores - 1)
+
+    def _run_in_thread(self) -> None:
+        before = torch.get_num_threads()
         if self._num_threads is not None:
             torch.set_num_threads(self._num_threads)
+        try:
+            self._run()
+        finally:
+            torch.set_num_threads(before)  # new threads start with what was set last
 
-
-def threads_for_host_steps() -> int | None:
-    """Return how many threads to use beside a GPU; ``None`` for torch's own choice."""
-    if torch.get_num_threads() > 1:
-        return None
-    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, (num_cores or 1) - 1)
-
-
-def _run(work: Callable[[], None]) -> None:
-    with torch.no_grad(), host_copies():
-        work()
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_running = False
+                    return
+                work, done = self._waiting.popleft()
+            try:
+                with torch.no_grad(), host_copies():
+                    work()
+            except BaseException as error:  # who waits for it raises it
+                done.set_exception(error)
+            else:
+                done.set_result(None)

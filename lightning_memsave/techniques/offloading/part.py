@@ -41,6 +41,7 @@ class Part:
         self._dtypes = [param.dtype for param in self.params]
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
+        self._sole_owners = 0
         self._num_changes = 0
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
@@ -105,6 +106,7 @@ class Part:
                 ]
             for copy in self._on_device:
                 mark_as("parameter", copy)
+            self._sole_owners = _num_owners(self._on_device)
         self.convert()
         self._wait_for_copies = copies.to_device(self._on_device, self._to_send)
         self._sent = self._versions()
@@ -136,8 +138,14 @@ class Part:
         self.drop()
 
     def drop(self) -> None:
-        """Free what `send` has brought to the device, if it is streamed and not in use."""
+        """Free what `send` has brought to the device, if it is streamed and not in use.
+
+        A block that is not recomputed keeps views of its weights for backward: to free and to bring
+        back the rest would need more memory, not less.
+        """
         if not self.is_streamed or self.is_on_device:
+            return
+        if _num_owners(self._on_device) > self._sole_owners:
             return
         if self._wait_for_copies is not None:  # memory must not be reused before they are done
             self._wait_for_copies()
@@ -223,6 +231,11 @@ class Part:
     def _versions(self) -> _Versions:
         pairs = zip(self.params, self._weights, strict=True)
         return self._num_changes, [(p._version, w._version) for p, w in pairs]
+
+
+def _num_owners(tensors: Sequence[Tensor]) -> int:
+    count = torch._C._storage_Use_Count
+    return sum(count(tensor.untyped_storage()._cdata) for tensor in tensors)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -56,12 +56,11 @@ class Residence:
         self.copies = copies_for(params[0], worker, self.memory)
         owners = _owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
-        self._by_block = {
-            block.module: Part(
-                [p for p in params if owners[p] is block], self.memory, is_streamed=is_streamed
-            )
-            for block in blocks
-        }
+        # A strong reference to a module would keep the model alive.
+        self._by_block: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
+        for block in blocks:
+            own = [param for param in params if owners[param] is block]
+            self._by_block[block.module] = Part(own, self.memory, is_streamed=is_streamed)
         self.parts = [self.rest, *self._by_block.values()]
         """In the order in which a step needs them."""
         self._part_of = {id(param): part for part in self.parts for param in part.params}
@@ -70,7 +69,6 @@ class Residence:
         self._has_graph = False
         self._task = -1
         self._model = weakref.ref(model)
-        self._undo: list[Callable[[], None]] = []
 
     def start(self) -> list[Callable[[], None]]:
         """Register all hooks.
@@ -80,10 +78,11 @@ class Residence:
         """
         model = self._model()
         assert model is not None, "the caller holds it"
+        undo: list[Callable[[], None]] = []
         inside = {id(m) for block in self._by_block for m in block.modules()}
         for module in model.modules():
             _RESIDENCES[module] = self
-            self._undo += [
+            undo += [
                 functools.partial(_forget, module),
                 module.register_state_dict_pre_hook(_wait).remove,
                 module.register_load_state_dict_pre_hook(_wait).remove,
@@ -94,16 +93,22 @@ class Residence:
                 hooks = (_before_module, _after_module)
             else:
                 continue
-            self._undo += [
+            undo += [
                 module.register_forward_pre_hook(hooks[0]).remove,
                 module.register_forward_hook(hooks[1], always_call=True).remove,
             ]
         for part in self.parts:
             for param in part.params:
-                self._undo += self._watch(part, param)
-        step_hook = register_optimizer_step_post_hook(self._note_step)
-        self._undo += [step_hook.remove, patch_method(model, _apply)]
-        return self._undo
+                undo += self._watch(param)
+        reference = weakref.ref(self)
+
+        def note_step(optimizer: Optimizer, *_: object) -> None:
+            residence = reference()
+            if residence is not None:
+                residence._note_step(optimizer)
+
+        undo += [register_optimizer_step_post_hook(note_step).remove, patch_method(model, _apply)]
+        return undo
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
@@ -163,18 +168,21 @@ class Residence:
         for part in {part for p in params if (part := self._part_of.get(id(p))) is not None}:
             part.note_change()
 
-    def _watch(self, part: Part, param: nn.Parameter) -> list[Callable[[], None]]:
-        reference = weakref.ref(param)
+    # Torch does not find cycles through such hooks: they must not hold what holds the parameter.
+    def _watch(self, param: nn.Parameter) -> list[Callable[[], None]]:
+        residence, reference = weakref.ref(self), weakref.ref(param)
 
         def before(_: Tensor) -> None:
-            found = reference()
-            if found is not None:
-                part.keep_gradient(found)
+            own, found = residence(), reference()
+            if own is not None and found is not None:
+                own._part_of[id(found)].keep_gradient(found)
 
         def after(found: nn.Parameter) -> None:
-            self._queue_end()
-            with torch.no_grad():
-                part.receive_gradient(found, self.copies)
+            own = residence()
+            if own is not None:
+                own._queue_end()
+                with torch.no_grad():
+                    own._part_of[id(found)].receive_gradient(found, own.copies)
 
         register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
         return [param.register_hook(before).remove, register(after).remove]

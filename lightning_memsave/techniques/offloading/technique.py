@@ -74,7 +74,7 @@ class Offloading(Technique[nn.Module]):
         host_budget: Bytes of host memory that may be used, or a text such as ``"16GiB"``; ``None``
             for half of what is free.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
-            number.
+            number, and for all cores but one where that is one beside a GPU.
 
     Raises:
         ConfigurationError: If arguments are invalid; the message lists all of them.
@@ -227,7 +227,7 @@ class Offloading(Technique[nn.Module]):
             f"{format_bytes(num_bytes)}"
         )
         skipped = [f"on the device: {left}"] if left else []
-        undo = [worker.close, residence.release, *residence.start()]
+        undo = [residence.release, *residence.start()]
         return OffloadingHandle(target, residence, [change], skipped, undo)
 
     def update_in_background(self, optimizer: Optimizer) -> Handle[Optimizer]:
