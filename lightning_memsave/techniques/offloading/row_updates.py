@@ -191,6 +191,8 @@ class TableUpdates:
                 self._step_all(double, settings, table, grad)
 
         self._update = self.table.worker.submit(update)
+        if self._update.done():
+            self.wait()  # raises what it has raised
 
     @torch.no_grad()
     def bring_up_to_date(self, ids: Tensor | None) -> None:
