@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks._common import markdown_table, write_results
 from benchmarks._paired import Turns, summarise, time_pairs
+from benchmarks.embedding.__main__ import main as train_tables
 from benchmarks.faults.__main__ import main as attack
 from benchmarks.faults._environment import FAULTS
 from benchmarks.overhead.__main__ import main as time_overhead
@@ -30,6 +31,16 @@ def test_overhead_runs_dry(tmp_path):
     assert (own["num_modules"], own["num_pairs"]) == (20, 6)
     assert own["quartiles_s"][0] <= own["added_s"] <= own["quartiles_s"][1]
     assert "What a bare callback adds to a step" in (tmp_path / "overhead_cpu.md").read_text()
+
+
+@pytest.mark.slow
+def test_tables_on_the_host_train_dry(tmp_path):
+    train_tables(["--dry-run", "--results", str(tmp_path)])
+    (run,) = json.loads((tmp_path / "embedding_cpu.json").read_text())["runs"]
+    table_bytes = 4 * run["vocabulary"] * 832
+    assert run["peak"]["host_bytes"] > 4 * table_bytes  # weight, gradient and two moments
+    assert run["losses"][1] < run["losses"][0]
+    assert "device, at the peak of a step" in (tmp_path / "embedding_cpu.md").read_text()
 
 
 @pytest.mark.slow

@@ -111,6 +111,27 @@ def _initialize(optimizer: Any, group: dict[str, Any]) -> None:
     initialize(group, *([] for p in parameters if p.default is inspect.Parameter.empty))
 
 
+# Their fused kernels run on a CPU, too, where they are several times as fast.
+_FUSED_ON_CPU = (
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+)
+
+
+def choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Choose the fused kernels of the host, unless the user has chosen.
+
+    Args:
+        optimizer: The optimizer.
+        group: Settings of parameters on the host, which are changed.
+    """
+    is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
+    if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
+        group["fused"] = True
+
+
 Restore = Callable[[torch.optim.Optimizer], None]
 
 

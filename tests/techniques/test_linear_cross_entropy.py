@@ -13,7 +13,7 @@ from torch.nn import functional
 from benchmarks.launches._count import StepCounter
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.measure.live_tensors import LiveTensors
-from lightning_memsave.techniques.chunked_cross_entropy import call, chunks, kernel, wide_products
+from lightning_memsave.techniques.chunked_cross_entropy import call, chunks, tiles, wide_products
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     run,
@@ -85,7 +85,7 @@ def gradients(loss: Tensor, p: Problem, seed: Tensor) -> list[Tensor]:
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is chosen by device, as on each of them; the products are those of the CPU."""
     if request.param == "as on CUDA":
-        for module in (call, chunks, kernel, wide_products):
+        for module in (call, chunks, tiles, wide_products):
             monkeypatch.setattr(module, "on_cuda", lambda tensor: True)
 
 

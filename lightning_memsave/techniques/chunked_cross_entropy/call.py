@@ -2,12 +2,14 @@
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lightning_memsave.core.memory import on_cuda
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import HostWeight
 
 # N rows of D features, M of them in the loss; V classes; R rows per chunk.
 
@@ -52,6 +54,8 @@ class Operands:
         autocast_dtype: Type in which products are computed; ``None`` for that of the inputs.
         scale: Factor of the logits.
         shift: (V,), or ``None``.
+        host: What moves the only weight if it is on the host.
+        classes: The rows of such a weight that are the V classes; ``None`` for all.
     """
 
     inputs: tuple[Tensor, ...]
@@ -60,6 +64,15 @@ class Operands:
     autocast_dtype: torch.dtype | None
     scale: float = 1.0
     shift: Tensor | None = None
+    host: HostWeight | None = None
+    classes: slice | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, V."""
+        if self.classes is not None:
+            return int(self.classes.stop - self.classes.start)
+        return len(self.weights[0])
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -188,9 +201,40 @@ class Call:
         return has_low_precision and 4 * len(self.target) <= 3 * len(self.operands.inputs[0])
 
     @property
+    def tiles(self) -> list[slice]:
+        """The classes of each tile."""
+        size, num = self.tile_size, self.num_classes
+        return [slice(start, min(start + size, num)) for start in range(0, num, size)]
+
+    def weight_tiles(self, tiles: Sequence[slice]) -> Iterator[list[Tensor]]:
+        """Return tiles of the weights, one list after the other.
+
+        Args:
+            tiles: The classes of each tile.
+
+        Yields:
+            The tile of each weight, in its type, on the device.
+        """
+        host = self.operands.host
+        if host is None:
+            yield from ([w[tile] for w in self.operands.weights] for tile in tiles)
+            return
+        places = [self._on_host(tile) for tile in tiles]
+        yield from ([tile] for tile in host.tiles(places, self.target.device))
+
+    def add_to_host(self, tile: slice, gradient: Tensor) -> None:
+        """Add the gradient of a tile to that of the weight on the host."""
+        assert self.operands.host is not None, "others are gathered on the device"
+        self.operands.host.add_gradient(self._on_host(tile), gradient)
+
+    def _on_host(self, tile: slice) -> slice:
+        start = 0 if self.operands.classes is None else self.operands.classes.start
+        return slice(start + tile.start, start + tile.stop)
+
+    @property
     def num_classes(self) -> int:
         """Number of classes, V."""
-        return len(self.operands.weights[0])
+        return self.operands.num_classes
 
     @property
     def num_columns(self) -> int:

@@ -156,23 +156,36 @@ def run(
             largest = _take_softmax(chunk, totals[place], is_normalized=shares is not None)
             torch.sub(largest, chosen, out=losses[place])
             if sums is not None:
-                sums[place] -= largest * _sum_of_weights(call)
+                sums[place] -= largest * sum_of_weights(call)
             if normalizers is not None:
                 normalizers[place] = largest
             if shares is not None and gradients is not None:
                 gradients.add(chunk, shares.subtract_targets(chunk, target))
         log_totals = totals.log_().neg_() if on_cuda(totals) else totals.log_()
-        losses += log_totals
-        losses *= counts
-        if sums is not None:
-            smoothing = call.settings.label_smoothing
-            losses *= 1 - smoothing
-            losses += (log_totals * _sum_of_weights(call) - sums) * (smoothing / call.num_classes)
-        if counted is not None:  # also where logits are not finite
-            losses.masked_fill_(~counted, 0.0)
+        finish_losses(call, losses, log_totals, sums)
         if normalizers is not None:
             normalizers += log_totals
     return Results(losses, normalizers, gradients)
+
+
+def finish_losses(call: Call, losses: Tensor, log_totals: Tensor, sums: Tensor | None) -> None:
+    """Complete losses, in place.
+
+    Args:
+        call: The loss.
+        losses: (M,) the largest logit minus that of the target.
+        log_totals: (M,) log(sum(exp(logits - largest))).
+        sums: (M,) weighted sums of the logits minus the largest, for label smoothing.
+    """
+    counted = call.counted()
+    losses += log_totals
+    losses *= call.weights_of_rows(counted)
+    if sums is not None:
+        smoothing = call.settings.label_smoothing
+        losses *= 1 - smoothing
+        losses += (log_totals * sum_of_weights(call) - sums) * (smoothing / call.num_classes)
+    if counted is not None:  # also where logits are not finite
+        losses.masked_fill_(~counted, 0.0)
 
 
 class Chunk(NamedTuple):
@@ -257,7 +270,7 @@ class Shares:
             counted = call.counted()
             self._of_each = each if counted is None else each.mul_(counted)
             self.of_target *= 1 - smoothing
-            self.of_all = self.of_target + self._of_each * _sum_of_weights(call)
+            self.of_all = self.of_target + self._of_each * sum_of_weights(call)
 
     def subtract_targets(self, chunk: Chunk, target: Tensor) -> Tensor | None:
         """Turn probabilities into the gradient of the logits.
@@ -325,5 +338,6 @@ def _sum_of_classes(logits: Tensor, call: Call) -> Tensor:
     return logits.sum(1) if call.class_weight is None else logits.mv(call.class_weight)
 
 
-def _sum_of_weights(call: Call) -> Tensor | int:
+def sum_of_weights(call: Call) -> Tensor | int:
+    """Return the sum of the weights of all classes."""
     return call.num_classes if call.class_weight is None else call.class_weight.sum()

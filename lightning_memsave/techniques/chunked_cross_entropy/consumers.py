@@ -16,6 +16,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
 from lightning_memsave.techniques.chunked_cross_entropy.products import Layout, Part, is_plain
+from lightning_memsave.techniques.chunked_cross_entropy.tiles import tiled_argmax
 
 _LATER = ("size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
 
@@ -58,7 +59,7 @@ def cross_entropy_of(
     settings = LossSettings(reduction, ignore_index, label_smoothing, chunk_size)
     with torch.set_grad_enabled(part.requires_grad and torch.is_grad_enabled()):
         loss = linear_cross_entropy(
-            product.flat_operands(part.affine),
+            product.flat_operands(part),
             target.reshape(-1),
             rows=part.layout.rows(product.device),
             class_weight=weight,
@@ -85,16 +86,21 @@ def argmax_of(part: Part, *args: Any, **kwargs: Any) -> Any:
     """
     dim, keepdim = _dim_and_keepdim(*args, **kwargs)
     layout, product = part.layout, part.product
-    is_class_dim = isinstance(dim, int) and dim % len(layout.size) == layout.class_dim
+    is_class_dim = isinstance(dim, int) and dim % len(layout.size) == layout.dim_of_range
     if not is_class_dim or part.is_computed:
         return NotImplemented
     product.check_unchanged()
-    lead = [n for i, n in enumerate(layout.size) if i != layout.class_dim]
-    operands = product.flat_operands(part.affine)
+    lead = [n for i, n in enumerate(layout.size) if i != layout.dim_of_range]
+    operands = product.flat_operands(part)
     rows = layout.rows(product.device)
     num_rows = len(operands.inputs[0] if rows is None else rows)
     found = torch.empty(num_rows, dtype=torch.int64, device=product.device)
     call = Call(operands, found, rows, None, LossSettings(chunk_size=product.settings.chunk_size))
+    if operands.host is not None:
+        found = tiled_argmax(call, lambda logits: logits.to(product.dtype).to(part.dtype)).view(
+            lead
+        )
+        return found.unsqueeze(dim) if keepdim else found
     with without_autograd(call):
         for chunk in chunks_of_logits(call):
             # Rounded to the type of the logits, to keep ties.
@@ -110,10 +116,11 @@ def _dim_and_keepdim(dim: Any = None, keepdim: bool = False, axis: Any = None) -
 
 def _fits(part: Part, target: Tensor, weight: Tensor | None) -> bool:
     layout, product = part.layout, part.product
-    lead = [n for i, n in enumerate(layout.size) if i != layout.class_dim]
-    is_in_place = layout.class_dim == (1 if len(layout.size) > 1 else 0)
+    lead = [n for i, n in enumerate(layout.size) if i != layout.dim_of_range]
+    is_in_place = layout.dim_of_range == (1 if len(layout.size) > 1 else 0)
     is_index = target.dtype is torch.int64 and target.device == product.device
-    has_weights = weight is None or weight.shape == (layout.num_classes,)
+    num_classes = 0 if layout.dim_of_range is None else layout.size[layout.dim_of_range]
+    has_weights = weight is None or weight.shape == (num_classes,)
     is_wide = part.dtype is not torch.float64 or product.dtype is torch.float64
     return is_in_place and is_index and list(target.shape) == lead and has_weights and is_wide
 
@@ -180,7 +187,7 @@ def view_of(
     parts = []
     for i, tensor in enumerate((found,) if isinstance(found, Tensor) else found):
         layout = _layout_of(part.layout, meta, tensor, name)
-        if layout is None or layout.class_dim is None or not tensor.is_floating_point():
+        if layout is None or not _is_supported(part, layout) or not tensor.is_floating_point():
             return NotImplemented
         index = None if isinstance(found, Tensor) else i
         make = functools.partial(_call, func, args, kwargs, index)
@@ -188,6 +195,14 @@ def view_of(
         parts.append(Part(*kind, requires_grad=has_graph, parent=part, make=make))
         parts[-1].affine = affine
     return parts[0] if isinstance(found, Tensor) else parts
+
+
+# A range of the classes would need a gradient of the whole weight, except on the host, where it is.
+def _is_supported(part: Part, layout: Layout) -> bool:
+    if layout.classes is None:
+        return layout.class_dim is not None
+    has_shift = part.affine[1] is not None
+    return part.product.operands.host is not None and not has_shift
 
 
 # Some models scale the logits, or add a vector over the classes.

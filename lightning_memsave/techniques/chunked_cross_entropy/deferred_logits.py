@@ -178,12 +178,15 @@ class _Deferred(torch.autograd.Function):
         if gradients[0] is None:  # the logits were not used
             return None, *(None for _ in tensors)
         creates_graph = torch.is_grad_enabled()
+        is_on_host = ctx.part.product.operands.host is not None  # its gradient goes there
         with torch.enable_grad():
             # Views as separate inputs: the layer's input may depend on the weight too.
             tensors = [tensor.view_as(tensor) for tensor in tensors]
             logits = ctx.part.compute_from(ctx.part.product.compute(tensors))
             inputs = [tensor for tensor in tensors if tensor.requires_grad]
-            found = torch.autograd.grad(logits, inputs, gradients, create_graph=creates_graph)
+            found = torch.autograd.grad(
+                logits, inputs, gradients, create_graph=creates_graph, allow_unused=is_on_host
+            )
         each = iter(found)
         return None, *(next(each) if tensor.requires_grad else None for tensor in tensors)
 

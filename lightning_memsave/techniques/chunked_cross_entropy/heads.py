@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_predicate, find_blocks
 from lightning_memsave.techniques.chunked_cross_entropy.call import Operands
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
 
 MIN_CLASSES = 1024
@@ -65,23 +66,22 @@ def read_head(head: nn.Module, input: Tensor) -> tuple[Operands, torch.dtype] | 
     if is_lora(head) and not _add_adapters(head, input, inputs, weights):
         return None
     tensors = [*inputs, *weights, *([] if base.bias is None else [base.bias])]
-    if not all(is_plain(tensor) and tensor.device == input.device for tensor in tensors):
+    host = host_weight_of(base.weight)
+    on_device = [tensor for tensor in tensors if host is None or tensor is not host.weight]
+    if not all(is_plain(tensor) and tensor.device == input.device for tensor in on_device):
         return None
     if input.ndim == 0 or input.shape[-1] != weights[0].shape[1]:
         return None
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    kind, bias = input.device.type, base.bias
+    autocast_dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    operands = Operands(tuple(inputs), tuple(weights), bias, autocast_dtype, host=host)
+    if autocast_dtype is not None:
         is_cast = all(tensor.dtype in _CAST for tensor in tensors)
-        return (
-            (Operands(tuple(inputs), tuple(weights), base.bias, dtype), dtype) if is_cast else None
-        )
+        return (operands, autocast_dtype) if is_cast else None
     is_same = all(x.dtype == w.dtype for x, w in zip(inputs, weights, strict=True))
-    is_same &= base.bias is None or base.bias.dtype == base.weight.dtype
+    is_same &= bias is None or bias.dtype == base.weight.dtype
     is_same &= input.dtype in (*_CAST, torch.float64)
-    return (
-        (Operands(tuple(inputs), tuple(weights), base.bias, None), input.dtype) if is_same else None
-    )
+    return (operands, input.dtype) if is_same else None
 
 
 def is_lora(module: nn.Module) -> bool:

@@ -8,156 +8,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.core.label_counts import known_count
-from lightning_memsave.core.memory import is_fake, mark_as_host, on_cuda
+from lightning_memsave.core.memory import is_fake, mark_as_host
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
-from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
-    Gradients,
-    Shares,
-    run,
-    without_autograd,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.chunks import Gradients, Results, run
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import HostWeight
 from lightning_memsave.techniques.chunked_cross_entropy.tied_embedding import share_gradient
-from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
-    add_product,
-    compute_logits,
-    scale_and_shift,
-    scaled,
-)
+from lightning_memsave.techniques.chunked_cross_entropy.tiles import tiled_gradients, tiled_losses
 
-# N rows of D features, M of them with a label; V classes, T per tile.
-
-
-class TiledGradients:
-    """Gradients of a loss with known normalizers, by tiles of classes.
-
-    Args:
-        call: The loss.
-        needs: For each input, each weight and the bias, whether it needs a gradient.
-        scale: Final factor of the gradients, in the wide type.
-    """
-
-    def __init__(self, call: Call, needs: tuple[bool, ...], scale: Tensor) -> None:
-        operands, num = call.operands, len(call.operands.inputs)
-        # What is scaled first needs neither a copy of its sum nor a pass over it.
-        self._call, self._is_scaled = call, call.sums_in_low_precision
-        self._scale = scale
-        self._parts = [operands.cast(_select_rows(x, call.rows), of=x) for x in operands.inputs]
-        self._inputs = [
-            torch.zeros(part.shape, dtype=operands.wide_dtype, device=part.device) if need else None
-            for part, need in zip(self._parts, needs, strict=False)
-        ]
-        self._weights = [
-            torch.empty_like(w) if need else None
-            for w, need in zip(operands.weights, needs[num:], strict=False)
-        ]
-        bias = operands.bias
-        self._bias = None if bias is None or not needs[-1] else torch.empty_like(bias)
-
-    def run(self, normalizers: Tensor, coefficients: Tensor) -> list[Tensor | None]:
-        """Compute the gradients.
-
-        Args:
-            normalizers: (M,) log(sum(exp(logits))).
-            coefficients: (M,) factors of the losses.
-
-        Returns:
-            Gradients of inputs, weights and bias, each in the type of its tensor.
-        """
-        call, size, num_rows = self._call, self._call.tile_size, len(normalizers)
-        if self._is_scaled:
-            coefficients = coefficients * self._scale
-        shares = Shares(call, coefficients, call.weights_of_rows(call.counted()))
-        of_target = -shares.of_target
-        buffer = normalizers.new_empty(num_rows, min(size, call.num_classes))
-        for start in range(0, call.num_classes, size):
-            tile = slice(start, min(start + size, call.num_classes))
-            logits = buffer[:, : tile.stop - start]
-            weights = [
-                call.operands.cast(w[tile], of=x)
-                for x, w in zip(call.operands.inputs, call.operands.weights, strict=True)
-            ]
-            bias = None if call.operands.bias is None else call.operands.bias[tile]
-            compute_logits(logits, self._parts, weights, bias)
-            shift = None if call.operands.shift is None else call.operands.shift[tile]
-            scale_and_shift(logits, call.operands.scale, shift)
-            logits.sub_(normalizers.unsqueeze(1)).exp_().mul_(shares.of_all.unsqueeze(1))
-            _add_at_targets(logits, call.target - start, of_target)
-            class_weight = None if call.class_weight is None else call.class_weight[tile]
-            shares.subtract_smoothing(logits, slice(None), class_weight)
-            self._add(logits, weights, tile)
-        del buffer, logits, weights  # before the gradients of the inputs
-        return [*self._finished_inputs(), *self._weights, self._bias]
-
-    def _add(self, gradient: Tensor, weights: list[Tensor], tile: slice) -> None:
-        for i, (part, weight) in enumerate(zip(self._parts, weights, strict=True)):
-            is_narrow = part.dtype != gradient.dtype and on_cuda(part)
-            narrow = gradient.to(part.dtype) if is_narrow else gradient
-            if (total := self._inputs[i]) is not None:
-                add_product(total, (gradient, narrow), weight, is_first=False)
-            if (result := self._weights[i]) is None:
-                continue
-            if self._is_scaled:
-                torch.mm(narrow.t(), part, out=result[tile])
-                continue
-            is_wide = result.dtype == gradient.dtype
-            total = result[tile] if is_wide else gradient.new_empty(len(weight), part.shape[1])
-            add_product(total, (gradient.t(), narrow.t()), part, is_first=True)
-            total.mul_(self._scale)
-            if not is_wide:
-                result[tile] = total
-        if self._bias is not None:
-            total = gradient.sum(0)
-            self._bias[tile] = total if self._is_scaled else total.mul_(self._scale)
-
-    def _finished_inputs(self) -> list[Tensor | None]:
-        found: list[Tensor | None] = []
-        for i, x in enumerate(self._call.operands.inputs):
-            total, self._inputs[i] = self._inputs[i], None
-            if total is not None:
-                if self._is_scaled:
-                    total = total.to(x.dtype)
-                else:
-                    total = scaled(total, self._scale, x.dtype)
-                if self._call.rows is not None:
-                    total = torch.zeros_like(x).index_add_(0, self._call.rows, total)
-            found.append(total)
-        return found
-
-
-def tiled_gradients(
-    call: Call,
-    normalizers: Tensor,
-    coefficients: Tensor,
-    scale: Tensor,
-    *,
-    needs: tuple[bool, ...],
-) -> list[Tensor | None]:
-    """Compute the gradients of a weighted sum of losses, tile by tile of the classes.
-
-    Args:
-        call: The loss.
-        normalizers: (M,) log(sum(exp(logits))).
-        coefficients: (M,) factors of the losses.
-        scale: Factor of the result, in the wide type.
-        needs: For each input, each weight and the bias, whether it needs a gradient.
-
-    Returns:
-        Gradients of inputs, weights and bias, each in the type of its tensor.
-    """
-    with without_autograd(call):
-        return TiledGradients(call, needs, scale).run(normalizers, coefficients)
-
-
-def _select_rows(x: Tensor, rows: Tensor | None) -> Tensor:
-    return x if rows is None else x.index_select(0, rows)
-
-
-# Targets in other tiles add nothing.
-def _add_at_targets(gradient: Tensor, target: Tensor, values: Tensor) -> None:
-    place = target.clamp(0, gradient.shape[1] - 1)
-    values = values * (place == target)
-    gradient.scatter_add_(1, place.unsqueeze(1), values.unsqueeze(1))
+# N rows of D features, M of them with a label; V classes.
 
 
 class _Counted:
@@ -290,6 +149,7 @@ def linear_cross_entropy(
     loss: Tensor = apply(
         settings,
         (operands.autocast_dtype, operands.scale, chosen is None),
+        (operands.host, operands.classes),
         torch.is_grad_enabled(),
         *(target, rows, class_weight, operands.shift),
         *tensors,
@@ -307,12 +167,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any,
         settings: LossSettings,
         kind: tuple[torch.dtype | None, float, bool],
+        place: tuple[HostWeight | None, slice | None],
         is_grad_enabled: bool,
         *tensors: Tensor | None,
     ) -> Tensor:
-        ctx.settings, ctx.kind = settings, kind
+        ctx.settings, ctx.kind, ctx.place = settings, kind, place
         ctx.ready = ctx.normalizers = None
-        ctx.save_for_backward(*tensors)
+        host, _ = place
+        # Hooks on saved tensors may copy them, and the host's weight is large.
+        ctx.save_for_backward(*(None if host and t is host.weight else t for t in tensors))
         ctx.set_materialize_grads(False)
         call = _call_of(ctx, tensors)
         ctx.weights = [weakref.ref(weight) for weight in call.operands.weights]
@@ -320,12 +183,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         denominator = call.denominator()
         share, ctx.scale = _share_and_scale(call, denominator)
         has_backward = is_grad_enabled and any(needs)
-        is_simple = settings.reduction != "none" and not call.is_tiled
+        is_simple = settings.reduction != "none" and not call.is_tiled and host is None
         if has_backward and is_simple and not _is_ready(call, needs):
             losses, _, ctx.ready = run(call, share.expand(len(call.target)), needs)
             _note(call, needs, ctx.ready)
         else:
-            losses, ctx.normalizers, _ = run(call, needs=needs, has_normalizers=has_backward)
+            losses, ctx.normalizers, _ = _run(call, needs, has_normalizers=has_backward)
         if settings.reduction == "none":
             return losses
         return losses.sum() if settings.reduction == "sum" else losses.sum() / denominator
@@ -355,7 +218,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[Tensor | None]:
     call = _call_of(ctx, ctx.saved_tensors)
     if ctx.normalizers is None:  # the gradients from forward have been used
-        ctx.normalizers = run(call, has_normalizers=True).normalizers
+        ctx.normalizers = _run(call, has_normalizers=True).normalizers
     if call.settings.reduction == "none":
         one = torch.ones((), dtype=gradient.dtype, device=gradient.device)
         return tiled_gradients(call, ctx.normalizers, gradient, one, needs=needs)
@@ -367,14 +230,22 @@ def _computed_now(ctx: Any, gradient: Tensor, needs: tuple[bool, ...]) -> list[T
 _LARGER = 64
 
 # Number of arguments of the function before the inputs.
-_NUM_OTHERS = 7
+_NUM_OTHERS = 8
+
+
+def _run(call: Call, needs: tuple[bool, ...] = (), *, has_normalizers: bool) -> Results:
+    if call.operands.host is not None:
+        return tiled_losses(call)
+    return run(call, needs=needs, has_normalizers=has_normalizers)
 
 
 def _call_of(ctx: Any, tensors: tuple[Any, ...]) -> Call:
     target, rows, class_weight, shift, *rest, bias = tensors
     inputs, weights = tuple(rest[: len(rest) // 2]), tuple(rest[len(rest) // 2 :])
     autocast_dtype, scale, has_ignored = ctx.kind
-    operands = Operands(inputs, weights, bias, autocast_dtype, scale, shift)
+    host, classes = ctx.place
+    weights = weights if host is None else (host.weight,)
+    operands = Operands(inputs, weights, bias, autocast_dtype, scale, shift, host, classes)
     return Call(operands, target, rows, class_weight, ctx.settings, has_ignored)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Operands
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_linear
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,31 @@ class Layout:
     @property
     def class_dim(self) -> int | None:
         """The axis of the classes; ``None`` if the tensor does not consist of whole rows."""
+        dim = self.dim_of_range
+        return dim if dim is not None and self.size[dim] == self.num_classes else None
+
+    @property
+    def dim_of_range(self) -> int | None:
+        """The axis of the classes, also if the rows lack some at their beginning and end."""
         places = list(enumerate(zip(self.size, self.stride, strict=True)))
         dims = [i for i, place in places if place == (self.num_classes, 1)]
+        dims = dims or [i for i, (size, stride) in places if stride == 1 and size > 1]
         others = [stride for i, (size, stride) in places if i not in dims and size > 1]
-        is_whole = all(stride % self.num_classes == 0 for stride in (*others, self.offset))
-        return dims[0] if len(dims) == 1 and is_whole else None
+        if len(dims) != 1 or any(stride % self.num_classes for stride in others):
+            return None
+        (dim,) = dims
+        start = self.offset % self.num_classes
+        return dim if start + self.size[dim] <= self.num_classes else None
+
+    @property
+    def classes(self) -> slice | None:
+        """The classes of each row; ``None`` for all."""
+        before = None if self.copied is None else self.copied.classes
+        dim, start = self.dim_of_range, self.offset % self.num_classes
+        if dim is None or (before is None and self.size[dim] == self.num_classes):
+            return None
+        start += 0 if before is None else before.start
+        return slice(start, start + self.size[dim])
 
     def to_meta(self, dtype: torch.dtype) -> Tensor:
         """Make a meta tensor with this layout."""
@@ -78,12 +99,11 @@ class Layout:
         same_place = (tuple(copy.shape), copy.stride()) == (self.size, self.stride)
         if same_place and copy.numel() == self.num_rows * self.num_classes:
             return self
-        is_last = self.class_dim == len(self.size) - 1 and copy.shape[-1:] == self.size[-1:]
+        is_last = self.dim_of_range == len(self.size) - 1 and copy.shape[-1:] == self.size[-1:]
         if not is_last or not copy.is_contiguous():
             return None
-        num_rows = copy.numel() // self.num_classes
         size, stride = tuple(copy.shape), copy.stride()
-        return Layout(size, stride, 0, num_rows, self.num_classes, copied=self)
+        return Layout(size, stride, 0, copy.numel() // size[-1], size[-1], copied=self)
 
     def rows(self, device: torch.device) -> Tensor | None:
         """Return the indices of the rows of the layer's output that the tensor consists of.
@@ -95,7 +115,7 @@ class Layout:
             Indices of shape (M,); ``None`` for all rows in order.
         """
         before = None if self.copied is None else self.copied.rows(device)
-        kept = [i for i in range(len(self.size)) if i != self.class_dim]
+        kept = [i for i in range(len(self.size)) if i != self.dim_of_range]
         size = [self.size[i] for i in kept]
         stride = [self.stride[i] // self.num_classes for i in kept]
         start = self.offset // self.num_classes
@@ -136,7 +156,7 @@ class Product:
         self.operands = operands
         self.dtype = dtype
         self.settings = settings
-        self.device = operands.weights[0].device
+        self.device = operands.inputs[0].device
         self.parts: weakref.WeakSet[Part] = weakref.WeakSet()
         """The output and its views."""
         self.is_pinned = False
@@ -154,11 +174,15 @@ class Product:
         layout = Layout.of_whole(lead, num_classes)
         return Part(self, layout, self.dtype, requires_grad=self.has_graph)
 
-    def flat_operands(self, affine: tuple[float, Tensor | None]) -> Operands:
-        """Return the operands as matrices, with the scale and shift of a part."""
-        scale, shift = affine
+    def flat_operands(self, part: "Part") -> Operands:
+        """Return the operands as matrices, with the scale, shift and classes of a part."""
+        (scale, shift), classes = part.affine, part.layout.classes
         inputs = tuple(x.reshape(-1, x.shape[-1]) for x in self.operands.inputs)
-        return replace(self.operands, inputs=inputs, scale=scale, shift=shift)
+        bias = self.operands.bias
+        if bias is not None and classes is not None:
+            bias = bias[classes]
+        new = replace(self.operands, inputs=inputs, bias=bias)
+        return replace(new, scale=scale, shift=shift, classes=classes)
 
     def tensors(self) -> list[Tensor]:
         """Return the operands as a list: inputs, weights and bias."""
@@ -187,6 +211,9 @@ class Product:
             self.device.type, dtype, enabled=dtype is not None, cache_enabled=False
         ):
             (x, weight), *others = zip(tensors[:num], tensors[num:], strict=False)
+            host = self.operands.host
+            if host is not None:
+                return host_linear(x, host, bias).to(self.dtype)
             logits = nn.functional.linear(x, weight, bias)
             for x, weight in others:
                 logits = logits + nn.functional.linear(x, weight)

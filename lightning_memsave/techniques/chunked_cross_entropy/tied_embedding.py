@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.core.patching import previous_method
 from lightning_memsave.techniques.chunked_cross_entropy.heads import is_traced
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
 from lightning_memsave.techniques.chunked_cross_entropy.products import is_plain
 
 aten = torch.ops.aten
@@ -45,6 +46,9 @@ def can_share(module: nn.Module, weight: Tensor) -> bool:
 def forward(embedding: nn.Embedding, input: Tensor) -> Tensor:
     """Look up token ids in an embedding that is tied to a head."""
     weight = embedding.weight
+    host = host_weight_of(weight)
+    if host is not None:
+        return host.look_up(embedding, input)
     has_graph = torch.is_grad_enabled() and weight.requires_grad
     if not has_graph or is_traced() or not is_plain(weight):
         plain: Tensor = previous_method(embedding, "forward")(input)

@@ -18,17 +18,14 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     plain_step,
     step_without_hooks,
 )
-from lightning_memsave.techniques.optimizer_tools import allocate_state, updates_each_alone
+from lightning_memsave.techniques.optimizer_tools import (
+    allocate_state,
+    choose_fused,
+    updates_each_alone,
+)
 
 _UPDATES: "weakref.WeakKeyDictionary[Optimizer, HostUpdates]" = weakref.WeakKeyDictionary()
 _PATCHED = ("step", "zero_grad")
-# Their fused kernels run on a CPU, too, where they are several times as fast.
-_FUSED_ON_CPU = (
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-)
 
 
 class HostUpdates:
@@ -130,7 +127,7 @@ class HostUpdates:
         vars(double).update(own, param_groups=groups, state=state)
         if self._residence.device.type == "cuda":
             for group in groups:
-                _choose_fused(double, group)
+                choose_fused(double, group)
 
         def update() -> None:
             step_without_hooks(double)
@@ -145,12 +142,6 @@ class HostUpdates:
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
     """Return what updates an optimizer's parameters on the host; ``None`` if nothing does."""
     return _UPDATES.get(optimizer)
-
-
-def _choose_fused(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
-    if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
-        group["fused"] = True
 
 
 def _mark(state: Any) -> None:

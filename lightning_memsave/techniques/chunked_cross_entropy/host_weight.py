@@ -1,0 +1,131 @@
+"""Weights of heads that stay on the host, of which the device has a few rows at a time."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class HostWeight(ABC):
+    """A weight (V, D) on the host.
+
+    Args:
+        weight: The parameter, whose ``data`` is on the host.
+    """
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        self.weight = weight
+
+    @abstractmethod
+    def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
+        """Look up rows.
+
+        Args:
+            embedding: The module that does, for its settings.
+            ids: Indices of rows, on the device.
+
+        Returns:
+            The rows, with a graph if gradients are enabled.
+        """
+
+    @abstractmethod
+    def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
+        """Bring tiles of rows to the device, the next one while one is used.
+
+        Args:
+            places: Slices of the rows.
+            device: The device.
+
+        Yields:
+            The tiles; the memory of one is used again for the one after the next.
+        """
+
+    @abstractmethod
+    def add_gradient(self, place: slice, gradient: Tensor) -> None:
+        """Add the gradient of a tile to that of the weight; call it in backward.
+
+        Args:
+            place: Slice of the rows.
+            gradient: Their gradient, on the device.
+        """
+
+
+_HOST_WEIGHTS: Any = WeakIdKeyDictionary()
+
+
+def set_host_weight(host: HostWeight) -> Callable[[], None]:
+    """Register a weight on the host.
+
+    Args:
+        host: What moves it.
+
+    Returns:
+        A function that undoes it.
+    """
+    _HOST_WEIGHTS[host.weight] = host
+    return lambda: _HOST_WEIGHTS.pop(host.weight, None)
+
+
+def host_weight_of(weight: Tensor) -> HostWeight | None:
+    """Return what moves a weight that is on the host; ``None`` for others."""
+    found: HostWeight | None = _HOST_WEIGHTS.get(weight)
+    return found
+
+
+def host_linear(x: Tensor, host: HostWeight, bias: Tensor | None) -> Tensor:
+    """Compute ``F.linear(x, weight, bias)`` tile by tile of the weight.
+
+    Args:
+        x: (..., D).
+        host: Moves the weight.
+        bias: (V,), or ``None``.
+
+    Returns:
+        (..., V), in the type of autocast if it is enabled.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
+    apply: Any = _HostLinear.apply  # untyped in torch
+    outputs: Tensor = apply(host, x, host.weight)
+    return outputs if bias is None else outputs + bias
+
+
+class _HostLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, host: HostWeight, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.host = host
+        ctx.save_for_backward(x)
+        rows = x.flatten(0, -2)
+        outputs = x.new_empty(len(rows), len(weight))
+        with torch.autocast(x.device.type, enabled=False):
+            places = _places(host.weight)
+            for place, tile in zip(places, host.tiles(places, x.device), strict=True):
+                outputs[:, place] = rows @ tile.to(x.dtype).t()
+        return outputs.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        host, outer = ctx.host, gradients[0].flatten(0, -2)
+        rows, total = x.flatten(0, -2), torch.zeros_like(x.flatten(0, -2))
+        places = _places(host.weight)
+        for place, tile in zip(places, host.tiles(places, x.device), strict=True):
+            part = outer[:, place]
+            if ctx.needs_input_grad[1]:
+                total.addmm_(part, tile.to(x.dtype))
+            if ctx.needs_input_grad[2]:
+                host.add_gradient(place, (part.t() @ rows).to(host.weight.dtype))
+        return None, total.view_as(x), None
+
+
+_TILE_BYTES = 2**23
+
+
+def _places(weight: Tensor) -> list[slice]:
+    size = max(1, _TILE_BYTES // (weight.shape[1] * weight.element_size()))
+    num = len(weight)
+    return [slice(start, min(start + size, num)) for start in range(0, num, size)]

@@ -1,0 +1,719 @@
+"""Embedding tables on the host: the same training, and only the rows of a batch on the device."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memsave.core.memory import HOST, category_in_context, is_host, mark_as_host
+from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import (
+    HostWeight,
+    set_host_weight,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.offloading import row_updates
+from lightning_memsave.techniques.offloading.host_table import HostTable
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.missed_steps import NUM_FIRST, coefficients, move
+from lightning_memsave.techniques.offloading.row_gradient import RowGradient
+from lightning_memsave.techniques.offloading.row_updates import RowUpdates
+from tests.helpers import seed_torch
+
+WORDS, WIDTH = 60, 32
+Make = Callable[[Any], Optimizer]
+
+
+class Model(nn.Module):
+    """It uses its table twice in each pass."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH, **settings)
+        self.body = nn.Linear(WIDTH, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.table(ids).tanh() + self.table(ids.flip(0))
+        return self.body(hidden).square().mean()
+
+
+class TiedModel(nn.Module):
+    """A language model; its head also serves as a classifier of some words."""
+
+    def __init__(self, ranges: Sequence[slice] = (slice(None),)) -> None:
+        super().__init__()
+        self.table = nn.Embedding(WORDS, WIDTH, padding_idx=3)
+        self.body = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.head.weight = self.table.weight
+        self.ranges = ranges
+        nn.init.normal_(self.table.weight, std=WIDTH**-0.5)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.body(self.table(ids)).tanh())
+        loss = torch.zeros(())
+        for some in self.ranges:
+            chosen = logits[..., some].flatten(0, 1)
+            target = ids.flatten() % chosen.shape[1]
+            loss = loss + nn.functional.cross_entropy(chosen, target)
+        return loss
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "amsgrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True, foreach=False),
+    "adam": lambda params: torch.optim.Adam(params, lr=1e-2, betas=(0.8, 0.95)),
+    "coupled decay": lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
+    "nesterov": lambda params: torch.optim.SGD(
+        params, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True
+    ),
+}
+
+
+def on_host(
+    model: Any, optimizer: Optimizer | None, **settings: Any
+) -> tuple[HostTable, Callable[[], None]]:
+    table = HostTable(model, model.table.weight, settings.pop("worker", None))
+    undo = table.start()
+    if optimizer is not None:
+        undo += RowUpdates(optimizer, [table], **settings).start()
+
+    def take_back() -> None:
+        for function in reversed(undo):
+            function()
+
+    return table, take_back
+
+
+def pair(
+    make: Make, model: nn.Module | None = None, **settings: Any
+) -> Iterator[tuple[Any, Optimizer]]:
+    """A model with its optimizer, and the same again with its table on the host."""
+    seed_torch(0)
+    plain = Model() if model is None else model
+    other = copy.deepcopy(plain)
+    yield plain, make(plain.parameters())
+    optimizer = make(other.parameters())
+    on_host(other, optimizer, **settings)
+    yield other, optimizer
+
+
+def batch(step: int, part: int = 0) -> Tensor:
+    """Few words often, many now and then."""
+    made = torch.Generator().manual_seed(10 * step + part)
+    return (torch.rand(3, 4, generator=made) ** 3 * WORDS).long()
+
+
+def train(
+    model: nn.Module, optimizer: Optimizer, steps: range = range(40), clip: float | None = None
+) -> list[float]:
+    """Two batches for each step, and another learning rate in each."""
+    losses = []
+    for step in steps:
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, (step + 1) / 5) * 0.98**step
+        for part in range(2):
+            loss = model(batch(step, part)) / 2
+            loss.backward()
+            losses.append(loss.item())
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of the weights and of the optimizer's state."""
+    found = dict(model.state_dict())
+    for index, state in optimizer.state_dict()["state"].items():
+        found |= {f"{index}.{k}": v for k, v in state.items() if isinstance(v, Tensor)}
+    return {name: tensor.clone() for name, tensor in found.items()}
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_missed_steps_one_by_one_give_the_same_bits(name):
+    (plain, optimizer), (ours, other) = pair(OPTIMIZERS[name], replays=True)
+    assert train(plain, optimizer) == train(ours, other)
+    assert_same(everything(plain, optimizer), everything(ours, other))
+
+
+# Float32 training and ours, each against the same training in float64.
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_missed_steps_at_once_round_no_worse(name, monkeypatch):
+    monkeypatch.setattr(row_updates, "NUM_FIRST", 10)
+    make = OPTIMIZERS[name]
+    (plain, optimizer), (ours, other) = pair(make)
+    exact = copy.deepcopy(plain).double()
+    truth = make(exact.parameters())
+    for model, each in ((plain, optimizer), (ours, other), (exact, truth)):
+        train(model, each)
+    want = everything(exact, truth)
+    usual, found = everything(plain, optimizer), everything(ours, other)
+    for key, value in want.items():
+        error = (found[key].double() - value).abs().max()
+        usual_error = (usual[key].double() - value).abs().max()
+        assert error <= 2 * usual_error + 5e-7 * value.abs().max(), key
+
+
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+
+
+# In double precision nothing but the closed form differs.
+@pytest.mark.parametrize(
+    ("settings", "usual", "worst"),
+    [
+        (ADAMW, 1e-12, 2e-6),
+        ({**ADAMW, "amsgrad": True}, 1e-12, 2e-6),
+        ({**ADAMW, "betas": (0.9, 0.98)}, 1e-9, 1e-4),
+        ({**ADAMW, "betas": (0.9, 0.95)}, 1e-7, 2e-3),
+    ],
+    ids=str,
+)
+def test_how_exact_missed_steps_at_once_are(settings, usual, worst):
+    """Of the movement in missed steps; least exact where gradients are near Adam's ``eps``."""
+    seed_torch(0)
+    for size in 10.0 ** torch.arange(-10, 1):
+        plain = torch.randn(5, 8, dtype=torch.float64).requires_grad_()
+        optimizer = torch.optim.AdamW([plain], **settings)
+        num_before, num_missed, steps = NUM_FIRST, 200, []
+        for number in range(num_before + num_missed):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + 0.01 * number)
+            if number == num_before:
+                values = plain.detach().clone()
+                start = values.clone()
+                state = {k: v.clone() for k, v in optimizer.state[plain].items() if k != "step"}
+            is_missed = number >= num_before
+            plain.grad = torch.zeros_like(plain) if is_missed else torch.randn_like(plain) * size
+            optimizer.step()
+            steps.append({k: v for k, v in optimizer.param_groups[0].items() if k != "params"})
+        lines = coefficients(optimizer, steps[num_before:], num_before + 1)
+        move(values, state, torch.from_numpy(lines)[[num_missed] * 5], steps[-1])
+        error = (values - plain).abs().max() / (start - plain).abs().max()
+        assert error <= (usual if size == 1 else worst)
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, optimizer.state[plain][name])
+
+
+def test_the_list_of_missed_steps_ends(monkeypatch):
+    monkeypatch.setattr(row_updates, "MAX_MISSED", 7)
+    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True)
+    for model, each in ((plain, optimizer), (ours, other)):
+        train(model, each)
+    assert ours.table.weight.grad is None
+    (updates,) = row_updates._UPDATES[other]
+    assert 0 < len(updates._steps) <= 7
+    assert_same(everything(plain, optimizer), everything(ours, other))
+
+
+@pytest.mark.parametrize("settings", [{"padding_idx": 3}, {"scale_grad_by_freq": True}], ids=str)
+def test_settings_of_the_embedding(settings):
+    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], Model(**settings), replays=True)
+    assert train(plain, optimizer) == train(ours, other)
+    assert_same(everything(plain, optimizer), everything(ours, other))
+
+
+def test_clipping_by_norm_is_that_of_all_rows():
+    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True)
+    norms = []
+    for model in (plain, ours):
+        model(batch(0)).backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+    assert isinstance(ours.table.weight.grad, RowGradient)
+    torch.testing.assert_close(*norms)
+    torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad.whole())
+    losses = [train(m, o, clip=0.01) for m, o in ((plain, optimizer), (ours, other))]
+    torch.testing.assert_close(*losses)
+
+
+def test_clipping_by_value_and_loss_scaling_have_the_same_bits():
+    results = []
+    for model, optimizer in pair(OPTIMIZERS["adamw"], replays=True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(5):
+            loss = model(batch(step)) * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=False)
+        results.append(everything(model, optimizer))
+    assert_same(*results)
+
+
+def test_fused_optimizers_scale_and_skip_as_usual():
+    results = []
+    for model, optimizer in pair(lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True)):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(6):
+            loss = model(batch(step)) * (float("inf") if step == 2 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        results.append(everything(model, optimizer))
+    torch.testing.assert_close(*results)
+    assert results[1]["0.step"] == 5
+
+
+def test_schedulers_and_closures_work_as_usual():
+    results = []
+    for model, optimizer in pair(OPTIMIZERS["adamw"], replays=True):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        losses = []
+        for step in range(6):
+
+            def closure(model: Any = model, step: int = step, each: Any = optimizer) -> Tensor:
+                each.zero_grad()
+                loss = model(batch(step))
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure).item())
+            scheduler.step()  # warns if it does not know of the step
+        results.append(everything(model, optimizer) | {"losses": torch.tensor(losses)})
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("starts_on_host", [True, False])
+def test_resumes_from_either_kind_of_checkpoint(starts_on_host):
+    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True)
+    reference = copy.deepcopy(plain), OPTIMIZERS["adamw"]
+    whole = reference[0]
+    whole_optimizer = reference[1](whole.parameters())
+    train(whole, whole_optimizer)
+    (first, before), (second, after) = (plain, optimizer), (ours, other)
+    if starts_on_host:
+        (first, before), (second, after) = (second, after), (first, before)
+    train(first, before, range(15))
+    train(second, after, range(3))  # it has a state to replace
+    checkpoint = pickle.loads(pickle.dumps((first.state_dict(), before.state_dict())))
+    second.load_state_dict(checkpoint[0])
+    after.load_state_dict(checkpoint[1])
+    train(second, after, range(15, 40))
+    assert_same(everything(whole, whole_optimizer), everything(second, after))
+
+
+def test_undo_gives_an_ordinary_model_that_trains_on():
+    (plain, optimizer), _ = pair(OPTIMIZERS["adamw"])
+    ours = copy.deepcopy(plain)
+    other = OPTIMIZERS["adamw"](ours.parameters())
+    weight, attributes = ours.table.weight, set(vars(ours.table))
+    _, take_back = on_host(ours, other, replays=True)
+    train(plain, optimizer, range(10))
+    train(ours, other, range(10))
+    take_back()
+    take_back()
+    assert ours.table.weight is weight
+    assert set(vars(ours.table)) == attributes
+    assert not is_host(weight.untyped_storage())
+    assert train(plain, optimizer, range(10, 20)) == train(ours, other, range(10, 20))
+    assert_same(everything(plain, optimizer), everything(ours, other))
+
+
+def test_copies_have_tables_of_their_own():
+    (plain, _), (ours, _) = pair(OPTIMIZERS["adamw"])
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        made(batch(0)).backward()
+        assert type(made.table.weight.grad) is Tensor
+        assert ours.table.weight.grad is None
+        assert torch.equal(made.table.weight, plain.table.weight)
+
+
+def test_evaluation_sees_missed_steps():
+    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True)
+    train(plain, optimizer)
+    train(ours, other)
+    ids = torch.arange(WORDS).view(1, -1)
+    with torch.no_grad():
+        assert torch.equal(plain.table(ids), ours.table(ids))
+    with torch.inference_mode():
+        assert torch.equal(plain(ids), ours(ids))
+
+
+def test_updates_beside_the_computation_give_the_same_bits():
+    worker = HostWorker(in_background=True)
+    (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True, worker=worker)
+    assert train(plain, optimizer) == train(ours, other)
+    assert_same(everything(plain, optimizer), everything(ours, other))
+
+
+def test_a_failed_backward_pass_leaves_no_gradient():
+    (plain, _), (ours, _) = pair(OPTIMIZERS["adamw"])
+    hidden = ours.table(batch(0))
+
+    def fail(_: Tensor) -> None:
+        raise torch.OutOfMemoryError("for the test")
+
+    first = ours.table(batch(1))
+    first.register_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        (first.sum() * 2 + hidden.sum()).backward()
+    for model in (plain, ours):
+        model.zero_grad()
+        model(batch(2)).backward()
+    assert torch.equal(plain.table.weight.grad, ours.table.weight.grad.whole())
+
+
+class HostOperators(TorchDispatchMode):
+    """Finds operators, other than copies, that mix tensors of the host and of the device.
+
+    Tensors made on the host's behalf are marked, as LiveTensors counts them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.ndim > 0]
+        kinds = {is_host(t.untyped_storage()) for t in found if type(t) is not RowGradient}
+        is_copy = func.overloadpacket in (torch.ops.aten.copy_, torch.ops.aten._to_copy)
+        if len(kinds) > 1 and not is_copy:
+            self.mixed.append(str(func))
+        if kinds == {True} and not is_copy and category_in_context() != HOST:
+            made = str(func)
+            if not any(view in made for view in ("slice", "detach", "view", "alias", "empty")):
+                self.mixed.append(made)
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if (
+                category_in_context() == HOST
+                and isinstance(tensor, Tensor)
+                and type(tensor) is not RowGradient
+            ):
+                mark_as_host(tensor)
+        return result
+
+
+@pytest.mark.parametrize("kind", ["rows", "tied"])
+def test_the_device_computes_with_no_host_memory(kind):
+    model: Any = TiedModel() if kind == "tied" else Model()
+    with chunked_if(model, kind == "tied"):
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        _, take_back = on_host(model, optimizer)
+        with HostOperators() as operators:
+            for step in range(3):
+                model(batch(step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        take_back()
+    assert operators.mixed == []
+
+
+def test_the_check_of_host_operators_finds_some():
+    marked = torch.ones(3)
+    mark_as_host(marked)
+    with HostOperators() as operators:
+        torch.ones(3) + marked
+        marked * 2
+    assert operators.mixed == ["aten.add.Tensor", "aten.mul.Tensor"]
+
+
+@contextmanager
+def chunked_if(model: nn.Module, is_tied: bool) -> Iterator[None]:
+    """Chunked cross-entropy on a tied head."""
+    if not is_tied:
+        yield
+        return
+    with ChunkedCrossEntropy(heads="head").apply(model):
+        yield
+
+
+def test_device_bytes_are_those_of_the_rows():
+    model = Model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    on_host(model, optimizer)
+    body = 4 * (4 * WIDTH + 4)
+    ids = batch(0)
+    num = len(ids.unique())
+    with LiveTensors(model, [optimizer]) as live:
+        assert live.breakdown.total_bytes == body
+        rows = model.table(ids)
+        # The vectors, the place of each among the rows, and the ids themselves.
+        kept = ids.numel() * (4 * WIDTH + 4 + 8)
+        assert live.breakdown.total_bytes == body + kept
+        assert live.peak.total_bytes == body + kept + num * 4 * WIDTH
+        live.reset_peak()
+        rows.sum().backward()
+        del rows
+        optimizer.step()
+        optimizer.zero_grad()
+        assert live.breakdown.total_bytes == body + 8 * ids.numel()
+        # The gradient of the sum is one number, expanded and then written out.
+        assert live.peak.gradient_bytes == live.peak.optimizer_state_bytes == 0
+        table_bytes = 4 * WORDS * WIDTH
+        assert live.peak.host_bytes >= 3 * table_bytes
+
+
+class DeviceWeight(HostWeight):
+    """Tiles of a weight that is on the device."""
+
+    def look_up(self, embedding: nn.Embedding, ids: Tensor) -> Tensor:
+        return nn.functional.embedding(ids, self.weight)
+
+    def tiles(self, places: Sequence[slice], device: torch.device) -> Iterator[Tensor]:
+        yield from (self.weight[place] for place in places)
+
+    def add_gradient(self, place: slice, gradient: Tensor) -> None:
+        if self.weight.grad is None:
+            self.weight.grad = torch.zeros_like(self.weight)
+        self.weight.grad[place] += gradient
+
+
+class TestTiedHead:
+    """The head's loss runs over tiles of the table."""
+
+    @pytest.mark.parametrize("reduction", ["mean", "none"])
+    @pytest.mark.parametrize("smoothing", [0.0, 0.1])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_same_bits_as_tiles_on_the_device(self, dtype, smoothing, reduction):
+        seed_torch(0)
+        found = []
+        for is_on_host in (False, True):
+            model = nn.Sequential(nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, 1000))
+            model[1].weight = model[0].weight
+            model[0].weight.data = torch.sin(torch.arange(1000.0 * WIDTH)).view(1000, WIDTH) / 4
+            nn.init.zeros_(model[1].bias)
+            target = torch.arange(40) * 25
+            target[::3] = -100
+            settings: Any = {"reduction": reduction, "label_smoothing": smoothing}
+            with ChunkedCrossEntropy(heads="1", chunk_size=2).apply(model):
+                weight = model[0].weight
+                if is_on_host:
+                    HostTable(model, weight).start()
+                else:
+                    set_host_weight(DeviceWeight(weight))
+                hidden = torch.cos(torch.arange(40.0 * WIDTH)).view(40, WIDTH).requires_grad_()
+                with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+                    loss = nn.functional.cross_entropy(model[1](hidden), target, **settings)
+                loss.sum().backward()
+            found.append([loss, hidden.grad, model[1].bias.grad, weight.grad])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other)
+
+    @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.1}, {"reduction": "none"}])
+    def test_is_the_usual_loss(self, settings):
+        seed_torch(0)
+        plain = TiedModel()
+        ours = copy.deepcopy(plain)
+        target = torch.arange(24) % 7
+        target[:5] = -100
+        weights = torch.rand(WORDS)
+        losses = []
+        with ChunkedCrossEntropy(heads="head").apply(ours):
+            on_host(ours, None)
+            hidden = torch.randn(24, WIDTH)
+            for model in (plain, ours):
+                logits = model.head(model.body(hidden))
+                loss = nn.functional.cross_entropy(logits, target, weights, **settings)
+                loss.sum().backward()
+                losses.append(loss)
+            torch.testing.assert_close(*losses)
+            torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
+            torch.testing.assert_close(plain.body.weight.grad, ours.body.weight.grad)
+
+    def test_a_target_that_is_no_class_gives_nan(self):
+        model = TiedModel()
+        with ChunkedCrossEntropy(heads="head").apply(model):
+            on_host(model, None)
+            loss = nn.functional.cross_entropy(
+                model.head(torch.ones(2, WIDTH)), torch.tensor([0, WORDS])
+            )
+            assert loss.isnan()
+
+    @pytest.mark.parametrize(
+        "ranges", [(slice(None),), (slice(0, 9), slice(9, 50), slice(52, WORDS))], ids=str
+    )
+    def test_trains_as_on_the_device(self, ranges):
+        seed_torch(0)
+        plain = TiedModel(ranges)
+        ours = copy.deepcopy(plain)
+        optimizer, other = (OPTIMIZERS["adamw"](m.parameters()) for m in (plain, ours))
+        with ChunkedCrossEntropy(heads="head", chunk_size=4).apply(ours):
+            on_host(ours, other)
+            losses = [train(m, o) for m, o in ((plain, optimizer), (ours, other))]
+            torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+            want, found = everything(plain, optimizer), everything(ours, other)
+            for name, tensor in want.items():
+                torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=2e-6)
+
+    def test_gradient_is_an_ordinary_tensor_on_the_host(self):
+        seed_torch(0)
+        plain = TiedModel()
+        ours = copy.deepcopy(plain)
+        with ChunkedCrossEntropy(heads="head").apply(ours):
+            on_host(ours, None)
+            for model in (plain, ours):
+                for part in range(2):
+                    model(batch(0, part)).backward()
+            grad = ours.table.weight.grad
+            assert is_host(grad.untyped_storage())
+            torch.testing.assert_close(grad, plain.table.weight.grad)
+
+    def test_rows_only_after_whole_gradients(self):
+        """A step without the head has rows only; one with both adds to them."""
+        seed_torch(0)
+        plain = TiedModel()
+        ours = copy.deepcopy(plain)
+        optimizer, other = (OPTIMIZERS["adamw"](m.parameters()) for m in (plain, ours))
+        with ChunkedCrossEntropy(heads="head").apply(ours):
+            on_host(ours, other)
+            for model, each in ((plain, optimizer), (ours, other)):
+                for step in range(12):
+                    if step % 3:
+                        model.body(model.table(batch(step))).sum().backward()
+                    if step % 2:
+                        model(batch(step, 1)).backward()
+                    each.step()
+                    each.zero_grad()
+            torch.testing.assert_close(plain.state_dict(), ours.state_dict(), atol=2e-6, rtol=1e-4)
+
+    def test_argmax_and_other_uses_of_the_logits(self):
+        seed_torch(0)
+        plain = TiedModel()
+        ours = copy.deepcopy(plain)
+        with ChunkedCrossEntropy(heads="head").apply(ours):
+            on_host(ours, None)
+            logits = [model.head(model.body(model.table(batch(0)))) for model in (plain, ours)]
+            assert torch.equal(logits[0].argmax(-1), logits[1].argmax(-1))
+            assert torch.equal(logits[0][..., 7:20].argmax(-1), logits[1][..., 7:20].argmax(-1))
+            with pytest.warns(match="needs its full logits"):
+                sums = [each.log_softmax(-1)[..., 0].sum() for each in logits]
+            torch.testing.assert_close(*sums)
+            for each in sums:
+                each.backward()
+            torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad)
+            torch.testing.assert_close(plain.body.weight.grad, ours.body.weight.grad)
+
+    def test_device_bytes(self):
+        """Two tiles of the table and one of its gradient, for any number of words."""
+        peaks = []
+        for num_words in (2000, 8000):
+            model = nn.Sequential(nn.Embedding(num_words, WIDTH), nn.Linear(WIDTH, num_words))
+            model[1].weight = model[0].weight
+            with ChunkedCrossEntropy(heads="1", chunk_size=1).apply(model):
+                table = HostTable(model, model[0].weight)
+                table.start()
+                ids = torch.arange(40)
+                with LiveTensors(model) as live:
+                    before = live.breakdown.total_bytes
+                    nn.functional.cross_entropy(model(ids), ids).backward()
+                peaks.append(live.peak.total_bytes - before)
+                assert live.peak.gradient_bytes == 4 * num_words  # of the bias
+        assert peaks[1] - peaks[0] < 4 * WIDTH * 6000 / 8
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_prediction_of_a_step_counts_the_same_bytes(is_tied):
+    """Exact where all ids differ; otherwise as if they did."""
+    model: Any = TiedModel() if is_tied else Model()
+    ids = torch.arange(24).view(2, 12)
+
+    def peak(model: nn.Module, ids: Tensor) -> tuple[int, int]:
+        with chunked_if(model, is_tied):
+            _, take_back = on_host(model, None)
+            with LiveTensors(model) as live:
+                live.track_input(ids)
+                model.zero_grad()
+                loss = model.body(model.table(ids)).sum()
+                loss = loss + model(ids) if is_tied else loss
+                loss.backward()
+            take_back()
+        return live.peak.total_bytes, live.breakdown.total_bytes
+
+    with fake_tensors() as fakes:
+        predicted = peak(fakes.copy_module(model), fakes.copy_batch(ids))
+        assert fakes.guesses == ()
+    assert predicted == peak(model, ids)
+
+
+@pytest.mark.parametrize(
+    ("model", "remedy"),
+    [
+        (Model(max_norm=1.0), "Set it to `None`"),
+        (Model(sparse=True), "Set it to `False`"),
+        (Model().bfloat16(), "Keep it in float32"),
+        (TiedModel(), "Apply `ChunkedCrossEntropy` to it first"),
+    ],
+    ids=["max_norm", "sparse", "bfloat16", "tied"],
+)
+def test_refuses(model, remedy):
+    with pytest.raises(IncompatibleError, match=remedy):
+        HostTable(model, model.table.weight)
+
+
+def test_refuses_optimizers_that_cannot_update_rows():
+    model = Model()
+    table = HostTable(model, model.table.weight)
+    for make in (torch.optim.Adagrad, lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.1)):
+        with pytest.raises(IncompatibleError, match="keep the table on the device"):
+            RowUpdates(make(model.parameters()), [table])
+
+
+def test_stays_on_the_host_when_the_model_moves():
+    model = Model()
+    on_host(model, None)
+    data = model.table.weight.data_ptr()
+    model.to("meta")
+    assert model.body.weight.is_meta
+    assert model.table.weight.data_ptr() == data
+    with pytest.raises(IncompatibleError, match="bf16-mixed"):
+        model.table.to(torch.bfloat16)
+
+
+def test_unknown_words_are_an_error():
+    model = Model()
+    on_host(model, None)
+    for wrong in (-1, WORDS):
+        with pytest.raises(IndexError, match="out of range"):
+            model(torch.tensor([[wrong]]))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_recomputed_look_ups_have_the_same_gradient(is_reentrant):
+    (plain, _), (ours, _) = pair(OPTIMIZERS["adamw"])
+    for model in (plain, ours):
+        for part in range(2):
+            start = torch.ones((), requires_grad=True)
+
+            loss = checkpoint(
+                lambda _, model, ids: model(ids),
+                start,
+                model,
+                batch(part),
+                use_reentrant=is_reentrant,
+            )
+            (loss + model(batch(5))).backward()
+    torch.testing.assert_close(plain.table.weight.grad, ours.table.weight.grad.whole())
+
+
+def test_state_that_lightning_moves_is_on_the_host_again():
+    model = Model()
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    on_host(model, optimizer)
+    train(model, optimizer, range(2))
+    state = optimizer.state[model.table.weight]
+    state["exp_avg"] = state["exp_avg"].clone()  # as for another device
+    assert not is_host(state["exp_avg"].untyped_storage())
+    train(model, optimizer, range(2))
+    assert all(is_host(tensor.untyped_storage()) for tensor in state.values())
