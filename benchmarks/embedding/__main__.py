@@ -18,18 +18,13 @@ import torch
 from torch import nn
 
 from benchmarks._common import RESULTS, markdown_table, run_in_process, write_results
-from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
-from lightning_memsave.techniques.offloading.host_table import HostTable
-from lightning_memsave.techniques.offloading.host_updates import HostUpdates
-from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.residence import Residence
-from lightning_memsave.techniques.offloading.row_updates import RowUpdates, tables_apart
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.units import format_bytes
 from tests.tabular_bert import LARGE_CARDINALITIES, SPECIAL, Rows, TabularBert, Vocabulary
 
@@ -83,28 +78,17 @@ def make_step(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Rows], 
     Returns:
         A training step that gives its loss.
     """
-    worker = HostWorker(in_background=False)
     ChunkedCrossEntropy(heads="cls.decoder").apply(model)
     ActivationCheckpointing().apply(model)  # otherwise the graph holds the weights of all blocks
-    weights = [
-        model.bert.embeddings.word_embeddings.weight,
-        model.tab_embeddings.word_embeddings.weight,
-    ]
-    tables = [HostTable(model, weight, worker) for weight in weights]
-    for table in tables:
-        table.start()
-    RowUpdates(optimizer, tables).start(replaces_step=False)
-    others = [p for p in model.parameters() if all(p is not weight for weight in weights)]
-    residence = Residence(model, find_blocks(model), others, worker, is_streamed=True)
-    residence.start()
-    HostUpdates(optimizer, residence).start()
+    technique = Offloading("parameters+embeddings", min_table_bytes=2**22, host_budget="20GiB")
+    technique.apply(model)
+    technique.update_in_background(optimizer)
 
     def step(batch: Rows) -> float:
         loss = model(batch)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with tables_apart(optimizer):
-            optimizer.step()
+        optimizer.step()
         optimizer.zero_grad()
         return float(loss.detach())
 

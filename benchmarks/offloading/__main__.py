@@ -165,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     predicted = {}
     for name in names:
         samples = _SAMPLES.get(name, 1)
-        wanted = {"without": (None, None)}
+        wanted: dict[str, tuple[str | None, int | None]] = {"without": (None, None)}
         for kind in KINDS:
             wanted[f'"{kind}"'] = (kind, None)
             wanted[f'"{kind}", {samples} samples at a time'] = (kind, samples)

@@ -73,6 +73,43 @@ class TestBitwise:
         assert_same(fit(lit, plain, **how), fit(lit, saving, **how))
         assert rows_of(saving)["offload"].status == "on"
 
+    def test_embeddings(self):
+        """Updates of rows round in another way, and only those."""
+        lit = make_lit(model="classifier")
+        callback = only(
+            offload=Offloading("parameters+embeddings", min_table_bytes=2**12),
+            activation_checkpointing="all",
+        )
+        plain = fit(lit, max_epochs=2, gradient_clip_val=0.5)
+        saving = fit(lit, callback, max_epochs=2, gradient_clip_val=0.5)
+        assert saving[0] == pytest.approx(plain[0], rel=1e-4)
+        row = rows_of(callback)["offload"]
+        assert "1 embeddings on the host: 64.00 KiB" in row.details
+        assert row.exactness == "approximate"
+
+    def test_embeddings_are_predicted(self):
+        """Beforehand nobody knows how many rows of a table differ: it counts as many as can be."""
+        lit = make_lit(model="classifier")
+        callback = only(
+            offload=Offloading("embeddings", min_table_bytes=2**12), monitor=True, predict=60
+        )
+        fit(lit, callback)
+        assert callback.prediction is not None
+        peak = peak_of(callback)
+        assert peak <= callback.prediction.peak_bytes <= peak + 2 * 64 * 64 * 4
+
+    def test_averages_of_embeddings_are_refused(self, package):
+        if not hasattr(package.callbacks, "EMAWeightAveraging"):
+            pytest.skip("this Lightning has none")
+        callback = only(offload="embeddings")
+        with pytest.raises(IncompatibleError, match="reads all rows of a table"):
+            fit(
+                make_lit(package),
+                package.callbacks.EMAWeightAveraging(),
+                callback,
+                package=package,
+            )
+
     def test_micro_batches_are_added_up_on_the_host(self):
         lit = make_lit()
         plain = fit(lit, MemSaveCallback(stack="off", micro_batch_size=2), gradient_clip_val=0.1)

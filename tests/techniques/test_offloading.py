@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.core.memory import category_in_context, is_host
-from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import storages_of, tensors_in
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
@@ -689,3 +690,69 @@ class TestLimits:
     def test_bad_arguments(self, arguments, message):
         with pytest.raises(ConfigurationError, match=message):
             Offloading(**arguments)
+
+
+class TestEmbeddings:
+    @pytest.mark.parametrize("what", ["embeddings", "parameters+embeddings"])
+    def test_a_tied_table_trains_as_tiled_on_the_device(self, what):
+        """Tiles are another order of operations, which Adam makes large in float32."""
+        runs = []
+        for is_saving in (False, True):
+            model = make_model("tied").double().train()
+            optimizer = adamw(model)
+            ChunkedCrossEntropy(heads="head").apply(model)
+            if is_saving:
+                technique = Offloading(what, min_table_bytes=2**12)
+                handle = technique.apply(model)
+                updates = technique.update_in_background(optimizer)
+                assert is_on_host(model.embedding.weight)
+            losses = []
+            for number in range(4):
+                torch.manual_seed(number)
+                loss = model(make_batch(number).double())
+                loss.backward()
+                losses.append(loss.detach())
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append((losses, {k: v.clone() for k, v in model.state_dict().items()}))
+        for one, other in zip(runs[0][0], runs[1][0], strict=True):
+            assert torch.allclose(one, other, rtol=1e-12)
+        for key, value in runs[0][1].items():
+            assert torch.allclose(value, runs[1][1][key], rtol=1e-9, atol=1e-12), key
+        assert handle.changes[0] == "1 embeddings on the host: 128.00 KiB"
+        updates.undo()
+        handle.undo()
+        assert not any(map(is_on_host, model.parameters()))
+
+    def test_rows_alone(self):
+        """Of a table without a tied head, a step moves the rows of its batch."""
+        runs = []
+        for is_saving in (False, True):
+            model = make_model("classifier").train()
+            optimizer = adamw(model)
+            if is_saving:
+                technique = Offloading("embeddings", min_table_bytes=2**12)
+                handle = technique.apply(model)
+                technique.update_in_background(optimizer)
+            for number in range(6):
+                torch.manual_seed(number)
+                model(make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append({k: v.clone() for k, v in model.state_dict().items()})
+        for key, value in runs[0].items():
+            assert torch.allclose(value, runs[1][key], rtol=1e-5, atol=1e-7), key
+        handle.undo()
+
+    def test_a_head_that_is_not_chunked_is_refused(self):
+        model = make_model("tied")
+        before = [*map(id, model.parameters())]
+        with pytest.raises(IncompatibleError, match="Apply `ChunkedCrossEntropy` to it first"):
+            Offloading("parameters+embeddings", min_table_bytes=1).apply(model)
+        assert [*map(id, model.parameters())] == before
+        assert not any(map(is_on_host, model.parameters()))
+
+    def test_small_ones_are_weights_as_all_others(self):
+        with pytest.warns(NoEffectWarning, match=r"no embedding has 256\.00 MiB or more"):
+            Offloading("embeddings").apply(make_model("tied"))

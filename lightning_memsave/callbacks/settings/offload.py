@@ -71,18 +71,29 @@ class OffloadSetting(ModuleSetting):
                     f"`{self.name}=None`.",
                 )
             )
+        if "embeddings" in str(self.technique.what):
+            problems += [
+                Problem(
+                    f"{self.written} beside `{type(callback).__name__}`",
+                    "it reads all rows of a table in each step",
+                    "Leave one of the two out.",
+                )
+                for callback in trainer.callbacks
+                if averages_weights(callback)
+            ]
         return problems
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizers update on the host, beside the next step where nobody looks."""
         super().start(trainer, pl_module)
-        if self.technique is None or self._handle is None or self._handle.residence is None:
+        if self.technique is None or self._handle is None or not self._updates_on_host():
             return
         watchers = [o for hook in _BETWEEN_STEPS for o in owners_of(trainer, pl_module, hook)]
         watchers += [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
         if not pl_module.automatic_optimization:
             watchers.append(f"{type(pl_module).__name__}.training_step")
-        self._handle.residence.is_watched = bool(watchers)
+        if self._handle.residence is not None:
+            self._handle.residence.is_watched = bool(watchers)
         details = [*self._handle.changes, *self._handle.skipped]
         for optimizer in trainer.optimizers:
             handle = self.technique.update_in_background(optimizer)
@@ -94,6 +105,10 @@ class OffloadSetting(ModuleSetting):
         )
         exactness = self.technique.exactness.value
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+
+    def _updates_on_host(self) -> bool:
+        handle = self._handle
+        return handle is not None and (handle.residence is not None or bool(handle.tables))
 
     def wait(self) -> None:
         """Let all weights be on the host, up to date."""

@@ -14,6 +14,7 @@ from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.offloading.row_updates import tables_apart, wait_for_tables
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     plain_step,
     step_without_hooks,
@@ -70,6 +71,10 @@ class HostUpdates:
             optimizer: The optimizer.
         """
         self._residence.wait()
+        with tables_apart(optimizer):
+            self._run(optimizer)
+
+    def _run(self, optimizer: Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         params = [param for param in params if param.grad is not None]
         if not updates_each_alone(optimizer):
@@ -178,4 +183,5 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     updates = _UPDATES.get(self)
     if updates is not None and not set_to_none:
         updates._wait()
+        wait_for_tables(self)
     previous_method(self, "zero_grad")(set_to_none)

@@ -178,7 +178,7 @@ class TableUpdates:
         grad, settings = self.table.weight.grad, self._settings(optimizer)
         assert grad is not None, "the caller has looked"
         table = _Rows(self.table.weight.data, self._state(optimizer, settings))
-        if is_fake(grad):
+        if is_fake(self.table.weight):
             return
         if self._steps and not _continues(settings, self._steps[-1]):
             self.bring_up_to_date(None)
@@ -373,6 +373,12 @@ def tables_apart(optimizer: Optimizer) -> Iterator[None]:
             weight.grad = grad
 
 
+def wait_for_tables(optimizer: Optimizer) -> None:
+    """Wait for the updates of an optimizer's tables that run."""
+    for updates in _UPDATES.get(optimizer, []):
+        updates.wait()
+
+
 def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     """Update all parameters and return the result of the closure; replaces ``Optimizer.step``."""
     self._opt_called = True  # type: ignore[attr-defined] # for schedulers
@@ -391,8 +397,8 @@ step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """Reset gradients, which an update may still read; replaces ``Optimizer.zero_grad``."""
-    for updates in [] if set_to_none else _UPDATES.get(self, []):
-        updates.wait()
+    if not set_to_none:
+        wait_for_tables(self)
     previous_method(self, "zero_grad")(set_to_none)
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
@@ -16,10 +16,12 @@ from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_table import HostTable, table_problems
 from lightning_memsave.techniques.offloading.host_updates import HostUpdates, host_updates_of
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.residence import (
@@ -27,40 +29,29 @@ from lightning_memsave.techniques.offloading.residence import (
     residence_of,
     residence_with,
 )
+from lightning_memsave.techniques.offloading.row_updates import RowUpdates
 from lightning_memsave.units import format_bytes, parse_bytes
 
-KINDS = ("optimizer", "parameters", "activations")
+KINDS = ("optimizer", "parameters", "activations", "embeddings")
 _EVERYTHING = "parameters+activations"
 _HOST_SHARE = 0.5
 _NUM_STATES = 2  # of AdamW, each as large as the weights
 
 
 class OffloadingHandle(Handle[nn.Module]):
-    """The handle of ``Offloading.apply``.
+    """The handle of ``Offloading.apply``."""
 
-    Args:
-        target: The model.
-        residence: What moves its parameters; ``None`` if there are none.
-        changes: As for ``Handle``.
-        skipped: As for ``Handle``.
-        undo: As for ``Handle``.
-    """
-
-    def __init__(
-        self,
-        target: nn.Module,
-        residence: Residence | None,
-        changes: Iterable[str],
-        skipped: Iterable[str] = (),
-        undo: Iterable[Callable[[], None]] = (),
-    ) -> None:
-        super().__init__(target, changes, skipped, undo)
-        self.residence = residence
+    residence: Residence | None = None
+    """What moves the parameters; ``None`` if there are none."""
+    tables: Sequence[HostTable] = ()
+    """Embeddings that stay on the host."""
 
     def wait(self) -> None:
         """Let all weights and gradients be on the host, after all updates."""
         if self.residence is not None:
             self.residence.wait()
+        for table in self.tables:
+            table.bring_up_to_date()
 
 
 @dataclass(frozen=True)
@@ -74,15 +65,19 @@ class Offloading(Technique[nn.Module]):
     that computes and the next one. Between two steps ``param.data`` and ``param.grad`` are ordinary
     tensors on the host, so that clipping, checkpoints, averages of weights and any optimizer work
     as usual. With ``"activations"`` what blocks save for backward is on the host until backward
-    comes near: of checkpointed blocks their inputs.
+    comes near: of checkpointed blocks their inputs. With ``"embeddings"`` large tables stay on the
+    host: a step gets the rows of its batch, and an output layer that is tied to the table works
+    tile by tile.
 
     Args:
-        what: ``"optimizer"``; ``"parameters"``, which includes it; ``"activations"``; several with
-            ``+`` between them; True for ``"parameters+activations"``.
+        what: ``"optimizer"``; ``"parameters"``, which includes it; ``"activations"``;
+            ``"embeddings"``; several with ``+`` between them; True for
+            ``"parameters+activations"``.
         blocks: The repeated blocks, as for `ActivationCheckpointing`; ``None`` finds them.
         host_budget: Bytes of host memory that may be used, or a text such as ``"16GiB"``; ``None``
             for half of what is free.
         min_bytes: Smaller activations stay on the device.
+        min_table_bytes: Smaller embeddings are weights as all others.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
 
@@ -90,13 +85,13 @@ class Offloading(Technique[nn.Module]):
         ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *bitwise*: the same optimizer computes the same on the host. On CUDA, its
-        kernels for the host round in another way than those for a GPU; torch's Adam, AdamW, SGD and
-        Adagrad use their fused ones unless ``foreach`` or ``fused`` was chosen. Each parameter may
-        be used in the forward and backward passes of its module only, and a backward pass must not
-        be repeated. Parameters that are frozen, lazy, of another class, with sparse gradients or
-        with memory that they share stay on the device. For one process, and not for compiled
-        modules.
+        Exactness is *bitwise*, and *approximate* with ``"embeddings"``: see `RowUpdates`. The same
+        optimizer computes the same on the host. On CUDA, its kernels for the host round in another
+        way than those for a GPU; torch's Adam, AdamW, SGD and Adagrad use their fused ones unless
+        ``foreach`` or ``fused`` was chosen. Each parameter may be used in the forward and backward
+        passes of its module only, and a backward pass must not be repeated. Parameters that are
+        frozen, lazy, of another class, with sparse gradients or with memory that they share stay on
+        the device. For one process, and not for compiled modules.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -119,7 +114,7 @@ class Offloading(Technique[nn.Module]):
 
     name: ClassVar[str] = "offloading"
     argument: ClassVar[str] = "offload"
-    examples: ClassVar[str] = 'True, "optimizer", "parameters", "activations"'
+    examples: ClassVar[str] = 'True, "optimizer", "parameters", "activations", "embeddings"'
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = "Ren et al. (2021), ZeRO-Offload, arXiv:2101.06840"
 
@@ -128,6 +123,7 @@ class Offloading(Technique[nn.Module]):
     blocks: BlockSelector | Sequence[BlockSelector] | None = None
     host_budget: int | str | None = None
     min_bytes: int = 2**20
+    min_table_bytes: int = 2**28
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -140,7 +136,7 @@ class Offloading(Technique[nn.Module]):
             object.__setattr__(self, "what", _EVERYTHING)
         problems += [
             Problem(f"`{name}={value!r}`", "it must be a positive number", f"Use `{name}=4`.")
-            for name in ("num_threads", "min_bytes")
+            for name in ("num_threads", "min_bytes", "min_table_bytes")
             if (value := getattr(self, name)) is not None
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
@@ -152,6 +148,8 @@ class Offloading(Technique[nn.Module]):
             problems.append(Problem(what, "it is not a size", fix))
         if problems:
             raise ConfigurationError.from_problems(type(self).__name__, problems)
+        if "embeddings" in self._kinds:  # missed updates of rows are made up for in closed form
+            object.__setattr__(self, "exactness", Exactness.APPROXIMATE)
         if self.blocks is not None:
             object.__setattr__(self, "blocks", as_selectors(self.blocks))
 
@@ -231,6 +229,14 @@ class Offloading(Technique[nn.Module]):
         changes: list[str] = []
         skipped: list[str] = []
         undo: list[Callable[[], None]] = []
+        tables = self._tables(target, worker)
+        for table in tables:
+            undo += table.start()
+        if tables:
+            num_bytes = (2 + _NUM_STATES) * sum(table.weight.nbytes for table in tables)
+            changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
+        elif "embeddings" in self._kinds:
+            skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
         params, left = _chosen(target) if self.has_weights else ([], "")
         if params:
             is_streamed = "parameters" in self._kinds
@@ -252,7 +258,24 @@ class Offloading(Technique[nn.Module]):
             undo += activations.start()
         elif "activations" in self._kinds:
             skipped.append("activations on the device: no repeated block was found")
-        return OffloadingHandle(target, residence, changes, skipped, undo)
+        handle = OffloadingHandle(target, changes, skipped, undo)
+        handle.residence, handle.tables = residence, tables
+        return handle
+
+    def _tables(self, model: nn.Module, worker: HostWorker) -> list[HostTable]:
+        if "embeddings" not in self._kinds:
+            return []
+        looked_up = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+        trained = [
+            param
+            for param in model.parameters()
+            if id(param) in looked_up
+            and param.requires_grad
+            and param.nbytes >= self.min_table_bytes
+        ]
+        if problems := [p for weight in trained for p in table_problems(model, weight)]:
+            raise IncompatibleError(self.name, problems)
+        return [HostTable(model, weight, worker) for weight in trained]
 
     @property
     def has_weights(self) -> bool:
@@ -283,18 +306,24 @@ class Offloading(Technique[nn.Module]):
         """
         problems = wrapper_problems(optimizer)
         what = f"`{type(optimizer).__name__}`"
-        found = [residence_with(p) for group in optimizer.param_groups for p in group["params"]]
-        residences = [residence for residence in found if residence is not None]
-        if not residences:
-            why = "it trains no offloaded parameter"
-            fix = "Apply `Offloading` to its model first."
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        found = (residence_with(param) for param in params)
+        residence = next((each for each in found if each is not None), None)
+        hosts = (host_weight_of(param) for param in params)
+        tables = [host for host in hosts if isinstance(host, HostTable)]
+        if residence is None and not tables:
+            why, fix = "it trains no offloaded parameter", "Apply `Offloading` to its model first."
             problems.append(Problem(what, why, fix))
-        if host_updates_of(optimizer) is not None:
+        if host_updates_of(optimizer) is not None or any(t.updates is not None for t in tables):
             fix = "Undo the first handle."
             problems.append(Problem(what, "it updates in the background already", fix))
         if problems:
             raise IncompatibleError(self.name, problems)
-        undo = HostUpdates(optimizer, residences[0]).start()
+        undo: list[Callable[[], Any]] = []
+        if tables:
+            undo += RowUpdates(optimizer, tables).start(replaces_step=residence is None)
+        if residence is not None:
+            undo += HostUpdates(optimizer, residence).start()
         return Handle(optimizer, (f"{type(optimizer).__name__}: updates on the host",), undo=undo)
 
     @property
@@ -327,6 +356,8 @@ def _chosen(model: nn.Module) -> tuple[list[nn.Parameter], str]:
     def reason(param: nn.Parameter) -> str:
         if not param.requires_grad:
             return "frozen"
+        if host_weight_of(param) is not None:
+            return "looked up on the host"
         if not _is_plain(param):
             return "of a special class"
         if param in sparse:
