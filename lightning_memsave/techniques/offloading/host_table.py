@@ -270,6 +270,7 @@ class HostTable(HostWeight):
             return
         if grad is not None:
             ids, rows = _sum([(grad.ids, grad.rows), (ids, rows)])
+        mark_as_host(ids)
         mark_as_host(rows)
         self.weight.grad = RowGradient(ids, rows, len(self.weight))
 
