@@ -109,17 +109,24 @@ def switch_on(
         return handle.target, optimizer, handle
     handle = technique.apply(model)
     if isinstance(technique, Offloading):
-        updates = technique.update_in_background(optimizer)
-        undo = (handle.undo, updates.undo)
-        handle = Handle(model, handle.changes, handle.skipped, undo, handle.summary)
+        undo = (handle.undo, technique.update_in_background(optimizer).undo)
+        return step_of(model), optimizer, _with_undo(handle, *undo)
     if isinstance(technique, LowPrecisionWeights):
         rounded = technique.round_updates(optimizer)
         # As micro-batches ask for it; one batch at once gives the same.
         sums = technique.sum_gradients_in_fp32(model)
-        undo = (handle.undo, rounded.undo, sums.undo)
-        handle = Handle(model, handle.changes, handle.skipped, undo, handle.summary)
+        handle = _with_undo(handle, handle.undo, rounded.undo, sums.undo)
         return step_of(InAutocast(model)), optimizer, handle
     return step_of(model), optimizer, handle
+
+
+def _with_undo(handle: Handle[Any], *undo: Callable[[], None]) -> Handle[Any]:
+    return Handle(handle.target, handle.changes, handle.skipped, undo, handle.summary)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    """The gradients of a model's parameters, in their order."""
+    return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def switch_all_on(

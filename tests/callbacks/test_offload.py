@@ -304,7 +304,8 @@ def peak_of(callback: MemSaveCallback) -> int:
     assert callback.monitor is not None
     summary = callback.monitor.summary
     assert summary is not None
-    return int(summary.peak_bytes)
+    assert summary.peak_bytes is not None
+    return summary.peak_bytes
 
 
 class TestMasters:

@@ -27,7 +27,14 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from tests.cases import WIDTH, Block, Model, make_batch, make_model
-from tests.helpers import assert_bitwise_equal, saved_bytes, seed_torch, snapshot, train
+from tests.helpers import (
+    assert_bitwise_equal,
+    gradients_of,
+    saved_bytes,
+    seed_torch,
+    snapshot,
+    train,
+)
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -306,14 +313,14 @@ def test_hooks_on_saved_tensors_see_what_selective_keeps():
         return tensor.clone()
 
     run(model)
-    plain = [p.grad for p in model.parameters()]
+    plain = gradients_of(model)
     model.zero_grad()
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with ActivationCheckpointing("selective").apply(model), hooks:
         run(model)
     # Two products in each of four blocks, of whose inner tensors nothing else is saved.
-    assert packed.count((16, 2 * WIDTH)) == 4
-    assert all(map(torch.equal, plain, (p.grad for p in model.parameters())))
+    assert packed.count(torch.Size((16, 2 * WIDTH))) == 4
+    assert all(map(torch.equal, plain, gradients_of(model)))
 
 
 def test_selective_is_refused_where_a_layer_overwrites_what_it_keeps():

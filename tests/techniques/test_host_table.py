@@ -288,7 +288,8 @@ def test_schedulers_and_closures_work_as_usual():
                 loss.backward()
                 return loss
 
-            losses.append(optimizer.step(closure).item())
+            run_step: Any = optimizer.step
+            losses.append(run_step(closure).item())
             scheduler.step()  # warns if it does not know of the step
         results.append(everything(model, optimizer) | {"losses": torch.tensor(losses)})
     assert_same(*results)
@@ -493,12 +494,12 @@ class TestTiedHead:
             model = nn.Sequential(nn.Embedding(1000, WIDTH), nn.Linear(WIDTH, 1000))
             model[1].weight = model[0].weight
             model[0].weight.data = torch.sin(torch.arange(1000.0 * WIDTH)).view(1000, WIDTH) / 4
-            nn.init.zeros_(model[1].bias)
+            model[1].get_parameter("bias").data.zero_()
             target = torch.arange(40) * 25
             target[::3] = -100
             settings: Any = {"reduction": reduction, "label_smoothing": smoothing}
             with ChunkedCrossEntropy(heads="1", chunk_size=2).apply(model):
-                weight = model[0].weight
+                weight = model[0].get_parameter("weight")
                 if is_on_host:
                     HostTable(model, weight).start()
                 else:
@@ -612,7 +613,7 @@ class TestTiedHead:
             model = nn.Sequential(nn.Embedding(num_words, WIDTH), nn.Linear(WIDTH, num_words))
             model[1].weight = model[0].weight
             with ChunkedCrossEntropy(heads="1", chunk_size=1).apply(model):
-                table = HostTable(model, model[0].weight)
+                table = HostTable(model, model[0].get_parameter("weight"))
                 table.start()
                 ids = torch.arange(40)
                 with LiveTensors(model) as live:
@@ -664,7 +665,7 @@ def test_refuses(model, remedy):
 
 def test_refuses_optimizers_that_cannot_update_rows():
     model = Model()
-    table = HostTable(model, model.table.weight)
+    table = HostTable(model, model.table.get_parameter("weight"))
     for make in (torch.optim.Adagrad, lambda p: torch.optim.SGD(p, momentum=0.9, dampening=0.1)):
         with pytest.raises(IncompatibleError, match="keep the table on the device"):
             RowUpdates(make(model.parameters()), [table])

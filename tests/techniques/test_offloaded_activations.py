@@ -15,6 +15,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.residence import Residence
 from tests.cases import MODELS, make_batch, make_model
@@ -37,7 +38,7 @@ from tests.techniques.simulated_copies import SimulatedCopies
 def simulate(name: str, which: str | None, offloads: Any, wrap: Any = lambda model: model) -> None:
     """Compare training with and without; also what simulated copies found."""
     model = make_model(name)
-    own = [] if which is None else [ActivationCheckpointing(which)]
+    own: list[Any] = [] if which is None else [ActivationCheckpointing(which)]
     if not find_blocks(model):
         own = []
     plain = train(wrap(model), make_batch)
@@ -259,9 +260,10 @@ def test_views_and_labels_are_what_they_were(which):
     seed_torch(1)
     model = Views()
     plain = train(model, lambda _: batch_of(64))
-    own = [] if which is None else [ActivationCheckpointing(which)]
     offloads = Offloads()
-    assert_bitwise_equal(train(model, lambda _: batch_of(64), [*own, offloads]), plain)
+    techniques: list[Any] = [] if which is None else [ActivationCheckpointing(which)]
+    techniques.append(offloads)
+    assert_bitwise_equal(train(model, lambda _: batch_of(64), techniques), plain)
     offloads.copies.synchronize()
     assert offloads.copies.problems == []
 
@@ -273,13 +275,15 @@ def test_each_byte_crosses_once_in_each_direction(which):
     with offloads.apply(model):
         model(batch_of()).backward()
         assert offloads.copies.num_started == 2 * (NUM_BLOCKS - 1)
-    assert checkpointing is None or checkpointing.undo() is None
+    if checkpointing is not None:
+        checkpointing.undo()
 
 
 def test_offloaded_weights_are_not_saved_as_activations():
     model, batch = Chain(), batch_of()
     worker = HostWorker(in_background=False)
-    residence = Residence(model, find_blocks(model), [*model.parameters()], worker)
+    params, memory = [*model.parameters()], HostMemory()
+    residence = Residence(model, find_blocks(model), params, worker, memory)
     undo = [residence.release, *residence.start()]
     with offloading(model, None) as offloaded:
         model(batch).backward()

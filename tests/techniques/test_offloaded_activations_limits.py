@@ -14,7 +14,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
-from tests.helpers import snapshot
+from tests.helpers import gradients_of, snapshot
 from tests.techniques.offloaded_chain import (
     INPUT,
     NUM_BLOCKS,
@@ -35,7 +35,7 @@ from tests.techniques.simulated_copies import SimulatedCopies
 def test_memory_is_not_given_back_while_copies_of_it_run(which, error, seed):
     model, offloads = Chain(), Offloads(seed)
     checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
-    good = model.blocks[3].down
+    good = model.blocks[3].get_submodule("down")
     with offloads.apply(model):
         for _ in range(2):
             loss = model(batch_of())
@@ -50,7 +50,8 @@ def test_memory_is_not_given_back_while_copies_of_it_run(which, error, seed):
                 model.blocks[3].down = good
             offloads.copies.synchronize()
     assert offloads.copies.problems == []
-    assert checkpointing is None or checkpointing.undo() is None
+    if checkpointing is not None:
+        checkpointing.undo()
 
 
 class _FullAtFirst(SimulatedCopies):
@@ -67,7 +68,7 @@ class _FullAtFirst(SimulatedCopies):
 def test_backward_can_be_repeated_after_out_of_memory(which):
     model, offloads = Chain(), Offloads(make_copies=_FullAtFirst)
     model(batch_of()).backward()
-    expected = [p.grad for p in model.parameters()]
+    expected = gradients_of(model)
     checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
     with offloads.apply(model):
         loss = model(batch_of())
@@ -76,8 +77,9 @@ def test_backward_can_be_repeated_after_out_of_memory(which):
             loss.backward(retain_graph=True)
         model.zero_grad()
         loss.backward()
-    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
-    assert checkpointing is None or checkpointing.undo() is None
+    assert all(map(torch.equal, gradients_of(model), expected))
+    if checkpointing is not None:
+        checkpointing.undo()
 
 
 @pytest.mark.usefixtures("only_own_tensors")
@@ -89,7 +91,7 @@ def test_an_error_leaves_nothing_behind(which, error, in_backward):
     with LiveTensors(model) as live, offloading(model, which) as offloaded:
         model(batch).backward()
         before, hosted = live.live_bytes, offloaded.host_bytes
-        good = model.blocks[2].down
+        good = model.blocks[2].get_submodule("down")
         model.blocks[2].down = nn.Sequential(good, Failing(error, in_backward=in_backward))
         with pytest.raises(error):
             model(batch).backward()
@@ -123,7 +125,7 @@ def test_backward_twice(which):
     loss = model(batch)
     loss.backward(retain_graph=True)
     loss.backward()
-    expected = [p.grad for p in model.parameters()]
+    expected = gradients_of(model)
     model.zero_grad()
     with LiveTensors(model) as live, offloading(model, which, num_prefetched=2):
         loss = model(batch)
@@ -136,7 +138,7 @@ def test_backward_twice(which):
         # input and output.
         expected_inputs = [4, 5, 5, 4, 3, 3, 3, 3, 2, 1]
         assert watched.in_blocks == ([] if which is None else expected_inputs)
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    assert all(map(torch.equal, gradients_of(model), expected))
     # What the last block saved, its output, and less than that of the head.
     assert after_first < (4 if which is None else 3) * INPUT
 
@@ -145,13 +147,13 @@ def test_two_graphs_at_a_time_in_any_order():
     model, batches = Chain(), [batch_of(), batch_of() * 2]
     for batch in batches:
         model(batch).backward()
-    expected = [p.grad for p in model.parameters()]
+    expected = gradients_of(model)
     model.zero_grad()
     with offloading(model):
         losses = [model(batch) for batch in batches]
         for loss in losses:
             loss.backward()
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))
+    assert all(map(torch.equal, gradients_of(model), expected))
 
 
 @pytest.mark.parametrize("which", ["all", None])
@@ -178,12 +180,12 @@ def test_a_backward_pass_inside_of_a_block():
     model = Chain()
     model.blocks = nn.ModuleList([Penalized() for _ in range(NUM_BLOCKS)])
     model(batch_of()).backward()
-    expected = [p.grad for p in model.parameters()]
+    expected = gradients_of(model)
     model.zero_grad()
     with offloading(model, None) as offloaded:
         model(batch_of()).backward()
         assert offloaded.host_bytes >= 3 * (NUM_BLOCKS - 1) * INPUT
-    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+    assert all(map(torch.equal, gradients_of(model), expected))
 
 
 def test_unpacking_upwards_does_not_fill_the_device():
@@ -205,7 +207,7 @@ def test_unpacking_upwards_does_not_fill_the_device():
 def test_what_a_failed_backward_pass_fetched_leaves_with_the_next_block():
     model, batch = Chain(), batch_of()
     with LiveTensors(model) as live, offloading(model, num_prefetched=2) as offloaded:
-        good = model.blocks[2].down
+        good = model.blocks[2].get_submodule("down")
         model.blocks[2].down = nn.Sequential(good, Failing(RuntimeError, in_backward=True))
         loss = model(batch)
         with pytest.raises(RuntimeError):
@@ -237,8 +239,7 @@ def test_copies_of_a_model_save_their_own_tensors(make_copy):
         model(batch).backward()
         assert offloaded.host_bytes == (NUM_BLOCKS - 1) * INPUT
         make_copy(model)
-    for one, other in zip(model.parameters(), double.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)
+    assert all(map(torch.equal, gradients_of(model), gradients_of(double)))
 
 
 def test_undo_restores_the_model_and_frees_the_host():
@@ -251,10 +252,10 @@ def test_undo_restores_the_model_and_frees_the_host():
     model.zero_grad()
     loss.backward()  # graphs that are there keep working
     del loss
-    with_it = [p.grad.clone() for p in model.parameters()]
+    with_it = [gradient.clone() for gradient in gradients_of(model)]
     model.zero_grad()
     model(batch).backward()
-    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), with_it, strict=True))
+    assert all(map(torch.equal, gradients_of(model), with_it))
     assert offloaded.host_bytes == (NUM_BLOCKS - 1) * 2 * INPUT  # of that graph
     offloaded._stop()
     assert offloaded.host_bytes == 0
