@@ -147,6 +147,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
     "checkpointing every:2": ({"activation_checkpointing": "every:2"}, saves),
     "checkpointing 1": ({"activation_checkpointing": 1}, saves),
     "checkpointing 0.5": ({"activation_checkpointing": 0.5}, saves),
+    "offload": ({"offload": "optimizer"}, saves),
     "attention": ({"attention": "sdpa"}, saves),
     "chunked_cross_entropy": ({"chunked_cross_entropy": True}, saves),
     "early_release": (
@@ -192,6 +193,7 @@ TOLERANCE = {
 }
 AS_A_WHOLE = ("chunked_cross_entropy", "optimizer_in_backward")
 """What needs ordinary calls of modules, and is refused where there are none."""
+NEVER = ("offload",)
 WAYS = ("lit", "model", "blocks")
 
 
@@ -205,7 +207,7 @@ def test_every_argument_is_tried():
 @pytest.mark.daily(8)
 def test_works_or_is_refused(name, way):
     settings, works = CASES[name]
-    if name in AS_A_WHOLE and way != "blocks":
+    if name in NEVER or (name in AS_A_WHOLE and way != "blocks"):
         with pytest.raises(IncompatibleError, match=r"compiled.* `\w+=None`") as refusal:
             fit_compiled(way, {}, **settings)
         assert len(refusal.value.problems) == 1

@@ -11,6 +11,7 @@ from lightning_memsave import MemSaveCallback
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import (
     PACKAGES,
@@ -22,6 +23,7 @@ from tests.callbacks.lit import (
     make_trainer,
     rows_of,
 )
+from tests.cases import make_model
 from tests.helpers import snapshot
 
 LIGHTNING = PACKAGES["lightning"]
@@ -60,7 +62,11 @@ class TestBitwise:
     @pytest.mark.parametrize("model", ["tied", "batch_norm", "frozen", "transformer"])
     def test_other_models_beside_other_settings(self, model):
         lit = make_lit(model=model)
-        callback = only(activation_checkpointing="all", micro_batch_size="auto", early_release=True)
+        callback = only(
+            activation_checkpointing="all",
+            micro_batch_size=MicroBatching("auto"),
+            early_release=True,
+        )
         assert_same(fit(lit), fit(lit, callback))
 
     @pytest.mark.parametrize("what", ["parameters", "activations", True])
@@ -169,6 +175,55 @@ class TestBitwise:
         assert "Clamp.on_train_batch_end" in rows_of(callback)["offload"].details[-1]
 
 
+class TestOutOfMemory:
+    @pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
+    @pytest.mark.parametrize("what", ["optimizer", "parameters", True])
+    @pytest.mark.parametrize("accumulated", [1, 2])
+    def test_in_backward_the_batch_is_repeated(self, what, accumulated):
+        """Some gradients have come by then, of which nothing may be left."""
+        runs = []
+        for offload in (None, Offloading(what, min_bytes=1)):
+            callback = only(offload=offload, micro_batch_size=MicroBatching("auto"))
+            losses, state, _ = fit(FailsOnce(), callback, accumulate_grad_batches=accumulated)
+            assert FAILURES == [3]
+            FAILURES.clear()
+            runs.append((losses, state))
+        assert_same(*runs)
+
+
+# Not of the module, whose attributes are as before when a batch is repeated.
+FAILURES: list[int] = []
+
+
+class FailsOnce(LIGHTNING.LightningModule):  # type: ignore[misc, name-defined]
+    """Memory runs out at the end of a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = make_model("tied")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def fail(_: Tensor) -> None:
+            if batch_idx == 3 and not FAILURES:
+                FAILURES.append(batch_idx)
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        def watch(_: Any, __: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(fail)
+
+        hook = self.model.get_submodule("blocks.0").register_forward_hook(watch)
+        loss: Tensor = self.model(batch)
+        hook.remove()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    def train_dataloader(self) -> Any:
+        return loader()
+
+
 class TestCheckpoints:
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
     @pytest.mark.parametrize("resumes_with", [True, False])
@@ -243,8 +298,8 @@ class TestMemory:
                 return self.model(batch)
 
         lit.__class__ = Silent
-        callback = only(monitor=True, predict=60, micro_batch_size="auto")
-        plain = only(offload=None, monitor=True, predict=60, micro_batch_size="auto")
+        callback = only(monitor=True, predict=60, micro_batch_size=MicroBatching("auto"))
+        plain = only(offload=None, monitor=True, predict=60, micro_batch_size=MicroBatching("auto"))
         for each in (callback, plain):
             fit(lit, each, **SETTINGS[settings])
         assert callback.prediction is not None

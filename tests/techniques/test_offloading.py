@@ -21,6 +21,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 )
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.residence import leave_device
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
     OffloadingHandle,
@@ -708,6 +709,17 @@ class TestLimits:
             Offloading(**arguments)
 
 
+def fail_at_the_end_of_backward(model: nn.Module, number: int) -> None:
+    def watch(_: Any, __: Any, output: Tensor) -> None:
+        output.register_hook(lambda _: 1 / 0)
+
+    hook = model.get_submodule("blocks.0").register_forward_hook(watch)
+    torch.manual_seed(number)
+    loss = model(make_batch(number))
+    hook.remove()
+    loss.backward()
+
+
 class TestEmbeddings:
     @pytest.mark.parametrize("what", ["embeddings", "parameters+embeddings"])
     def test_a_tied_table_trains_as_tiled_on_the_device(self, what):
@@ -760,6 +772,30 @@ class TestEmbeddings:
         for key, value in runs[0].items():
             assert torch.allclose(value, runs[1][key], rtol=1e-5, atol=1e-7), key
         handle.undo()
+
+    @pytest.mark.parametrize("name", ["classifier", "tied"])
+    def test_a_failed_backward_pass_leaves_nothing(self, name):
+        runs = []
+        for fails in (False, True):
+            model = make_model(name).train()
+            optimizer = adamw(model)
+            ChunkedCrossEntropy(heads="head").apply(model)
+            technique = Offloading("parameters+embeddings", min_table_bytes=2**12)
+            handle = technique.apply(model)
+            technique.update_in_background(optimizer)
+            for number in range(3):
+                if fails:
+                    with pytest.raises(ZeroDivisionError):
+                        fail_at_the_end_of_backward(model, number)
+                    leave_device(model)
+                    model.zero_grad()
+                torch.manual_seed(number)
+                model(make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append({k: v.clone() for k, v in model.state_dict().items()})
+            handle.undo()
+        assert_equal(*runs)
 
     def test_a_head_that_is_not_chunked_is_refused(self):
         model = make_model("tied")

@@ -7,9 +7,13 @@ from lightning_memsave.callbacks.settings.modules import ModuleSetting
 from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, Problem
-from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from lightning_memsave.techniques.offloading.technique import (
+    Offloading,
+    OffloadingHandle,
+    compiled_problem,
+)
 from lightning_memsave.trainer.hooks import owners_of
-from lightning_memsave.trainer.trainer import averages_weights
+from lightning_memsave.trainer.trainer import averages_weights, is_compiled_whole
 
 # They run between a step and the next forward pass, where they may read or change weights.
 _BETWEEN_STEPS = (
@@ -60,6 +64,8 @@ class OffloadSetting(ModuleSetting):
         if self.technique is None:
             return []
         problems = super().check(trainer, pl_module)
+        if is_compiled_whole(pl_module):
+            problems.append(compiled_problem(type(pl_module).__name__))
         precision = str(trainer.precision)
         if precision.endswith("-true") and precision != "32-true":
             problems.append(

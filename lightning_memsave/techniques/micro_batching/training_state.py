@@ -24,6 +24,7 @@ from lightning_memsave.core.saved_state import (
     set_generator,
 )
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
+from lightning_memsave.techniques.offloading.residence import leave_device
 
 _MAX_STATE_BYTES = 2**20  # larger tensors in attributes of modules are assumed to be data
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -93,6 +94,7 @@ class TrainingState:
                 "Out of memory with a whole batch, which cannot be repeated with micro-batches: "
                 "its step wrote to a buffer of the module of over 1 MiB. Use a smaller batch."
             )
+        leave_device(self._module)
         if self._drops:  # first, to free memory
             for parameter in self._module.parameters():
                 parameter.grad = None

@@ -55,6 +55,8 @@ class HostMemory:
 
     def lock(self) -> None:
         """Lock the pages of all memory, also of what is allocated later, for a GPU."""
+        if self._is_locked:  # pragma: no cover (gpu)
+            return
         self._is_locked = True  # pragma: no cover (gpu)
         for reference in self._pieces:  # pragma: no cover (gpu)
             memory = reference()

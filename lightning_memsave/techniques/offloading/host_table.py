@@ -134,6 +134,9 @@ class HostTable(HostWeight):
         Returns:
             The rows, with a graph if gradients are enabled.
         """
+        if self._task != -1 and torch._C._current_graph_task_id() == -1:
+            # The backward pass before has failed; its gradients are nobody's.
+            self._pieces, self._has_gradient, self._task = [], None, -1
         self._follow(ids)
         found, places = self._distinct(ids)
         apply: Any = _LookUp.apply  # untyped in torch

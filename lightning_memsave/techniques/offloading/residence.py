@@ -318,6 +318,13 @@ def residence_of(module: nn.Module) -> Residence | None:
     return _RESIDENCES.get(module)
 
 
+def leave_device(module: nn.Module) -> None:
+    """Let offloaded weights and gradients be on the host, as after a pass that has failed."""
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.leave()
+
+
 def residence_with(param: Tensor) -> Residence | None:
     """Return what moves a parameter; ``None`` if it is not offloaded."""
     found = {*_RESIDENCES.values()}

@@ -185,15 +185,13 @@ class Offloading(Technique[nn.Module]):
         if residence_of(target) is not None:
             what, why = f"`{type(target).__name__}`", "it is offloaded already"
             problems.append(Problem(what, why, "Call `handle.undo()` of the first one."))
-        problems += [
-            Problem(
-                f"`{name or type(target).__name__}`",
-                "it is compiled, and its graph holds on to the memory of its parameters",
-                f"Do not compile it, or set `{self.argument}=None`.",
-            )
+        compiled = [
+            name or type(target).__name__
             for name, module in target.named_modules()
             if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
         ]
+        if compiled:
+            problems.append(compiled_problem(compiled[0]))
         params, _ = _chosen(target) if self.has_weights else ([], "")
         needed = sum((2 + _NUM_STATES) * p.numel() * p.element_size() for p in params)
         if needed > self._host_bytes:
@@ -335,6 +333,15 @@ class Offloading(Technique[nn.Module]):
         if isinstance(self.host_budget, bool) or not self.host_budget > 0:
             raise ValueError
         return int(self.host_budget)
+
+
+def compiled_problem(name: str) -> Problem:
+    """Return the problem that a module is compiled."""
+    return Problem(
+        f"`{name}`",
+        "it is compiled, and its graph holds on to the memory of its parameters",
+        f"Do not compile it, or set `{Offloading.argument}=None`.",
+    )
 
 
 def _is_valid(what: object) -> bool:
