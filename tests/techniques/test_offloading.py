@@ -652,6 +652,12 @@ class TestModule:
         twin.close()
 
 
+def test_true_is_everything():
+    assert Offloading.from_value(True) == Offloading("parameters+activations")
+    assert Offloading.from_value("optimizer") == Offloading()
+    assert Offloading.from_value(False) is None
+
+
 class TestLimits:
     def test_what_stays_on_the_device(self):
         model = nn.Module()

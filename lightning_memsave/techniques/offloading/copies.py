@@ -118,7 +118,7 @@ class StreamCopies(Copies):
         """Start to copy tensors to the device."""
         if self._device is None:
             return super().to_device(targets, sources)
-        return self._run_up(targets, sources)  # pragma: no cover (gpu)
+        return self._run_on(self._up, targets, sources)  # pragma: no cover (gpu)
 
     def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         """Copy a tensor to the host; the result is there after `finish`."""
@@ -146,7 +146,7 @@ class StreamCopies(Copies):
         """Start to copy tensors to the host, as they are."""
         if self._device is None:
             return super().send_to_host(targets, sources)
-        return self._run_plain_down(targets, sources)  # pragma: no cover (gpu)
+        return self._run_on(self._down, targets, sources)  # pragma: no cover (gpu)
 
     def synchronize(self) -> None:
         """Wait on the host until the device has done all copies."""
@@ -160,24 +160,14 @@ class StreamCopies(Copies):
             if oldest.event is not None:  # pragma: no cover (gpu)
                 torch.cuda.current_stream(self._device).wait_event(oldest.event)
 
-    def _run_up(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
+    def _run_on(
+        self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], None]:  # pragma: no cover (gpu)
-        self._up.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._up):
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
-        event = self._up.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
-
-    def _run_plain_down(
-        self, targets: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> Callable[[], None]:  # pragma: no cover (gpu)
-        self._down.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._down):
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-        event = self._down.record_event()
+        event = stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def _run_down(

@@ -23,8 +23,6 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
-        """Bytes of all tensors that were allocated."""
         self._is_locked = False
         self._pieces: list[Any] = []  # weak references
 
@@ -49,9 +47,7 @@ class HostMemory:
             for tensor, dtype in zip(tensors, dtypes, strict=True)
         ]
         with torch.inference_mode(mode=False), host_copies():
-            made = [_empty(form) for form in forms] if _are_fake(tensors) else self._carve(forms)
-        self.num_bytes += sum(tensor.nbytes for tensor in made)
-        return made
+            return [_empty(form) for form in forms] if _are_fake(tensors) else self._carve(forms)
 
     def lock(self) -> None:
         """Lock the pages of all memory, also of what is allocated later, for a GPU."""

@@ -121,12 +121,6 @@ class Residence:
         self.wait()
         self._part_of[id(param)].set_device_dtype(param, dtype)
 
-    def enter_rest(self) -> None:
-        """Bring the parameters outside of blocks to the device."""
-        if not self.rest.is_on_device:
-            self._enter(self.rest, self._beside(self.rest, 1))
-            self._came.append(self.rest)
-
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
         self.copies.finish()
@@ -254,7 +248,9 @@ class Residence:
     def begin(self) -> None:
         """Note that a module outside of blocks begins its forward pass."""
         self._depth += 1
-        self.enter_rest()
+        if not self.rest.is_on_device:
+            self._enter(self.rest, self._beside(self.rest, 1))
+            self._came.append(self.rest)
 
     def end(self) -> None:
         """Note that it ends."""

@@ -156,7 +156,7 @@ class Offloading(Technique[nn.Module]):
     @classmethod
     def from_value(cls, value: Any) -> Self | None:
         """Convert True, or the name of what is offloaded."""
-        is_name = isinstance(value, str) and _is_valid(value)
+        is_name = isinstance(value, bool | str) and _is_valid(value)
         return cls(value) if is_name else super().from_value(value)
 
     def conflicts(self, facts: TrainerFacts, written: str) -> list[Problem]:
