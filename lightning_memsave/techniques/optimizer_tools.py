@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_memsave.core.memory import host_copies
+from lightning_memsave.core.memory import host_copies, is_host
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     KIND_BY_TYPE,
     Kind,
@@ -15,7 +15,6 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
 )
 from lightning_memsave.techniques.low_precision_weights.rounded_updates import RoundedStep
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import ELEMENTWISE
-from lightning_memsave.techniques.offloading.residence import residence_with
 
 # Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
 _KNOWN = ELEMENTWISE | {
@@ -52,7 +51,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
         ]
         if not stateless:
             continue
-        is_on_host = residence_with(stateless[0]) is not None
+        is_on_host = is_host(stateless[0].untyped_storage())
         try:
             with host_copies() if is_on_host else contextlib.nullcontext():
                 _allocate(optimizer, index, group, stateless)

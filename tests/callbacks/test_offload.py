@@ -433,3 +433,13 @@ class TestRefusals:
         (problem,) = Offloading().conflicts(facts, "`offload='optimizer'`")
         assert advice in problem.fix
         assert Offloading().conflicts(TrainerFacts(("SingleDeviceStrategy",), 1, None), "") == []
+
+
+def test_state_of_tables_is_on_the_host():
+    """Micro-batches allocate it before the step."""
+    lit = make_lit(model="classifier")
+    technique = Offloading("parameters+embeddings", min_table_bytes=2**12)
+    callback = only(offload=technique, micro_batch_size=2, monitor=True)
+    fit(lit, callback)
+    assert callback.monitor is not None and callback.monitor.summary is not None
+    assert callback.monitor.summary.to_dict()["by_category"]["optimizer_state"] == 0
