@@ -335,7 +335,6 @@ CASES: dict[str, Case] = {
     Offloading.name: Case(
         variants=(
             Offloading(),
-            Offloading("parameters"),
             Offloading("parameters+activations", min_bytes=1),
         )
     ),

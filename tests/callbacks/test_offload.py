@@ -11,6 +11,7 @@ from lightning_memsave import MemSaveCallback
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import (
@@ -437,9 +438,21 @@ class TestRefusals:
 
 def test_state_of_tables_is_on_the_host():
     """Micro-batches allocate it before the step."""
-    lit = make_lit(model="classifier")
-    technique = Offloading("parameters+embeddings", min_table_bytes=2**12)
-    callback = only(offload=technique, micro_batch_size=2, monitor=True)
+    callback = only(
+        offload=Offloading("parameters+embeddings", min_table_bytes=2**12),
+        chunked_cross_entropy=ChunkedCrossEntropy(heads="model.head"),
+        micro_batch_size=2,
+        monitor=True,
+    )
+    lit = make_lit(model="tied")
+
+    class TableFirst(type(lit)):  # type: ignore[misc]
+        def configure_optimizers(self) -> Any:
+            table = self.model.embedding.weight
+            return torch.optim.AdamW(sorted(self.parameters(), key=lambda p: p is not table))
+
+    lit.__class__ = TableFirst
     fit(lit, callback)
-    assert callback.monitor is not None and callback.monitor.summary is not None
+    assert callback.monitor is not None
+    assert callback.monitor.summary is not None
     assert callback.monitor.summary.to_dict()["by_category"]["optimizer_state"] == 0
