@@ -453,7 +453,9 @@ def _save_through_hooks(storage: dict[Any, dict[int, Any]]) -> None:
     if hooks is None:
         return
     for results in storage.values():
-        for index, result in results.items():
+        # By number of the call; in torch 2.10 a list.
+        numbered = results.items() if isinstance(results, dict) else enumerate(results)
+        for index, result in [*numbered]:
             results[index] = tree_map(functools.partial(_packed, hooks), result)
 
 
