@@ -443,7 +443,7 @@ _OWN_HOOKS: dict[str, Any] = (
 )
 
 
-def _save_through_hooks(storage: dict[Any, dict[int, Any]]) -> None:
+def _save_through_hooks(storage: dict[Any, Any]) -> None:
     """Save the results that "selective" keeps through the hooks around the block, if there are any.
 
     Args:
