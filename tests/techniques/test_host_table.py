@@ -718,3 +718,13 @@ def test_state_that_lightning_moves_is_on_the_host_again():
     assert not is_host(state["exp_avg"].untyped_storage())
     train(model, optimizer, range(2))
     assert all(is_host(tensor.untyped_storage()) for tensor in state.values())
+
+
+def test_what_would_change_zeros_of_a_row_gradient_is_refused():
+    rows = torch.ones(2, 3)
+    gradient = RowGradient(torch.tensor([1, 4]), rows, 6)
+    with pytest.raises(IncompatibleError, match=r"`add_` on the gradient.*Use `grad\.whole\(\)`"):
+        gradient.add_(1.0)
+    assert torch.equal(rows, torch.ones(2, 3))
+    gradient.mul_(2.0)
+    assert torch.equal(gradient.whole().sum(1), torch.tensor([0.0, 6.0, 0.0, 0.0, 6.0, 0.0]))

@@ -348,8 +348,6 @@ class TestBitwise:
 
     @pytest.mark.parametrize("kind", OPTIMIZERS)
     def test_every_optimizer(self, kind):
-        if kind == "Adafactor" and not hasattr(torch.optim, "Adafactor"):
-            pytest.skip("this torch has none")
         states = []
         for is_saving in (False, True):
             model = make_model("dropout").train()

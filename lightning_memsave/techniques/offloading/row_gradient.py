@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_memsave.errors import IncompatibleError, Problem
+
 aten: Any = torch.ops.aten
 
 # Functions that leave zeros as they are, so that they need the rows only. Of lists of gradients,
@@ -75,11 +77,10 @@ class RowGradient(Tensor):
             found = func(*tree_map_only(RowGradient, _rows, args), **kwargs)
             return _with_ids(func, args, found)
         if func._schema.is_mutable and _changes_one(func, args):
-            name = func.overloadpacket.__name__
-            raise NotImplementedError(
-                f"`{name}` would change the zeros of a gradient of which only rows are stored. Use "
-                "`.whole()` of it, an ordinary tensor."
-            )
+            what = f"`{func.overloadpacket.__name__}` on the gradient of a table on the host"
+            why = "it would change zeros, of which none are stored"
+            fix = "Use `grad.whole()`, an ordinary tensor, or keep the table on the device."
+            raise IncompatibleError("offloading", [Problem(what, why, fix)])
         args, kwargs = tree_map_only(RowGradient, RowGradient.whole, (args, kwargs))
         return func(*args, **kwargs)
 
