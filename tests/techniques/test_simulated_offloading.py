@@ -1,0 +1,175 @@
+"""Weights, gradients and updates with simulated copies: late, and in another order each time."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading import residence
+from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.technique import Offloading
+from tests.cases import MODELS, make_batch, make_model
+from tests.helpers import InAutocast, adamw
+from tests.techniques.offloaded_loops import (
+    LOOPS,
+    Offloaded,
+    assert_equal,
+    assert_same_training,
+    clones,
+    trained,
+    trained_without,
+    weight_decaying,
+)
+from tests.techniques.simulated_copies import SimulatedCopies, Simulation
+
+SEEDS = (None, 1, 2)
+EVERYTHING = {
+    "optimizer": Offloading(),
+    "parameters": Offloading("parameters"),
+    "everything": Offloading(True, min_bytes=1),
+}
+
+
+def simulate(
+    what: str, name: str, loop: str, simulation: Simulation, which: str | None = None
+) -> None:
+    """Compare a loop with and without offloading; also what simulated copies found."""
+    with simulation.running():
+        model = make_model(name).train()
+        if which is not None:
+            ActivationCheckpointing(which).apply(model)
+        optimizer = weight_decaying(model)
+        technique = EVERYTHING[what]
+        handle = technique.apply(model)
+        technique.update_in_background(optimizer)
+        saving = trained(model, optimizer, loop)
+        assert_same_training(saving, trained_without(name, loop))
+        handle.undo()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.daily(4)
+def test_training_is_the_same_bit_for_bit(what, loop, seed):
+    simulate(what, "dropout", loop, Simulation(seed))
+
+
+@pytest.mark.parametrize("which", [None, "all", "selective"])
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.daily(5)
+def test_so_it_is_for_other_models(name, what, which):
+    simulate(what, name, "accumulated", Simulation(3), None if name == "unrepeated" else which)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.daily(2)
+def test_so_it_is_with_weights_in_bfloat16(what, seed):
+    """Against copies that are done at once, which a hand-written loop was compared with."""
+
+    def run() -> tuple[list[Tensor], dict[str, Tensor]]:
+        model = make_model("classifier").train()
+        technique = EVERYTHING[what]
+        handle = technique.apply(model)
+        low = LowPrecisionWeights("master").apply(model)
+        optimizer = adamw(model)
+        technique.update_in_background(optimizer)
+        losses = []
+        for number in range(6):
+            torch.manual_seed(number)
+            losses.append(InAutocast(model)(make_batch(number)))
+            losses[-1].backward()
+            if number % 2:  # gradients of two passes are added up in float32
+                optimizer.step()
+                optimizer.zero_grad()
+        state = clones(model.state_dict())
+        low.undo()
+        handle.undo()
+        return losses, state
+
+    losses, state = run()
+    with Simulation(seed).running():
+        found, late = run()
+    assert torch.equal(torch.stack(losses), torch.stack(found))
+    assert_equal(state, late)
+
+
+class _NobodyWaitsForWeights(SimulatedCopies):
+    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
+        super().to_device(targets, sources)
+        return lambda: None
+
+
+class _NobodyWaitsForGradients(SimulatedCopies):
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("broken", [_NobodyWaitsForWeights, _NobodyWaitsForGradients])
+@pytest.mark.parametrize("what", EVERYTHING)
+def test_a_missing_wait_for_a_copy_is_seen(what, broken):
+    with pytest.raises(AssertionError):
+        simulate(what, "dropout", "plain", Simulation(make_copies=broken))
+
+
+class _NobodyWaitsForUpdates(Part):
+    def wait(self) -> None:
+        pass
+
+
+class _MemoryIsGivenBackTooEarly(Part):
+    def drop(self) -> None:
+        self._wait_for_copies = None
+        super().drop()
+
+
+def test_a_missing_wait_for_an_update_is_seen(monkeypatch):
+    monkeypatch.setattr(residence, "Part", _NobodyWaitsForUpdates)
+    with pytest.raises(AssertionError):
+        simulate("optimizer", "dropout", "plain", Simulation())
+
+
+def skip_a_block(simulation: Simulation) -> None:
+    """A block that came in vain, as in LayerDrop, leaves."""
+    with simulation.running():
+        made = Offloaded(what="parameters")
+        made.step(0)
+        blocks = made.model.blocks
+        made.model.blocks = torch.nn.ModuleList([blocks[0], blocks[3]])
+        made.step(1)
+        made.model.blocks = blocks
+        made.close()
+
+
+def test_what_came_in_vain_leaves_after_it_came(monkeypatch):
+    skip_a_block(Simulation())
+    monkeypatch.setattr(residence, "Part", _MemoryIsGivenBackTooEarly)
+    with pytest.raises(AssertionError, match="target of a copy on the way up was given back"):
+        skip_a_block(Simulation())
+
+
+def change_after_evaluation(simulation: Simulation) -> None:
+    """Weights that the host may still copy to the device, for a loss that nobody has read yet."""
+    with simulation.running():
+        made = Offloaded()
+        made.step(0)
+        with torch.no_grad():
+            made.model(make_batch(1))
+        made.model.load_state_dict(make_model("tuple_output").state_dict())
+        made.step(2)
+        made.close()
+
+
+def test_weights_are_changed_after_they_were_copied(monkeypatch):
+    change_after_evaluation(Simulation())
+    monkeypatch.setattr(SimulatedCopies, "synchronize", lambda _: None)
+    with pytest.raises(AssertionError, match="changed while a copy of it may have run"):
+        change_after_evaluation(Simulation())
