@@ -56,13 +56,13 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> N
 
 
 @pytest.mark.parametrize("simulated", [False, True])
-@pytest.mark.parametrize("resets", ["optimizer", "model", "by hand"])
+@pytest.mark.parametrize("resets", ["optimizer", "model"])
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_gradients_of_a_failed_pass_do_not_reach_the_next_step(in_backward, resets, simulated):
     runs = []
     for is_saving in (False, True):
         torch.manual_seed(0)
-        model, optimizer = Chain(), None
+        model = Chain()
         optimizer = adamw(model)
         with Simulation().running() if simulated else pytest.MonkeyPatch.context():
             handle = Offloading("parameters").apply(model) if is_saving else None
@@ -72,11 +72,10 @@ def test_gradients_of_a_failed_pass_do_not_reach_the_next_step(in_backward, rese
             with pytest.raises(KeyError):
                 model(batch_of(64)).backward()
             model.blocks[2].down = good
-            if resets == "by hand":
-                for param in model.parameters():
-                    param.grad = None
+            if resets == "optimizer":
+                optimizer.zero_grad()
             else:
-                {"optimizer": optimizer, "model": model}[resets].zero_grad()
+                model.zero_grad()
             step(model, optimizer, batch_of(32))
             runs.append(clones(model.state_dict()))
             if handle is not None:
