@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from lightning_memsave.core.memory import host_copies
@@ -79,7 +80,7 @@ class SimulatedCopies(Copies):
             key = target.data_ptr()
             value, waiting = self._true.setdefault(key, (target.clone(), []))
             waiting.append(None)
-            _spoil(target)
+            spoil(target)
 
         def copy() -> None:
             with torch.no_grad(), host_copies():
@@ -123,8 +124,8 @@ class SimulatedCopies(Copies):
         self.num_started += 1
         for target, source in zip(targets, sources, strict=True):
             assert (target.shape, target.dtype) == (source.shape, source.dtype)
-            _spoil(target)
-        pairs = [(_Place(t), _Place(s)) for t, s in zip(targets, sources, strict=True)]
+            spoil(target)
+        pairs = [(Place(t), Place(s)) for t, s in zip(targets, sources, strict=True)]
 
         def copy() -> None:
             for target, source in pairs:
@@ -184,7 +185,8 @@ class SimulatedWorker(HostWorker):
         for _ in range(number):
             work, done = self._late.pop(0)
             try:
-                super().submit(work).result()
+                with _disable_current_modes():  # which a thread would not have either
+                    super().submit(work).result()
             except BaseException as error:
                 done.set_exception(error)
             else:
@@ -236,7 +238,7 @@ class Simulation:
         assert problems == [], problems
 
 
-class _Place:
+class Place:
     """Where a tensor is, without holding on to it: a copy does not keep memory alive."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -261,7 +263,7 @@ def _run(lane: list[Callable[[], None]], last: Callable[[], None] | None = None)
 
 
 # Not noticed by autograd, as it would not be on a GPU.
-def _spoil(tensor: Tensor) -> None:
+def spoil(tensor: Tensor) -> None:
     with torch.no_grad():
         num_bytes = tensor.nbytes
         flat = tensor.data.as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,8 +1,10 @@
 """Weights, gradients and updates with simulated copies: late, and in another order each time."""
 
+import functools
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.offloading import copies, residence
+from lightning_memsave.techniques.offloading import copies, residence, technique
 from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import MODELS, make_batch, make_model
@@ -29,7 +33,8 @@ from tests.techniques.offloaded_loops import (
     trained_without,
     weight_decaying,
 )
-from tests.techniques.simulated_copies import SimulatedCopies, Simulation
+from tests.techniques.simulated_copies import SimulatedCopies, SimulatedWorker, Simulation
+from tests.techniques.simulated_streams import Streams
 
 SEEDS = (None, 1, 2)
 EVERYTHING = {
@@ -67,7 +72,7 @@ def test_training_is_the_same_bit_for_bit(what, loop, seed):
 @pytest.mark.parametrize("which", [None, "all", "selective"])
 @pytest.mark.parametrize("what", EVERYTHING)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.daily(5)
+@pytest.mark.daily(17)
 def test_so_it_is_for_other_models(name, what, which):
     simulate(what, name, "accumulated", Simulation(3), None if name == "unrepeated" else which)
 
@@ -86,7 +91,7 @@ def test_so_it_is_with_weights_in_bfloat16(what, seed):
         optimizer = adamw(model)
         technique.update_in_background(optimizer)
         losses = []
-        for number in range(6):
+        for number in range(4):
             torch.manual_seed(number)
             losses.append(InAutocast(model)(make_batch(number)))
             losses[-1].backward()
@@ -178,6 +183,86 @@ def test_weights_are_changed_after_they_were_copied(monkeypatch):
         change_after_evaluation(Simulation())
 
 
+@contextmanager
+def streaming(
+    streams: Streams, class_of_copies: type[StreamCopies] = StreamCopies
+) -> Iterator[None]:
+    """Let copies do what they do for a GPU, with simulated streams."""
+
+    def make(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> StreamCopies:
+        return class_of_copies(worker, memory, tensor.device)
+
+    with pytest.MonkeyPatch.context() as patch, streams.running():
+        for module in (residence, technique):
+            patch.setattr(module, "copies_for", make)
+        patch.setattr(technique, "HostWorker", lambda **_: SimulatedWorker())
+        yield
+    assert streams.problems == []
+
+
+def stream(what: str, streams: Streams, *, is_low: bool, **settings: Any) -> None:
+    losses, expected = by_hand_on("cpu", "dropout", is_low=is_low)
+    with streaming(streams, **settings):
+        found, state = offloaded_on("cpu", "dropout", what, is_low=is_low)
+    assert torch.equal(torch.stack(losses), torch.stack(found))
+    assert_equal(state, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("is_low", [False, True])
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.daily(5)
+def test_copies_of_a_gpu_give_the_same_bits(what, is_low, seed):
+    """Its own streams, pieces and events, though what they wait for is simulated."""
+    streams = Streams(seed)
+    stream(what, streams, is_low=is_low)
+    assert streams.num_copies > 0
+
+
+class _LetsGoAtOnce(StreamCopies):
+    def _let_go(self, num_bytes: int) -> None:
+        self._held.clear()
+
+
+class _DoesNotWaitForEvents(StreamCopies):
+    def finish(self) -> None:
+        self._held.clear()
+        super().finish()
+
+
+class _DoesNotWaitForLandings(StreamCopies):
+    def finish(self) -> None:
+        self._landings.clear()
+        super().finish()
+
+
+class _UsesPiecesAtOnce(StreamCopies):
+    def _next_piece(self) -> Tensor:
+        self._pieces = [(memory, None) for memory, _ in self._pieces]
+        return super()._next_piece()
+
+
+class _DoesNotWaitForWeights(StreamCopies):
+    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
+        super().to_device(targets, sources)
+        return lambda: None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _LetsGoAtOnce,
+        _DoesNotWaitForEvents,
+        _DoesNotWaitForLandings,
+        _UsesPiecesAtOnce,
+        _DoesNotWaitForWeights,
+    ],
+)
+def test_a_missing_wait_in_copies_of_a_gpu_is_seen(broken):
+    with pytest.raises(AssertionError):
+        stream("parameters", Streams(), is_low=False, class_of_copies=broken)
+
+
 class _Lagging(StreamCopies):
     """Its streams are busy with something else before each copy."""
 
@@ -220,7 +305,7 @@ Found = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def offloaded_on(device: str, name: str, what: str, *, is_low: bool) -> Found:
-    """Six steps of two passes each, all that was asked for on the host."""
+    """Three steps of two passes each, all that was asked for on the host."""
     whole = OnDevice(name, device, is_low=is_low)
     technique = EVERYTHING[what]
     handles: list[Any] = [ActivationCheckpointing().apply(whole.model)]
@@ -230,7 +315,7 @@ def offloaded_on(device: str, name: str, what: str, *, is_low: bool) -> Found:
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, fused=True)
     handles.append(technique.update_in_background(optimizer))
     losses = []
-    for number in range(6):
+    for number in range(3):
         for part in range(2):
             loss = whole(10 * number + part)
             loss.backward()
@@ -244,6 +329,7 @@ def offloaded_on(device: str, name: str, what: str, *, is_low: bool) -> Found:
     return losses, state
 
 
+@functools.cache
 def by_hand_on(device: str, name: str, *, is_low: bool) -> Found:
     """The same by a loop that stops for each copy; the host updates with the same kernel."""
     whole = OnDevice(name, device, is_low=is_low)
@@ -252,7 +338,7 @@ def by_hand_on(device: str, name: str, *, is_low: bool) -> Found:
         LowPrecisionWeights().apply(whole.model)
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, fused=True)
     losses = []
-    for number in range(6):
+    for number in range(3):
         for param_name, param in whole.model.named_parameters():
             param.data = masters[param_name].detach().to(device, param.dtype, copy=True)
         for part in range(2):
