@@ -24,7 +24,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import LowPrec
 from lightning_memsave.techniques.offloading.residence import leave_device
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
-from tests.helpers import InAutocast, adamw
+from tests.helpers import InAutocast, adamw, gradients_of
 from tests.techniques.offloaded_loops import (
     LOOPS,
     OPTIMIZERS,
@@ -562,14 +562,22 @@ class TestModule:
         assert all(map(is_on_host, tensors_in(offloaded.optimizer.state)))
         offloaded.step(2)
 
-    def test_undo_in_the_middle_of_a_step(self, offloaded):
-        loss = offloaded.model(make_batch(0))
-        offloaded.close()
-        assert not any(map(is_on_host, offloaded.model.parameters()))
-        del loss
-        optimizer = adamw(offloaded.model)
-        offloaded.model(make_batch(0)).backward()
-        optimizer.step()
+    @pytest.mark.parametrize("checkpoints", [False, True])
+    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
+    def test_undo_in_the_middle_of_a_step(self, what, checkpoints):
+        """The graph is still there, and its backward pass is one without offloading."""
+        made, plain = Offloaded(what=what), make_model("dropout").train()
+        for model in (made.model, plain):
+            if checkpoints:
+                ActivationCheckpointing().apply(model)
+            torch.manual_seed(0)
+            loss = model(make_batch(0))
+            made.close()
+            loss.backward()
+            assert not any(map(is_on_host, model.parameters()))
+            assert not any(map(is_on_host, gradients_of(model)))
+        assert all(map(torch.equal, gradients_of(made.model), gradients_of(plain)))
+        adamw(made.model).step()
 
     def test_after_a_failed_forward_pass(self, offloaded):
         offloaded.step(0)

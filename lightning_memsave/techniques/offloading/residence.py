@@ -70,6 +70,7 @@ class Residence:
         self._came: list[Part] = []
         self._depth = 0
         self._has_graph = False
+        self._is_released = False
         self._task = _NO_TASK
         self._model = weakref.ref(model)
 
@@ -171,6 +172,7 @@ class Residence:
 
     def release(self) -> None:
         """Give all parameters memory of their own on the device."""
+        self._is_released = True
         try:
             self.wait()
         finally:
@@ -260,6 +262,8 @@ class Residence:
         return output
 
     def _enter_in_backward(self, part: Part) -> None:
+        if self._is_released:  # the graph is older
+            return
         for other in self._by_block.values():
             if other is not part:
                 other.leave()
