@@ -41,6 +41,11 @@ def package(request):
     return PACKAGES[request.param]
 
 
+# True is both.
+PARTS = [
+    *(pytest.param(w, marks=pytest.mark.exhaustive) for w in ("parameters", "activations")),
+    True,
+]
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.1},
@@ -61,6 +66,7 @@ class TestBitwise:
         assert rows_of(callback)["offload"].status == "on"
 
     @pytest.mark.parametrize("model", ["tied", "batch_norm", "frozen", "transformer"])
+    @pytest.mark.daily(2)
     def test_other_models_beside_other_settings(self, model):
         lit = make_lit(model=model)
         callback = only(
@@ -70,7 +76,7 @@ class TestBitwise:
         )
         assert_same(fit(lit), fit(lit, callback))
 
-    @pytest.mark.parametrize("what", ["parameters", "activations", True])
+    @pytest.mark.parametrize("what", PARTS)
     def test_other_parts(self, package, what):
         lit = make_lit(package)
         technique = Offloading(what, min_bytes=1)
@@ -178,6 +184,7 @@ class TestOutOfMemory:
     @pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
     @pytest.mark.parametrize("what", ["optimizer", "parameters", True])
     @pytest.mark.parametrize("accumulated", [1, 2])
+    @pytest.mark.daily(3)
     def test_in_backward_the_batch_is_repeated(self, what, accumulated):
         """Some gradients have come by then, of which nothing may be left."""
         runs = []
@@ -225,8 +232,10 @@ class FailsOnce(LIGHTNING.LightningModule):  # type: ignore[misc, name-defined]
 
 class TestCheckpoints:
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-    @pytest.mark.parametrize("resumes_with", [True, False])
-    @pytest.mark.parametrize("begins_with", [True, False])
+    @pytest.mark.parametrize(
+        ("begins_with", "resumes_with"),
+        [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.exhaustive)],
+    )
     def test_are_those_of_a_plain_run(self, tmp_path, begins_with, resumes_with):
         lit = make_lit()
         files = []
@@ -289,10 +298,11 @@ def assert_equal_nested(one: Any, other: Any) -> None:
 
 class TestMemory:
     @pytest.mark.parametrize("settings", ["plain", "clipped", "accumulated", "bf16"])
+    @pytest.mark.daily(2)
     def test_is_predicted_to_the_byte(self, settings):
         lit = silent_lit("tied")
-        callback = only(monitor=True, predict=60, micro_batch_size=MicroBatching("auto"))
-        plain = only(offload=None, monitor=True, predict=60, micro_batch_size=MicroBatching("auto"))
+        how: dict[str, Any] = {"monitor": True, "micro_batch_size": MicroBatching("auto")}
+        callback, plain = only(predict=60, **how), only(offload=None, **how)
         for each in (callback, plain):
             fit(lit, each, **SETTINGS[settings])
         assert callback.prediction is not None
@@ -311,7 +321,7 @@ class TestMemory:
         assert callback.prediction.peak_bytes == peak_of(callback)
         assert rows_of(callback)["low_precision_weights"].value == "'master'"
 
-    @pytest.mark.parametrize("what", ["parameters", "activations", True])
+    @pytest.mark.parametrize("what", PARTS)
     def test_of_other_parts_is_predicted(self, what):
         lit = silent_lit("transformer")
         callback = only(

@@ -97,9 +97,11 @@ class HostUpdates:
             self._residence.wait()
 
     def _stop(self, optimizer: Optimizer) -> None:
-        self._residence.wait()
-        self._residence.updated_by_parts.discard(optimizer)
-        _UPDATES.pop(optimizer, None)
+        try:
+            self._residence.wait()
+        finally:
+            self._residence.updated_by_parts.discard(optimizer)
+            _UPDATES.pop(optimizer, None)
 
     def _wait(self, *_: object) -> None:
         self._residence.wait()
@@ -135,7 +137,12 @@ class HostUpdates:
                 choose_fused(double, group)
 
         def update() -> None:
-            step_without_hooks(double)
+            try:
+                step_without_hooks(double)
+            except Exception as error:
+                names = self._residence.names_of(part.params)
+                error.add_note(f"In the update of {names} on the host, beside the next step.")
+                raise
             for held in state.values():
                 _mark(held)
             part.note_change()

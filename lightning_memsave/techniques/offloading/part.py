@@ -159,6 +159,16 @@ class Part:
         self._received.clear()
         self._kept.clear()
 
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether gradients came, or were about to, that parameters do not have yet."""
+        return bool(self._received or self._kept)
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients that came."""
+        self._received.clear()
+        self._kept.clear()
+
     def keep_gradient(self, param: nn.Parameter) -> None:
         """Put the gradient from before aside, as autograd is about to add another one to it."""
         if param.grad is None:
