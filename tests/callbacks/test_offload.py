@@ -12,6 +12,8 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD
+from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_bit_state_bytes
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import (
@@ -69,6 +71,17 @@ class TestBitwise:
             early_release=True,
         )
         assert_same(fit(lit), fit(lit, callback))
+
+    @pytest.mark.parametrize("settings", ["plain", "clipped by value", "accumulated", "bf16"])
+    def test_updated_in_backward(self, package, settings):
+        lit, how = make_lit(package), SETTINGS[settings]
+        callback = only(optimizer_in_backward=True, micro_batch_size=MicroBatching("auto"))
+        saving = fit(lit, callback, package=package, **how)
+        assert_same(fit(lit, package=package, **how), saving)
+        row = rows_of(callback)["optimizer_in_backward"]
+        assert row.status == "on"
+        place = "are alive on the host while 4" if settings == "accumulated" else "time on the host"
+        assert place in row.details[0]
 
     @pytest.mark.parametrize("what", ["parameters", "activations", True])
     def test_other_parts(self, package, what):
@@ -308,6 +321,44 @@ class TestMemory:
         assert peak_of(callback) < peak_of(plain) - 2 * weights
         assert callback.prediction.peak.host_bytes >= 4 * weights
 
+    @pytest.mark.parametrize("low", [None, "master"])
+    @pytest.mark.parametrize("optimizer", [None, "8bit"])
+    def test_host_bytes_are_predicted(self, optimizer, low):
+        """Of gradients, there is room for two blocks."""
+        lit = make_lit(model="tied")
+
+        class Silent(type(lit)):  # type: ignore[misc]
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                return self.model(batch)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+        lit.__class__ = Silent
+        callback = only(
+            monitor=True,
+            predict=60,
+            optimizer=optimizer,
+            force_8bit=("*",) if optimizer else (),
+            low_precision_weights=low,
+            precision=low and "bf16-mixed",
+            optimizer_in_backward=True,
+            micro_batch_size=MicroBatching("auto"),
+        )
+        fit(lit, callback)
+        assert callback.prediction is not None
+        assert callback.prediction.peak_bytes == peak_of(callback)
+        params = [*lit.parameters()]
+        large = [p for p in params if p.numel() >= 4096]
+        in_8bit = large if optimizer else []
+        state_bytes = low_bit_state_bytes(KIND_BY_WORD["adamw"], params, in_8bit)
+        state_bytes += 0 if optimizer else 4 * len(params)  # numbers of steps
+        copies = [p.nbytes // (1 + (low is not None and p.ndim > 1)) for p in params]
+        host_bytes = sum(p.nbytes for p in params) + state_bytes + 2 * sum(copies[:6])
+        if low:  # and one gradient in float32
+            host_bytes += sum(copies) + max(p.nbytes for p in params)
+        assert callback.prediction.peak.host_bytes == host_bytes
+
     @pytest.mark.parametrize("what", ["parameters", "activations", True])
     def test_of_other_parts_is_predicted(self, what):
         lit = make_lit(model="transformer")
@@ -382,7 +433,6 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"optimizer_in_backward": True}, "updates weights on the device"),
             ({"host_budget": "1GiB", "offload": None}, "is not used with `offload=None`"),
             ({"offload": "disk"}, "`offload='disk'` is not a valid value"),
             ({"host_budget": "much"}, "`host_budget='much'`"),
@@ -398,6 +448,11 @@ class TestRefusals:
         [
             ({}, {"precision": "bf16-true"}, 'Use `precision="bf16-mixed"`'),
             ({"host_budget": "1MiB"}, {}, "`host_budget` is 1.00 MiB"),
+            (
+                {"optimizer_in_backward": True},
+                {"gradient_clip_val": 1.0},
+                "the norm of all gradients is known only after backward",
+            ),
             (
                 {"low_precision_weights": "stochastic", "precision": "bf16-mixed"},
                 {},

@@ -1,12 +1,14 @@
 """Parameters that wait on the host together."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as
+from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 
@@ -35,6 +37,7 @@ class Part:
         self._memory = memory
         self._positions = {id(param): index for index, param in enumerate(self.params)}
         self._weights = memory.tensors_like(self.params)
+        self._forms = [torch.empty_like(weight, device="meta") for weight in self._weights]
         self._gradients: list[Tensor] = []
         self._received: set[int] = set()  # positions of the gradients since the part came
         self._kept: set[int] = set()  # those that are added to gradients from before
@@ -46,7 +49,7 @@ class Part:
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
-        self._update: Future[None] | None = None
+        self._updates: list[Future[None]] = []
         self._adopt()
 
     def __contains__(self, param: Tensor) -> bool:
@@ -55,11 +58,44 @@ class Part:
     @property
     def is_updating(self) -> bool:
         """Whether an update runs in the background."""
-        return self._update is not None and not self._update.done()
+        return not all(update.done() for update in self._updates)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether `convert` has nothing to do."""
+        return self._versions() == self._converted
 
     def weight_of(self, param: Tensor) -> Tensor:
         """Return the weight on the host."""
         return self._weights[self._positions[id(param)]]
+
+    def access_to(self, param: Tensor, *, is_flat: bool) -> Weights:
+        """Give access to a weight for an update of a part of it.
+
+        Args:
+            param: One of the parameters.
+            is_flat: For slices of the flat weight; otherwise for all of it.
+
+        Returns:
+            What loads and stores values in float32.
+        """
+        weight = self.weight_of(param)
+        weight = weight.view(-1) if is_flat else weight
+        return Weights(lambda part: weight[part], lambda part, new: None)
+
+    def form_of(self, param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor without values like a weight, possibly in another type."""
+        form = self._forms[self._positions[id(param)]]
+        return form if dtype is None else torch.empty_like(form, dtype=dtype)
+
+    def device_dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the type of the copy on the device."""
+        return self._dtypes[self._positions[id(param)]]
+
+    def sums_gradients_of(self, param: Tensor) -> bool:
+        """Return whether there are gradients from before, to which others are added."""
+        index = self._positions[id(param)]
+        return index in self._kept or index in self._received
 
     def set_device_dtype(self, param: nn.Parameter, dtype: torch.dtype) -> None:
         """Choose the type of the copy on the device.
@@ -77,13 +113,29 @@ class Part:
 
     def begin_update(self, update: "Future[None]") -> None:
         """Let everybody who needs the weights wait for an update in the background."""
-        self._update = update
+        self._updates.append(update)
 
     def wait(self) -> None:
-        """Wait for the update in the background, and raise what it has raised."""
-        update, self._update = self._update, None
-        if update is not None:
-            update.result()
+        """Wait for the updates in the background, and raise what the first one has raised."""
+        updates, self._updates = self._updates, []
+        errors = [update.exception() for update in updates]
+        for error in filter(None, errors):
+            raise error
+
+    @contextlib.contextmanager
+    def on_host(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Let parameters be on the host, with gradients that nobody may read, to allocate state."""
+        before = [(param, param.data, param.grad) for param in params]
+        for param, _, _ in before:
+            param.grad = None
+            param.data = param.grad = self.weight_of(param)
+        try:
+            yield
+        finally:
+            for param, data, grad in before:
+                param.grad = None
+                param.data = data
+                param.grad = grad
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -187,19 +239,25 @@ class Part:
         param.grad = None
         self._received.add(index)
 
-    def convert(self) -> None:
-        """Convert weights that have changed to the types of the device."""
+    def convert(self, changed: Iterable[Tensor] | None = None) -> None:
+        """Convert weights that have changed to the types of the device.
+
+        Args:
+            changed: Parameters, if no others have changed.
+        """
         versions = self._versions()
         if versions == self._converted:
             return
+        own = range(len(self.params))
+        chosen = own if changed is None else [self._positions[id(param)] for param in changed]
         if all(w.dtype is d for w, d in zip(self._weights, self._dtypes, strict=True)):
             self._to_send = self._weights
         else:
             if not self._to_send:
-                self._to_send = self._memory.tensors_like(self._weights, self._dtypes)
+                self._to_send, chosen = self._memory.tensors_like(self._weights, self._dtypes), own
             with host_copies():
-                for converted, weight in zip(self._to_send, self._weights, strict=True):
-                    converted.copy_(weight)
+                for index in chosen:
+                    self._to_send[index].copy_(self._weights[index])
         self._converted = versions
 
     def release(self, device: torch.device) -> None:

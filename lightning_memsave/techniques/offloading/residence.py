@@ -4,7 +4,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,13 @@ from lightning_memsave.techniques.offloading.part import Part
 
 # By module, so that copies of a module do not move the parameters of the original.
 _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
+
+
+class Taker(Protocol):
+    """Takes gradients in the place of `Part.receive_gradient`."""
+
+    def take(self, param: nn.Parameter, part: Part) -> bool:
+        """Take a complete gradient, or return False."""
 
 
 class Residence:
@@ -53,6 +60,8 @@ class Residence:
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
         self.updated_by_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose updates note themselves what they change."""
+        self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
+        """What updates parameters as soon as their gradients are complete."""
         self.memory = memory
         self.device = params[0].device
         self.copies = copies_for(params[0], worker, self.memory)
@@ -177,11 +186,16 @@ class Residence:
             own = residence()
             if own is not None:
                 own._queue_end()
-                with torch.no_grad():
-                    own._part_of[id(found)].receive_gradient(found, own.copies)
+                own._receive(found)
 
         register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
         return [param.register_hook(before).remove, register(after).remove]
+
+    @torch.no_grad()
+    def _receive(self, param: nn.Parameter) -> None:
+        part = self._part_of[id(param)]
+        if not any(taker.take(param, part) for taker in self.takers):
+            part.receive_gradient(param, self.copies)
 
     # At the end of backward, on the thread that called it.
     def _queue_end(self) -> None:
