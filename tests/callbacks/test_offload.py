@@ -321,7 +321,7 @@ class TestMemory:
         assert peak_of(callback) < peak_of(plain) - 2 * weights
         assert callback.prediction.peak.host_bytes >= 4 * weights
 
-    @pytest.mark.parametrize("low", [None, "master"])
+    @pytest.mark.parametrize("low", [None, "master", "split"])
     @pytest.mark.parametrize("optimizer", [None, "8bit"])
     def test_host_bytes_are_predicted(self, optimizer, low):
         """Of gradients, there is room for two blocks."""
@@ -355,8 +355,11 @@ class TestMemory:
         state_bytes += 0 if optimizer else 4 * len(params)  # numbers of steps
         copies = [p.nbytes // (1 + (low is not None and p.ndim > 1)) for p in params]
         host_bytes = sum(p.nbytes for p in params) + state_bytes + 2 * sum(copies[:6])
-        if low:  # and one gradient in float32
-            host_bytes += sum(copies) + max(p.nbytes for p in params)
+        largest = max(p.nbytes for p in params)
+        if low == "master":  # and one gradient in float32
+            host_bytes += sum(copies) + largest
+        elif low == "split":  # and its weight, and a NaN in the place of each
+            host_bytes += 4 * sum(p.ndim > 1 for p in params) + 2 * largest
         assert callback.prediction.peak.host_bytes == host_bytes
 
     @pytest.mark.parametrize("what", ["parameters", "activations", True])
@@ -427,6 +430,57 @@ class TestMasters:
         assert "optimizer_in_backward" not in rows
         assert losses[-1] < losses[0]
         assert all(value.dtype is torch.float32 for value in state.values())
+
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+    @pytest.mark.parametrize("optimizer", [None, "8bit"])
+    def test_in_two_halves(self, tmp_path, optimizer):
+        """Checkpoints load with and without updates in backward, and with whole masters."""
+        lit = make_lit(model="tied")
+
+        def train(
+            name: str, rounding: str, start: str | None = None, *, after: bool = False
+        ) -> Any:
+            module = copy.deepcopy(lit)
+            callback = only(
+                precision="bf16-mixed",
+                low_precision_weights=rounding,
+                optimizer=optimizer,
+                optimizer_in_backward=None if after else True,
+                micro_batch_size=MicroBatching("auto"),
+            )
+            epochs = 1 if start is None else 2
+            trainer = make_trainer(LIGHTNING, callback, max_epochs=epochs, val_check_interval=2)
+            torch.manual_seed(epochs)
+            trainer.fit(module, ckpt_path=start and tmp_path / start)
+            trainer.save_checkpoint(tmp_path / name)
+            details = rows_of(callback)["low_precision_weights"].details[0]
+            assert ("in two halves" in details) == (rounding == "split")
+            return module.state_dict(), torch.load(tmp_path / name, weights_only=True)
+
+        train("one", "split")
+        resumed, saved = train("two", "split", "one")
+        again, expected = train("again", "split", "one", after=True)
+        assert_equal_nested(dict(resumed), dict(again))
+        assert_equal_nested(saved["optimizer_states"], expected["optimizer_states"])
+        masters, _ = train("masters", "master", "one")
+        for key, value in masters.items():
+            assert value.dtype is resumed[key].dtype is torch.float32
+            assert torch.allclose(value, resumed[key], atol=1e-2), key
+        train("one", "master")
+        back, _ = train("back", "split", "one")
+        assert not any(value.isnan().any() for value in back.values())
+
+    def test_averages_of_weights_in_two_halves(self):
+        """Hooks between steps see whole weights."""
+
+        class Look(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+                assert not any(p.isnan().any() for p in pl_module.parameters())
+
+        how: dict[str, Any] = {"precision": "bf16-mixed", "low_precision_weights": "split"}
+        for in_backward in (True, None):
+            losses, _, _ = fit(make_lit(), only(**how, optimizer_in_backward=in_backward), Look())
+            assert not torch.tensor(losses).isnan().any()
 
 
 class TestRefusals:

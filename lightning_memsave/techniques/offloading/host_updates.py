@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
     is_tiled,
     step_in_tiles,
@@ -80,11 +81,12 @@ class HostUpdates:
         """
         self._residence.leave()
         has_gradients = any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
-        if has_gradients or self._residence.is_watched:  # otherwise all are updated in backward
-            self._residence.wait()
-        if has_gradients:
+        if has_gradients:  # otherwise all are updated in backward
+            self._residence.finish()
             with tables_apart(optimizer):
                 self._run(optimizer)
+        if self._residence.is_watched:
+            self._residence.wait()
 
     def submit(
         self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
@@ -101,6 +103,7 @@ class HostUpdates:
         """
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
+        part.keep_halves()
         self._allocate(optimizer, part, gradients)
         landing = self._residence.copies.landing()
         update = self._update_of(optimizer, part, gradients, clip)
@@ -117,10 +120,11 @@ class HostUpdates:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         params = [param for param in params if param.grad is not None]
         if not updates_each_alone(optimizer):
+            self._residence.wait()
             with host_copies():
                 step_without_hooks(optimizer)
             self._mark_state()
-            self._residence.wait()
+            self._residence.finish()
             return
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
@@ -129,16 +133,14 @@ class HostUpdates:
             chosen = {p: p.grad for p in params if p in part and p.grad is not None}
             if chosen:
                 self.submit(part, chosen)
-        if self._residence.is_watched:
-            self._residence.wait()
 
     def _stop(self, optimizer: Optimizer) -> None:
-        self._residence.wait()
+        self._residence.finish()
         self._residence.updated_by_parts.discard(optimizer)
         _UPDATES.pop(optimizer, None)
 
     def _wait(self, *_: object) -> None:
-        self._residence.wait()
+        self._residence.finish()
 
     def _mark_state(self, *_: object) -> None:
         optimizer = self._optimizer()
@@ -150,7 +152,8 @@ class HostUpdates:
     def _allocate(self, optimizer: Optimizer, part: Part, params: Iterable[nn.Parameter]) -> None:
         stateless = {id(param): param for param in params if not optimizer.state.get(param)}
         if stateless:
-            with part.on_host(stateless.values()):
+            needs_type = not is_low_bit(optimizer)
+            with part.on_host(stateless.values(), needs_type=needs_type):
                 allocate_state(_double(optimizer, stateless, optimizer.state))
             self._mark_state()
 
@@ -165,7 +168,7 @@ class HostUpdates:
         stand_ins: dict[int, nn.Parameter] = {}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
         for param, grad in gradients.items():
-            stand_in = stand_ins[id(param)] = nn.Parameter(part.weight_of(param))
+            stand_in = stand_ins[id(param)] = nn.Parameter(part.updated_memory_of(param))
             stand_in.grad_dtype = grad.dtype
             stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
@@ -173,8 +176,12 @@ class HostUpdates:
         if self._residence.device.type == "cuda":
             for group in double.param_groups:
                 choose_fused(double, group)
-        plain = [each for each in stand_ins.values() if each.grad_dtype is each.dtype]
-        others = [p for p in gradients if gradients[p].dtype is not stand_ins[id(p)].dtype]
+        others = [
+            param
+            for param, grad in gradients.items()
+            if part.is_split(param) or grad.dtype is not part.weight_of(param).dtype
+        ]
+        plain = [stand_ins[id(param)] for param in gradients if param not in {*others}]
 
         def update() -> None:
             is_converted = part.is_converted

@@ -1,7 +1,8 @@
 """Parameters that wait on the host together."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
@@ -11,6 +12,7 @@ from lightning_memsave.core.memory import counted_as, host_copies, mark_as
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 
 _Versions = tuple[int, list[tuple[int, int]]]
 
@@ -20,7 +22,8 @@ class Part:
 
     Outside of a step's forward and backward passes a parameter is what it is without offloading,
     but in host memory: its ``data`` and its ``grad`` are ordinary tensors there. While the part is
-    on the device, ``data`` is the copy there, possibly in another type.
+    on the device, ``data`` is the copy there, possibly in another type. Weights that are split into
+    halves are joined by `join` only; before, ``data`` on the host is a NaN that all share.
 
     Args:
         params: Parameters that require a gradient, with their values.
@@ -42,6 +45,9 @@ class Part:
         self._received: set[int] = set()  # positions of the gradients since the part came
         self._kept: set[int] = set()  # those that are added to gradients from before
         self._dtypes = [param.dtype for param in self.params]
+        self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
+        self._lower: dict[int, Tensor] = {}
+        self._is_joined = True
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -69,6 +75,15 @@ class Part:
         """Return the weight on the host."""
         return self._weights[self._positions[id(param)]]
 
+    def is_split(self, param: Tensor) -> bool:
+        """Return whether a weight is kept in two halves."""
+        return self._positions[id(param)] in self._are_split
+
+    def updated_memory_of(self, param: Tensor) -> Tensor:
+        """Return the memory that an update changes: the weight, or its upper half."""
+        index = self._positions[id(param)]
+        return self._to_send[index] if index in self._are_split else self._weights[index]
+
     def access_to(self, param: Tensor, *, is_flat: bool) -> Weights:
         """Give access to a weight for an update of a part of it.
 
@@ -79,9 +94,15 @@ class Part:
         Returns:
             What loads and stores values in float32.
         """
-        weight = self.weight_of(param)
-        weight = weight.view(-1) if is_flat else weight
-        return Weights(lambda part: weight[part], lambda part, new: None)
+        memory, index = self.updated_memory_of(param), self._positions[id(param)]
+        memory = memory.view(-1) if is_flat else memory
+        if index not in self._are_split:
+            return Weights(lambda part: memory[part], lambda part, new: None)
+        lower = self._lower[index].view(-1) if is_flat else self._lower[index]
+        return Weights(
+            lambda part: join_weight(memory[part], lower[part]),
+            lambda part, new: split_weight(new, memory[part], lower[part]),
+        )
 
     def form_of(self, param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return a tensor without values like a weight, possibly in another type."""
@@ -97,14 +118,23 @@ class Part:
         index = self._positions[id(param)]
         return index in self._kept or index in self._received
 
-    def set_device_dtype(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+    def set_device_dtype(
+        self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
+    ) -> None:
         """Choose the type of the copy on the device.
 
         Args:
             param: One of the parameters.
             dtype: Such as ``torch.bfloat16``.
+            is_split: Keep what bfloat16 lacks of float32 in place of the weight.
         """
-        self._dtypes[self._positions[id(param)]] = dtype
+        self.join()
+        index = self._positions[id(param)]
+        self._dtypes[index] = dtype
+        self._are_split.discard(index)
+        if is_split:
+            self._are_split.add(index)
+        self._lower = {}
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
 
     def note_change(self) -> None:
@@ -123,12 +153,19 @@ class Part:
             raise error
 
     @contextlib.contextmanager
-    def on_host(self, params: Iterable[nn.Parameter]) -> Iterator[None]:
-        """Let parameters be on the host, with gradients that nobody may read, to allocate state."""
+    def on_host(self, params: Iterable[nn.Parameter], *, needs_type: bool) -> Iterator[None]:
+        """Let parameters be on the host, with gradients that nobody may read, to allocate state.
+
+        Args:
+            params: Some of the parameters.
+            needs_type: Whether the state gets the type of the parameters. Otherwise, they are as
+                contiguous as they can be.
+        """
         before = [(param, param.data, param.grad) for param in params]
         for param, _, _ in before:
             param.grad = None
-            param.data = param.grad = self.weight_of(param)
+            known = self.weight_of(param) if needs_type else self.updated_memory_of(param)
+            param.data = param.grad = known
         try:
             yield
         finally:
@@ -153,8 +190,8 @@ class Part:
         if not self._on_device:
             with counted_as("parameter"):
                 self._on_device = [
-                    torch.empty_like(weight, dtype=dtype, device=device)
-                    for weight, dtype in zip(self._weights, self._dtypes, strict=True)
+                    torch.empty_like(form, dtype=dtype, device=device)
+                    for form, dtype in zip(self._forms, self._dtypes, strict=True)
                 ]
             for copy in self._on_device:
                 mark_as("parameter", copy)
@@ -252,13 +289,71 @@ class Part:
         chosen = own if changed is None else [self._positions[id(param)] for param in changed]
         if all(w.dtype is d for w, d in zip(self._weights, self._dtypes, strict=True)):
             self._to_send = self._weights
+        elif self._are_split:
+            self._convert_to_halves()
         else:
             if not self._to_send:
                 self._to_send, chosen = self._memory.tensors_like(self._weights, self._dtypes), own
             with host_copies():
                 for index in chosen:
                     self._to_send[index].copy_(self._weights[index])
-        self._converted = versions
+        self._converted = self._versions()
+
+    def keep_halves(self) -> None:
+        """Keep weights that were joined in two halves again."""
+        if self._are_split and self._is_joined:
+            self.convert()
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def join(self) -> None:
+        """Let all weights on the host be whole, where they may be changed."""
+        if self._is_joined:
+            return
+        own = sorted(self._are_split)
+        # Not of the memory that is locked for a GPU: it does not copy these weights.
+        whole = HostMemory().tensors_like([self._forms[index] for index in own])
+        with host_copies():
+            for index, weight in zip(own, whole, strict=True):
+                join_weight(self._to_send[index], self._lower[index], weight)
+        self._replace_weights(dict(zip(own, whole, strict=True)))
+        self._is_joined, self._converted = True, None
+        self.note_change()
+
+    def _convert_to_halves(self) -> None:
+        own = sorted(self._are_split)
+        others = [index for index in range(len(self.params)) if index not in self._are_split]
+        with host_copies():
+            if not self._lower:
+                # Memory comes in pieces, and what stays must not be in one with what goes.
+                stay = self._memory.tensors_like([self._weights[index] for index in others])
+                for index, weight in zip(others, stay, strict=True):
+                    weight.copy_(self._weights[index])
+                self._replace_weights(dict(zip(others, stay, strict=True)))
+                self._to_send = [*self._weights]  # of the others, the device gets the weights
+                forms = [self._forms[index] for index in own]
+                for dtype, into in ((torch.bfloat16, self._to_send), (torch.int16, self._lower)):
+                    halves = self._memory.tensors_like(forms, [dtype] * len(own))
+                    for index, half in zip(own, halves, strict=True):
+                        into[index] = half
+            if self._is_joined:
+                for index in own:
+                    split_weight(self._weights[index], self._to_send[index], self._lower[index])
+                empty = torch.empty((), dtype=torch.float32, device="meta")
+                nan = self._memory.tensors_like([empty] * len(own))
+                self._replace_weights(
+                    {
+                        index: each.fill_(math.nan).expand(self._forms[index].shape)
+                        for index, each in zip(own, nan, strict=True)
+                    }
+                )
+                self._is_joined = False
+
+    def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
+        for index, weight in weights.items():
+            if _is_same(self.params[index], self._weights[index]):
+                self.params[index].data = weight
+            self._weights[index] = weight
 
     def release(self, device: torch.device) -> None:
         """Give the parameters memory of their own, as they had before.
@@ -268,6 +363,7 @@ class Part:
         """
         self.leave()
         self.show_gradients()
+        self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
             grad, param.grad = param.grad, None
             param.data = torch.empty_like(weight, device=device).copy_(weight)
@@ -276,11 +372,13 @@ class Part:
 
     def _gradient_memory(self) -> list[Tensor]:
         if not self._gradients:
-            self._gradients = self._memory.tensors_like(self._weights)
+            self._gradients = self._memory.tensors_like(self._forms)
         return self._gradients
 
     # Somebody may have given a parameter other data, as `Module.to` does.
     def _adopt(self) -> None:
+        if not all(map(_is_same, self.params, self._weights)):
+            self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
             if not _is_same(param, weight):
                 weight.copy_(param.data)

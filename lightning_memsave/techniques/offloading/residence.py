@@ -9,7 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.nested import map_tensors
@@ -111,24 +114,18 @@ class Residence:
         for part in self.parts:
             for param in part.params:
                 undo += self._watch(param)
-        reference = weakref.ref(self)
-
-        def note_step(optimizer: Optimizer, *_: object) -> None:
-            residence = reference()
-            if residence is not None:
-                residence._note_step(optimizer)
-
-        undo += [register_optimizer_step_post_hook(note_step).remove, patch_method(model, _apply)]
-        return undo
+        return [*undo, *self._watch_steps(), patch_method(model, _apply)]
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
         return self._part_of.get(id(param))
 
-    def set_device_dtype(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        """Choose the type of a parameter's copy on the device."""
-        self.wait()
-        self._part_of[id(param)].set_device_dtype(param, dtype)
+    def set_device_dtype(
+        self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
+    ) -> None:
+        """Choose the type of a parameter's copy on the device, as `Part.set_device_dtype`."""
+        self.finish()
+        self._part_of[id(param)].set_device_dtype(param, dtype, is_split=is_split)
 
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
@@ -144,12 +141,18 @@ class Residence:
                 self._note_change()
         self._came, self._depth, self._has_graph = [], 0, False
 
-    def wait(self) -> None:
-        """Finish all updates, and let all parameters be on the host, where they may be changed."""
+    def finish(self) -> None:
+        """Finish all updates, and let all parameters be on the host."""
         self.leave()
         for part in self.parts:
             part.wait()
         self._note_change()
+
+    def wait(self) -> None:
+        """Finish all updates, and let all parameters be on the host, where they may be changed."""
+        self.finish()
+        for part in self.parts:
+            part.join()
 
     def _note_change(self) -> None:
         for part in self.parts:
@@ -165,13 +168,31 @@ class Residence:
         for part in self.parts:
             part.release(self.device)
 
-    # The kernels of bitsandbytes change weights unseen.
-    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+    # Optimizers need whole weights, and the kernels of bitsandbytes change them unseen.
+    def _watch_steps(self) -> list[Callable[[], None]]:
+        reference = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: object) -> None:
+            residence = reference()
+            for part in set() if residence is None else residence._changed_by(optimizer):
+                part.wait()
+                part.join()
+
+        def after(optimizer: Optimizer, *_: object) -> None:
+            residence = reference()
+            for part in set() if residence is None else residence._changed_by(optimizer):
+                part.note_change()
+
+        return [
+            register_optimizer_step_pre_hook(before).remove,
+            register_optimizer_step_post_hook(after).remove,
+        ]
+
+    def _changed_by(self, optimizer: Optimizer) -> set[Part]:
         if optimizer in self.updated_by_parts:
-            return
+            return set()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        for part in {part for p in params if (part := self._part_of.get(id(p))) is not None}:
-            part.note_change()
+        return {part for p in params if (part := self._part_of.get(id(p))) is not None}
 
     # Torch does not find cycles through such hooks: they must not hold what holds the parameter.
     def _watch(self, param: nn.Parameter) -> list[Callable[[], None]]:
@@ -396,7 +417,7 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
     residence = _RESIDENCES.get(self)
     if residence is None:
         return previous_method(self, "_apply")(fn, recurse)
-    residence.wait()
+    residence.finish()
     residence.follow(fn)
     with residence.hidden():
         return previous_method(self, "_apply")(fn, recurse)
