@@ -26,20 +26,33 @@ from lightning_memsave.units import MIB
 # Micro-batches as small as the kernels of a GPU still like them: 512 or 1,024 tokens.
 _SAMPLES = {"RoBERTa 84M, 64 x 128": 4, "RoBERTa 1.1B, 64 x 128": 8, "GPT-2 XL, 8 x 1024": 1}
 KINDS = ("optimizer", "parameters")
+_IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True}
+_IN_8BIT = _IN_BACKWARD | {"optimizer": "8bit"}
+ON_HOST: dict[str, dict[str, Any]] = {
+    "float32 on the device": {"low_precision_weights": None},
+    '"master"': {},
+    '"master", in backward': _IN_BACKWARD,
+    '"master", in backward, 8-bit': _IN_8BIT,
+    '"split", in backward, 8-bit': _IN_8BIT | {"low_precision_weights": "split"},
+}
+"""What is set beside offloading, for the memory of the host."""
 
 
-def predict(model: str, kind: str | None, micro_batch_size: int | None) -> dict[str, int]:
+def predict(
+    model: str, kind: str | None, micro_batch_size: int | None, **beside: Any
+) -> dict[str, int]:
     """Predict a step on CUDA.
 
     Args:
         model: Name of the model.
         kind: What is offloaded.
         micro_batch_size: Samples that pass at once.
+        beside: More settings.
 
     Returns:
         Bytes on the device, and on the host.
     """
-    settings: dict[str, Any] = {"stack": "single_gpu"}
+    settings: dict[str, Any] = {"stack": "single_gpu", **beside}
     if kind is not None:
         settings |= {"offload": kind, "host_budget": "1024GiB"}
     if micro_batch_size is not None:
@@ -120,7 +133,13 @@ def compare(size: MaskedLM, batch: Any, num_pairs: int, num_steps: int) -> dict[
     return found
 
 
-def make_text(predicted: dict[str, Any], trained: dict[str, Any]) -> str:
+def count_parameters(model: str) -> int:
+    """Return the number of parameters of a model."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in MODELS[model].build().parameters())
+
+
+def make_text(predicted: dict[str, Any], on_host: dict[str, Any], trained: dict[str, Any]) -> str:
     """Lay out what was found as Markdown."""
     columns = [*next(iter(predicted.values()))]
     rows = [
@@ -130,6 +149,17 @@ def make_text(predicted: dict[str, Any], trained: dict[str, Any]) -> str:
     hosts = [
         [model, *(f"{found[c]['host_bytes'] / MIB:,.0f}" for c in columns)]
         for model, found in predicted.items()
+    ]
+    by_setting = [
+        [
+            model,
+            *(
+                f"{found[c]['host_bytes'] / MIB:,.0f} "
+                f"({found[c]['host_bytes'] / found['num_parameters']:.1f})"
+                for c in ON_HOST
+            ),
+        ]
+        for model, found in on_host.items()
     ]
     times = [
         [
@@ -148,6 +178,10 @@ def make_text(predicted: dict[str, Any], trained: dict[str, Any]) -> str:
             markdown_table(["model", *columns], rows),
             "Predicted host memory of the same steps in MiB:",
             markdown_table(["model", *columns], hosts),
+            'Predicted host memory of steps of whole batches with `offload="parameters"`, in MiB '
+            "and in bytes per parameter, by `low_precision_weights`, `optimizer_in_backward` and "
+            "`optimizer`:",
+            markdown_table(["model", *ON_HOST], by_setting),
             "A RoBERTa of 7 million parameters with AdamW and clipping on this CPU, 16 x 128 "
             "tokens, all blocks checkpointed; MiB counted, seconds as a ratio to the run without:",
             markdown_table(["", "without", "with", "time", "same losses"], times),
@@ -173,6 +207,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
             label.replace(f"{samples} samples", "few samples"): predict(name, *how)
             for label, how in wanted.items()
         }
+    on_host: dict[str, Any] = {}
+    for name in names:
+        on_host[name] = {
+            label: predict(name, "parameters", None, **settings)
+            for label, settings in ON_HOST.items()
+        }
+        on_host[name]["num_parameters"] = count_parameters(name)
     size, batch = (
         (TINY, masked_batch(500, 4, 16))
         if options.dry_run
@@ -180,8 +221,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     pairs = (2, 2) if options.dry_run else (7, 6)
     trained = compare(size, batch, *pairs)
-    results = {"predicted": predicted, "trained": trained, "samples": _SAMPLES}
-    text = make_text(predicted, trained)
+    results = {
+        "predicted": predicted,
+        "on_host": on_host,
+        "trained": trained,
+        "samples": _SAMPLES,
+    }
+    text = make_text(predicted, on_host, trained)
     print(text)
     write_results("offloading_cpu", results, text, folder=options.results)
 

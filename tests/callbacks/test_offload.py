@@ -470,6 +470,22 @@ class TestMasters:
         back, _ = train("back", "split", "one")
         assert not any(value.isnan().any() for value in back.values())
 
+    @pytest.mark.parametrize("optimizer", [None, "8bit"])
+    def test_micro_batches_in_two_halves(self, optimizer):
+        """Their gradients are added up; optimizer state is allocated before the first step."""
+        runs = []
+        for in_backward in (True, None):
+            callback = only(
+                precision="bf16-mixed",
+                low_precision_weights="split",
+                optimizer=optimizer,
+                optimizer_in_backward=in_backward,
+                micro_batch_size=2,
+            )
+            runs.append(fit(make_lit(model="tied"), callback))
+            assert not torch.tensor(runs[-1][0]).isnan().any()
+        assert_same(*runs)
+
     def test_averages_of_weights_in_two_halves(self):
         """Hooks between steps see whole weights."""
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_memsave.core.memory import is_host
+from lightning_memsave.core.memory import emulating_cuda, is_host, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.low_precision_weights import tiled_steps
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
@@ -244,3 +245,10 @@ class TestWholeWeights:
         copied = copy.deepcopy(made.model)
         assert all(p.dtype is torch.float32 for p in copied.parameters())
         assert not any(p.isnan().any() for p in copied.parameters())
+
+
+def test_tiles_on_the_host_are_as_small_as_without_a_gpu():
+    with FakeTensorMode(), emulating_cuda():
+        on_gpu, on_host = (nn.Parameter(torch.empty(2**27)) for _ in range(2))
+        mark_as_host(on_host)
+        assert tiled_steps._tile_numel(on_gpu) == 4 * tiled_steps._tile_numel(on_host)

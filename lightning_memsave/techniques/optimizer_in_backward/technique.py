@@ -115,7 +115,8 @@ class OptimizerInBackward(Technique[Optimizer]):
         would train differently, so it cannot be used with a ``GradScaler``. Supported are the
         optimizers of torch except LBFGS, those of bitsandbytes and of `LowBitOptimizer`, and
         Adafactor of transformers; others are refused, as they may couple parameters. Not for
-        several processes.
+        several processes. Weights of `Offloading` are updated on the host, in the background, which
+        needs `Offloading.update_in_background`, too; there is no ``clip_norm`` for them.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
