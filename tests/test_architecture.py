@@ -298,6 +298,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.optimizer_in_backward.updates": "_execution_engine",
         "techniques.offloading.host_table": "_C _current_graph_task_id _execution_engine",
         "techniques.offloading.residence": "_C _current_graph_task_id _execution_engine",
+        "techniques.offloading.updates_in_backward": "_execution_engine",
         "measure.live_tensors": "_current_autograd_node _current_graph_task_id _sequence_nr",
         "prediction.recording": "_current_autograd_node _sequence_nr",
         "techniques.chunked_cross_entropy.kernel": "_autograd _top_saved_tensors_default_hooks",

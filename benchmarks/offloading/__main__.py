@@ -33,6 +33,16 @@ SETTINGS: dict[str, dict[str, Any]] = {
     'stack="offload"': {"stack": "offload"} | _UNLIMITED,
 }
 """What `MemSaveCallback` is told, by name."""
+_IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True}
+_IN_8BIT = _IN_BACKWARD | {"optimizer": "8bit"}
+ON_HOST: dict[str, dict[str, Any]] = {
+    "float32 on the device": {"low_precision_weights": None},
+    '"master"': {},
+    '"master", in backward': _IN_BACKWARD,
+    '"master", in backward, 8-bit': _IN_8BIT,
+    '"split", in backward, 8-bit': _IN_8BIT | {"low_precision_weights": "split"},
+}
+"""What is set beside `offload="parameters"`, for the memory of the host."""
 
 
 def predict(model: str, settings: dict[str, Any]) -> dict[str, int]:
@@ -121,9 +131,20 @@ def compare(size: MaskedLM, batch: Any, num_pairs: int, num_steps: int) -> dict[
     return found
 
 
-def make_text(predicted: dict[str, Any], real: dict[str, Any], trained: dict[str, Any]) -> str:
+def count_parameters(model: str) -> int:
+    """Return the number of parameters of a model."""
+    with torch.device("meta"):
+        return sum(param.numel() for param in MODELS[model].build().parameters())
+
+
+def make_text(
+    predicted: dict[str, Any],
+    on_host: dict[str, Any],
+    real: dict[str, Any],
+    trained: dict[str, Any],
+) -> str:
     """Lay out what was found as Markdown."""
-    model, found = real["model"], real["found"]
+    trained_model, found = real["model"], real["found"]
     sizes = [f"{found[name] / MIB:,.2f}" for name in ("predicted_bytes", "counted_bytes")]
     losses = " -> ".join(f"{loss:.4f}" for loss in found["losses"])
     columns = [*next(iter(predicted.values()))]
@@ -134,6 +155,17 @@ def make_text(predicted: dict[str, Any], real: dict[str, Any], trained: dict[str
     hosts = [
         [model, *(f"{found[c]['host_bytes'] / MIB:,.0f}" for c in columns)]
         for model, found in predicted.items()
+    ]
+    by_setting = [
+        [
+            model,
+            *(
+                f"{found[c]['host_bytes'] / MIB:,.0f} "
+                f"({found[c]['host_bytes'] / found['num_parameters']:.1f})"
+                for c in ON_HOST
+            ),
+        ]
+        for model, found in on_host.items()
     ]
     times = [
         [
@@ -154,8 +186,12 @@ def make_text(predicted: dict[str, Any], real: dict[str, Any], trained: dict[str
             markdown_table(["model", *columns], rows),
             "Predicted host memory of the same steps in MiB:",
             markdown_table(["model", *columns], hosts),
-            f'Two steps of {model} on this CPU with `stack="offload"` and few samples at a time, '
-            "in MiB of device memory:",
+            'Predicted host memory of steps of whole batches with `offload="parameters"`, in MiB '
+            "and in bytes per parameter, by `low_precision_weights`, `optimizer_in_backward` and "
+            "`optimizer`:",
+            markdown_table(["model", *ON_HOST], by_setting),
+            f'Two steps of {trained_model} on this CPU with `stack="offload"` and few samples at '
+            "a time, in MiB of device memory:",
             markdown_table(["predicted", "counted", "losses"], [[*sizes, losses]]),
             "A RoBERTa of 7 million parameters with AdamW and clipping on this CPU, 16 x 128 "
             "tokens, all blocks checkpointed; MiB counted, seconds as a ratio to the run without:",
@@ -171,7 +207,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     options = parser.parse_args(arguments)
     names = ["GPT-2 XL in small"] if options.dry_run else [*_SAMPLES]
-    predicted = {}
+    predicted: dict[str, Any] = {}
+    on_host: dict[str, Any] = {}
     for name in names:
         few = {"micro_batch_size": _SAMPLES.get(name, 1)}
         wanted: dict[str, dict[str, Any]] = {"without": {"stack": "single_gpu"}}
@@ -179,6 +216,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             wanted[label] = settings
             wanted[f"{label}, few samples"] = settings | few
         predicted[name] = {label: predict(name, how) for label, how in wanted.items()}
+        on_host[name] = {
+            label: predict(name, SETTINGS['"parameters"'] | settings)
+            for label, settings in ON_HOST.items()
+        }
+        on_host[name]["num_parameters"] = count_parameters(name)
     size, batch = (
         (TINY, masked_batch(500, 4, 16))
         if options.dry_run
@@ -190,8 +232,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = stacks.train(real, "offload", micro_batch_size=samples)
     trained = compare(size, batch, *pairs)
     whole = {"model": real, "found": found}
-    results = {"predicted": predicted, "real": whole, "trained": trained, "samples": _SAMPLES}
-    text = make_text(predicted, whole, trained)
+    results = {
+        "predicted": predicted,
+        "on_host": on_host,
+        "real": whole,
+        "trained": trained,
+        "samples": _SAMPLES,
+    }
+    text = make_text(predicted, on_host, whole, trained)
     print(text)
     write_results("offloading_cpu", results, text, folder=options.results)
 

@@ -92,8 +92,8 @@ class MemSaveCallback(CallbackBase):
         optimizer_in_backward: Update each parameter as soon as its gradient is complete and free
             the gradient; True or `OptimizerInBackward`.
         low_precision_weights: Keep weights in bfloat16, and round updates ``"stochastic"`` or with
-            ``"kahan"`` compensation, or from the ``"master"`` weights of ``offload``; or
-            `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
+            ``"kahan"`` compensation, or beside ``offload`` to nearest, with a ``"master"`` (or its
+            ``"split"`` form) on the host; or `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
         offload: What waits in host memory: ``"optimizer"`` (its state, gradients, and the weights
             that the host updates), ``"parameters"`` (also the weights of blocks),
             ``"activations"``, ``"embeddings"``, several with ``+`` between them, True for

@@ -86,7 +86,9 @@ def _allocate(
 
 def _allocate_low_bit(optimizer: Any, index: int, group: dict[str, Any]) -> None:
     for param_index, param in enumerate(group["params"]):
-        if param.grad is not None and not optimizer.state[param]:
+        # Of a weight in two halves on the host, bitsandbytes would make a whole one.
+        has_memory = param.untyped_storage().nbytes() >= param.nbytes
+        if param.grad is not None and not optimizer.state[param] and has_memory:
             optimizer.init_state(group, param, index, param_index)
 
 

@@ -12,6 +12,8 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD
+from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_bit_state_bytes
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import (
@@ -75,6 +77,17 @@ class TestBitwise:
             early_release=True,
         )
         assert_same(fit(lit), fit(lit, callback))
+
+    @pytest.mark.parametrize("settings", ["plain", "clipped by value", "accumulated", "bf16"])
+    def test_updated_in_backward(self, package, settings):
+        lit, how = make_lit(package), SETTINGS[settings]
+        callback = only(optimizer_in_backward=True, micro_batch_size=MicroBatching("auto"))
+        saving = fit(lit, callback, package=package, **how)
+        assert_same(fit(lit, package=package, **how), saving)
+        row = rows_of(callback)["optimizer_in_backward"]
+        assert row.status == "on"
+        place = "are alive on the host while 4" if settings == "accumulated" else "time on the host"
+        assert place in row.details[0]
 
     @pytest.mark.parametrize("what", PARTS)
     def test_other_parts(self, package, what):
@@ -321,6 +334,44 @@ class TestMemory:
         assert callback.prediction.peak_bytes == peak_of(callback)
         assert rows_of(callback)["low_precision_weights"].value == "'master'"
 
+    @pytest.mark.parametrize("low", [None, "master", "split"])
+    @pytest.mark.parametrize("optimizer", [None, "8bit"])
+    def test_host_bytes_are_predicted(self, optimizer, low):
+        """Of gradients, there is room for two blocks."""
+        lit = silent_lit("tied")
+
+        class Fused(type(lit)):  # type: ignore[misc]
+            def configure_optimizers(self) -> Any:
+                return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+        lit.__class__ = Fused
+        callback = only(
+            monitor=True,
+            predict=60,
+            optimizer=optimizer,
+            force_8bit=("*",) if optimizer else (),
+            low_precision_weights=low,
+            precision=low and "bf16-mixed",
+            optimizer_in_backward=True,
+            micro_batch_size=MicroBatching("auto"),
+        )
+        fit(lit, callback)
+        assert callback.prediction is not None
+        assert callback.prediction.peak_bytes == peak_of(callback)
+        params = [*lit.parameters()]
+        large = [p for p in params if p.numel() >= 4096]
+        in_8bit = large if optimizer else []
+        state_bytes = low_bit_state_bytes(KIND_BY_WORD["adamw"], params, in_8bit)
+        state_bytes += 0 if optimizer else 4 * len(params)  # numbers of steps
+        copies = [p.nbytes // (1 + (low is not None and p.ndim > 1)) for p in params]
+        host_bytes = sum(p.nbytes for p in params) + state_bytes + 2 * sum(copies[:6])
+        largest = max(p.nbytes for p in params)
+        if low == "master":  # and one gradient in float32
+            host_bytes += sum(copies) + largest
+        elif low == "split":  # and its weight, and a NaN in the place of each
+            host_bytes += 4 * sum(p.ndim > 1 for p in params) + 2 * largest
+        assert callback.prediction.peak.host_bytes == host_bytes
+
     @pytest.mark.parametrize("what", PARTS)
     def test_of_other_parts_is_predicted(self, what):
         lit = silent_lit("transformer")
@@ -396,12 +447,78 @@ class TestMasters:
         assert losses[-1] < losses[0]
         assert all(value.dtype is torch.float32 for value in state.values())
 
+    @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+    @pytest.mark.parametrize("optimizer", [None, "8bit"])
+    def test_in_two_halves(self, tmp_path, optimizer):
+        """Checkpoints load with and without updates in backward, and with whole masters."""
+        lit = make_lit(model="tied")
+
+        def train(
+            name: str, rounding: str, start: str | None = None, *, after: bool = False
+        ) -> Any:
+            module = copy.deepcopy(lit)
+            callback = only(
+                precision="bf16-mixed",
+                low_precision_weights=rounding,
+                optimizer=optimizer,
+                optimizer_in_backward=None if after else True,
+                micro_batch_size=MicroBatching("auto"),
+            )
+            epochs = 1 if start is None else 2
+            trainer = make_trainer(LIGHTNING, callback, max_epochs=epochs, val_check_interval=2)
+            torch.manual_seed(epochs)
+            trainer.fit(module, ckpt_path=start and tmp_path / start)
+            trainer.save_checkpoint(tmp_path / name)
+            details = rows_of(callback)["low_precision_weights"].details[0]
+            assert ("in two halves" in details) == (rounding == "split")
+            return module.state_dict(), torch.load(tmp_path / name, weights_only=True)
+
+        train("one", "split")
+        resumed, saved = train("two", "split", "one")
+        again, expected = train("again", "split", "one", after=True)
+        assert_equal_nested(dict(resumed), dict(again))
+        assert_equal_nested(saved["optimizer_states"], expected["optimizer_states"])
+        masters, _ = train("masters", "master", "one")
+        for key, value in masters.items():
+            assert value.dtype is resumed[key].dtype is torch.float32
+            assert torch.allclose(value, resumed[key], atol=1e-2), key
+        train("one", "master")
+        back, _ = train("back", "split", "one")
+        assert not any(value.isnan().any() for value in back.values())
+
+    @pytest.mark.parametrize("optimizer", [None, "8bit"])
+    def test_micro_batches_in_two_halves(self, optimizer):
+        """Their gradients are added up; optimizer state is allocated before the first step."""
+        runs = []
+        for in_backward in (True, None):
+            callback = only(
+                precision="bf16-mixed",
+                low_precision_weights="split",
+                optimizer=optimizer,
+                optimizer_in_backward=in_backward,
+                micro_batch_size=2,
+            )
+            runs.append(fit(make_lit(model="tied"), callback))
+            assert not torch.tensor(runs[-1][0]).isnan().any()
+        assert_same(*runs)
+
+    def test_averages_of_weights_in_two_halves(self):
+        """Hooks between steps see whole weights."""
+
+        class Look(LIGHTNING.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+                assert not any(p.isnan().any() for p in pl_module.parameters())
+
+        how: dict[str, Any] = {"precision": "bf16-mixed", "low_precision_weights": "split"}
+        for in_backward in (True, None):
+            losses, _, _ = fit(make_lit(), only(**how, optimizer_in_backward=in_backward), Look())
+            assert not torch.tensor(losses).isnan().any()
+
 
 class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"optimizer_in_backward": True}, "updates weights on the device"),
             ({"host_budget": "1GiB", "offload": None}, "is not used with `offload=None`"),
             ({"offload": "disk"}, "`offload='disk'` is not a valid value"),
             ({"host_budget": "much"}, "`host_budget='much'`"),
@@ -417,6 +534,11 @@ class TestRefusals:
         [
             ({}, {"precision": "bf16-true"}, 'Use `precision="bf16-mixed"`'),
             ({"host_budget": "1MiB"}, {}, "`host_budget` is 1.00 MiB"),
+            (
+                {"optimizer_in_backward": True},
+                {"gradient_clip_val": 1.0},
+                "the norm of all gradients is known only after backward",
+            ),
             (
                 {"low_precision_weights": "stochastic", "precision": "bf16-mixed"},
                 {},

@@ -42,11 +42,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves no
 # In the order of the registry, as in a fit.
 FIRST = {cls.name: CASES[cls.name].variants[0] for cls in techniques()}
 # Two ways to update the same weights.
-REFUSED = [
-    (Offloading(), LowPrecisionWeights()),
-    (Offloading(), OptimizerInBackward()),
-]
-PAIRS = [pair for pair in combinations(FIRST.values(), 2) if pair not in REFUSED]
+REFUSED = [(Offloading(), LowPrecisionWeights())]
 BITWISE = (ActivationCheckpointing(), OptimizerInBackward())
 CLASSIC = (ActivationCheckpointing(), LowBitOptimizer(), MicroBatching(6))
 SINGLE_GPU = (
@@ -61,7 +57,10 @@ STACKS = {
     "classic": CLASSIC,
     "single_gpu": SINGLE_GPU,
     "single_gpu in parts": (*SINGLE_GPU, MicroBatching(6)),
+    "offloaded, in backward": (Offloading(), OptimizerInBackward()),
 }
+APART = [*REFUSED, *STACKS.values()]
+PAIRS = [pair for pair in combinations(FIRST.values(), 2) if pair not in APART]
 
 
 def models_of(techniques: Sequence[Technique[Any]]) -> list[str]:

@@ -19,6 +19,7 @@ from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_
 from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.low_precision_weights.technique import (
+    ON_HOST,
     LowPrecisionWeights,
     describe_updates,
     rounds_any,
@@ -205,7 +206,7 @@ class LowPrecisionWeightsSetting(ModuleSetting):
     # The host updates in float32, and adds gradients up in it.
     @property
     def _is_from_master(self) -> bool:
-        return self.technique is not None and self.technique.rounding == "master"
+        return self.technique is not None and self.technique.rounding in ON_HOST
 
     # On from the first batch in parts to the end of the fit: others will come.
     def _around_backward(self, pl_module: Any, is_last: bool) -> AbstractContextManager[None]:

@@ -52,12 +52,6 @@ class OffloadSetting(ModuleSetting):
             return cls(name, None, "None", own)
         if technique.blocks is None:
             technique = dataclasses.replace(technique, blocks=arguments["blocks"])
-        in_backward = arguments["optimizer_in_backward"]
-        if technique.has_weights and in_backward not in (None, False):
-            raise ConfigurationError(
-                f"{as_given(arguments, 'optimizer_in_backward')} updates weights on the device, "
-                f"and {as_given(arguments, name)} on the host. Remove one of the two."
-            )
         setting = cls(name, technique, repr(technique.what), own)
         setting._why_no_tables = why = why_beyond(arguments, name, technique.exactness)
         return (

@@ -15,9 +15,11 @@ from lightning_memsave.callbacks.settings.values import Arguments, is_asked, sho
 from lightning_memsave.core.technique import Handle, Row
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import (
     OptimizerInBackward,
     describe_updates,
+    norm_problem,
 )
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     ACTIVE_UPDATES,
@@ -212,6 +214,7 @@ class OptimizerInBackwardSetting(Setting):
         is_asked: The user wrote it by name: it is set, or refused.
         halves_batches: Batches pass whole until memory runs out.
         off_reason: Why there is no technique, where it is not the user's ``None``.
+        is_offloaded: The host updates the weights.
     """
 
     name = "optimizer_in_backward"
@@ -223,8 +226,11 @@ class OptimizerInBackwardSetting(Setting):
         is_asked: bool = True,
         halves_batches: bool = False,
         off_reason: str = "",
+        *,
+        is_offloaded: bool = False,
     ) -> None:
         super().__init__()
+        self.is_offloaded = is_offloaded
         self.is_asked = is_asked
         self.off_reason = off_reason
         self.halves_batches = halves_batches
@@ -243,11 +249,13 @@ class OptimizerInBackwardSetting(Setting):
         if technique is not None:
             why_beyond(arguments, name, technique.exactness)
         parts = arguments["micro_batch_size"]
+        offloading = Offloading.from_value(arguments["offload"])
         return cls(
             technique,
             short(wanted),
             is_asked=is_asked(arguments, name),
             halves_batches=getattr(parts, "micro_batch_size", parts) == "auto",
+            is_offloaded=offloading is not None and offloading.has_weights,
         )
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
@@ -256,6 +264,9 @@ class OptimizerInBackwardSetting(Setting):
             return []
         what = f"`{self.name}={self.value}`"
         problems = find_conflicts(trainer, pl_module, self.technique, what)
+        clips_norm = self.technique.clip_norm is not None or "clip_norm" in clipping_of(trainer)
+        if self.is_offloaded and clips_norm:
+            problems.append(norm_problem(f"{what} beside `offload` and clipping"))
         return problems if self.is_asked else problems + find_risks(pl_module, what)
 
     def savings(self, pl_module: Any) -> str:

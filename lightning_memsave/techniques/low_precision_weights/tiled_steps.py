@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.memory import on_cuda
+from lightning_memsave.core.memory import is_host, on_cuda
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
 from lightning_memsave.techniques.optimizer_in_backward.updates import run_step
@@ -170,6 +170,7 @@ def _gradient(param: nn.Parameter) -> Tensor:
 
 def _tile_numel(param: nn.Parameter) -> int:
     # Tiles must not split a block of 8-bit state.
-    factor = CUDA_FACTOR if on_cuda(param) else 1
+    is_on_gpu = on_cuda(param) and not is_host(param.untyped_storage())
+    factor = CUDA_FACTOR if is_on_gpu else 1
     share = factor * param.numel() // 8 // BLOCKSIZE * BLOCKSIZE
     return max(factor * MIN_TILE_NUMEL, min(share, factor * MAX_TILE_NUMEL))

@@ -62,6 +62,11 @@ class Copies:
     def finish(self) -> None:
         """Wait until all copies are done."""
 
+    def landing(self) -> Callable[[], None]:
+        """Return a function that lets the host's thread wait for what `to_host` has begun."""
+        self.finish()
+        return _nothing_to_wait_for
+
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], None]:
@@ -139,6 +144,14 @@ class StreamCopies(Copies):
         landings, self._landings = self._landings, []
         for landing in landings:
             landing.result()
+
+    # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
+    def landing(self) -> Callable[[], None]:
+        """Return a function that lets the host's thread wait for what `to_host` has begun."""
+        if self._device is None:
+            return _nothing_to_wait_for
+        event = self._down.record_event()  # pragma: no cover (gpu)
+        return event.synchronize  # type: ignore[no-any-return]  # pragma: no cover (gpu)
 
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]

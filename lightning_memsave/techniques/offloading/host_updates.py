@@ -3,19 +3,27 @@
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.memory import host_copies, mark_as_host
+from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host
 from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
+from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
+    is_tiled,
+    step_in_tiles,
+    step_whole,
+)
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.row_updates import tables_apart, wait_for_tables
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
+    group_of,
     plain_step,
     step_without_hooks,
 )
@@ -27,6 +35,7 @@ from lightning_memsave.techniques.optimizer_tools import (
 
 _UPDATES: "weakref.WeakKeyDictionary[Optimizer, HostUpdates]" = weakref.WeakKeyDictionary()
 _PATCHED = ("step", "zero_grad")
+Clip = Callable[[list[nn.Parameter]], None]
 
 
 class HostUpdates:
@@ -70,41 +79,94 @@ class HostUpdates:
         Args:
             optimizer: The optimizer.
         """
-        self._residence.wait()
-        with tables_apart(optimizer):
-            self._run(optimizer)
+        self._residence.leave()
+        has_gradients = any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+        if has_gradients:  # otherwise all are updated in backward
+            self._residence.finish()
+            with tables_apart(optimizer):
+                self._run(optimizer)
+        if self._residence.is_watched:
+            self._residence.wait()
+
+    def submit(
+        self, part: Part, gradients: Mapping[nn.Parameter, Tensor], clip: Clip | None = None
+    ) -> "Future[None]":
+        """Update some parameters of a part in the background.
+
+        Args:
+            part: The part.
+            gradients: By parameter, on the host or on their way there.
+            clip: Clips gradients in the type of their weights.
+
+        Returns:
+            Whose ``done`` says that nothing reads the gradients any more.
+        """
+        optimizer = self._optimizer()
+        assert optimizer is not None, "the caller holds it"
+        part.keep_halves()
+        self._allocate(optimizer, part, gradients)
+        landing = self._residence.copies.landing()
+        update = self._update_of(optimizer, part, gradients, clip)
+
+        def update_when_landed() -> None:
+            landing()
+            update()
+
+        future = self._residence.worker.submit(update_when_landed)
+        part.begin_update(future)
+        return future
 
     def _run(self, optimizer: Optimizer) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         params = [param for param in params if param.grad is not None]
         if not updates_each_alone(optimizer):
+            self._residence.wait()
             with host_copies():
                 step_without_hooks(optimizer)
             self._mark_state()
-            self._residence.wait()
+            self._residence.finish()
             return
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
             plain_step(optimizer, others)
-        allocate_state(optimizer)
-        self._mark_state()
         for part in self._residence.parts:
-            chosen = [param for param in params if param in part]
+            chosen = {p: p.grad for p in params if p in part and p.grad is not None}
             if chosen:
-                update = self._update_of(optimizer, part, chosen)
-                part.begin_update(self._residence.worker.submit(update))
-        if self._residence.is_watched:
+                self.submit(part, chosen)
+
+    def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+        """Update all parameters at once, by a step that may run forward and backward several times.
+
+        Args:
+            optimizer: The optimizer, such as LBFGS.
+            closure: Runs forward and backward passes.
+
+        Returns:
+            What the optimizer returns.
+        """
+
+        def evaluate() -> Any:
+            with counted_as(""), torch.enable_grad():
+                loss = closure()
             self._residence.wait()
+            return loss
+
+        self._residence.wait()
+        with host_copies():
+            found = step_without_hooks(optimizer, evaluate)
+        self._mark_state()
+        self._residence.finish()
+        return found
 
     def _stop(self, optimizer: Optimizer) -> None:
         try:
-            self._residence.wait()
+            self._residence.finish()
         finally:
             self._residence.updated_by_parts.discard(optimizer)
             _UPDATES.pop(optimizer, None)
 
     def _wait(self, *_: object) -> None:
-        self._residence.wait()
+        self._residence.finish()
 
     def _mark_state(self, *_: object) -> None:
         optimizer = self._optimizer()
@@ -112,33 +174,50 @@ class HostUpdates:
             if self._residence.part_of(param) is not None:
                 _mark(state)
 
+    # Before the update runs, as it may be in the middle of a step that memory ends.
+    def _allocate(self, optimizer: Optimizer, part: Part, params: Iterable[nn.Parameter]) -> None:
+        stateless = {id(param): param for param in params if not optimizer.state.get(param)}
+        if stateless:
+            needs_type = not is_low_bit(optimizer)
+            with part.on_host(stateless.values(), needs_type=needs_type):
+                allocate_state(_double(optimizer, stateless, optimizer.state))
+            self._mark_state()
+
     # The user's parameters, groups and optimizer may change while it runs.
     def _update_of(
-        self, optimizer: Optimizer, part: Part, params: Iterable[nn.Parameter]
+        self,
+        optimizer: Optimizer,
+        part: Part,
+        gradients: Mapping[nn.Parameter, Tensor],
+        clip: Clip | None,
     ) -> Callable[[], None]:
         stand_ins: dict[int, nn.Parameter] = {}
         state: defaultdict[Tensor, Any] = defaultdict(dict)
-        for param in params:
-            stand_in = stand_ins[id(param)] = nn.Parameter(part.weight_of(param))
-            stand_in.grad = param.grad
+        for param, grad in gradients.items():
+            stand_in = stand_ins[id(param)] = nn.Parameter(part.updated_memory_of(param))
+            stand_in.grad_dtype = grad.dtype
+            stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
-        groups = [
-            {
-                **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
-                "params": [stand_ins[id(p)] for p in group["params"] if id(p) in stand_ins],
-            }
-            for group in optimizer.param_groups
-        ]
-        double = object.__new__(type(optimizer))
-        own = {k: v for k, v in vars(optimizer).items() if k not in _PATCHED}
-        vars(double).update(own, param_groups=groups, state=state)
+        double = _double(optimizer, stand_ins, state)
         if self._residence.device.type == "cuda":
-            for group in groups:
+            for group in double.param_groups:
                 choose_fused(double, group)
+        others = [
+            param
+            for param, grad in gradients.items()
+            if part.is_split(param) or grad.dtype is not part.weight_of(param).dtype
+        ]
+        plain = [stand_ins[id(param)] for param in gradients if param not in {*others}]
 
         def update() -> None:
+            is_converted = part.is_converted
             try:
-                step_without_hooks(double)
+                if clip is not None:
+                    clip([*stand_ins.values()])
+                if plain:
+                    plain_step(double, plain)
+                for param in others:
+                    _step_in_float32(double, stand_ins[id(param)], part, param)
             except Exception as error:
                 names = self._residence.names_of(part.params)
                 error.add_note(f"In the update of {names} on the host, beside the next step.")
@@ -146,7 +225,7 @@ class HostUpdates:
             for held in state.values():
                 _mark(held)
             part.note_change()
-            part.convert()
+            part.convert(gradients if is_converted else None)
 
         return update
 
@@ -154,6 +233,32 @@ class HostUpdates:
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:
     """Return what updates an optimizer's parameters on the host; ``None`` if nothing does."""
     return _UPDATES.get(optimizer)
+
+
+def _double(
+    optimizer: Optimizer, params: Mapping[int, nn.Parameter], state: MutableMapping[Tensor, Any]
+) -> Optimizer:
+    """Make an optimizer of the same settings for other parameters, by the ids of its own."""
+    double: Optimizer = object.__new__(type(optimizer))
+    own = {key: value for key, value in vars(optimizer).items() if key not in _PATCHED}
+    groups = [
+        {
+            **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
+            "params": [params[id(p)] for p in group["params"] if id(p) in params],
+        }
+        for group in optimizer.param_groups
+    ]
+    vars(double).update(own, param_groups=groups, state=state)
+    return double
+
+
+def _step_in_float32(
+    double: Optimizer, stand_in: nn.Parameter, part: Part, param: nn.Parameter
+) -> None:
+    is_cut = is_tiled(double, stand_in)
+    step_it = step_in_tiles if is_cut else step_whole
+    weights = part.access_to(param, is_flat=is_cut)
+    step_it(double, group_of(double, stand_in), stand_in, weights)
 
 
 def _mark(state: Any) -> None:
@@ -178,6 +283,8 @@ step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 @torch.no_grad()
 def _step_with_hooks(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     loss = None
+    if closure is not None and not updates_each_alone(self):
+        return _UPDATES[self].run_with(self, closure)
     if closure is not None:
         with torch.enable_grad():
             loss = closure()

@@ -1,14 +1,18 @@
 """Parameters that wait on the host together."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as
+from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 
 _Versions = tuple[int, list[tuple[int, int]]]
 
@@ -18,7 +22,8 @@ class Part:
 
     Outside of a step's forward and backward passes a parameter is what it is without offloading,
     but in host memory: its ``data`` and its ``grad`` are ordinary tensors there. While the part is
-    on the device, ``data`` is the copy there, possibly in another type.
+    on the device, ``data`` is the copy there, possibly in another type. Weights that are split into
+    halves are joined by `join` only; before, ``data`` on the host is a NaN that all share.
 
     Args:
         params: Parameters that require a gradient, with their values.
@@ -35,10 +40,14 @@ class Part:
         self._memory = memory
         self._positions = {id(param): index for index, param in enumerate(self.params)}
         self._weights = memory.tensors_like(self.params)
+        self._forms = [torch.empty_like(weight, device="meta") for weight in self._weights]
         self._gradients: list[Tensor] = []
         self._received: set[int] = set()  # positions of the gradients since the part came
         self._kept: set[int] = set()  # those that are added to gradients from before
         self._dtypes = [param.dtype for param in self.params]
+        self._are_split: set[int] = set()  # positions of those whose copy is half of the weight
+        self._lower: dict[int, Tensor] = {}
+        self._is_joined = True
         self._to_send: list[Tensor] = []
         self._on_device: list[Tensor] = []
         self._sole_owners = 0
@@ -46,7 +55,7 @@ class Part:
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
-        self._update: Future[None] | None = None
+        self._updates: list[Future[None]] = []
         self._adopt()
 
     def __contains__(self, param: Tensor) -> bool:
@@ -55,20 +64,77 @@ class Part:
     @property
     def is_updating(self) -> bool:
         """Whether an update runs in the background."""
-        return self._update is not None and not self._update.done()
+        return not all(update.done() for update in self._updates)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether `convert` has nothing to do."""
+        return self._versions() == self._converted
 
     def weight_of(self, param: Tensor) -> Tensor:
         """Return the weight on the host."""
         return self._weights[self._positions[id(param)]]
 
-    def set_device_dtype(self, param: nn.Parameter, dtype: torch.dtype) -> None:
+    def is_split(self, param: Tensor) -> bool:
+        """Return whether a weight is kept in two halves."""
+        return self._positions[id(param)] in self._are_split
+
+    def updated_memory_of(self, param: Tensor) -> Tensor:
+        """Return the memory that an update changes: the weight, or its upper half."""
+        index = self._positions[id(param)]
+        return self._to_send[index] if index in self._are_split else self._weights[index]
+
+    def access_to(self, param: Tensor, *, is_flat: bool) -> Weights:
+        """Give access to a weight for an update of a part of it.
+
+        Args:
+            param: One of the parameters.
+            is_flat: For slices of the flat weight; otherwise for all of it.
+
+        Returns:
+            What loads and stores values in float32.
+        """
+        memory, index = self.updated_memory_of(param), self._positions[id(param)]
+        memory = memory.view(-1) if is_flat else memory
+        if index not in self._are_split:
+            return Weights(lambda part: memory[part], lambda part, new: None)
+        lower = self._lower[index].view(-1) if is_flat else self._lower[index]
+        return Weights(
+            lambda part: join_weight(memory[part], lower[part]),
+            lambda part, new: split_weight(new, memory[part], lower[part]),
+        )
+
+    def form_of(self, param: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor without values like a weight, possibly in another type."""
+        form = self._forms[self._positions[id(param)]]
+        return form if dtype is None else torch.empty_like(form, dtype=dtype)
+
+    def device_dtype_of(self, param: Tensor) -> torch.dtype:
+        """Return the type of the copy on the device."""
+        return self._dtypes[self._positions[id(param)]]
+
+    def sums_gradients_of(self, param: Tensor) -> bool:
+        """Return whether there are gradients from before, to which others are added."""
+        index = self._positions[id(param)]
+        return index in self._kept or index in self._received
+
+    def set_device_dtype(
+        self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
+    ) -> None:
         """Choose the type of the copy on the device.
 
         Args:
             param: One of the parameters.
             dtype: Such as ``torch.bfloat16``.
+            is_split: Keep what bfloat16 lacks of float32 in place of the weight.
         """
-        self._dtypes[self._positions[id(param)]] = dtype
+        self.join()
+        index = self._positions[id(param)]
+        self._dtypes[index] = dtype
+        self._are_split.discard(index)
+        if is_split:
+            self._are_split.add(index)
+        self._lower = {}
         self._to_send, self._on_device, self._converted, self._sent = [], [], None, None
 
     def note_change(self) -> None:
@@ -77,13 +143,36 @@ class Part:
 
     def begin_update(self, update: "Future[None]") -> None:
         """Let everybody who needs the weights wait for an update in the background."""
-        self._update = update
+        self._updates.append(update)
 
     def wait(self) -> None:
-        """Wait for the update in the background, and raise what it has raised."""
-        update, self._update = self._update, None
-        if update is not None:
-            update.result()
+        """Wait for the updates in the background, and raise what the first one has raised."""
+        updates, self._updates = self._updates, []
+        errors = [update.exception() for update in updates]
+        for error in filter(None, errors):
+            raise error
+
+    @contextlib.contextmanager
+    def on_host(self, params: Iterable[nn.Parameter], *, needs_type: bool) -> Iterator[None]:
+        """Let parameters be on the host, with gradients that nobody may read, to allocate state.
+
+        Args:
+            params: Some of the parameters.
+            needs_type: Whether the state gets the type of the parameters. Otherwise, they are as
+                contiguous as they can be.
+        """
+        before = [(param, param.data, param.grad) for param in params]
+        for param, _, _ in before:
+            param.grad = None
+            known = self.weight_of(param) if needs_type else self.updated_memory_of(param)
+            param.data = param.grad = known
+        try:
+            yield
+        finally:
+            for param, data, grad in before:
+                param.grad = None
+                param.data = data
+                param.grad = grad
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
@@ -101,8 +190,8 @@ class Part:
         if not self._on_device:
             with counted_as("parameter"):
                 self._on_device = [
-                    torch.empty_like(weight, dtype=dtype, device=device)
-                    for weight, dtype in zip(self._weights, self._dtypes, strict=True)
+                    torch.empty_like(form, dtype=dtype, device=device)
+                    for form, dtype in zip(self._forms, self._dtypes, strict=True)
                 ]
             for copy in self._on_device:
                 mark_as("parameter", copy)
@@ -197,20 +286,84 @@ class Part:
         param.grad = None
         self._received.add(index)
 
-    def convert(self) -> None:
-        """Convert weights that have changed to the types of the device."""
+    def convert(self, changed: Iterable[Tensor] | None = None) -> None:
+        """Convert weights that have changed to the types of the device.
+
+        Args:
+            changed: Parameters, if no others have changed.
+        """
         versions = self._versions()
         if versions == self._converted:
             return
+        own = range(len(self.params))
+        chosen = own if changed is None else [self._positions[id(param)] for param in changed]
         if all(w.dtype is d for w, d in zip(self._weights, self._dtypes, strict=True)):
             self._to_send = self._weights
+        elif self._are_split:
+            self._convert_to_halves()
         else:
             if not self._to_send:
-                self._to_send = self._memory.tensors_like(self._weights, self._dtypes)
+                self._to_send, chosen = self._memory.tensors_like(self._weights, self._dtypes), own
             with host_copies():
-                for converted, weight in zip(self._to_send, self._weights, strict=True):
-                    converted.copy_(weight)
-        self._converted = versions
+                for index in chosen:
+                    self._to_send[index].copy_(self._weights[index])
+        self._converted = self._versions()
+
+    def keep_halves(self) -> None:
+        """Keep weights that were joined in two halves again."""
+        if self._are_split and self._is_joined:
+            self.convert()
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def join(self) -> None:
+        """Let all weights on the host be whole, where they may be changed."""
+        if self._is_joined:
+            return
+        own = sorted(self._are_split)
+        # Not of the memory that is locked for a GPU: it does not copy these weights.
+        whole = HostMemory().tensors_like([self._forms[index] for index in own])
+        with host_copies():
+            for index, weight in zip(own, whole, strict=True):
+                join_weight(self._to_send[index], self._lower[index], weight)
+        self._replace_weights(dict(zip(own, whole, strict=True)))
+        self._is_joined, self._converted = True, None
+        self.note_change()
+
+    def _convert_to_halves(self) -> None:
+        own = sorted(self._are_split)
+        others = [index for index in range(len(self.params)) if index not in self._are_split]
+        with host_copies():
+            if not self._lower:
+                # Memory comes in pieces, and what stays must not be in one with what goes.
+                stay = self._memory.tensors_like([self._weights[index] for index in others])
+                for index, weight in zip(others, stay, strict=True):
+                    weight.copy_(self._weights[index])
+                self._replace_weights(dict(zip(others, stay, strict=True)))
+                self._to_send = [*self._weights]  # of the others, the device gets the weights
+                forms = [self._forms[index] for index in own]
+                for dtype, into in ((torch.bfloat16, self._to_send), (torch.int16, self._lower)):
+                    halves = self._memory.tensors_like(forms, [dtype] * len(own))
+                    for index, half in zip(own, halves, strict=True):
+                        into[index] = half
+            if self._is_joined:
+                for index in own:
+                    split_weight(self._weights[index], self._to_send[index], self._lower[index])
+                empty = torch.empty((), dtype=torch.float32, device="meta")
+                nan = self._memory.tensors_like([empty] * len(own))
+                self._replace_weights(
+                    {
+                        index: each.fill_(math.nan).expand(self._forms[index].shape)
+                        for index, each in zip(own, nan, strict=True)
+                    }
+                )
+                self._is_joined = False
+
+    def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
+        for index, weight in weights.items():
+            if _is_same(self.params[index], self._weights[index]):
+                self.params[index].data = weight
+            self._weights[index] = weight
 
     def release(self, device: torch.device) -> None:
         """Give the parameters memory of their own, as they had before.
@@ -220,6 +373,7 @@ class Part:
         """
         self.leave()
         self.show_gradients()
+        self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
             grad, param.grad = param.grad, None
             param.data = torch.empty_like(weight, device=device).copy_(weight)
@@ -228,11 +382,13 @@ class Part:
 
     def _gradient_memory(self) -> list[Tensor]:
         if not self._gradients:
-            self._gradients = self._memory.tensors_like(self._weights)
+            self._gradients = self._memory.tensors_like(self._forms)
         return self._gradients
 
     # Somebody may have given a parameter other data, as `Module.to` does.
     def _adopt(self) -> None:
+        if not all(map(_is_same, self.params, self._weights)):
+            self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
             if not _is_same(param, weight):
                 weight.copy_(param.data)

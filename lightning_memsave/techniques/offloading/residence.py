@@ -4,12 +4,15 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.nested import map_tensors
@@ -23,6 +26,13 @@ from lightning_memsave.techniques.offloading.part import Part
 # By module, so that copies of a module do not move the parameters of the original.
 _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
 _NO_TASK = -1
+
+
+class Taker(Protocol):
+    """Takes gradients in the place of `Part.receive_gradient`."""
+
+    def take(self, param: nn.Parameter, part: Part) -> bool:
+        """Take a complete gradient, or return False."""
 
 
 class Residence:
@@ -54,6 +64,8 @@ class Residence:
         see: updates end in ``optimizer.step()``, and weights are always copied again."""
         self.updated_by_parts: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         """Optimizers whose updates note themselves what they change."""
+        self.takers: weakref.WeakSet[Taker] = weakref.WeakSet()
+        """What updates parameters as soon as their gradients are complete."""
         self.memory = memory
         self.device = params[0].device
         self.copies = copies_for(params[0], worker, self.memory)
@@ -104,15 +116,7 @@ class Residence:
         for part in self.parts:
             for param in part.params:
                 undo += self._watch(param)
-        reference = weakref.ref(self)
-
-        def note_step(optimizer: Optimizer, *_: object) -> None:
-            residence = reference()
-            if residence is not None:
-                residence._note_step(optimizer)
-
-        undo += [register_optimizer_step_post_hook(note_step).remove, patch_method(model, _apply)]
-        return undo
+        return [*undo, *self._watch_steps(), patch_method(model, _apply)]
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
@@ -124,10 +128,12 @@ class Residence:
         named = [] if model is None else model.named_parameters()
         return ", ".join(f"`{name}`" for name, param in named if id(param) in chosen)
 
-    def set_device_dtype(self, param: nn.Parameter, dtype: torch.dtype) -> None:
-        """Choose the type of a parameter's copy on the device."""
-        self.wait()
-        self._part_of[id(param)].set_device_dtype(param, dtype)
+    def set_device_dtype(
+        self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
+    ) -> None:
+        """Choose the type of a parameter's copy on the device, as `Part.set_device_dtype`."""
+        self.finish()
+        self._part_of[id(param)].set_device_dtype(param, dtype, is_split=is_split)
 
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
@@ -144,8 +150,8 @@ class Residence:
                 self._note_change()
         self._came, self._depth, self._has_graph = [], 0, False
 
-    def wait(self) -> None:
-        """Finish all updates, and let all parameters be on the host, where they may be changed.
+    def finish(self) -> None:
+        """Finish all updates, and let all parameters be on the host.
 
         Raises:
             Exception: What an update has raised; of several the first.
@@ -161,6 +167,12 @@ class Residence:
         self._note_change()
         if failed:
             raise failed[0]
+
+    def wait(self) -> None:
+        """Finish all updates, and let all parameters be on the host, where they may be changed."""
+        self.finish()
+        for part in self.parts:
+            part.join()
 
     def _note_change(self) -> None:
         for part in self.parts:
@@ -179,13 +191,31 @@ class Residence:
             for part in self.parts:
                 part.release(self.device)
 
-    # The kernels of bitsandbytes change weights unseen.
-    def _note_step(self, optimizer: Optimizer, *_: object) -> None:
+    # Optimizers need whole weights, and the kernels of bitsandbytes change them unseen.
+    def _watch_steps(self) -> list[Callable[[], None]]:
+        reference = weakref.ref(self)
+
+        def before(optimizer: Optimizer, *_: object) -> None:
+            residence = reference()
+            for part in set() if residence is None else residence._changed_by(optimizer):
+                part.wait()
+                part.join()
+
+        def after(optimizer: Optimizer, *_: object) -> None:
+            residence = reference()
+            for part in set() if residence is None else residence._changed_by(optimizer):
+                part.note_change()
+
+        return [
+            register_optimizer_step_pre_hook(before).remove,
+            register_optimizer_step_post_hook(after).remove,
+        ]
+
+    def _changed_by(self, optimizer: Optimizer) -> set[Part]:
         if optimizer in self.updated_by_parts:
-            return
+            return set()
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        for part in {part for p in params if (part := self._part_of.get(id(p))) is not None}:
-            part.note_change()
+        return {part for p in params if (part := self._part_of.get(id(p))) is not None}
 
     # Torch does not find cycles through such hooks: they must not hold what holds the parameter.
     def _watch(self, param: nn.Parameter) -> list[Callable[[], None]]:
@@ -200,11 +230,16 @@ class Residence:
             own = residence()
             if own is not None:
                 own._queue_end()
-                with torch.no_grad():
-                    own._part_of[id(found)].receive_gradient(found, own.copies)
+                own._receive(found)
 
         register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
         return [param.register_hook(before).remove, register(after).remove]
+
+    @torch.no_grad()
+    def _receive(self, param: nn.Parameter) -> None:
+        part = self._part_of[id(param)]
+        if not any(taker.take(param, part) for taker in self.takers):
+            part.receive_gradient(param, self.copies)
 
     # At the end of backward, on the thread that called it.
     def _queue_end(self) -> None:
@@ -417,7 +452,7 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
     residence = _RESIDENCES.get(self)
     if residence is None:
         return previous_method(self, "_apply")(fn, recurse)
-    residence.wait()
+    residence.finish()
     residence.follow(fn)
     with residence.hidden():
         return previous_method(self, "_apply")(fn, recurse)

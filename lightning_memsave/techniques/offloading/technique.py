@@ -30,6 +30,7 @@ from lightning_memsave.techniques.offloading.residence import (
     residence_with,
 )
 from lightning_memsave.techniques.offloading.row_updates import RowUpdates
+from lightning_memsave.techniques.optimizer_in_backward.updates import all_in_backward
 from lightning_memsave.units import format_bytes, parse_bytes
 
 KINDS = ("optimizer", "parameters", "activations", "embeddings")
@@ -185,6 +186,17 @@ class Offloading(Technique[nn.Module]):
         if residence_of(target) is not None:
             what, why = f"`{type(target).__name__}`", "it is offloaded already"
             problems.append(Problem(what, why, "Call `handle.undo()` of the first one."))
+        own = {id(param) for param in target.parameters()}
+        problems += [
+            Problem(
+                f"`{type(optimizer).__name__}`",
+                "it updates parameters of this model in backward already, on the device",
+                "Apply `Offloading` before `OptimizerInBackward`.",
+            )
+            for optimizer, _ in all_in_backward()
+            if self.has_weights
+            and any(id(p) in own for group in optimizer.param_groups for p in group["params"])
+        ]
         compiled = [
             name or type(target).__name__
             for name, module in target.named_modules()

@@ -18,7 +18,8 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     is_low_bit,
     wrapper_problems,
 )
-from lightning_memsave.techniques.offloading.residence import residence_with
+from lightning_memsave.techniques.offloading.residence import Residence, residence_with
+from lightning_memsave.techniques.offloading.updates_in_backward import UpdatesInBackward
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
     ACTIVE_UPDATES,
@@ -114,7 +115,8 @@ class OptimizerInBackward(Technique[Optimizer]):
         would train differently, so it cannot be used with a ``GradScaler``. Supported are the
         optimizers of torch except LBFGS, those of bitsandbytes and of `LowBitOptimizer`, and
         Adafactor of transformers; others are refused, as they may couple parameters. Not for
-        several processes.
+        several processes. Weights of `Offloading` are updated on the host, in the background, which
+        needs `Offloading.update_in_background`, too; there is no ``clip_norm`` for them.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -198,10 +200,8 @@ class OptimizerInBackward(Technique[Optimizer]):
         if wrapped := wrapper_problems(target):
             return wrapped
         problems = [*_problems_of_others(target), *_problems_of_processes()]
-        if any(residence_with(param) is not None for param in _trained(target)):
-            why = "its weights are offloaded, and updated on the host after backward"
-            fix = "Undo `Offloading`, or leave `OptimizerInBackward` out."
-            problems.append(Problem(f"`{type(target).__name__}`", why, fix))
+        if self.clip_norm is not None and _residence_of(target) is not None:
+            problems.append(norm_problem(f"`clip_norm={self.clip_norm}`"))
         if not (self.trust_optimizer or updates_each_alone(target)):
             problems.append(
                 Problem(
@@ -245,10 +245,17 @@ class OptimizerInBackward(Technique[Optimizer]):
         return handle
 
     def _apply(self, target: Optimizer) -> InBackwardHandle:
-        held = None
-        if self.clip_norm is not None:
-            held = HeldGradients(self.clip_norm, self.kept_bytes)
-        updates = GradientUpdates(target, self._clip, held, group_bytes=self.group_bytes)
+        residence, group_bytes = _residence_of(target), self.group_bytes
+        if residence is not None:
+            clips = (self.clip_value, self.clip_param_norm) != (None, None)
+            updates: GradientUpdates = UpdatesInBackward(
+                target, self._clip, residence, clips=clips, group_bytes=group_bytes
+            )
+        else:
+            held = None
+            if self.clip_norm is not None:
+                held = HeldGradients(self.clip_norm, self.kept_bytes)
+            updates = GradientUpdates(target, self._clip, held, group_bytes=group_bytes)
         if not _trained(target):
             return InBackwardHandle(target, updates, (), ("no parameter is trained",))
         undo = updates.start()
@@ -273,21 +280,36 @@ def describe_updates(optimizer: Optimizer, adding_up: str = "") -> str:
     Returns:
         One line.
     """
-    sizes = [p.numel() * p.element_size() for p in _trained(optimizer)]
+    params, updates = _trained(optimizer), ACTIVE_UPDATES[optimizer]
+    total = format_bytes(sum(p.nbytes for p in params))
+    is_on_host = _residence_of(optimizer) is not None
+    place = " on the host" if is_on_host else ""
     if adding_up:
+        when = "after" if is_on_host else "in"
         how = (
-            "the last backward pass of a step, "
-            f"all gradients ({format_bytes(sum(sizes))}) are alive while {adding_up} accumulate"
+            f"{when} the last backward pass of a step, "
+            f"all gradients ({total}) are alive{place} while {adding_up} accumulate"
         )
     else:
-        gradients = f"gradients {format_bytes(sum(sizes))} -> {format_bytes(max(sizes, default=0))}"
-        how = f"backward, {gradients} at a time"
-    where = (
-        " (gradients wait until their norm is known)"
-        if ACTIVE_UPDATES[optimizer].held is not None
-        else ""
+        at_a_time = format_bytes(updates.bytes_at_a_time)
+        how = f"in backward, gradients {total} -> {at_a_time} at a time{place}"
+    where = " (gradients wait until their norm is known)" if updates.held is not None else ""
+    return f"{type(optimizer).__name__}: {len(params)} parameters updated {how}{where}"
+
+
+def norm_problem(what: str) -> Problem:
+    """Return the problem that a total norm is clipped beside updates on the host."""
+    return Problem(
+        what,
+        "the norm of all gradients is known only after backward, when the host has updated most "
+        "offloaded weights already",
+        "Clip values instead, or set `optimizer_in_backward=None`.",
     )
-    return f"{type(optimizer).__name__}: {len(sizes)} parameters updated in {how}{where}"
+
+
+def _residence_of(optimizer: Optimizer) -> Residence | None:
+    found = (residence_with(param) for param in _trained(optimizer))
+    return next((each for each in found if each is not None), None)
 
 
 def _trained(optimizer: Optimizer) -> list[nn.Parameter]:

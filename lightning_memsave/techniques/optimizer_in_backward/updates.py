@@ -136,7 +136,7 @@ def run_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         optimizer.param_groups = own_groups
 
 
-def step_without_hooks(optimizer: Optimizer) -> None:
+def step_without_hooks(optimizer: Optimizer, *closure: Callable[[], Any]) -> Any:
     """Run a step of all parameters with a gradient, bypassing hooks and schedulers."""
     step = type(optimizer).step
     # torch wraps the step of each class, once, to call the hooks.
@@ -145,7 +145,7 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     hooks = {key: vars(optimizer).get(key, {}) for key in _HOOKS}
     vars(optimizer).update({key: {} for key in _HOOKS})
     try:
-        step(optimizer)
+        return step(optimizer, *closure)
     finally:
         vars(optimizer).update(hooks)
 
@@ -260,6 +260,13 @@ class GradientUpdates:
         ]
         return [self._stop, *(hook.remove for hook in hooks)]
 
+    @property
+    def bytes_at_a_time(self) -> int:
+        """Bytes of the gradients that exist at a time, at least."""
+        optimizer = self._optimizer()
+        params = [] if optimizer is None else _parameters(optimizer)
+        return max((p.nbytes for p in params if p.requires_grad), default=0)
+
     def forget(self) -> None:
         """Reset the state of the current step; parameters that were updated stay so."""
         self._taken.clear()
@@ -288,7 +295,8 @@ class GradientUpdates:
             if param not in self._hooks:
                 register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
                 self._hooks[param] = register(self._take)
-        sizes = [gradient_bytes(param) for param in trained]
+        here = {id(param) for param in self._updated_here(optimizer)}
+        sizes = [gradient_bytes(param) for param in trained if id(param) in here]
         # More than the largest gradient would need more memory than one after the other.
         group_bytes = self._group_bytes
         if group_bytes is None:
@@ -380,7 +388,7 @@ class GradientUpdates:
     def _finish(self, optimizer: Optimizer) -> None:
         """Update parameters with held gradients, and those whose hook did not run."""
         waiting = []
-        for param in _parameters(optimizer):
+        for param in self._updated_here(optimizer):
             if param.grad is not None:
                 self._mark_as_taken(optimizer, param)
                 waiting.append(param)
@@ -392,6 +400,9 @@ class GradientUpdates:
             groups = self.held.give_back(groups)
         for group in groups:
             self._update(optimizer, group)
+
+    def _updated_here(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return _parameters(optimizer)
 
     # What is on the device comes first, which makes room for what comes back to it.
     def _in_groups(self, params: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:

@@ -1,0 +1,261 @@
+"""Offloaded weights that are updated in backward: the same training without whole gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.errors import IncompatibleError, MemsaveError
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights import tiled_steps
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from tests.cases import make_batch, make_model
+from tests.helpers import InAutocast
+from tests.techniques.in_backward import assert_same, assert_same_state
+from tests.techniques.simulated_copies import SimulatedCopies
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
+    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True),
+    "momentum": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
+    "8bit": lambda params: LowBitOptimizer().apply(torch.optim.AdamW(params, lr=1e-2)).target,
+}
+
+
+class Run:
+    """Training with offloaded weights, updated in backward or after it."""
+
+    def __init__(
+        self,
+        name: str = "dropout",
+        *,
+        in_backward: bool | OptimizerInBackward = True,
+        what: str = "optimizer",
+        optimizer: str = "AdamW",
+        rounding: str | None = None,
+        in_background: bool = True,
+    ) -> None:
+        self.model = make_model(name).train()
+        technique = Offloading(what)
+        self.handle = technique.apply(self.model)
+        if rounding is not None:
+            LowPrecisionWeights(rounding).apply(self.model)
+        self.whole = self.model if rounding is None else InAutocast(self.model)
+        self.optimizer = OPTIMIZERS[optimizer]([*self.model.parameters()])
+        if in_backward:
+            chosen = OptimizerInBackward() if in_backward is True else in_backward
+            self.in_backward = chosen.apply(self.optimizer)
+        if in_background:
+            technique.update_in_background(self.optimizer)
+
+    def step(self, number: int) -> Tensor:
+        torch.manual_seed(number)
+        loss: Tensor = self.whole(make_batch(number))
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def assert_bitwise(ours: Run, theirs: Run, num_steps: int = 4) -> None:
+    for number in range(num_steps):
+        assert torch.equal(ours.step(number), theirs.step(number))
+    assert_same(ours.model, theirs.model)
+    assert_same_state(ours.optimizer, theirs.optimizer)
+
+
+class TestBitwise:
+    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
+    @pytest.mark.parametrize("name", ["dropout", "tied", "used_twice", "eager_bert", "frozen"])
+    def test_models(self, name, what):
+        assert_bitwise(Run(name, what=what), Run(name, what=what, in_backward=False))
+
+    @pytest.mark.parametrize("rounding", [None, "master", "split"])
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_optimizers(self, optimizer, rounding, monkeypatch):
+        """Gradients in bfloat16 are widened tile by tile."""
+        monkeypatch.setattr(tiled_steps, "MIN_TILE_NUMEL", 2**11)
+        how: dict[str, Any] = {"optimizer": optimizer, "rounding": rounding}
+        assert_bitwise(Run(**how), Run(**how, in_backward=False))
+
+    @pytest.mark.parametrize("rounding", [None, "master", "split"])
+    def test_clipped_by_value(self, rounding):
+        ours = Run(rounding=rounding, in_backward=OptimizerInBackward(clip_value=1e-4))
+        theirs = Run(rounding=rounding, in_backward=False)
+        for number in range(3):
+            torch.manual_seed(number)
+            theirs.whole(make_batch(number)).backward()
+            nn.utils.clip_grad_value_(theirs.model.parameters(), 1e-4)
+            theirs.optimizer.step()
+            theirs.optimizer.zero_grad()
+            ours.step(number)
+        assert_same(ours.model, theirs.model)
+
+    def test_accumulated(self):
+        ours, theirs = Run(), Run(in_backward=False)
+        for number in range(3):
+            for run in (ours, theirs):
+                for part in range(3):
+                    torch.manual_seed(part)
+                    if run is ours:
+                        run.in_backward.is_accumulating = part < 2
+                    run.whole(make_batch(10 * number + part)).backward()
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+        assert_same(ours.model, theirs.model)
+        assert_bitwise(ours, theirs)
+
+    def test_unused_and_resident_parameters(self):
+        """What never has a gradient does not hold up its part; others are updated on the device."""
+        runs = []
+        for in_backward in (True, False):
+            model = make_model("dropout").train()
+            model.blocks[1].unused = nn.Parameter(torch.ones(3))
+            model.table = nn.Embedding(8, 1, sparse=True)
+            technique = Offloading()
+            technique.apply(model)
+            dense = [p for p in model.parameters() if p is not model.table.weight]
+            optimizer = torch.optim.SGD(
+                [{"params": [*model.table.parameters()]}, {"params": dense}]
+            )
+            if in_backward:
+                OptimizerInBackward().apply(optimizer)
+            technique.update_in_background(optimizer)
+            for number in range(3):
+                torch.manual_seed(number)
+                loss = model(make_batch(number)) * model.table(torch.tensor([number, 1])).sum()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(model)
+        assert_same(*runs)
+
+    def test_schedulers_and_state_dicts_in_the_middle(self):
+        ours, theirs = Run(), Run(in_backward=False)
+        for run in (ours, theirs):
+            scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, gamma=0.5)
+            for number in range(4):
+                run.step(number)
+                scheduler.step()
+                if number == 1:
+                    saved = run.optimizer.state_dict()
+                    run.optimizer.load_state_dict(saved)
+                    run.model.load_state_dict(run.model.state_dict())
+        assert_same(ours.model, theirs.model)
+
+    @pytest.mark.parametrize("seed", [None, 0, 1])
+    @pytest.mark.parametrize("rounding", [None, "master", "split"])
+    def test_with_copies_that_are_late(self, seed, rounding):
+        ours, theirs = Run(rounding=rounding), Run(rounding=rounding, in_backward=False)
+        assert ours.handle.residence is not None
+        residence = ours.handle.residence
+        residence.copies = SimulatedCopies(residence.worker, seed)
+        assert_bitwise(ours, theirs)
+        assert residence.copies.problems == []
+
+
+class TestMemory:
+    @pytest.mark.parametrize("rounding", [None, "master", "split"])
+    def test_gradients_of_two_parts_are_alive(self, rounding):
+        made = Run(optimizer="fused AdamW", rounding=rounding)
+        with LiveTensors(made.model, [made.optimizer]) as counter:
+            for number in range(3):
+                made.step(number)
+            assert made.handle.residence is not None
+            made.handle.residence.finish()
+        params = [*made.model.parameters()]
+        weights = sum(p.nbytes for p in params)
+        is_half = rounding is not None
+        copies = [p.nbytes // (1 + (is_half and p.ndim > 1)) for p in params]
+        slabs = 2 * sum(copies[:6])
+        assert ACTIVE_UPDATES[made.optimizer].bytes_at_a_time == slabs
+        expected = 3 * weights + 4 * len(params) + slabs
+        if rounding == "master":
+            expected += sum(copies)
+        elif rounding == "split":  # a NaN in the place of each
+            expected += 4 * sum(p.ndim > 1 for p in params)
+        assert counter.peak.host_bytes == expected
+        assert counter.peak.parameter_bytes == sum(copies)
+
+    def test_updates_run_while_backward_does(self):
+        made = Run()
+        made.step(0)
+        made.handle.wait()
+        block = made.model.get_submodule("blocks")[3]
+        before = made.optimizer.state[block.up.weight]["step"].item()
+        seen = []
+
+        def look(_: Tensor) -> None:
+            made.handle.residence.parts[4].wait()
+            seen.append(made.optimizer.state[block.up.weight]["step"].item())
+
+        made.model.get_submodule("blocks")[0].up.weight.register_hook(look)
+        made.model(make_batch(1)).backward()
+        assert seen == [before + 1]
+        assert all(p.grad is None for p in made.model.parameters())
+
+
+class TestFailures:
+    def test_of_a_backward_pass_leaves_nothing_behind(self):
+        made, twin = Run(), Run()
+        hook = made.model.get_parameter("head.weight").register_hook(lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            made.step(0)
+        hook.remove()
+        assert made.handle.residence is not None
+        made.handle.residence.leave()
+        updates = ACTIVE_UPDATES[made.optimizer]
+        assert not updates.has_updated
+        updates.forget()
+        assert_bitwise(made, twin)
+
+    def test_of_an_update_comes_to_who_waits(self):
+        made = Run()
+        made.step(0)
+        made.handle.wait()
+        state = made.optimizer.state[made.model.get_parameter("blocks.2.up.weight")]
+        state["exp_avg"] = torch.zeros(3, 3)
+        made.step(1)
+        with pytest.raises(RuntimeError, match="size"):
+            made.handle.wait()
+        made.handle.wait()
+
+    def test_a_second_backward_pass_is_refused(self):
+        made = Run()
+        made.model(make_batch(0)).backward()
+        with pytest.raises(IncompatibleError, match="second gradient"):
+            made.model(make_batch(1)).backward()
+
+    def test_needs_updates_in_the_background(self):
+        model = make_model("dropout").train()
+        Offloading().apply(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        OptimizerInBackward().apply(optimizer)
+        with pytest.raises(IncompatibleError, match="update_in_background"):
+            model(make_batch(0)).backward()
+
+    def test_offloading_comes_first(self):
+        model = make_model("dropout").train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        OptimizerInBackward().apply(optimizer)
+        with pytest.raises(IncompatibleError, match="Apply `Offloading` before"):
+            Offloading().apply(model)
+
+    def test_a_total_norm_is_refused(self):
+        model = make_model("dropout").train()
+        Offloading().apply(model)
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(MemsaveError, match="known only after backward"):
+            OptimizerInBackward(clip_norm=1.0).apply(optimizer)
+
+    def test_undone_in_the_middle(self):
+        made, twin = Run(), Run(in_backward=False)
+        assert_bitwise(made, twin, 2)
+        made.in_backward.undo()
+        assert_bitwise(made, twin, 2)
