@@ -356,7 +356,8 @@ class Residence:
         Raises:
             IncompatibleError: If it changes the type.
         """
-        before = torch.empty(0, dtype=self.parts[-1].params[0].dtype)
+        some = next(param for part in self.parts for param in part.params)
+        before = torch.empty(0, dtype=some.dtype)
         after = convert(before)
         if after.dtype is not before.dtype:
             raise IncompatibleError(
