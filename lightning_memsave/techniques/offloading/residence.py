@@ -33,8 +33,8 @@ class Residence:
         params: The parameters to offload.
         worker: What works on the host beside the computation.
         memory: Host memory.
-        is_streamed: The weights of a block are on the device while it computes, and from before on,
-            while the block before it does.
+        num_on_device: Of how many blocks weights are on the device: that of the block that
+            computes and those that it needs next; ``None`` for all.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Residence:
         worker: HostWorker,
         memory: HostMemory,
         *,
-        is_streamed: bool = False,
+        num_on_device: int | None = None,
     ) -> None:
         self.worker = worker
         self.is_watched = False
@@ -59,6 +59,8 @@ class Residence:
         owners = _owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
         # A strong reference to a module would keep the model alive.
+        is_streamed = num_on_device is not None
+        self._num_ahead = 1 if num_on_device is None else num_on_device - 1
         self._by_block: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
         for block in blocks:
             own = [param for param in params if owners[param] is block]
@@ -191,27 +193,25 @@ class Residence:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
             queue(self.leave)
 
-    def _enter(self, part: Part, following: Part | None) -> None:
+    def _enter(self, part: Part, step: int) -> None:
         if torch.is_grad_enabled():
             self._has_graph = True
         if not part.is_on_device:
             part.enter(self.copies, self.device)
+        start = self.parts.index(part)
+        indices = range(start + step, start + step * (1 + self._num_ahead), step)
+        following = [self.parts[i] for i in indices if 0 <= i < len(self.parts)]
         for other in self.parts:
-            if other is not following:
+            if other not in following:
                 other.drop()
-        if following is not None and not following.is_updating:
-            following.send(self.copies, self.device)
-
-    def _beside(self, part: Part, step: int) -> Part | None:
-        index = self.parts.index(part) + step
-        if not 0 <= index < len(self.parts) or self.parts[index].is_on_device:
-            return None
-        return self.parts[index]
+        for other in following:
+            if not other.is_on_device and not other.is_updating:
+                other.send(self.copies, self.device)
 
     def enter_block(self, block: nn.Module) -> None:
-        """Bring the parameters of a block to the device, and begin to bring those of the next."""
+        """Bring the parameters of a block to the device, and begin to bring the next ones."""
         part = self._by_block[block]
-        self._enter(part, self._beside(part, 1))
+        self._enter(part, 1)
         if part not in self._came:
             self._came.append(part)
 
@@ -242,14 +242,14 @@ class Residence:
         for other in self._by_block.values():
             if other is not part:
                 other.leave()
-        self._enter(part, self._beside(part, -1))
+        self._enter(part, -1)
         self._queue_end()
 
     def begin(self) -> None:
         """Note that a module outside of blocks begins its forward pass."""
         self._depth += 1
         if not self.rest.is_on_device:
-            self._enter(self.rest, self._beside(self.rest, 1))
+            self._enter(self.rest, 1)
             self._came.append(self.rest)
 
     def end(self) -> None:

@@ -78,6 +78,9 @@ class Offloading(Technique[nn.Module]):
             for half of what is free.
         min_bytes: Smaller activations stay on the device.
         min_table_bytes: Smaller embeddings are weights as all others.
+        num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
+            that of the block that computes, and those that it needs next. 1 lets each block wait
+            for its weights.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
 
@@ -124,6 +127,7 @@ class Offloading(Technique[nn.Module]):
     host_budget: int | str | None = None
     min_bytes: int = 2**20
     min_table_bytes: int = 2**28
+    num_blocks_on_device: int = 2
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -136,7 +140,7 @@ class Offloading(Technique[nn.Module]):
             object.__setattr__(self, "what", _EVERYTHING)
         problems += [
             Problem(f"`{name}={value!r}`", "it must be a positive number", f"Use `{name}=4`.")
-            for name in ("num_threads", "min_bytes", "min_table_bytes")
+            for name in ("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device")
             if (value := getattr(self, name)) is not None
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
@@ -238,7 +242,8 @@ class Offloading(Technique[nn.Module]):
         params, left = _chosen(target) if self.has_weights else ([], "")
         if params:
             is_streamed = "parameters" in self._kinds
-            residence = Residence(target, blocks, params, worker, memory, is_streamed=is_streamed)
+            number = self.num_blocks_on_device if is_streamed else None
+            residence = Residence(target, blocks, params, worker, memory, num_on_device=number)
             num_bytes = (2 + _NUM_STATES) * sum(p.nbytes for p in params)
             changes.append(
                 f"{len(params)} weights, their gradients and optimizer state on the host: "
