@@ -308,9 +308,17 @@ class TestMemory:
         assert peak_of(callback) < peak_of(plain) - 2 * weights
         assert callback.prediction.peak.host_bytes >= 4 * weights
 
-    @pytest.mark.parametrize("what", ["parameters", "activations", True])
-    def test_of_other_parts_is_predicted(self, what):
-        lit = make_lit(model="transformer")
+    @pytest.mark.parametrize(
+        ("what", "model"),
+        [
+            ("parameters", "transformer"),
+            ("parameters", "frozen"),
+            ("activations", "transformer"),
+            (True, "transformer"),
+        ],
+    )
+    def test_of_other_parts_is_predicted(self, what, model):
+        lit = make_lit(model=model)
 
         class Silent(type(lit)):  # type: ignore[misc]
             def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:

@@ -68,6 +68,7 @@ class Residence:
         self.parts = [self.rest, *self._by_block.values()]
         """In the order in which a step needs them."""
         self._part_of = {id(param): part for part in self.parts for param in part.params}
+        self._watched: dict[int, list[Callable[[], None]]] = {}
         self._came: list[Part] = []
         self._depth = 0
         self._has_graph = False
@@ -101,9 +102,8 @@ class Residence:
                 module.register_forward_pre_hook(hooks[0]).remove,
                 module.register_forward_hook(hooks[1], always_call=True).remove,
             ]
-        for part in self.parts:
-            for param in part.params:
-                undo += self._watch(param)
+        self._watch_trained()
+        undo.append(self._stop_watching)
         reference = weakref.ref(self)
 
         def note_step(optimizer: Optimizer, *_: object) -> None:
@@ -165,6 +165,18 @@ class Residence:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for part in {part for p in params if (part := self._part_of.get(id(p))) is not None}:
             part.note_change()
+
+    # Frozen parameters have no gradient to wait for, until somebody trains them.
+    def _watch_trained(self) -> None:
+        for part in self.parts:
+            for param in part.params:
+                if param.requires_grad and id(param) not in self._watched:
+                    self._watched[id(param)] = self._watch(param)
+
+    def _stop_watching(self) -> None:
+        for remove in [each for removers in self._watched.values() for each in removers]:
+            remove()
+        self._watched.clear()
 
     # Torch does not find cycles through such hooks: they must not hold what holds the parameter.
     def _watch(self, param: nn.Parameter) -> list[Callable[[], None]]:
@@ -249,6 +261,7 @@ class Residence:
         """Note that a module outside of blocks begins its forward pass."""
         self._depth += 1
         if not self.rest.is_on_device:
+            self._watch_trained()
             self._enter(self.rest, 1)
             self._came.append(self.rest)
 
