@@ -52,6 +52,9 @@ if TYPE_CHECKING:
     from lightning_memsave.techniques.attention_kernel.technique import (
         AttentionKernel as AttentionKernel,
     )
+    from lightning_memsave.techniques.block_micro_batching.technique import (
+        BlockMicroBatching as BlockMicroBatching,
+    )
     from lightning_memsave.techniques.chunked_cross_entropy.technique import (
         ChunkedCrossEntropy as ChunkedCrossEntropy,
     )
@@ -73,6 +76,7 @@ _MODULES = {
     "ActivationCheckpointing": "techniques.activation_checkpointing.technique",
     "ActivationCheckpointingMixin": "modules.mixins",
     "AttentionKernel": "techniques.attention_kernel.technique",
+    "BlockMicroBatching": "techniques.block_micro_batching.technique",
     "CheckpointedTransformer": "modules",
     "CheckpointedTransformerMixin": "modules.checkpointed_transformer",
     "ChunkedCrossEntropy": "techniques.chunked_cross_entropy.technique",

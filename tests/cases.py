@@ -12,6 +12,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.block_micro_batching.technique import BlockMicroBatching
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
@@ -242,6 +243,15 @@ class TransformerModel(Model):
         return x
 
 
+class StillModel(Model):
+    """Without random numbers, which are others for parts of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.dropout = nn.Identity()
+
+
 class UnrepeatedModel(Model):
     """No block at all."""
 
@@ -271,6 +281,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+SPECIAL_MODELS: dict[str, Callable[[], nn.Module]] = {"still": StillModel}
+"""Those of a single technique."""
+
 # Their loss for a sample does not depend on the other samples of the batch.
 INDEPENDENT_OF_THE_BATCH = (
     "dropout",
@@ -285,7 +298,7 @@ INDEPENDENT_OF_THE_BATCH = (
 
 def make_model(name: str) -> nn.Module:
     seed_torch(1)
-    return MODELS[name]()
+    return (MODELS | SPECIAL_MODELS)[name]()
 
 
 def make_batch(step: int) -> Tensor:
@@ -328,6 +341,7 @@ CASES: dict[str, Case] = {
         ),
         needs_blocks=True,
     ),
+    BlockMicroBatching.name: Case(variants=(BlockMicroBatching(6),), only_on=("still",)),
     LowBitOptimizer.name: Case(
         variants=(LowBitOptimizer(), LowBitOptimizer(keep_32bit=("head.*",))),
         loss_factor=1.05,

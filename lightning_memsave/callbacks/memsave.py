@@ -34,6 +34,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.block_micro_batching.technique import BlockMicroBatching
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
@@ -76,19 +77,19 @@ class MemSaveCallback(CallbackBase):
 
     Args:
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
-            ``"every:k"``, the first m blocks as a number, or a share of them; see
-            `ActivationCheckpointing`, which can be passed too.
-        optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, or
-            a name such as ``"lion_8bit"``; see `LowBitOptimizer`, which can be passed too.
+            ``"every:k"``, the first m as a number, a share of them, or `ActivationCheckpointing`.
+        optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, a
+            name such as ``"lion_8bit"``, or `LowBitOptimizer`.
         precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
-        micro_batch_size: Samples of a training batch that pass forward and backward at once; the
-            gradients add up to those of the batch. ``"auto"`` starts with the whole batch; when
-            memory runs out, the batch is repeated with half the size, which is kept and saved in
-            checkpoints. See `MicroBatching`, which can be passed too.
+        micro_batch_size: Samples of a training batch that pass forward and backward at once; or
+            `MicroBatching`. ``"auto"`` starts with the whole batch; when memory runs out, the batch
+            is repeated with half the size, which is kept and saved in checkpoints.
+        block_micro_batch_size: Samples that pass a block at once, or `BlockMicroBatching`; weights
+            that ``offload`` streams come once for the batch.
         accumulate_grad_batches: Batches per optimizer step, as the Trainer's argument, but with the
             last window of an epoch scaled by its real length.
         chunked_cross_entropy: Compute the loss of a linear head without its logits; True, a number
-            of rows to be computed at once, or `ChunkedCrossEntropy`.
+            of rows at once, or `ChunkedCrossEntropy`.
         optimizer_in_backward: Update each parameter as soon as its gradient is complete and free
             the gradient; True or `OptimizerInBackward`.
         low_precision_weights: Keep weights in bfloat16, and round updates ``"stochastic"`` or with
@@ -116,19 +117,17 @@ class MemSaveCallback(CallbackBase):
         keep_32bit: Shell patterns of parameter names whose optimizer state stays 32-bit.
         force_8bit: Shell patterns of parameter names whose state is 8-bit even if they are
             embeddings, norms or biases.
-        host_budget: Host memory that ``offload`` may take, such as ``"16GiB"``; ``None`` for half
-            of what is free.
+        host_budget: Host memory for ``offload``, such as ``"16GiB"``; ``None``: half of the free.
         loss_weight: What the loss is the mean over, for micro-batches: ``"samples"``, ``"tokens"``,
             ``"tokens_shifted"`` or a function of a micro-batch; ``"auto"`` proves it with the first
             batch.
         split_batch: A function of batch and size that gives a list of batches, for batches that are
             not made of tensors and lists with one entry per sample.
-        eval_micro_batch_size: The same for validation, test and prediction. A batch is split only
-            where some of its samples prove that this changes nothing but rounding.
-        tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves torch's setting.
+        eval_micro_batch_size: The same for evaluation, where samples prove that it only rounds.
+        tf32: Allow or forbid TF32 for float32 products on CUDA; ``None`` leaves it as it is.
         exactness: How far results may move: ``"bitwise"``, ``"rounding"`` or ``"approximate"``.
             Settings that move them further are off in a stack, and refused if they are given.
-        monitor: Measure memory; ``False`` disables it; or a `GPUMemoryMonitor` with settings.
+        monitor: Measure memory; ``False``, or a `GPUMemoryMonitor` with settings.
         predict: Predict peak memory before the first step, by training two steps on fake tensors,
             for 20 seconds at most; ``False`` disables it, a number is another limit in seconds.
         report: Print the table and write ``memsave_report.json``.
@@ -154,6 +153,7 @@ class MemSaveCallback(CallbackBase):
         optimizer: str | LowBitOptimizer | None = "auto",
         precision: int | str | None = "auto",
         micro_batch_size: int | str | MicroBatching | None = "auto",
+        block_micro_batch_size: int | str | BlockMicroBatching | None = "auto",
         accumulate_grad_batches: int | None = None,
         chunked_cross_entropy: bool | int | str | ChunkedCrossEntropy | None = "auto",
         optimizer_in_backward: bool | str | OptimizerInBackward | None = "auto",

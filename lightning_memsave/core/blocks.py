@@ -5,7 +5,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -173,6 +173,15 @@ def _outermost(named: dict[str, nn.Module], chosen: Iterable[str]) -> list[Block
         for name, module in named.items()
         if name in chosen and not any(parent in chosen for parent in ancestors(name))
     ]
+
+
+def is_given_cache(args: Any, kwargs: Any) -> bool:
+    """Return whether a block of Hugging Face is called with a key-value cache."""
+    # Without an import of transformers there is no instance of its classes.
+    cache_utils = sys.modules.get("transformers.cache_utils")
+    return cache_utils is not None and any(
+        isinstance(value, cache_utils.Cache) for value in (*args, *kwargs.values())
+    )
 
 
 def ancestors(name: str) -> list[str]:

@@ -17,14 +17,19 @@ PROCESS_WIDE = threading.RLock()
 in the order in which they began, it would stay replaced. A single lock, as replacements nest."""
 
 _PREVIOUS = "_memsave_previous_{}"
+_INSIDE = "_memsave_inside_{}"  # what an outer replacement calls
 
 
-def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], None]:
+def patch_method(
+    owner: object, function: Callable[..., Any], *, is_outer: bool = False
+) -> Callable[[], None]:
     """Replace the method of the same name by a function, on this object only.
 
     Args:
         owner: The object; its class and other instances are not touched.
         function: A module-level function whose first parameter is the object.
+        is_outer: Stay around another replacement of the same method, in whichever order the two are
+            made and undone.
 
     Returns:
         A function that restores the former method; a second call does nothing. A method that was
@@ -38,9 +43,10 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
     if getattr(function, "__closure__", None) is not None:
         raise ValueError(f"{function!r} is a closure: copies of the object would run the original")
     attributes = vars(owner)
-    previous_key = _PREVIOUS.format(name)
-    replaced = attributes.get(name)
-    if getattr(replaced, "__func__", None) is getattr(type(owner), name):
+    previous_key = (_INSIDE if is_outer else _PREVIOUS).format(name)
+    place = name if is_outer else _place_inside(owner, name)
+    replaced = attributes.get(place)
+    if replaced is None or _is_own(owner, name, replaced):
         replaced = None  # the class's own method, as after unpickling a patched object
     elif previous_key in attributes:
         if _is_ours(replaced, name):
@@ -48,16 +54,19 @@ def patch_method(owner: object, function: Callable[..., Any]) -> Callable[[], No
         return lambda: None  # a method that was set over the function still calls it
     is_static = isinstance(inspect.getattr_static(type(owner), name), staticmethod)
     attributes[previous_key] = getattr(type(owner), name) if is_static else replaced
-    attributes[name] = MethodType(function, owner)
+    attributes[place] = MethodType(function, owner)
 
     def undo() -> None:
-        if previous_key not in attributes or not is_patched_with(owner, function):
+        place = name if is_outer else _place_inside(owner, name)
+        if previous_key not in attributes or not _holds(owner, place, function):
             return
-        del attributes[previous_key]
-        if replaced is None:
+        # Of an outer one, what is inside now may be newer.
+        before = attributes.pop(previous_key) if is_outer else replaced
+        attributes.pop(previous_key, None)
+        if before is None and place == name:
             attributes.pop(name, None)
         else:
-            attributes[name] = replaced
+            attributes[place] = before
 
     return undo
 
@@ -69,28 +78,30 @@ def unpatch(owner: object) -> None:
         owner: Any object; methods that were later set over patches stay.
     """
     attributes = vars(owner)
-    prefix = _PREVIOUS.format("")
-    for key in [key for key in attributes if key.startswith(prefix)]:
-        name, previous = key.removeprefix(prefix), attributes.pop(key)
-        if not _is_ours(attributes.get(name), name):
-            continue
-        if previous is None or previous is getattr(type(owner), name, None):
-            del attributes[name]
-        else:
-            attributes[name] = previous
+    for prefix in (_INSIDE.format(""), _PREVIOUS.format("")):
+        for key in [key for key in attributes if key.startswith(prefix)]:
+            name, previous = key.removeprefix(prefix), attributes.pop(key)
+            if not _is_ours(attributes.get(name), name):
+                continue
+            if previous is None or previous is getattr(type(owner), name, None):
+                del attributes[name]
+            else:
+                attributes[name] = previous
 
 
-def previous_method(owner: object, name: str) -> Callable[..., Any]:
+def previous_method(owner: object, name: str, *, is_outer: bool = False) -> Callable[..., Any]:
     """Return the method that ``patch_method`` replaced, bound to the object.
 
     Args:
         owner: The patched object, or a copy of it.
         name: Name of the method.
+        is_outer: As for `patch_method`.
 
     Returns:
         The method that the replacement should call.
     """
-    replaced: Callable[..., Any] | None = vars(owner).get(_PREVIOUS.format(name))
+    key = (_INSIDE if is_outer else _PREVIOUS).format(name)
+    replaced: Callable[..., Any] | None = vars(owner).get(key)
     if replaced is not None:
         return replaced
     method: Callable[..., Any] = getattr(type(owner), name).__get__(owner)
@@ -99,7 +110,23 @@ def previous_method(owner: object, name: str) -> Callable[..., Any]:
 
 def is_patched_with(owner: object, function: Callable[..., Any]) -> bool:
     """Return whether an object is patched with this function now."""
-    return getattr(vars(owner).get(function.__name__), "__func__", None) is function
+    places = (function.__name__, _INSIDE.format(function.__name__))
+    return any(_holds(owner, place, function) for place in places)
+
+
+def _holds(owner: object, place: str, function: Callable[..., Any]) -> bool:
+    return getattr(vars(owner).get(place), "__func__", None) is function
+
+
+# The attribute that holds the method, or what an outer replacement calls.
+def _place_inside(owner: object, name: str) -> str:
+    inside = _INSIDE.format(name)
+    has_outer = inside in vars(owner) and not _is_own(owner, name, vars(owner).get(name))
+    return inside if has_outer else name
+
+
+def _is_own(owner: object, name: str, method: object) -> bool:
+    return getattr(method, "__func__", None) is getattr(type(owner), name)
 
 
 def _is_ours(method: object, name: str) -> bool:

@@ -11,6 +11,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.block_micro_batching.technique import BlockMicroBatching
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
@@ -80,6 +81,7 @@ _ENTRIES = [
         offload="nested",
         details={"blocks": None},
     ),
+    Entry.of(BlockMicroBatching),
     Entry(
         "early_release",
         classic=True,

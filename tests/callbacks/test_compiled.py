@@ -148,6 +148,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Facts, Facts], bool]]] = {
     "checkpointing 1": ({"activation_checkpointing": 1}, saves),
     "checkpointing 0.5": ({"activation_checkpointing": 0.5}, saves),
     "offload": ({"offload": "optimizer"}, saves),
+    "block_micro_batch_size": ({"block_micro_batch_size": 2}, saves),
     "attention": ({"attention": "sdpa"}, saves),
     "chunked_cross_entropy": ({"chunked_cross_entropy": True}, saves),
     "early_release": (
@@ -193,7 +194,7 @@ TOLERANCE = {
 }
 AS_A_WHOLE = ("chunked_cross_entropy", "optimizer_in_backward")
 """What needs ordinary calls of modules, and is refused where there are none."""
-NEVER = ("offload",)
+NEVER = ("offload", "block_micro_batch_size")
 WAYS = ("lit", "model", "blocks")
 
 

@@ -372,9 +372,17 @@ class TestMemory:
             host_bytes += 4 * sum(p.ndim > 1 for p in params) + 2 * largest
         assert callback.prediction.peak.host_bytes == host_bytes
 
-    @pytest.mark.parametrize("what", PARTS)
-    def test_of_other_parts_is_predicted(self, what):
-        lit = silent_lit("transformer")
+    @pytest.mark.parametrize(
+        ("what", "model"),
+        [
+            pytest.param("parameters", "transformer", marks=pytest.mark.exhaustive),
+            ("parameters", "frozen"),
+            pytest.param("activations", "transformer", marks=pytest.mark.exhaustive),
+            (True, "transformer"),
+        ],
+    )
+    def test_of_other_parts_is_predicted(self, what, model):
+        lit = silent_lit(model)
         callback = only(
             offload=Offloading(what, min_bytes=1),
             activation_checkpointing="all",

@@ -120,7 +120,8 @@ class TestStacks:
         assert row.status == "unchanged"
         assert row.details == (
             "\"auto\" means the values of `stack='classic'`, without attention, "
-            "chunked_cross_entropy, offload, low_precision_weights, optimizer_in_backward",
+            "chunked_cross_entropy, block_micro_batch_size, offload, low_precision_weights, "
+            "optimizer_in_backward",
         )
         assert rows_of(callback)["early_release"].status == "on"
 
@@ -139,9 +140,7 @@ class TestStacks:
         fit(make_lit(), callback)
         assert "asked for" not in str(callback.rows)
         off = rows_of(callback)["stack"].details[1]
-        assert off.startswith(
-            "off in this stack: precision, attention, chunked_cross_entropy, optimizer, "
-        )
+        assert off.startswith("off in this stack: precision, attention, chunked_cross_entropy, ")
 
     def test_off_leaves_all_but_what_is_named(self, package):
         lit, callback = make_lit(package), MemSaveCallback(stack="off", monitor=False)

@@ -145,3 +145,41 @@ def test_unpatch_of_static_methods():
     unpatch(static)
     assert static.add(2) == 2
     assert vars(static) == {}
+
+
+class Outer:
+    """Its function must be named as the method."""
+
+    @staticmethod
+    def add(counter: Counter, amount: int) -> int:
+        return -previous_method(counter, "add", is_outer=True)(amount)
+
+
+class TestOuter:
+    @pytest.mark.parametrize("is_outer_first", [True, False])
+    @pytest.mark.parametrize("is_outer_undone_first", [True, False])
+    def test_is_around_the_other_in_any_order(self, is_outer_first, is_outer_undone_first):
+        counter, undo = Counter(1), {}
+        for is_outer in (is_outer_first, not is_outer_first):
+            function = Outer.add if is_outer else add
+            undo[is_outer] = patch_method(counter, function, is_outer=is_outer)
+        assert counter.add(2) == -300
+        assert copy.deepcopy(counter).add(2) == -300
+        assert is_patched_with(counter, add)
+        assert is_patched_with(counter, Outer.add)
+        undo[is_outer_undone_first]()
+        assert counter.add(2) == (300 if is_outer_undone_first else -3)
+        undo[not is_outer_undone_first]()
+        assert vars(counter) == {"start": 1}
+
+    def test_pickles_and_unpatches(self):
+        counter = Counter(1)
+        patch_method(counter, add)
+        patch_method(counter, Outer.add, is_outer=True)
+        loaded = pickle.loads(pickle.dumps(counter))
+        assert loaded.add(2) == 3
+        patch_method(loaded, Outer.add, is_outer=True)
+        patch_method(loaded, add)
+        assert loaded.add(2) == -300
+        unpatch(counter)
+        assert vars(counter) == {"start": 1}

@@ -38,6 +38,7 @@ def test_every_technique_is_among_them():
     changed = {name for one in single_candidates(situation()) for name in one.changes}
     # Of what waits on the host, plans know neither the time nor the memory.
     others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size", "offload"}
+    others |= {"block_micro_batch_size"}  # it pays beside what waits on the host
     assert set(values_of("single_gpu")) - others == changed
 
 

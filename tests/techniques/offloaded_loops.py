@@ -16,11 +16,16 @@ class Offloaded:
     """A model of the contract suite with offloaded weights and an optimizer."""
 
     def __init__(
-        self, name: str = "dropout", what: str = "optimizer", *, in_background: bool = True
+        self,
+        name: str = "dropout",
+        what: str = "optimizer",
+        *,
+        in_background: bool = True,
+        num_blocks_on_device: int = 2,
     ) -> None:
         self.model = make_model(name).train()
         self.optimizer = adamw(self.model)
-        technique = Offloading(what)
+        technique = Offloading(what, num_blocks_on_device=num_blocks_on_device)
         self.handle: OffloadingHandle = technique.apply(self.model)
         assert self.handle.residence is not None, "there are weights"
         self.residence = self.handle.residence

@@ -21,6 +21,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 )
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import leave_device
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
@@ -461,6 +462,30 @@ class TestStreamedWeights:
         assert resident(made) == []
         made.close()
 
+    @pytest.mark.parametrize("number", [1, 2, 3])
+    @pytest.mark.parametrize("mode", [True, False])
+    def test_as_many_blocks_as_are_asked_for(self, number, mode, monkeypatch):
+        """In forward and in backward, no more and no fewer."""
+        made = Offloaded(what="parameters", in_background=False, num_blocks_on_device=number)
+        ActivationCheckpointing().apply(made.model)
+        size, rest = (bytes_of(made.model.get_submodule(name)) for name in ("blocks.0", "head"))
+        made.step(0)
+        send, seen = Part.send, []
+
+        def count(part: Part, *args: Any) -> None:
+            send(part, *args)
+            seen.append(counter.breakdown.parameter_bytes)  # as many as there will be
+
+        monkeypatch.setattr(Part, "send", count)
+        with torch.set_grad_enabled(mode), LiveTensors(made.model, [made.optimizer]) as counter:
+            loss = made.model(make_batch(1))
+            in_forward = len(seen)
+            if mode:
+                loss.backward()
+        assert max(seen[:in_forward]) == rest + number * size
+        assert max(seen[in_forward:], default=rest + number * size) == rest + number * size
+        made.close()
+
     def test_order_in_both_passes(self):
         made = Offloaded(what="parameters")
         ActivationCheckpointing().apply(made.model)
@@ -672,6 +697,7 @@ class TestLimits:
             ({"host_budget": "much"}, "host_budget"),
             ({"host_budget": -1}, "it is not a size"),
             ({"num_threads": 0}, "num_threads=0"),
+            ({"num_blocks_on_device": 0}, "num_blocks_on_device=0"),
             ({"what": "parameters+disk"}, "it cannot be offloaded"),
             ({"min_bytes": True}, "min_bytes=True"),
         ],

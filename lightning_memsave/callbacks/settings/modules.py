@@ -1,5 +1,6 @@
 """Techniques that change the module, behind the methods of a `Setting`."""
 
+import dataclasses
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,10 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.attention_kernel.technique import AttentionKernel
+from lightning_memsave.techniques.block_micro_batching.technique import (
+    BlockMicroBatching,
+    compiled_problem,
+)
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
     materialize_referenced_logits,
 )
@@ -212,9 +217,24 @@ class AttentionSetting(ModuleSetting):
         return self.technique.is_served(pl_module)
 
 
+class BlockMicroBatchSetting(ModuleSetting):
+    """Samples that pass a block at once, which a compiled model has fixed."""
+
+    is_for_evaluation = True
+    technique: BlockMicroBatching | None
+
+    def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
+        """Find conflicts with the Trainer and the module."""
+        problems = super().check(trainer, pl_module)
+        if self.technique is not None and is_compiled_whole(pl_module):
+            problems = [compiled_problem(type(pl_module).__name__)]
+        return problems
+
+
 # Techniques that need to know more of a Trainer than their conflicts.
 _KINDS: Mapping[type[Technique[Any]], type[ModuleSetting]] = {
     AttentionKernel: AttentionSetting,
+    BlockMicroBatching: BlockMicroBatchSetting,
     ChunkedCrossEntropy: ChunkedCrossEntropySetting,
 }
 
@@ -235,6 +255,8 @@ def read_module_setting(entry: Entry, arguments: Arguments) -> ModuleSetting:
         entry.technique.from_value(arguments[name]),
         _KINDS.get(entry.technique, ModuleSetting),
     )
+    if isinstance(technique, BlockMicroBatching) and technique.blocks is None:
+        technique = dataclasses.replace(technique, blocks=arguments["blocks"])
     if technique is not None and (why := why_beyond(arguments, name, technique.exactness)):
         return kind(name, None, "None", own, why)
     return kind(name, technique, short(arguments[name]), own)

@@ -20,6 +20,7 @@ from lightning_memsave.core.blocks import (
     ancestors,
     as_selectors,
     find_blocks,
+    is_given_cache,
     repeated_classes,
 )
 from lightning_memsave.core.patching import (
@@ -325,18 +326,14 @@ _FORWARDS = (_Full.forward, _Selective.forward, _Segments.forward)
 
 def _forward(block: nn.Module, args: Any, kwargs: Any, *, is_selective: bool) -> Any:
     run = previous_method(block, "forward")
-    if not torch.is_grad_enabled() or _is_given_cache(block, args, kwargs):
+    if not torch.is_grad_enabled() or _runs_without(block, args, kwargs):
         return run(*args, **kwargs)
     return recompute(run, [block], args, kwargs, is_selective=is_selective)
 
 
 # Recomputation would write to a key-value cache a second time.
-def _is_given_cache(block: nn.Module, args: Any, kwargs: Any) -> bool:
-    # Without an import of transformers there is no instance of its classes.
-    cache_utils = sys.modules.get("transformers.cache_utils")
-    is_given = cache_utils is not None and any(
-        isinstance(value, cache_utils.Cache) for value in (*args, *kwargs.values())
-    )
+def _runs_without(block: nn.Module, args: Any, kwargs: Any) -> bool:
+    is_given = is_given_cache(args, kwargs)
     if is_given and block.training:
         warnings.warn(
             f"activation_checkpointing has no effect on `{type(block).__name__}`: it is called "

@@ -129,6 +129,7 @@ class HostUpdates:
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
             plain_step(optimizer, others)
+        self._mark_state()  # of what micro-batches have allocated
         for part in self._residence.parts:
             chosen = {p: p.grad for p in params if p in part and p.grad is not None}
             if chosen:

@@ -26,7 +26,7 @@ class Part:
     halves are joined by `join` only; before, ``data`` on the host is a NaN that all share.
 
     Args:
-        params: Parameters that require a gradient, with their values.
+        params: Parameters with their values; frozen ones have neither gradient nor update.
         memory: Host memory.
         is_streamed: Free the copies on the device whenever the part leaves it.
     """
@@ -41,7 +41,7 @@ class Part:
         self._positions = {id(param): index for index, param in enumerate(self.params)}
         self._weights = memory.tensors_like(self.params)
         self._forms = [torch.empty_like(weight, device="meta") for weight in self._weights]
-        self._gradients: list[Tensor] = []
+        self._gradients: dict[int, Tensor] = {}
         self._received: set[int] = set()  # positions of the gradients since the part came
         self._kept: set[int] = set()  # those that are added to gradients from before
         self._dtypes = [param.dtype for param in self.params]
@@ -380,9 +380,13 @@ class Part:
             if grad is not None:
                 param.grad = torch.empty_like(grad, device=device).copy_(grad)
 
-    def _gradient_memory(self) -> list[Tensor]:
-        if not self._gradients:
-            self._gradients = self._memory.tensors_like(self._forms)
+    # Of frozen parameters from when they are trained on.
+    def _gradient_memory(self) -> dict[int, Tensor]:
+        trained = (index for index, param in enumerate(self.params) if param.requires_grad)
+        missing = [index for index in trained if index not in self._gradients]
+        if missing:
+            made = self._memory.tensors_like([self._forms[index] for index in missing])
+            self._gradients.update(zip(missing, made, strict=True))
         return self._gradients
 
     # Somebody may have given a parameter other data, as `Module.to` does.

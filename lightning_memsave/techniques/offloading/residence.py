@@ -44,8 +44,8 @@ class Residence:
         params: The parameters to offload.
         worker: What works on the host beside the computation.
         memory: Host memory.
-        is_streamed: The weights of a block are on the device while it computes, and from before on,
-            while the block before it does.
+        num_on_device: Of how many blocks weights are on the device: that of the block that
+            computes and those that it needs next; ``None`` for all.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Residence:
         worker: HostWorker,
         memory: HostMemory,
         *,
-        is_streamed: bool = False,
+        num_on_device: int | None = None,
     ) -> None:
         self.worker = worker
         self.is_watched = False
@@ -72,6 +72,8 @@ class Residence:
         owners = _owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
         # A strong reference to a module would keep the model alive.
+        is_streamed = num_on_device is not None
+        self._num_ahead = 1 if num_on_device is None else num_on_device - 1
         self._by_block: weakref.WeakKeyDictionary[nn.Module, Part] = weakref.WeakKeyDictionary()
         for block in blocks:
             own = [param for param in params if owners[param] is block]
@@ -79,6 +81,7 @@ class Residence:
         self.parts = [self.rest, *self._by_block.values()]
         """In the order in which a step needs them."""
         self._part_of = {id(param): part for part in self.parts for param in part.params}
+        self._watched: dict[int, list[Callable[[], None]]] = {}
         self._came: list[Part] = []
         self._depth = 0
         self._has_graph = False
@@ -113,10 +116,13 @@ class Residence:
                 module.register_forward_pre_hook(hooks[0]).remove,
                 module.register_forward_hook(hooks[1], always_call=True).remove,
             ]
-        for part in self.parts:
-            for param in part.params:
-                undo += self._watch(param)
-        return [*undo, *self._watch_steps(), patch_method(model, _apply)]
+        self._watch_trained()
+        return [
+            *undo,
+            self._stop_watching,
+            *self._watch_steps(),
+            patch_method(model, _apply),
+        ]
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
@@ -217,6 +223,18 @@ class Residence:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         return {part for p in params if (part := self._part_of.get(id(p))) is not None}
 
+    # Frozen parameters have no gradient to wait for, until somebody trains them.
+    def _watch_trained(self) -> None:
+        for part in self.parts:
+            for param in part.params:
+                if param.requires_grad and id(param) not in self._watched:
+                    self._watched[id(param)] = self._watch(param)
+
+    def _stop_watching(self) -> None:
+        for remove in [each for removers in self._watched.values() for each in removers]:
+            remove()
+        self._watched.clear()
+
     # Torch does not find cycles through such hooks: they must not hold what holds the parameter.
     def _watch(self, param: nn.Parameter) -> list[Callable[[], None]]:
         residence, reference = weakref.ref(self), weakref.ref(param)
@@ -249,27 +267,25 @@ class Residence:
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
             queue(self.leave)
 
-    def _enter(self, part: Part, following: Part | None) -> None:
+    def _enter(self, part: Part, step: int) -> None:
         if torch.is_grad_enabled():
             self._has_graph = True
         if not part.is_on_device:
             part.enter(self.copies, self.device)
+        start = self.parts.index(part)
+        indices = range(start + step, start + step * (1 + self._num_ahead), step)
+        following = [self.parts[i] for i in indices if 0 <= i < len(self.parts)]
         for other in self.parts:
-            if other is not following:
+            if other not in following:
                 other.drop()
-        if following is not None and not following.is_updating:
-            following.send(self.copies, self.device)
-
-    def _beside(self, part: Part, step: int) -> Part | None:
-        index = self.parts.index(part) + step
-        if not 0 <= index < len(self.parts) or self.parts[index].is_on_device:
-            return None
-        return self.parts[index]
+        for other in following:
+            if not other.is_on_device and not other.is_updating:
+                other.send(self.copies, self.device)
 
     def enter_block(self, block: nn.Module) -> None:
-        """Bring the parameters of a block to the device, and begin to bring those of the next."""
+        """Bring the parameters of a block to the device, and begin to bring the next ones."""
         part = self._by_block[block]
-        self._enter(part, self._beside(part, 1))
+        self._enter(part, 1)
         if part not in self._came:
             self._came.append(part)
 
@@ -302,7 +318,7 @@ class Residence:
         for other in self._by_block.values():
             if other is not part:
                 other.leave()
-        self._enter(part, self._beside(part, -1))
+        self._enter(part, -1)
         self._queue_end()
 
     def begin(self) -> None:
@@ -311,7 +327,8 @@ class Residence:
             self._forget_failed_pass()
         self._depth += 1
         if not self.rest.is_on_device:
-            self._enter(self.rest, self._beside(self.rest, 1))
+            self._watch_trained()
+            self._enter(self.rest, 1)
             self._came.append(self.rest)
 
     # A backward pass that has failed did not come to its end, where gradients are shown. Whoever

@@ -2,7 +2,7 @@
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks
+from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors, find_blocks
 from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
@@ -79,6 +79,9 @@ class Offloading(Technique[nn.Module]):
             for half of what is free.
         min_bytes: Smaller activations stay on the device.
         min_table_bytes: Smaller embeddings are weights as all others.
+        num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
+            that of the block that computes, and those that it needs next. 1 lets each block wait
+            for its weights.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
 
@@ -91,8 +94,9 @@ class Offloading(Technique[nn.Module]):
         way than those for a GPU; torch's Adam, AdamW, SGD and Adagrad use their fused ones unless
         ``foreach`` or ``fused`` was chosen. Each parameter may be used in the forward and backward
         passes of its module only, and a backward pass must not be repeated. Parameters that are
-        frozen, lazy, of another class, with sparse gradients or with memory that they share stay on
-        the device. For one process, and not for compiled modules.
+        lazy, of another class, with sparse gradients or with memory that they share stay on the
+        device, and so do frozen ones, but for those in blocks with ``"parameters"``. For one
+        process, and not for compiled modules.
 
     Example:
         >>> model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
@@ -125,6 +129,7 @@ class Offloading(Technique[nn.Module]):
     host_budget: int | str | None = None
     min_bytes: int = 2**20
     min_table_bytes: int = 2**26
+    num_blocks_on_device: int = 2
     num_threads: int | None = None
 
     def __post_init__(self) -> None:
@@ -137,7 +142,7 @@ class Offloading(Technique[nn.Module]):
             object.__setattr__(self, "what", _EVERYTHING)
         problems += [
             Problem(f"`{name}={value!r}`", "it must be a positive number", f"Use `{name}=4`.")
-            for name in ("num_threads", "min_bytes", "min_table_bytes")
+            for name in ("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device")
             if (value := getattr(self, name)) is not None
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
@@ -204,8 +209,8 @@ class Offloading(Technique[nn.Module]):
         ]
         if compiled:
             problems.append(compiled_problem(compiled[0]))
-        params, _ = _chosen(target) if self.has_weights else ([], "")
-        needed = sum((2 + _NUM_STATES) * p.numel() * p.element_size() for p in params)
+        params, _ = self._chosen(target, find_blocks(target, self.blocks))
+        needed = _host_bytes_of(params)
         if needed > self._host_bytes:
             problems.append(
                 Problem(
@@ -247,14 +252,16 @@ class Offloading(Technique[nn.Module]):
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
         elif "embeddings" in self._kinds:
             skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
-        params, left = _chosen(target) if self.has_weights else ([], "")
+        params, left = self._chosen(target, blocks)
         if params:
             is_streamed = "parameters" in self._kinds
-            residence = Residence(target, blocks, params, worker, memory, is_streamed=is_streamed)
-            num_bytes = (2 + _NUM_STATES) * sum(p.nbytes for p in params)
+            number = self.num_blocks_on_device if is_streamed else None
+            residence = Residence(target, blocks, params, worker, memory, num_on_device=number)
+            frozen = [param for param in params if not param.requires_grad]
             changes.append(
-                f"{len(params)} weights, their gradients and optimizer state on the host: "
-                f"{format_bytes(num_bytes)}"
+                f"{len(params) - len(frozen)} weights, their gradients and optimizer state"
+                + (f", and {len(frozen)} frozen weights" if frozen else "")
+                + f" on the host: {format_bytes(_host_bytes_of(params))}"
             )
             if is_streamed:
                 changes.append(f"weights of {len(blocks)} blocks on the device when they compute")
@@ -271,6 +278,14 @@ class Offloading(Technique[nn.Module]):
         handle = OffloadingHandle(target, changes, skipped, undo)
         handle.residence, handle.tables = residence, tables
         return handle
+
+    def _chosen(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[list[nn.Parameter], str]:
+        """Return the parameters to offload, and a text about the others."""
+        if not self.has_weights:
+            return [], ""
+        is_streamed = "parameters" in self._kinds
+        in_blocks = {p for block in blocks for p in block.module.parameters() if is_streamed}
+        return _chosen(model, in_blocks)
 
     def _tables(self, model: nn.Module, worker: HostWorker) -> list[HostTable]:
         if "embeddings" not in self._kinds:
@@ -361,8 +376,13 @@ def _is_valid(what: object) -> bool:
     return what is True or (bool(names) and all(name in KINDS for name in names))
 
 
-def _chosen(model: nn.Module) -> tuple[list[nn.Parameter], str]:
-    """Return the parameters to offload, and a text about the others."""
+def _host_bytes_of(params: Sequence[nn.Parameter]) -> int:
+    trained = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
+    return sum(p.numel() * p.element_size() for p in params) + (1 + _NUM_STATES) * trained
+
+
+# Those in blocks are streamed even if they are frozen.
+def _chosen(model: nn.Module, in_blocks: Set[nn.Parameter]) -> tuple[list[nn.Parameter], str]:
     sparse = {
         param
         for module in model.modules()
@@ -373,7 +393,7 @@ def _chosen(model: nn.Module) -> tuple[list[nn.Parameter], str]:
     sharing = Counter(param.untyped_storage()._cdata for param in plain)
 
     def reason(param: nn.Parameter) -> str:
-        if not param.requires_grad:
+        if not param.requires_grad and param not in in_blocks:
             return "frozen"
         if host_weight_of(param) is not None:
             return "looked up on the host"

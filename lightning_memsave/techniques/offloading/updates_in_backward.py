@@ -126,7 +126,7 @@ class UpdatesInBackward(GradientUpdates):
             gradients[param] = slab.take(form)
             residence.copies.to_host(gradients[param], grad, adds=False)
             param.grad = None
-            if len(gradients) == len(part.params):
+            if len(gradients) == sum(p.requires_grad for p in part.params):
                 self._submit()
         return True
 

@@ -1,0 +1,1 @@
+"""What a step on few samples in each block leaves on a GPU, beside micro-batches."""

@@ -1,0 +1,1 @@
+"""Run each block on a few samples at a time."""

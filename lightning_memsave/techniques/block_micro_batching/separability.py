@@ -1,0 +1,192 @@
+"""Check that a block computes each sample of a batch by itself."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.memory import is_fake
+from lightning_memsave.core.nested import items_of, map_tensors
+from lightning_memsave.core.out_of_memory import is_out_of_memory
+from lightning_memsave.core.saved_state import RandomState
+
+Call = Callable[..., Any]
+"""The forward function of a block."""
+
+
+def why_not_separable(
+    block: nn.Module, run: Call, args: Any, kwargs: Any, per_sample: Sequence[bool]
+) -> str:
+    """Run a block on the first two samples of its input to find out whether it mixes samples.
+
+    Random states, buffers and arguments are as before afterwards. Of fake tensors only shapes are
+    compared.
+
+    Args:
+        block: The block.
+        run: Its forward function.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        per_sample: Of each of their tensors, whether its first dimension is the batch.
+
+    Returns:
+        Why a batch cannot pass in parts, as a clause; empty if it can.
+    """
+    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if any(norm.training for norm in norms):
+        return f"`{type(norms[0]).__name__}` in it computes with statistics of the whole batch"
+    trial = _Trial(block, run, (args, kwargs), per_sample)
+    try:
+        with torch.no_grad(), _without_cast_cache():
+            return trial.why_mixed() or trial.why_dependent_on_size()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return f"with its first two samples it raises {type(error).__name__}: {error}"
+    finally:
+        trial.random.restore()
+
+
+class _Trial:
+    """Calls of a block with the first samples of its input."""
+
+    def __init__(
+        self, block: nn.Module, run: Call, arguments: Any, per_sample: Sequence[bool]
+    ) -> None:
+        self._block, self._run = block, run
+        self._arguments, self._per_sample = arguments, per_sample
+        tensors = tensors_in(arguments)
+        self._is_fake = any(map(is_fake, tensors))
+        self.random = RandomState({t.device for t in tensors if t.is_cuda and not is_fake(t)})
+
+    def why_mixed(self) -> str:
+        """Compare what is computed for a sample beside two others."""
+        with _buffers_restored(self._block) as has_changed:
+            one, is_kept = self._call(2)
+            other, _ = self._call(2, _with_other_second)
+            if has_changed():
+                return "it changes buffers, and would do so once for each part"
+        return _why_different(one, other) if is_kept else "it changes its arguments"
+
+    def why_dependent_on_size(self) -> str:
+        """Compare with the sample alone: what is split may be another dimension of that size."""
+        if self._is_fake:
+            return ""
+        with _in_evaluation(self._block), _buffers_restored(self._block):
+            outputs = [self._call(number)[0] for number in (2, 1)]
+        for both, alone in zip(*map(tensors_in, outputs), strict=True):
+            if alone.shape != (1, *both.shape[1:]) or not _is_close(both[0], alone[0]):
+                return "what it computes for a sample depends on how many there are"
+        return ""
+
+    def _call(
+        self, num_samples: int, change: Callable[[Tensor], Tensor] = torch.clone
+    ) -> tuple[Any, bool]:
+        self.random.restore()
+        flags = iter(self._per_sample)
+        few = map_tensors(self._arguments, lambda t: change(t[:num_samples]) if next(flags) else t)
+        versions = [tensor._version for tensor in tensors_in(few)]
+        output = self._run(*few[0], **few[1])
+        return output, [tensor._version for tensor in tensors_in(few)] == versions
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """List the tensors in any nesting, in the order of `map_tensors`."""
+    found: list[Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+# The first sample must not notice it. Integers have a range, and stay.
+def _with_other_second(samples: Tensor) -> Tensor:
+    samples = samples.clone()
+    if samples.is_floating_point():
+        samples[1:] = 1 - samples[1:]
+    return samples
+
+
+def _why_different(one: Any, other: Any) -> str:
+    for a, b in zip(_leaves(one), _leaves(other), strict=True):
+        if not isinstance(a, Tensor):
+            if a is not b and a != b:
+                return f"it returns a `{type(a).__name__}`, which cannot be joined"
+        elif a.shape[:1] != (2,):
+            return (
+                f"it returns a tensor of shape {tuple(a.shape)} for two samples, whose first "
+                "dimension is not the batch"
+            )
+        elif not is_fake(a) and not torch.equal(_bits(a[0]), _bits(b[0])):
+            return "what it computes for a sample depends on the others in the batch"
+    return ""
+
+
+def _is_close(one: Tensor, other: Tensor) -> bool:
+    if not one.is_floating_point():
+        return True
+    kind = one.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else one.dtype
+    one, other = (each.double().nan_to_num(0, 0, 0) for each in (one, other))
+    return bool((one - other).norm() <= torch.finfo(dtype).eps ** 0.5 * one.norm())
+
+
+# `equal` says that NaN, as in rows that are masked as a whole, differs from NaN.
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.nan_to_num() if tensor.is_floating_point() else tensor
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    items = items_of(value)
+    if not items:
+        yield value
+    for _, item in items:
+        yield from _leaves(item)
+
+
+# Autocast would keep weights that were cast without a graph, and use them in the forward pass.
+@contextlib.contextmanager
+def _without_cast_cache() -> Iterator[None]:
+    is_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(is_enabled)
+
+
+@contextlib.contextmanager
+def _buffers_restored(block: nn.Module) -> Iterator[Callable[[], bool]]:
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in block.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def has_changed() -> bool:
+        return any(
+            module._buffers[name] is not buffer
+            or (not is_fake(buffer) and not torch.equal(buffer, before))
+            for module, name, buffer, before in buffers
+        )
+
+    try:
+        yield has_changed
+    finally:
+        for module, name, buffer, before in buffers:
+            module._buffers[name] = buffer
+            if not is_fake(buffer) and not torch.equal(buffer, before):
+                buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _in_evaluation(block: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in block.modules()]
+    for module, _ in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, is_training in modes:
+            module.training = is_training
