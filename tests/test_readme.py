@@ -131,7 +131,7 @@ class TestArguments:
         assert not in_stacks.keys() & others.keys()
 
     @pytest.mark.parametrize(
-        ("column", "stack"), [*enumerate(["classic", "bitwise", "single_gpu"])]
+        ("column", "stack"), [*enumerate(["classic", "bitwise", "single_gpu", "offload"])]
     )
     def test_values_are_those_of_the_stacks(self, column, stack):
         for name, cells in rows_below(self.PAGE, "Settings of a stack"):

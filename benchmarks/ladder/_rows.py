@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks._models import BASE, SMALL, TINY, MaskedLM
 from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISION, NOTHING
+from lightning_memsave import Offloading
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,5 +131,17 @@ ROWS = {
     "classic": replace(_ALL, stack="classic", beside=MIXED_PRECISION),
     # By name: in the small model of a CPU they save less than a stack sets them for.
     "single_gpu": replace(_ALL, stack="single_gpu", beside={"low_precision_weights": "stochastic"}),
+    # The same for its tables and activations; one sequence at a time, as in the rows above.
+    "offload": replace(
+        _ALL,
+        stack="offload",
+        beside={
+            "low_precision_weights": "master",
+            "micro_batch_size": 1,
+            "offload": Offloading(
+                "parameters+activations+embeddings", min_bytes=2**12, min_table_bytes=2**20
+            ),
+        },
+    ),
 }
 """By name, in the order of the table."""

@@ -1,9 +1,9 @@
 """Say what offloading leaves on the device: `python -m benchmarks.offloading`.
 
-Steps of three models are predicted for CUDA. On this machine's CPU a RoBERTa of 7 million
-parameters trains with and without offloading, in turns, in one process: the same losses, and what
-it costs. No memory is copied over a bus there: of the time on a GPU it says nothing but what the
-host does.
+Steps of three models are predicted for CUDA, and the smallest of them is trained on this machine's
+CPU. A RoBERTa of 7 million parameters trains there with and without offloading, in turns, in one
+process: the same losses, and what it costs. No memory is copied over a bus there: of the time on a
+GPU it says nothing but what the host does.
 """
 
 import argparse
@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
+from benchmarks.stacks import _run as stacks
 from benchmarks.stacks._run import MODELS
 from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
@@ -26,6 +27,12 @@ from lightning_memsave.units import MIB
 # Micro-batches as small as the kernels of a GPU still like them: 512 or 1,024 tokens.
 _SAMPLES = {"RoBERTa 84M, 64 x 128": 4, "RoBERTa 1.1B, 64 x 128": 8, "GPT-2 XL, 8 x 1024": 1}
 KINDS = ("optimizer", "parameters")
+_UNLIMITED = {"host_budget": "1024GiB"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{f'"{kind}"': {"stack": "single_gpu", "offload": kind} | _UNLIMITED for kind in KINDS},
+    'stack="offload"': {"stack": "offload"} | _UNLIMITED,
+}
+"""What `MemSaveCallback` is told, by name."""
 _IN_BACKWARD: dict[str, Any] = {"optimizer_in_backward": True}
 _IN_8BIT = _IN_BACKWARD | {"optimizer": "8bit"}
 ON_HOST: dict[str, dict[str, Any]] = {
@@ -35,28 +42,19 @@ ON_HOST: dict[str, dict[str, Any]] = {
     '"master", in backward, 8-bit': _IN_8BIT,
     '"split", in backward, 8-bit': _IN_8BIT | {"low_precision_weights": "split"},
 }
-"""What is set beside offloading, for the memory of the host."""
+"""What is set beside ``offload="parameters"``, for the memory of the host."""
 
 
-def predict(
-    model: str, kind: str | None, micro_batch_size: int | None, **beside: Any
-) -> dict[str, int]:
+def predict(model: str, settings: dict[str, Any]) -> dict[str, int]:
     """Predict a step on CUDA.
 
     Args:
         model: Name of the model.
-        kind: What is offloaded.
-        micro_batch_size: Samples that pass at once.
-        beside: More settings.
+        settings: What `MemSaveCallback` is told.
 
     Returns:
         Bytes on the device, and on the host.
     """
-    settings: dict[str, Any] = {"stack": "single_gpu", **beside}
-    if kind is not None:
-        settings |= {"offload": kind, "host_budget": "1024GiB"}
-    if micro_batch_size is not None:
-        settings["micro_batch_size"] = micro_batch_size
     chosen = MODELS[model]
     found = predict_memory(chosen.build, chosen.batch(), settings=settings)
     return {"device_bytes": found.peak_bytes, "host_bytes": found.peak.host_bytes}
@@ -139,8 +137,16 @@ def count_parameters(model: str) -> int:
         return sum(param.numel() for param in MODELS[model].build().parameters())
 
 
-def make_text(predicted: dict[str, Any], on_host: dict[str, Any], trained: dict[str, Any]) -> str:
+def make_text(
+    predicted: dict[str, Any],
+    on_host: dict[str, Any],
+    real: dict[str, Any],
+    trained: dict[str, Any],
+) -> str:
     """Lay out what was found as Markdown."""
+    model, found = real["model"], real["found"]
+    sizes = [f"{found[name] / MIB:,.2f}" for name in ("predicted_bytes", "counted_bytes")]
+    losses = " -> ".join(f"{loss:.4f}" for loss in found["losses"])
     columns = [*next(iter(predicted.values()))]
     rows = [
         [model, *(f"{found[c]['device_bytes'] / MIB:,.0f}" for c in columns)]
@@ -173,8 +179,10 @@ def make_text(predicted: dict[str, Any], on_host: dict[str, Any], trained: dict[
     ]
     return "\n\n".join(
         [
-            'Predicted peak of a step on CUDA in MiB with `stack="single_gpu"`, cuBLAS\'s '
-            "workspace included, the allocator's slack and CUDA's context not:",
+            'Predicted peak of a step on CUDA in MiB with `stack="single_gpu"` or `"offload"`, '
+            "cuBLAS's workspace included, the allocator's slack and CUDA's context not; 84M and "
+            "1.1B are RoBERTa with 64 x 128 tokens, XL is GPT-2 with 8 x 1024, and few samples at "
+            "a time are 4, 8 and 1:",
             markdown_table(["model", *columns], rows),
             "Predicted host memory of the same steps in MiB:",
             markdown_table(["model", *columns], hosts),
@@ -182,6 +190,9 @@ def make_text(predicted: dict[str, Any], on_host: dict[str, Any], trained: dict[
             "and in bytes per parameter, by `low_precision_weights`, `optimizer_in_backward` and "
             "`optimizer`:",
             markdown_table(["model", *ON_HOST], by_setting),
+            f'Two steps of {model} on this CPU with `stack="offload"` and few samples at a time, '
+            "in MiB of device memory:",
+            markdown_table(["predicted", "counted", "losses"], [[*sizes, losses]]),
             "A RoBERTa of 7 million parameters with AdamW and clipping on this CPU, 16 x 128 "
             "tokens, all blocks checkpointed; MiB counted, seconds as a ratio to the run without:",
             markdown_table(["", "without", "with", "time", "same losses"], times),
@@ -197,20 +208,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     names = ["GPT-2 XL in small"] if options.dry_run else [*_SAMPLES]
     predicted = {}
-    for name in names:
-        samples = _SAMPLES.get(name, 1)
-        wanted: dict[str, tuple[str | None, int | None]] = {"without": (None, None)}
-        for kind in KINDS:
-            wanted[f'"{kind}"'] = (kind, None)
-            wanted[f'"{kind}", {samples} samples at a time'] = (kind, samples)
-        predicted[name] = {
-            label.replace(f"{samples} samples", "few samples"): predict(name, *how)
-            for label, how in wanted.items()
-        }
     on_host: dict[str, Any] = {}
     for name in names:
+        few = {"micro_batch_size": _SAMPLES.get(name, 1)}
+        wanted: dict[str, dict[str, Any]] = {"without": {"stack": "single_gpu"}}
+        for label, settings in SETTINGS.items():
+            wanted[label] = settings
+            wanted[f"{label}, few samples"] = settings | few
+        predicted[name] = {label: predict(name, how) for label, how in wanted.items()}
         on_host[name] = {
-            label: predict(name, "parameters", None, **settings)
+            label: predict(name, SETTINGS['"parameters"'] | settings)
             for label, settings in ON_HOST.items()
         }
         on_host[name]["num_parameters"] = count_parameters(name)
@@ -220,14 +227,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else (SMALL, masked_batch(8_000, 16, 128))
     )
     pairs = (2, 2) if options.dry_run else (7, 6)
+    real = names[0]
+    samples = _SAMPLES.get(real, 1)
+    found = stacks.train(real, "offload", micro_batch_size=samples)
     trained = compare(size, batch, *pairs)
+    whole = {"model": real, "found": found}
     results = {
         "predicted": predicted,
         "on_host": on_host,
+        "real": whole,
         "trained": trained,
         "samples": _SAMPLES,
     }
-    text = make_text(predicted, on_host, trained)
+    text = make_text(predicted, on_host, whole, trained)
     print(text)
     write_results("offloading_cpu", results, text, folder=options.results)
 

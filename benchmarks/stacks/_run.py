@@ -79,6 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "optimizer": "8bit",
         "low_precision_weights": "stochastic",
     },
+    "offload": {"stack": "offload", "low_precision_weights": "master", "host_budget": "1024GiB"},
 }
 """What `MemSaveCallback` is told, by name."""
 
@@ -119,18 +120,19 @@ def predict(model: str, setting: str) -> dict[str, Any]:
     }
 
 
-def train(model: str, setting: str) -> dict[str, Any]:
+def train(model: str, setting: str, **beside: Any) -> dict[str, Any]:
     """Train two steps on the CPU, predicted and counted.
 
     Args:
         model: Name of the model.
         setting: Name of the settings.
+        beside: Further arguments of `MemSaveCallback`.
 
     Returns:
         ``predicted_bytes``, ``counted_bytes`` and the losses.
     """
     chosen = MODELS[model]
-    beside = ON_CPU if setting == "single_gpu" else {}
+    beside |= ON_CPU if setting in ("single_gpu", "offload") else {}
     callback = MemSaveCallback(**SETTINGS[setting], **beside, predict=300, report=False)
     batch = chosen.batch()
     module = LanguageModel(chosen.build())

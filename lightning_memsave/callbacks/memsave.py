@@ -80,8 +80,7 @@ class MemSaveCallback(CallbackBase):
             `ActivationCheckpointing`, which can be passed too.
         optimizer: ``"8bit"`` or ``"paged_8bit"`` for the 8-bit form of the configured optimizer, or
             a name such as ``"lion_8bit"``; see `LowBitOptimizer`, which can be passed too.
-        precision: Any precision of Lightning's Trainer. It is set for validation, test and
-            prediction as well.
+        precision: Any precision of Lightning's Trainer, also for validation, test and prediction.
         micro_batch_size: Samples of a training batch that pass forward and backward at once; the
             gradients add up to those of the batch. ``"auto"`` starts with the whole batch; when
             memory runs out, the batch is repeated with half the size, which is kept and saved in
@@ -97,16 +96,16 @@ class MemSaveCallback(CallbackBase):
             ``"split"`` form) on the host; or `LowPrecisionWeights`. Computes in ``"bf16-mixed"``.
         offload: What waits in host memory: ``"optimizer"`` (its state, gradients, and the weights
             that the host updates), ``"parameters"`` (also the weights of blocks),
-            ``"activations"``, True for all; or `Offloading`.
+            ``"activations"``, ``"embeddings"``, several with ``+`` between them, True for
+            ``"parameters+activations"``; or `Offloading`.
         attention: Attention kernel of Hugging Face models, such as ``"sdpa"``; or
             `AttentionKernel`.
-        early_release: Free gradients before the forward pass and unused outputs before the
-            backward pass; training stays the same bit for bit.
+        early_release: Free gradients before forward, and unused outputs before backward.
         stack: Settings that go together: ``"classic"`` (checkpointing, mixed precision, 8-bit
             optimizer, micro-batches), ``"bitwise"`` (all that keeps training the same bit for bit),
-            ``"single_gpu"`` (the least GPU memory without host memory) or ``"off"`` (only the
-            arguments given beside it). Arguments given beside a stack win. ``None`` is
-            ``"classic"``.
+            ``"single_gpu"`` (the least GPU memory without host memory), ``"offload"`` (the least
+            with it) or ``"off"`` (only the arguments given beside it). Arguments given beside a
+            stack win. ``None`` is ``"classic"``.
         budget: Device memory that training may take: bytes, a text such as ``"12GiB"``, a share of
             the device's memory, or ``"auto"`` for what is free. The fastest settings that fit are
             chosen from the first batch, among those that ``exactness`` allows and that are not
@@ -162,7 +161,7 @@ class MemSaveCallback(CallbackBase):
         offload: bool | str | Offloading | None = "auto",
         attention: str | AttentionKernel | None = "auto",
         early_release: bool | str | None = "auto",
-        stack: Literal["off", "classic", "bitwise", "single_gpu"] | None = None,
+        stack: Literal["off", "classic", "bitwise", "single_gpu", "offload"] | None = None,
         budget: int | float | str | None = None,
         blocks: Sequence[BlockSelector] | BlockSelector | None = None,
         optimizer_kwargs: Mapping[str, Any] | None = None,
@@ -311,7 +310,7 @@ class MemSaveCallback(CallbackBase):
             self._budget.allow_changes(trainer, pl_module, self._settings)
             if self.plan.plan.prediction is not None:
                 self._prediction.use(self.plan.plan.prediction)
-                self._keep_gradients()
+                self._use_prediction()
         if self._reported is not None:
             self._reported.run_prediction = self._prediction
         self._has_started = True
@@ -326,7 +325,7 @@ class MemSaveCallback(CallbackBase):
         if not self._is_disabled and self._prediction.is_due:
             arguments = self.effective_arguments()
             self._prediction.before_batch(trainer, pl_module, batch, MemSaveCallback, arguments)
-            self._keep_gradients()
+            self._use_prediction()
         if self.plan is not None:
             self._budget.begin_batch(trainer, self._reported)
 
@@ -426,10 +425,12 @@ class MemSaveCallback(CallbackBase):
                 stacklevel=2,
             )
 
-    def _keep_gradients(self) -> None:
+    def _use_prediction(self) -> None:
         if self.prediction is not None:
             updates = self._settings.find(OptimizerInBackwardSetting)
             updates.keep_gradients(self.prediction.kept_gradient_bytes)
+            if self.plan is None:
+                self._micro_batches.peak_bytes = self.prediction.peak_bytes
 
     @property
     def _budget(self) -> BudgetSetting:

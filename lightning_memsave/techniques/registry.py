@@ -29,6 +29,7 @@ class Entry:
         classic: Its value in the stack ``"classic"``, the default.
         bitwise: Its value in the stack ``"bitwise"``.
         single_gpu: Its value in the stack ``"single_gpu"``.
+        offload: Its value in the stack ``"offload"``.
         details: Further arguments of the technique, and their values while it is off.
         offers: As `Technique.offers`.
         exactness: As `Technique.exactness`.
@@ -39,6 +40,7 @@ class Entry:
     classic: Any = None
     bitwise: Any = None
     single_gpu: Any = None
+    offload: Any = None
     details: Mapping[str, Any] = field(default_factory=dict)
     offers: tuple[Offer, ...] = ()
     exactness: Exactness = Exactness.BITWISE
@@ -55,18 +57,27 @@ class Entry:
         )
 
 
+_ON = ("classic", "bitwise", "single_gpu", "offload")
+_AUTO: dict[str, Any] = dict.fromkeys(_ON, "auto")
 _ENTRIES = [
-    Entry("precision", classic="auto", single_gpu="bf16-mixed", exactness=Exactness.APPROXIMATE),
+    Entry(
+        "precision",
+        classic="auto",
+        single_gpu="bf16-mixed",
+        offload="bf16-mixed",
+        exactness=Exactness.APPROXIMATE,
+    ),
     # In "bitwise" too, batches that do not fit are split: the alternative is that the run ends.
-    Entry.of(MicroBatching, classic="auto", bitwise="auto", single_gpu="auto"),
-    Entry("eval_micro_batch_size", classic="auto", bitwise="auto", single_gpu="auto"),
-    Entry.of(AttentionKernel, single_gpu="sdpa"),
-    Entry.of(ChunkedCrossEntropy, single_gpu=True),
+    Entry.of(MicroBatching, **_AUTO),
+    Entry("eval_micro_batch_size", **_AUTO),
+    Entry.of(AttentionKernel, single_gpu="sdpa", offload="sdpa"),
+    Entry.of(ChunkedCrossEntropy, single_gpu=True, offload=True),
     Entry.of(
         ActivationCheckpointing,
         classic="all",
         bitwise="all",
         single_gpu="nested",
+        offload="nested",
         details={"blocks": None},
     ),
     Entry(
@@ -74,6 +85,7 @@ _ENTRIES = [
         classic=True,
         bitwise=True,
         single_gpu=True,
+        offload=True,
         offers=(Offer("early release", True),),
     ),
     # In the order in which they are applied to optimizers.
@@ -83,14 +95,16 @@ _ENTRIES = [
         single_gpu="8bit",
         details={"optimizer_kwargs": None, "keep_32bit": (), "force_8bit": ()},
     ),
-    Entry.of(Offloading, details={"host_budget": None}),
-    Entry.of(LowPrecisionWeights, single_gpu="stochastic"),
+    Entry.of(
+        Offloading, offload="parameters+activations+embeddings", details={"host_budget": None}
+    ),
+    Entry.of(LowPrecisionWeights, single_gpu="stochastic", offload="master"),
     Entry.of(OptimizerInBackward, bitwise=True, single_gpu=True),
 ]
 
-STACKS = ("off", "classic", "bitwise", "single_gpu")
+STACKS = ("off", *_ON)
 """Presets: everything off, the defaults, everything that keeps training bit for bit the same, and
-the least memory on a single GPU without host memory."""
+the least memory on a single GPU without and with host memory."""
 BARE = "classic"
 """The default stack."""
 # On the host there is room for whole state, and updates are made in float32 after backward.

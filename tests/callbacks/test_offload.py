@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.core.memory import is_host
@@ -43,6 +43,11 @@ def package(request):
     return PACKAGES[request.param]
 
 
+# True is both.
+PARTS = [
+    *(pytest.param(w, marks=pytest.mark.exhaustive) for w in ("parameters", "activations")),
+    True,
+]
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "clipped": {"gradient_clip_val": 0.1},
@@ -63,6 +68,7 @@ class TestBitwise:
         assert rows_of(callback)["offload"].status == "on"
 
     @pytest.mark.parametrize("model", ["tied", "batch_norm", "frozen", "transformer"])
+    @pytest.mark.daily(2)
     def test_other_models_beside_other_settings(self, model):
         lit = make_lit(model=model)
         callback = only(
@@ -83,7 +89,7 @@ class TestBitwise:
         place = "are alive on the host while 4" if settings == "accumulated" else "time on the host"
         assert place in row.details[0]
 
-    @pytest.mark.parametrize("what", ["parameters", "activations", True])
+    @pytest.mark.parametrize("what", PARTS)
     def test_other_parts(self, package, what):
         lit = make_lit(package)
         technique = Offloading(what, min_bytes=1)
@@ -191,6 +197,7 @@ class TestOutOfMemory:
     @pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
     @pytest.mark.parametrize("what", ["optimizer", "parameters", True])
     @pytest.mark.parametrize("accumulated", [1, 2])
+    @pytest.mark.daily(3)
     def test_in_backward_the_batch_is_repeated(self, what, accumulated):
         """Some gradients have come by then, of which nothing may be left."""
         runs = []
@@ -238,8 +245,10 @@ class FailsOnce(LIGHTNING.LightningModule):  # type: ignore[misc, name-defined]
 
 class TestCheckpoints:
     @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
-    @pytest.mark.parametrize("resumes_with", [True, False])
-    @pytest.mark.parametrize("begins_with", [True, False])
+    @pytest.mark.parametrize(
+        ("begins_with", "resumes_with"),
+        [(True, False), (False, True), pytest.param(True, True, marks=pytest.mark.exhaustive)],
+    )
     def test_are_those_of_a_plain_run(self, tmp_path, begins_with, resumes_with):
         lit = make_lit()
         files = []
@@ -302,16 +311,11 @@ def assert_equal_nested(one: Any, other: Any) -> None:
 
 class TestMemory:
     @pytest.mark.parametrize("settings", ["plain", "clipped", "accumulated", "bf16"])
+    @pytest.mark.daily(2)
     def test_is_predicted_to_the_byte(self, settings):
-        lit = make_lit(model="tied")
-
-        class Silent(type(lit)):  # type: ignore[misc]
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                return self.model(batch)
-
-        lit.__class__ = Silent
-        callback = only(monitor=True, predict=60, micro_batch_size=MicroBatching("auto"))
-        plain = only(offload=None, monitor=True, predict=60, micro_batch_size=MicroBatching("auto"))
+        lit = silent_lit("tied")
+        how: dict[str, Any] = {"monitor": True, "micro_batch_size": MicroBatching("auto")}
+        callback, plain = only(predict=60, **how), only(offload=None, **how)
         for each in (callback, plain):
             fit(lit, each, **SETTINGS[settings])
         assert callback.prediction is not None
@@ -362,15 +366,18 @@ class TestMemory:
             host_bytes += 4 * sum(p.ndim > 1 for p in params) + 2 * largest
         assert callback.prediction.peak.host_bytes == host_bytes
 
-    @pytest.mark.parametrize("what", ["parameters", "activations", True])
+    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
+    def test_of_half_precision_is_predicted(self, what):
+        """The proof of the loss computes in float32, and needs no more than a step."""
+        callback = MemSaveCallback(stack="single_gpu", offload=what, predict=60, report=False)
+        fit(silent_lit("eager_bert"), callback)
+        assert callback.prediction is not None
+        assert callback.prediction.peak_bytes == peak_of(callback)
+        assert rows_of(callback)["low_precision_weights"].value == "'master'"
+
+    @pytest.mark.parametrize("what", PARTS)
     def test_of_other_parts_is_predicted(self, what):
-        lit = make_lit(model="transformer")
-
-        class Silent(type(lit)):  # type: ignore[misc]
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                return self.model(batch)
-
-        lit.__class__ = Silent
+        lit = silent_lit("transformer")
         callback = only(
             offload=Offloading(what, min_bytes=1),
             activation_checkpointing="all",
@@ -401,6 +408,18 @@ class TestMemory:
         with pytest.raises(KeyError):
             make_trainer(LIGHTNING, only(), Fail()).fit(lit)
         assert inner(lit) == before
+
+
+def silent_lit(model: str) -> Any:
+    """A module whose step logs nothing, so that its memory is that of the model."""
+    lit = make_lit(model=model)
+
+    class Silent(type(lit)):  # type: ignore[misc]
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.model(batch)
+
+    lit.__class__ = Silent
+    return lit
 
 
 def inner(lit: Any) -> dict[str, Any]:
@@ -579,3 +598,53 @@ def test_state_of_tables_is_on_the_host():
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
     assert callback.monitor.summary.to_dict()["by_category"]["optimizer_state"] == 0
+
+
+class TestStack:
+    def test_is_on(self):
+        callback = MemSaveCallback(stack="offload", predict=False, report=False)
+        fit(make_lit(model="transformer"), callback)
+        rows = rows_of(callback)
+        on = {"offload", "low_precision_weights", "activation_checkpointing", "precision"}
+        assert {name for name, row in rows.items() if row.status == "on"} >= on
+        assert rows["offload"].value == "'parameters+activations+embeddings'"
+        assert "optimizer" not in rows
+
+    @pytest.mark.parametrize(
+        ("settings", "average", "reason"),
+        [
+            ({}, True, "`StochasticWeightAveraging`: it reads all rows"),
+            ({"exactness": "bitwise"}, False, "`exactness='bitwise'` does not allow"),
+        ],
+    )
+    def test_leaves_tables_on_the_device(self, settings, average, reason):
+        callback = MemSaveCallback(stack="offload", predict=False, report=False, **settings)
+        others = [LIGHTNING.callbacks.StochasticWeightAveraging(1e-2)] if average else []
+        make_trainer(LIGHTNING, callback, *others, max_epochs=1).fit(make_lit())
+        row = rows_of(callback)["offload"]
+        assert row.status == "on"
+        assert reason in row.details[-2]
+        assert not any("no embedding" in detail for detail in row.details)
+
+    def test_leaves_a_table_on_the_device_that_a_head_computes_with(self):
+        """It has the 64 MiB from which on tables go to the host."""
+
+        class Tied(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(2**14, 2**10)
+                self.head = nn.Linear(2**10, 2**14, bias=False)
+                self.head.weight = self.embedding.weight
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.head(self.embedding(x.long().abs() % 8)[:, 0]).square().mean()
+
+        lit = silent_lit("classifier")
+        lit.model = Tied()
+        callback = MemSaveCallback(
+            stack="offload", chunked_cross_entropy=None, predict=False, report=False, monitor=False
+        )
+        fit(lit, callback, max_steps=1)
+        row = rows_of(callback)["offload"]
+        assert row.status == "on"
+        assert "its output is computed with the whole table" in row.details[-2]

@@ -15,7 +15,7 @@ from lightning_memsave import MemSaveCallback
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from tests.callbacks.lit import make_lit, make_trainer, rows_of
 
-STACKS = ("classic", "bitwise", "single_gpu")
+STACKS = ("classic", "bitwise", "single_gpu", "offload")
 CHECKPOINTING, UPDATES, WEIGHTS = (
     "activation_checkpointing",
     "optimizer_in_backward",

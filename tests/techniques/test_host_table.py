@@ -150,6 +150,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.daily(2)
 def test_missed_steps_one_by_one_give_the_same_bits(name):
     (plain, optimizer), (ours, other) = pair(OPTIMIZERS[name], replays=True)
     assert train(plain, optimizer) == train(ours, other)
@@ -158,6 +159,7 @@ def test_missed_steps_one_by_one_give_the_same_bits(name):
 
 # Float32 training and ours, each against the same training in float64.
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.daily(2)
 def test_missed_steps_at_once_round_no_worse(name, monkeypatch):
     monkeypatch.setattr(row_updates, "NUM_FIRST", 10)
     make = OPTIMIZERS[name]
@@ -188,6 +190,7 @@ ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     ],
     ids=str,
 )
+@pytest.mark.daily(2)
 def test_how_exact_missed_steps_at_once_are(settings, usual, worst):
     """Of the movement in missed steps; least exact where gradients are near Adam's ``eps``."""
     seed_torch(0)

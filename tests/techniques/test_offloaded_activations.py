@@ -49,6 +49,7 @@ def simulate(name: str, which: str | None, offloads: Any, wrap: Any = lambda mod
 
 @pytest.mark.parametrize("which", KINDS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.daily(5)
 def test_training_is_the_same_bit_for_bit(name, which):
     offloads = Offloads()
     simulate(name, which, offloads)
@@ -57,12 +58,14 @@ def test_training_is_the_same_bit_for_bit(name, which):
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("which", KINDS)
+@pytest.mark.daily(3)
 def test_so_it_is_whenever_copies_happen(which, seed):
     simulate("used_twice", which, Offloads(seed))
     simulate("eager_bert", which, Offloads(seed, num_kept=2))
 
 
 @pytest.mark.parametrize("which", KINDS)
+@pytest.mark.daily(2)
 def test_so_it_is_in_autocast(which):
     simulate("transformer", which, Offloads(), InAutocast)
 
@@ -293,6 +296,7 @@ def test_offloaded_weights_are_not_saved_as_activations():
 
 
 @pytest.mark.parametrize("which", KINDS)
+@pytest.mark.daily(2)
 def test_fake_tensors_need_the_same_bytes(which):
     def peaks(make_batch_of: Callable[[], Tensor]) -> list[Any]:
         model = Chain()

@@ -32,6 +32,7 @@ from tests.techniques.simulated_copies import SimulatedCopies
 @pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("which", ["all", "selective", None])
+@pytest.mark.daily(2)
 def test_memory_is_not_given_back_while_copies_of_it_run(which, error, seed):
     model, offloads = Chain(), Offloads(seed)
     checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)

@@ -22,40 +22,19 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.offloading.residence import leave_device
-from lightning_memsave.techniques.offloading.technique import (
-    Offloading,
-    OffloadingHandle,
-)
+from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
-from tests.helpers import InAutocast, adamw
-
-
-class Offloaded:
-    """A model of the contract suite with offloaded weights and an optimizer."""
-
-    def __init__(
-        self, name: str = "dropout", what: str = "optimizer", *, in_background: bool = True
-    ) -> None:
-        self.model = make_model(name).train()
-        self.optimizer = adamw(self.model)
-        technique = Offloading(what)
-        self.handle: OffloadingHandle = technique.apply(self.model)
-        assert self.handle.residence is not None, "there are weights"
-        self.residence = self.handle.residence
-        self.updates = technique.update_in_background(self.optimizer) if in_background else None
-
-    def step(self, number: int = 0) -> Tensor:
-        torch.manual_seed(number)
-        loss: Tensor = self.model(make_batch(number))
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
-
-    def close(self) -> None:
-        if self.updates is not None:
-            self.updates.undo()
-        self.handle.undo()
+from tests.helpers import InAutocast, adamw, gradients_of
+from tests.techniques.offloaded_loops import (
+    LOOPS,
+    OPTIMIZERS,
+    Offloaded,
+    assert_equal,
+    assert_same_state,
+    assert_same_training,
+    trained,
+    trained_without,
+)
 
 
 @pytest.fixture
@@ -113,6 +92,7 @@ class TestPlaces:
 
     @pytest.mark.parametrize("what", ["optimizer", "parameters", "parameters+activations"])
     @pytest.mark.parametrize("name", ["dropout", "tied", "eager_bert", "used_twice"])
+    @pytest.mark.daily(3)
     def test_no_device_computation_reads_host_memory(self, name, what):
         made = Offloaded(name, what, in_background=False)
         ActivationCheckpointing().apply(made.model)
@@ -211,15 +191,36 @@ class TestUpdates:
             offloaded.model.load_state_dict(make_model("dropout").state_dict())
         assert not any(part.is_updating for part in offloaded.residence.parts)
 
-    def test_failures_come_to_who_waits_next(self, offloaded):
-        offloaded.step(0)
-        offloaded.handle.wait()
-        state = offloaded.optimizer.state[offloaded.model.blocks[2].up.weight]
-        state["exp_avg"] = torch.zeros(3, 3)
-        offloaded.step(1)
-        with pytest.raises(RuntimeError, match="size"):
-            offloaded.model(make_batch(2))
-        offloaded.handle.wait()  # said once
+    @pytest.mark.parametrize("waits", ["forward", "state_dict", "step", "undo"])
+    def test_failures_come_to_who_waits_next(self, waits):
+        """And name what failed, though the step that they are of has returned."""
+        made = Offloaded()
+        made.step(0)
+        made.handle.wait()
+        for name in ("blocks.2.up.weight", "blocks.3.up.bias"):
+            state = made.optimizer.state[made.model.get_parameter(name)]
+            state["exp_avg"] = torch.zeros(3, 3)
+        made.step(1)
+        use = {
+            "forward": lambda: made.model(make_batch(2)),
+            "state_dict": made.model.state_dict,
+            "step": made.optimizer.step,
+            "undo": made.close,
+        }
+        with pytest.raises(RuntimeError, match="size") as caught:
+            use[waits]()
+        assert "`blocks.2.up.weight`" in caught.value.__notes__[0]
+        assert "blocks.3" not in caught.value.__notes__[0]
+        if waits == "forward":  # the next blocks have not been needed yet
+            with pytest.raises(RuntimeError, match="size"):
+                made.handle.wait()
+        made.handle.wait()  # said once
+        made.close()
+        assert not any(map(is_on_host, made.model.parameters()))
+        for thread in threading.enumerate():
+            if thread.name == "memsave-host":
+                thread.join(5)
+                assert not thread.is_alive()
 
     def test_gradients_are_reset_after_they_were_read(self, offloaded):
         twin = Offloaded(in_background=False)
@@ -266,57 +267,6 @@ def hold(offloaded: Offloaded) -> threading.Event:
     return gate
 
 
-def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert list(one) == list(other)
-    for key, value in one.items():
-        assert torch.equal(value, other[key]), key
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, **how: Any) -> list[Any]:
-    """Four steps of a loop with everything; give losses, norms and rates."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0, enabled=how.get("scales", False))
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)
-    found: list[Any] = []
-    for number in range(4):
-        torch.manual_seed(number)
-        for part in range(how.get("accumulated", 1)):
-            loss = model(make_batch(10 * number + part))
-            scaler.scale(loss).backward()
-            found.append(loss.item())
-        scaler.unscale_(optimizer)
-        if "norm" in how:
-            found.append(nn.utils.clip_grad_norm_(model.parameters(), how["norm"]).item())
-        if "value" in how:
-            nn.utils.clip_grad_value_(model.parameters(), how["value"])
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        scheduler.step()
-        if number == 1:
-            with torch.inference_mode():
-                found.append(model.eval()(make_batch(99)).item())
-            model.train()
-    return [*found, scheduler.get_last_lr()]
-
-
-LOOPS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "clipped by norm": {"norm": 0.1},
-    "clipped by value": {"value": 1e-3},
-    "accumulated": {"accumulated": 4, "norm": 0.1},
-    "scaled": {"scales": True, "norm": 0.1},
-}
-OPTIMIZERS = {
-    "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1),
-    "fused AdamW": lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True),
-    "SGD": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9),
-    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-3),
-    "two groups": lambda params: torch.optim.AdamW(
-        [{"params": params[::2], "weight_decay": 0.0}, {"params": params[1::2]}], lr=1e-3
-    ),
-}
-
-
 class TestBitwise:
     @pytest.mark.parametrize("loop", LOOPS)
     @pytest.mark.parametrize(
@@ -330,20 +280,14 @@ class TestBitwise:
             ("parameters", "eager_bert"),
         ],
     )
+    @pytest.mark.daily(3)
     def test_whole_loops(self, what, name, loop):
-        runs = []
-        for is_saving in (False, True):
-            model = make_model(name).train()
-            optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
-            if is_saving:
-                technique = Offloading(what)
-                handle = technique.apply(model)
-                technique.update_in_background(optimizer)
-            runs.append((train(model, optimizer, **LOOPS[loop]), model, optimizer))
-        (one, plain, its_own), (other, saving, its) = runs
-        assert one == other
-        assert_equal(plain.state_dict(), saving.state_dict())
-        assert_same_state(its_own.state_dict(), its.state_dict())
+        model = make_model(name).train()
+        optimizer = OPTIMIZERS["AdamW"]([*model.parameters()])
+        technique = Offloading(what)
+        handle = technique.apply(model)
+        technique.update_in_background(optimizer)
+        assert_same_training(trained(model, optimizer, loop), trained_without(name, loop))
         handle.undo()
 
     @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -412,15 +356,6 @@ class TestBitwise:
             runs.append(model.state_dict())
         assert_equal(*runs)
         handle.undo()
-
-
-def assert_same_state(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert one["param_groups"] == other["param_groups"]
-    assert one["state"].keys() == other["state"].keys()
-    for key, values in one["state"].items():
-        for name, value in values.items():
-            found = other["state"][key][name]
-            assert torch.equal(value, found) if isinstance(value, Tensor) else value == found
 
 
 class TestMasters:
@@ -627,14 +562,22 @@ class TestModule:
         assert all(map(is_on_host, tensors_in(offloaded.optimizer.state)))
         offloaded.step(2)
 
-    def test_undo_in_the_middle_of_a_step(self, offloaded):
-        loss = offloaded.model(make_batch(0))
-        offloaded.close()
-        assert not any(map(is_on_host, offloaded.model.parameters()))
-        del loss
-        optimizer = adamw(offloaded.model)
-        offloaded.model(make_batch(0)).backward()
-        optimizer.step()
+    @pytest.mark.parametrize("checkpoints", [False, True])
+    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
+    def test_undo_in_the_middle_of_a_step(self, what, checkpoints):
+        """The graph is still there, and its backward pass is one without offloading."""
+        made, plain = Offloaded(what=what), make_model("dropout").train()
+        for model in (made.model, plain):
+            if checkpoints:
+                ActivationCheckpointing().apply(model)
+            torch.manual_seed(0)
+            loss = model(make_batch(0))
+            made.close()
+            loss.backward()
+            assert not any(map(is_on_host, model.parameters()))
+            assert not any(map(is_on_host, gradients_of(model)))
+        assert all(map(torch.equal, gradients_of(made.model), gradients_of(plain)))
+        adamw(made.model).step()
 
     def test_after_a_failed_forward_pass(self, offloaded):
         offloaded.step(0)
@@ -810,5 +753,5 @@ class TestEmbeddings:
         assert not any(map(is_on_host, model.parameters()))
 
     def test_small_ones_are_weights_as_all_others(self):
-        with pytest.warns(NoEffectWarning, match=r"no embedding has 256\.00 MiB or more"):
+        with pytest.warns(NoEffectWarning, match=r"no embedding has 64\.00 MiB or more"):
             Offloading("embeddings").apply(make_model("tied"))

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from tests.techniques.simulated_copies import SimulatedCopies
+from tests.techniques.simulated_copies import SimulatedCopies, SimulatedWorker
+from tests.techniques.simulated_streams import Streams
 
 
 def copies(seed: int | None = None) -> SimulatedCopies:
@@ -67,3 +70,23 @@ def test_sums_on_the_host_are_there_after_finishing(seed):
     simulated.to_host(target, torch.full((3,), 5.0), adds=False)
     simulated.finish()
     assert target.tolist() == [5.0] * 3
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0, 3), (40, 70)])
+def test_gradients_land_in_any_layout_and_type(shape, dtype, adds):
+    streams = Streams()
+    with streams.running():
+        copies = StreamCopies(SimulatedWorker(), HostMemory(), torch.device("cpu"))
+        pairs = []
+        for number in range(3):
+            source = torch.randn(shape).to(dtype)
+            if number and source.ndim:
+                source = source.t().contiguous().t()
+            pairs.append((torch.ones(shape), source))
+            copies.to_host(*pairs[-1], adds=adds)
+        copies.finish()
+    for target, source in pairs:
+        assert torch.equal(target, source.float() + adds)
+    assert streams.problems == []

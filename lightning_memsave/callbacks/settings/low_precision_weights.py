@@ -24,6 +24,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import (
     describe_updates,
     rounds_any,
 )
+from lightning_memsave.techniques.offloading.residence import residence_of
 from lightning_memsave.trainer.precision import full_name
 from lightning_memsave.trainer.trainer import (
     averages_weights,
@@ -122,6 +123,9 @@ class LowPrecisionWeightsSetting(ModuleSetting):
         limit = _setting.SMALLEST_SAVING_BYTES
         if not self.is_asked and not late and _saved_bytes(pl_module) < limit:
             why = f"less than {format_bytes(limit)} may not change whether a run fits"
+            problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))
+        if not (self.is_asked or late) and self._is_from_master and not residence_of(pl_module):
+            why = "no weights are on the host"  # what a stack offloads may have stayed off
             problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))
         # Weights that are made later are converted after every callback's `setup`.
         averaging = [] if late else _averaging_after(trainer)

@@ -107,7 +107,7 @@ class MicroBatchSetting(Setting):
         self.stay_whole: Callable[[str], None] | None = None
         """Called with the reason where a loss cannot be split: changes the plan, or raises."""
         self.peak_bytes: int | None = None
-        """What was planned for a step; a proof needs no more."""
+        """What was planned or predicted for a step; a proof needs no more."""
         self.advise: Callable[[], str] | None = None
         """Gives a remedy where memory runs out; ``None`` for that of a run without a budget."""
         self.runner: MicroBatchRunner | None = None

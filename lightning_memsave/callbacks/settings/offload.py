@@ -3,10 +3,12 @@
 import dataclasses
 from typing import Any
 
+from torch import nn
+
 from lightning_memsave.callbacks.settings.modules import ModuleSetting
 from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
-from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import ConfigurationError, Problem
+from lightning_memsave.core.technique import Handle, Row, Technique
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
     OffloadingHandle,
@@ -32,6 +34,7 @@ class OffloadSetting(ModuleSetting):
     name = Offloading.argument
     technique: Offloading | None
     _handle: OffloadingHandle | None
+    _why_no_tables = ""
 
     @classmethod
     def read(cls, arguments: Arguments) -> "OffloadSetting":
@@ -49,9 +52,11 @@ class OffloadSetting(ModuleSetting):
             return cls(name, None, "None", own)
         if technique.blocks is None:
             technique = dataclasses.replace(technique, blocks=arguments["blocks"])
-        if why := why_beyond(arguments, name, technique.exactness):
-            return cls(name, None, "None", own, why)
-        return cls(name, technique, repr(technique.what), own)
+        setting = cls(name, technique, repr(technique.what), own)
+        setting._why_no_tables = why = why_beyond(arguments, name, technique.exactness)
+        return (
+            setting if not why or _without_tables(technique) else cls(name, None, "None", own, why)
+        )
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer and the module."""
@@ -71,17 +76,28 @@ class OffloadSetting(ModuleSetting):
                     f"`{self.name}=None`.",
                 )
             )
-        if "embeddings" in str(self.technique.what):
-            problems += [
-                Problem(
-                    f"{self.written} beside `{type(callback).__name__}`",
-                    "it reads all rows of a table in each step",
-                    "Leave one of the two out.",
-                )
-                for callback in trainer.callbacks
-                if averages_weights(callback)
-            ]
+        readers = [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
+        if readers and _without_tables(self.technique) != self.technique:
+            what = f"{self.written} beside `{readers[0]}`"
+            why = "it reads all rows of a table in each step"
+            if self.is_asked:
+                problems.append(Problem(what, why, "Leave one of the two out."))
+            self._why_no_tables = self._why_no_tables or f"`{readers[0]}`: {why}"
         return problems
+
+    # A stack offloads the rest where something keeps tables on the device.
+    def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
+        assert isinstance(technique, Offloading), "`read` has made it"
+        without = _without_tables(technique)
+        if self.is_asked or without in (None, technique):
+            return super()._use(technique, pl_module)
+        if not self._why_no_tables:
+            try:
+                return super()._use(technique, pl_module)
+            except IncompatibleError as error:
+                problem = error.problems[0]
+                self._why_no_tables = f"{problem.what}: {problem.why}"
+        return super()._use(without, pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
         """Let the optimizers update on the host, beside the next step where nobody looks."""
@@ -95,6 +111,8 @@ class OffloadSetting(ModuleSetting):
         if self._handle.residence is not None:
             self._handle.residence.is_watched = bool(watchers)
         details = [*self._handle.changes, *self._handle.skipped]
+        if self._why_no_tables:
+            details.append(f"embeddings are weights as all others: {self._why_no_tables}")
         for optimizer in trainer.optimizers:
             handle = self.technique.update_in_background(optimizer)
             self._undo.append(handle.undo)
@@ -121,3 +139,9 @@ class OffloadSetting(ModuleSetting):
         if handle is not None and handle.residence is not None:
             handle.residence.stay_on_host()
         super().undo()
+
+
+def _without_tables(technique: Offloading) -> Offloading | None:
+    """Leave embeddings on the device; ``None`` if nothing else is offloaded."""
+    kinds = [kind for kind in str(technique.what).split("+") if kind != "embeddings"]
+    return dataclasses.replace(technique, what="+".join(kinds)) if kinds else None

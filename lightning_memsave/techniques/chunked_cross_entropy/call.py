@@ -188,7 +188,7 @@ class Call:
         """
         operands = self.operands
         weights = {weight.dtype for weight in operands.weights}
-        return on_cuda(operands.weights[0]) and {*weights, *operands.dtypes} == {torch.bfloat16}
+        return on_cuda(operands.inputs[0]) and {*weights, *operands.dtypes} == {torch.bfloat16}
 
     @property
     def is_tiled(self) -> bool:
@@ -239,7 +239,7 @@ class Call:
     @property
     def num_columns(self) -> int:
         """Columns of buffers for chunks: V, aligned where that makes products faster."""
-        alignment = _ALIGNMENT if on_cuda(self.operands.weights[0]) else 1
+        alignment = _ALIGNMENT if on_cuda(self.operands.inputs[0]) else 1
         return alignment * math.ceil(self.num_classes / alignment)
 
     def counted(self) -> Tensor | None:

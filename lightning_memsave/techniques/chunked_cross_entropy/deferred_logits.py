@@ -60,7 +60,7 @@ def materialize_referenced_logits(model: nn.Module) -> None:
 
 def _num_bytes(product: Product) -> int:
     num_rows = product.operands.inputs[0].shape[:-1].numel()
-    return num_rows * len(product.operands.weights[0]) * product.dtype.itemsize
+    return num_rows * product.operands.num_classes * product.dtype.itemsize
 
 
 # Functions that need no values. Neither do all properties except those below.

@@ -170,7 +170,7 @@ class Product:
 
     def whole(self) -> "Part":
         """Return the part for the whole output."""
-        lead, num_classes = self.operands.inputs[0].shape[:-1], len(self.operands.weights[0])
+        lead, num_classes = self.operands.inputs[0].shape[:-1], self.operands.num_classes
         layout = Layout.of_whole(lead, num_classes)
         return Part(self, layout, self.dtype, requires_grad=self.has_graph)
 

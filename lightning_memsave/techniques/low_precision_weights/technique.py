@@ -375,8 +375,9 @@ class LowPrecisionWeights(Technique[nn.Module]):
 # Not in `check`: in a Trainer, all techniques are checked before one is applied.
 def _problems_of_homes(params: list[nn.Parameter], rounding: str) -> list[Problem]:
     what = f"`low_precision_weights={rounding!r}`"
-    homes = {residence_with(param) is not None for param in params}
-    if rounding in ON_HOST and False in homes:
+    # Frozen weights stay as they are.
+    homes = {residence_with(param) is not None for param in params if param.requires_grad}
+    if rounding in ON_HOST and homes and True not in homes:
         why = "there is no copy of the weights in float32 on the host"
         fix = 'Set `offload="optimizer"` as well (`Offloading` first), or use "stochastic".'
         return [Problem(what, why, fix)]
@@ -389,18 +390,18 @@ def _problems_of_homes(params: list[nn.Parameter], rounding: str) -> list[Proble
 def _send_in_bfloat16(
     target: nn.Module, params: list[nn.Parameter], left: str, *, is_split: bool
 ) -> Handle[nn.Module]:
+    homes = {param: residence for param in params if (residence := residence_with(param))}
+
     def send_as(dtype: torch.dtype, *, is_split: bool = False) -> None:
-        for param in params:
-            residence = residence_with(param)
-            if residence is not None:
-                residence.set_device_dtype(param, dtype, is_split=is_split)
+        for param, residence in homes.items():
+            residence.set_device_dtype(param, dtype, is_split=is_split)
 
     send_as(torch.bfloat16, is_split=is_split)
-    if not params:
+    if not homes:
         return Handle(target, (), (f"there is no tensor to convert: {left or 'no parameters'}",))
-    num_bytes = sum(p.nbytes for p in params)
+    num_bytes = sum(p.nbytes for p in homes)
     change = (
-        f"{len(params)} tensors in bfloat16 on the device, in float32 on the host"
+        f"{len(homes)} tensors in bfloat16 on the device, in float32 on the host"
         f"{' (in two halves)' if is_split else ''}: "
         f"{format_bytes(num_bytes)} -> {format_bytes(num_bytes // 2)}"
     )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from lightning_memsave.core.memory import category_in_context
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -45,10 +46,13 @@ class LossProbe(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if category_in_context():  # what offloading moves keeps its type: it outlives the proof
+            return func(*args, **kwargs)
         name, written, has_aliases = _facts_of(func)
         if written:
             self._save_written(written, dict(_bound(func, args, kwargs)))
-        if not (has_aliases or name in _COPIES):
+        is_wide = written and getattr(args[0], "dtype", None) is torch.float32
+        if is_wide or not (has_aliases or name in _COPIES):
             args, kwargs = tree_map(_float, args), tree_map(_float, kwargs)
         if kwargs.get("dtype") in _HALF:
             kwargs = {**kwargs, "dtype": torch.float32}

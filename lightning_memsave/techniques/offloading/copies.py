@@ -116,14 +116,14 @@ class StreamCopies(Copies):
         self._held: list[_Held] = []
         self._landings: list[Future[None]] = []
         self._pieces: list[tuple[Tensor, Future[None] | None]] = []
-        if device is not None:  # pragma: no cover (gpu)
+        if device is not None:
             self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
 
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
         """Start to copy tensors to the device."""
         if self._device is None:
             return super().to_device(targets, sources)
-        return self._run_on(self._up, targets, sources)  # pragma: no cover (gpu)
+        return self._run_on(self._up, targets, sources)
 
     def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         """Copy a tensor to the host; the result is there after `finish`."""
@@ -131,18 +131,18 @@ class StreamCopies(Copies):
         event = None
         if self._device is None:
             super().to_host(target, source, adds=adds)
-        else:  # pragma: no cover (gpu)
+        else:
             event = self._run_down(target, source, adds=adds)
         self._held.append(_Held(source, event))
 
     def finish(self) -> None:
         """Wait until all copies are done."""
         for held in self._held:
-            if held.event is not None:  # pragma: no cover (gpu)
+            if held.event is not None:
                 held.event.synchronize()
         self._held.clear()
         landings, self._landings = self._landings, []
-        for landing in landings:  # pragma: no cover (gpu)
+        for landing in landings:
             landing.result()
 
     # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
@@ -150,8 +150,8 @@ class StreamCopies(Copies):
         """Return a function that lets the host's thread wait for what `to_host` has begun."""
         if self._device is None:
             return _nothing_to_wait_for
-        event = self._down.record_event()  # pragma: no cover (gpu)
-        return event.synchronize  # type: ignore[no-any-return]  # pragma: no cover (gpu)
+        event = self._down.record_event()
+        return event.synchronize  # type: ignore[no-any-return]
 
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
@@ -159,23 +159,23 @@ class StreamCopies(Copies):
         """Start to copy tensors to the host, as they are."""
         if self._device is None:
             return super().send_to_host(targets, sources)
-        return self._run_on(self._down, targets, sources)  # pragma: no cover (gpu)
+        return self._run_on(self._down, targets, sources)
 
     def synchronize(self) -> None:
         """Wait on the host until the device has done all copies."""
-        if self._device is not None:  # pragma: no cover (gpu)
+        if self._device is not None:
             self._up.synchronize()
             self._down.synchronize()
 
     def _let_go(self, num_bytes: int) -> None:
         while self._held and num_bytes + sum(h.tensor.nbytes for h in self._held) > _MAX_HELD_BYTES:
             oldest = self._held.pop(0)
-            if oldest.event is not None:  # pragma: no cover (gpu)
+            if oldest.event is not None:
                 torch.cuda.current_stream(self._device).wait_event(oldest.event)
 
     def _run_on(
         self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> Callable[[], None]:  # pragma: no cover (gpu)
+    ) -> Callable[[], None]:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for target, source in zip(targets, sources, strict=True):
@@ -183,9 +183,7 @@ class StreamCopies(Copies):
         event = stream.record_event()
         return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
-    def _run_down(
-        self, target: Tensor, source: Tensor, *, adds: bool
-    ) -> Any:  # pragma: no cover (gpu)
+    def _run_down(self, target: Tensor, source: Tensor, *, adds: bool) -> Any:
         self._down.wait_stream(torch.cuda.current_stream(self._device))
         is_plain = source.stride() == target.stride() and source.dtype == target.dtype
         with torch.cuda.stream(self._down):
@@ -196,9 +194,7 @@ class StreamCopies(Copies):
         return self._down.record_event()
 
     # Through small pieces of page-locked memory, as the host has to convert or to add.
-    def _land(
-        self, target: Tensor, source: Tensor, *, adds: bool
-    ) -> None:  # pragma: no cover (gpu)
+    def _land(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         if source.stride() != target.stride():
             source = torch.empty_strided(
                 target.shape, target.stride(), dtype=source.dtype, device=source.device
@@ -224,7 +220,7 @@ class StreamCopies(Copies):
             self._landings.append(landing)
             self._pieces.append((memory, landing))
 
-    def _next_piece(self) -> Tensor:  # pragma: no cover (gpu)
+    def _next_piece(self) -> Tensor:
         if len(self._pieces) < _NUM_PIECES:
             like = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device="meta")
             return self._memory.tensors_like([like])[0]

@@ -1,5 +1,6 @@
 """Host memory in exact sizes, page-locked so that a GPU can copy it beside its computation."""
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        self._is_locked = False
+        self._is_locked = self._is_warned = False
         self._pieces: list[Any] = []  # weak references
 
     def tensors_like(
@@ -51,13 +52,25 @@ class HostMemory:
 
     def lock(self) -> None:
         """Lock the pages of all memory, also of what is allocated later, for a GPU."""
-        if self._is_locked:  # pragma: no cover (gpu)
+        if self._is_locked:
             return
-        self._is_locked = True  # pragma: no cover (gpu)
-        for reference in self._pieces:  # pragma: no cover (gpu)
+        self._is_locked = True
+        for reference in self._pieces:
             memory = reference()
             if memory is not None:
-                _lock(memory)
+                self._lock(memory)
+
+    def _lock(self, memory: Any) -> None:
+        if _lock(memory) or self._is_warned:
+            return
+        self._is_warned = True
+        warnings.warn(
+            f"{format_bytes(memory.nbytes)} of host memory cannot be page-locked: copies of it "
+            "stop the computation. Free host memory, raise the limit of locked memory "
+            "(`ulimit -l`), or in WSL the memory of the virtual machine.",
+            MemsaveWarning,
+            stacklevel=4,
+        )
 
     def _carve(self, forms: Sequence[Tensor]) -> list[Tensor]:
         offsets, end = [], 0
@@ -66,8 +79,8 @@ class HostMemory:
             end += -(-form.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         memory = np.empty(end, np.uint8)
         self._pieces.append(weakref.ref(memory))
-        if self._is_locked:  # pragma: no cover (gpu)
-            _lock(memory)
+        if self._is_locked:
+            self._lock(memory)
         return [
             _view(memory, form, offset) if form.numel() else _empty(form)
             for form, offset in zip(forms, offsets, strict=True)
@@ -90,17 +103,19 @@ def _empty(form: Tensor) -> Tensor:
     return made
 
 
-def _lock(memory: Any) -> None:  # pragma: no cover (gpu)
+def _lock(memory: Any) -> bool:
     runtime, address = torch.cuda.cudart(), memory.ctypes.data
     if not memory.nbytes:
-        return
+        return True
     if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:
         weakref.finalize(memory, runtime.cudaHostUnregister, address)
-        return
-    warnings.warn(
-        f"{format_bytes(memory.nbytes)} of host memory cannot be page-locked: copies of it stop "
-        "the computation. Free host memory, raise the limit of locked memory (`ulimit -l`), or in "
-        "WSL the memory of the virtual machine.",
-        MemsaveWarning,
-        stacklevel=4,
-    )
+        return True
+    if torch.cuda.is_available():  # pragma: no cover (gpu)
+        _forget_error()
+    return False
+
+
+# The runtime keeps it for the next launch of a kernel, which would report it as its own.
+def _forget_error() -> None:  # pragma: no cover (gpu)
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")

@@ -23,6 +23,7 @@ from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.row_updates import tables_apart, wait_for_tables
 from lightning_memsave.techniques.optimizer_in_backward.updates import (
+    ACTIVE_UPDATES,
     group_of,
     plain_step,
     step_without_hooks,
@@ -81,8 +82,9 @@ class HostUpdates:
         """
         self._residence.leave()
         has_gradients = any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
-        if has_gradients:  # otherwise all are updated in backward
+        if has_gradients or optimizer not in ACTIVE_UPDATES:  # otherwise updated in backward
             self._residence.finish()
+        if has_gradients:
             with tables_apart(optimizer):
                 self._run(optimizer)
         if self._residence.is_watched:
@@ -129,15 +131,18 @@ class HostUpdates:
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
             plain_step(optimizer, others)
+        self._mark_state()  # micro-batches allocate it before the step
         for part in self._residence.parts:
             chosen = {p: p.grad for p in params if p in part and p.grad is not None}
             if chosen:
                 self.submit(part, chosen)
 
     def _stop(self, optimizer: Optimizer) -> None:
-        self._residence.finish()
-        self._residence.updated_by_parts.discard(optimizer)
-        _UPDATES.pop(optimizer, None)
+        try:
+            self._residence.finish()
+        finally:
+            self._residence.updated_by_parts.discard(optimizer)
+            _UPDATES.pop(optimizer, None)
 
     def _wait(self, *_: object) -> None:
         self._residence.finish()
@@ -185,12 +190,17 @@ class HostUpdates:
 
         def update() -> None:
             is_converted = part.is_converted
-            if clip is not None:
-                clip([*stand_ins.values()])
-            if plain:
-                plain_step(double, plain)
-            for param in others:
-                _step_in_float32(double, stand_ins[id(param)], part, param)
+            try:
+                if clip is not None:
+                    clip([*stand_ins.values()])
+                if plain:
+                    plain_step(double, plain)
+                for param in others:
+                    _step_in_float32(double, stand_ins[id(param)], part, param)
+            except Exception as error:
+                names = self._residence.names_of(gradients)
+                error.add_note(f"In the update of {names} on the host, beside the next step.")
+                raise
             for held in state.values():
                 _mark(held)
             part.note_change()

@@ -148,9 +148,14 @@ class Part:
     def wait(self) -> None:
         """Wait for the updates in the background, and raise what the first one has raised."""
         updates, self._updates = self._updates, []
-        errors = [update.exception() for update in updates]
-        for error in filter(None, errors):
-            raise error
+        failed = []
+        for update in updates:
+            try:
+                update.result()
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     @contextlib.contextmanager
     def on_host(self, params: Iterable[nn.Parameter], *, needs_type: bool) -> Iterator[None]:
@@ -245,6 +250,16 @@ class Part:
         """Let parameters on the host have the gradients that came."""
         for index in self._received:
             self.params[index].grad = self._gradients[index]
+        self._received.clear()
+        self._kept.clear()
+
+    @property
+    def has_new_gradients(self) -> bool:
+        """Whether gradients came, or were about to, that parameters do not have yet."""
+        return bool(self._received or self._kept)
+
+    def forget_gradients(self) -> None:
+        """Forget the gradients that came."""
         self._received.clear()
         self._kept.clear()
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +25,7 @@ from lightning_memsave.techniques.offloading.part import Part
 
 # By module, so that copies of a module do not move the parameters of the original.
 _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
+_NO_TASK = -1
 
 
 class Taker(Protocol):
@@ -81,7 +82,8 @@ class Residence:
         self._came: list[Part] = []
         self._depth = 0
         self._has_graph = False
-        self._task = -1
+        self._is_released = False
+        self._task = _NO_TASK
         self._model = weakref.ref(model)
 
     def start(self) -> list[Callable[[], None]]:
@@ -120,6 +122,12 @@ class Residence:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
         return self._part_of.get(id(param))
 
+    def names_of(self, params: Iterable[Tensor]) -> str:
+        """Return the names of parameters, for messages."""
+        model, chosen = self._model(), {id(param) for param in params}
+        named = [] if model is None else model.named_parameters()
+        return ", ".join(f"`{name}`" for name, param in named if id(param) in chosen)
+
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
     ) -> None:
@@ -138,15 +146,27 @@ class Residence:
             others = [part for part in self.parts if part not in self._came]
             self.parts = [*self._came, *others]
             if self.is_watched:
+                self.copies.synchronize()
                 self._note_change()
         self._came, self._depth, self._has_graph = [], 0, False
 
     def finish(self) -> None:
-        """Finish all updates, and let all parameters be on the host."""
+        """Finish all updates, and let all parameters be on the host.
+
+        Raises:
+            Exception: What an update has raised; of several the first.
+        """
         self.leave()
+        self.copies.synchronize()  # the device may still read weights for what it computes late
+        failed = []
         for part in self.parts:
-            part.wait()
+            try:
+                part.wait()
+            except Exception as error:
+                failed.append(error)
         self._note_change()
+        if failed:
+            raise failed[0]
 
     def wait(self) -> None:
         """Finish all updates, and let all parameters be on the host, where they may be changed."""
@@ -164,9 +184,12 @@ class Residence:
 
     def release(self) -> None:
         """Give all parameters memory of their own on the device."""
-        self.wait()
-        for part in self.parts:
-            part.release(self.device)
+        self._is_released = True
+        try:
+            self.wait()
+        finally:
+            for part in self.parts:
+                part.release(self.device)
 
     # Optimizers need whole weights, and the kernels of bitsandbytes change them unseen.
     def _watch_steps(self) -> list[Callable[[], None]]:
@@ -274,6 +297,8 @@ class Residence:
         return output
 
     def _enter_in_backward(self, part: Part) -> None:
+        if self._is_released:  # the graph is older
+            return
         for other in self._by_block.values():
             if other is not part:
                 other.leave()
@@ -282,10 +307,20 @@ class Residence:
 
     def begin(self) -> None:
         """Note that a module outside of blocks begins its forward pass."""
+        if not self._depth and torch._C._current_graph_task_id() == _NO_TASK:
+            self._forget_failed_pass()
         self._depth += 1
         if not self.rest.is_on_device:
             self._enter(self.rest, self._beside(self.rest, 1))
             self._came.append(self.rest)
+
+    # A backward pass that has failed did not come to its end, where gradients are shown. Whoever
+    # goes on has reset all gradients, and expects none of those.
+    def _forget_failed_pass(self) -> None:
+        if any(part.has_new_gradients for part in self.parts):
+            self.copies.finish()
+            for part in self.parts:
+                part.forget_gradients()
 
     def end(self) -> None:
         """Note that it ends."""

@@ -124,7 +124,7 @@ class Offloading(Technique[nn.Module]):
     blocks: BlockSelector | Sequence[BlockSelector] | None = None
     host_budget: int | str | None = None
     min_bytes: int = 2**20
-    min_table_bytes: int = 2**28
+    min_table_bytes: int = 2**26
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

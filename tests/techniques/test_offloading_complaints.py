@@ -1,0 +1,272 @@
+"""What users of other tools report about offloading does not happen here, each by its name.
+
+Those with tests elsewhere: values that are read before they came, and memory that is used again too
+early (`test_simulated_offloading`, `test_offloaded_activations`), no clipping, accumulation or
+schedulers, checkpoints that nothing else loads (`test_offloading`), labels that are overwritten,
+stashes that stay after an error (`test_offloaded_activations_limits`), only one kind of model
+(`test_contract`), strategies (`tests/callbacks/test_offload`).
+"""
+
+import gc
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.errors import MemsaveWarning
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.technique import Offloading, OffloadingHandle
+from tests.cases import make_batch, make_model
+from tests.helpers import adamw
+from tests.techniques.offloaded_chain import Block, Chain, Failing, batch_of
+from tests.techniques.offloaded_loops import assert_equal, clones
+from tests.techniques.simulated_copies import Simulation
+
+EVERYTHING = Offloading("parameters+activations", min_bytes=1)
+
+
+@contextmanager
+def trained(
+    technique: Offloading, model: nn.Module
+) -> Iterator[tuple[OffloadingHandle, torch.optim.Optimizer]]:
+    optimizer = adamw(model)
+    handle = technique.apply(model)
+    updates = technique.update_in_background(optimizer)
+    yield handle, optimizer
+    updates.undo()
+    handle.undo()
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Tensor) -> None:
+    model(batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("simulated", [False, True])
+@pytest.mark.parametrize("resets", ["optimizer", "model"])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_gradients_of_a_failed_pass_do_not_reach_the_next_step(in_backward, resets, simulated):
+    runs = []
+    for is_saving in (False, True):
+        torch.manual_seed(0)
+        model = Chain()
+        optimizer = adamw(model)
+        with Simulation().running() if simulated else pytest.MonkeyPatch.context():
+            handle = Offloading("parameters").apply(model) if is_saving else None
+            step(model, optimizer, batch_of(64))
+            good = model.blocks[2].get_submodule("down")
+            model.blocks[2].down = nn.Sequential(good, Failing(KeyError, in_backward=in_backward))
+            with pytest.raises(KeyError):
+                model(batch_of(64)).backward()
+            model.blocks[2].down = good
+            if resets == "optimizer":
+                optimizer.zero_grad()
+            else:
+                model.zero_grad()
+            step(model, optimizer, batch_of(32))
+            runs.append(clones(model.state_dict()))
+            if handle is not None:
+                handle.undo()
+    assert_equal(*runs)
+
+
+@pytest.mark.usefixtures("only_own_tensors")
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("technique", [Offloading(), EVERYTHING], ids=["optimizer", "everything"])
+def test_an_exception_does_not_leak_memory(technique, in_backward):
+    model, batch = Chain(), batch_of()
+    with trained(technique, model) as (handle, optimizer):
+        with LiveTensors(model, [optimizer]) as live:
+            found = []
+            for number in range(4):
+                good = model.blocks[2].get_submodule("down")
+                if number:
+                    failing = Failing(torch.OutOfMemoryError, in_backward=in_backward)
+                    model.blocks[2].down = nn.Sequential(good, failing)
+                    with pytest.raises(torch.OutOfMemoryError):
+                        model(batch).backward()
+                    model.blocks[2].down = good
+                    optimizer.zero_grad()
+                step(model, optimizer, batch)
+                handle.wait()
+                gc.collect()
+                found.append((live.live_bytes, live.breakdown.host_bytes))
+        assert found == [found[0]] * 4
+
+
+@pytest.mark.usefixtures("only_own_tensors")
+@pytest.mark.parametrize("technique", [Offloading(), EVERYTHING], ids=["optimizer", "everything"])
+def test_nothing_grows_from_step_to_step(technique):
+    """Streams, buffers, events and threads of the first steps serve all others."""
+    model = Chain()
+    with trained(technique, model) as (handle, optimizer):
+        counts, others = [], []
+        for number in range(24):
+            step(model, optimizer, batch_of(64))
+            handle.wait()
+            if number % 10 == 3:
+                join_worker()
+                gc.collect()
+                assert handle.residence is not None
+                pieces = len(handle.residence.memory._pieces)
+                counts.append(len(gc.get_objects()))
+                others.append((pieces, threading.active_count()))
+    assert max(counts) - counts[0] < 5  # less than one in each step
+    assert others == [others[0]] * 3
+
+
+class Deep(Chain):
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
+
+
+def test_copies_to_the_device_do_not_run_ahead():
+    """However many blocks there are, the device has the weights and inputs of two."""
+    peaks = []
+    for num_blocks in (6, 12):
+        model, batch = Deep(num_blocks), batch_of(64)
+        ActivationCheckpointing().apply(model)
+        with trained(EVERYTHING, model) as (handle, optimizer):
+            step(model, optimizer, batch)
+            with LiveTensors(model, [optimizer]) as live:
+                step(model, optimizer, batch)
+                handle.wait()
+            peaks.append((live.peak.parameter_bytes, live.peak.activation_bytes))
+    assert peaks[0] == peaks[1]
+
+
+def test_copies_to_the_host_do_not_pile_up():
+    size = 2**20
+    copies = StreamCopies(HostWorker(in_background=False), HostMemory(), None)
+    target, alive, most = torch.empty(size, dtype=torch.uint8), weakref.WeakSet[Any](), 0
+    for _ in range(64):
+        source = torch.ones(size, dtype=torch.uint8)
+        alive.add(source.untyped_storage())
+        copies.to_host(target, source, adds=False)
+        del source
+        most = max(most, len(alive))
+    assert most == 32
+    copies.finish()
+    assert not alive
+
+
+class Runtime:
+    """Stands in for CUDA's: it locks pages as long as there is room."""
+
+    def __init__(self, room: float = float("inf")) -> None:
+        self.room, self.locked, self.num_calls = room, dict[int, int](), 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        self.num_calls += 1
+        if sum(self.locked.values()) + num_bytes > self.room:
+            return 2  # cudaErrorMemoryAllocation
+        self.locked[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.locked[address]
+        return 0
+
+
+@contextmanager
+def locked(runtime: Runtime) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, Simulation(locks=True).running():
+        patch.setattr(torch.cuda, "cudart", lambda: runtime)
+        yield
+
+
+def test_locked_memory_is_not_rounded_up_to_powers_of_two():
+    model, runtime = nn.Sequential(*[nn.Linear(72, 72) for _ in range(4)]), Runtime()
+    weights = [param.nbytes for param in model.parameters()]
+    assert sum(1 << (size - 1).bit_length() for size in weights) > 1.5 * sum(weights)
+    technique = Offloading(blocks=nn.Linear)
+    with locked(runtime), trained(technique, model) as (handle, optimizer):
+        model(torch.ones(2, 72)).sum().backward()
+        # Weights and gradients; optimizer state stays on the host, where the kernel finds it.
+        assert sum(runtime.locked.values()) - 2 * sum(weights) < 2 * 64 * len(weights)
+    del handle, optimizer
+    gc.collect()
+    assert runtime.locked == {}
+
+
+def test_memory_is_locked_in_the_first_step_only():
+    """It takes milliseconds each time."""
+    model, runtime, found = Chain(), Runtime(), []
+    with locked(runtime), trained(EVERYTHING, model) as (_, optimizer):
+        for number in range(6):
+            step(model, optimizer, batch_of(64 - number))
+            found.append(runtime.num_calls)
+    assert found == [found[0]] * 6
+
+
+@pytest.mark.parametrize("room", [0, 2**17])
+def test_memory_that_cannot_be_locked_is_not_out_of_memory(room):
+    model, runtime = make_model("dropout"), Runtime(room)
+    with locked(runtime), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with trained(Offloading(), model) as (_, optimizer):
+            step(model, optimizer, make_batch(0))
+    (said,) = caught  # once, though it is true of many parts
+    assert said.category is MemsaveWarning
+    assert "page-locked" in str(said.message)
+    assert "`ulimit -l`" in str(said.message)
+    plain = make_model("dropout")
+    step(plain, adamw(plain), make_batch(0))
+    assert_equal(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_threads_of_the_updates_are_those_that_were_asked_for_and_of_the_rest_as_before(fails):
+    before, seen = torch.get_num_threads(), []
+
+    def work() -> None:
+        seen.append(torch.get_num_threads())
+        if fails:
+            raise KeyError
+
+    worker = HostWorker(in_background=True, num_threads=before + 2)
+    done = worker.submit(work)
+    assert isinstance(done.exception(), KeyError) == fails
+    join_worker()
+    assert seen == [before + 2]
+    assert torch.get_num_threads() == before
+    thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert seen[-1] == before
+
+
+def join_worker() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "memsave-host":
+            thread.join()
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, [7]), (3, [3])])
+def test_updates_beside_a_gpu_do_not_run_on_one_core(threads, expected, monkeypatch):
+    """Launchers set `OMP_NUM_THREADS=1`."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(threads)
+    try:
+        worker = HostWorker(in_background=True)
+        worker.use_all_cores()
+        worker.submit(lambda: seen.append(torch.get_num_threads())).result()
+        join_worker()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == expected

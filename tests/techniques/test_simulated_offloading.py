@@ -1,0 +1,380 @@
+"""Weights, gradients and updates with simulated copies: late, and in another order each time."""
+
+import functools
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading import copies, residence, technique
+from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.technique import Offloading
+from tests.cases import MODELS, make_batch, make_model
+from tests.helpers import InAutocast, adamw
+from tests.techniques.offloaded_loops import (
+    LOOPS,
+    Offloaded,
+    assert_equal,
+    assert_same_training,
+    clones,
+    trained,
+    trained_without,
+    weight_decaying,
+)
+from tests.techniques.simulated_copies import SimulatedCopies, SimulatedWorker, Simulation
+from tests.techniques.simulated_streams import Streams
+
+SEEDS = (None, 1, 2)
+EVERYTHING = {
+    "optimizer": Offloading(),
+    "parameters": Offloading("parameters"),
+    "everything": Offloading(True, min_bytes=1),
+}
+
+
+def simulate(
+    what: str, name: str, loop: str, simulation: Simulation, which: str | None = None
+) -> None:
+    """Compare a loop with and without offloading; also what simulated copies found."""
+    with simulation.running():
+        model = make_model(name).train()
+        if which is not None:
+            ActivationCheckpointing(which).apply(model)
+        optimizer = weight_decaying(model)
+        technique = EVERYTHING[what]
+        handle = technique.apply(model)
+        technique.update_in_background(optimizer)
+        saving = trained(model, optimizer, loop)
+        assert_same_training(saving, trained_without(name, loop))
+        handle.undo()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("loop", LOOPS)
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.daily(4)
+def test_training_is_the_same_bit_for_bit(what, loop, seed):
+    simulate(what, "dropout", loop, Simulation(seed))
+
+
+@pytest.mark.parametrize("which", [None, "all", "selective"])
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.daily(17)
+def test_so_it_is_for_other_models(name, what, which):
+    simulate(what, name, "accumulated", Simulation(3), None if name == "unrepeated" else which)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.daily(2)
+def test_so_it_is_with_weights_in_bfloat16(what, seed):
+    """Against copies that are done at once, which a hand-written loop was compared with."""
+
+    def run() -> tuple[list[Tensor], dict[str, Tensor]]:
+        model = make_model("classifier").train()
+        technique = EVERYTHING[what]
+        handle = technique.apply(model)
+        low = LowPrecisionWeights("master").apply(model)
+        optimizer = adamw(model)
+        technique.update_in_background(optimizer)
+        losses = []
+        for number in range(4):
+            torch.manual_seed(number)
+            losses.append(InAutocast(model)(make_batch(number)))
+            losses[-1].backward()
+            if number % 2:  # gradients of two passes are added up in float32
+                optimizer.step()
+                optimizer.zero_grad()
+        state = clones(model.state_dict())
+        low.undo()
+        handle.undo()
+        return losses, state
+
+    losses, state = run()
+    with Simulation(seed).running():
+        found, late = run()
+    assert torch.equal(torch.stack(losses), torch.stack(found))
+    assert_equal(state, late)
+
+
+class _NobodyWaitsForWeights(SimulatedCopies):
+    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
+        super().to_device(targets, sources)
+        return lambda: None
+
+
+class _NobodyWaitsForGradients(SimulatedCopies):
+    def finish(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("broken", [_NobodyWaitsForWeights, _NobodyWaitsForGradients])
+@pytest.mark.parametrize("what", EVERYTHING)
+def test_a_missing_wait_for_a_copy_is_seen(what, broken):
+    with pytest.raises(AssertionError):
+        simulate(what, "dropout", "clipped by norm", Simulation(make_copies=broken))
+
+
+class _NobodyWaitsForUpdates(Part):
+    def wait(self) -> None:
+        pass
+
+
+class _MemoryIsGivenBackTooEarly(Part):
+    def drop(self) -> None:
+        self._wait_for_copies = None
+        super().drop()
+
+
+def test_a_missing_wait_for_an_update_is_seen(monkeypatch):
+    monkeypatch.setattr(residence, "Part", _NobodyWaitsForUpdates)
+    with pytest.raises(AssertionError):
+        simulate("optimizer", "dropout", "plain", Simulation())
+
+
+def skip_a_block(simulation: Simulation) -> None:
+    """A block that came in vain, as in LayerDrop, leaves."""
+    with simulation.running():
+        made = Offloaded(what="parameters")
+        made.step(0)
+        blocks = made.model.blocks
+        made.model.blocks = nn.ModuleList([*blocks.children()][::3])
+        made.step(1)
+        made.model.blocks = blocks
+        made.close()
+
+
+def test_what_came_in_vain_leaves_after_it_came(monkeypatch):
+    skip_a_block(Simulation())
+    monkeypatch.setattr(residence, "Part", _MemoryIsGivenBackTooEarly)
+    with pytest.raises(AssertionError, match="target of a copy on the way up was given back"):
+        skip_a_block(Simulation())
+
+
+def change_after_evaluation(simulation: Simulation) -> None:
+    """Weights that the host may still copy to the device, for a loss that nobody has read yet."""
+    with simulation.running():
+        made = Offloaded()
+        made.step(0)
+        with torch.no_grad():
+            made.model(make_batch(1))
+        made.model.load_state_dict(make_model("tuple_output").state_dict())
+        made.step(2)
+        made.close()
+
+
+def test_weights_are_changed_after_they_were_copied(monkeypatch):
+    change_after_evaluation(Simulation())
+    monkeypatch.setattr(SimulatedCopies, "synchronize", lambda _: None)
+    with pytest.raises(AssertionError, match="changed while a copy of it may have run"):
+        change_after_evaluation(Simulation())
+
+
+@contextmanager
+def streaming(
+    streams: Streams, class_of_copies: type[StreamCopies] = StreamCopies
+) -> Iterator[None]:
+    """Let copies do what they do for a GPU, with simulated streams."""
+
+    def make(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> StreamCopies:
+        return class_of_copies(worker, memory, tensor.device)
+
+    with pytest.MonkeyPatch.context() as patch, streams.running():
+        for module in (residence, technique):
+            patch.setattr(module, "copies_for", make)
+        patch.setattr(technique, "HostWorker", lambda **_: SimulatedWorker())
+        yield
+    assert streams.problems == []
+
+
+def stream(what: str, streams: Streams, *, is_low: bool, **settings: Any) -> None:
+    losses, expected = by_hand_on("cpu", "dropout", is_low=is_low)
+    with streaming(streams, **settings):
+        found, state = offloaded_on("cpu", "dropout", what, is_low=is_low)
+    assert torch.equal(torch.stack(losses), torch.stack(found))
+    assert_equal(state, expected)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("is_low", [False, True])
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.daily(5)
+def test_copies_of_a_gpu_give_the_same_bits(what, is_low, seed):
+    """Its own streams, pieces and events, though what they wait for is simulated."""
+    streams = Streams(seed)
+    stream(what, streams, is_low=is_low)
+    assert streams.num_copies > 0
+
+
+class _LetsGoAtOnce(StreamCopies):
+    def _let_go(self, num_bytes: int) -> None:
+        self._held.clear()
+
+
+class _DoesNotWaitForEvents(StreamCopies):
+    def finish(self) -> None:
+        self._held.clear()
+        super().finish()
+
+
+class _DoesNotWaitForLandings(StreamCopies):
+    def finish(self) -> None:
+        self._landings.clear()
+        super().finish()
+
+
+class _UsesPiecesAtOnce(StreamCopies):
+    def _next_piece(self) -> Tensor:
+        self._pieces = [(memory, None) for memory, _ in self._pieces]
+        return super()._next_piece()
+
+
+class _DoesNotWaitForWeights(StreamCopies):
+    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
+        super().to_device(targets, sources)
+        return lambda: None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        _LetsGoAtOnce,
+        _DoesNotWaitForEvents,
+        _DoesNotWaitForLandings,
+        _UsesPiecesAtOnce,
+        _DoesNotWaitForWeights,
+    ],
+)
+def test_a_missing_wait_in_copies_of_a_gpu_is_seen(broken):
+    with pytest.raises(AssertionError):
+        stream("parameters", Streams(), is_low=False, class_of_copies=broken)
+
+
+class _Lagging(StreamCopies):
+    """Its streams are busy with something else before each copy."""
+
+    def _run_on(self, stream: Any, *tensors: Any) -> Callable[[], None]:
+        sleep(stream)
+        return super()._run_on(stream, *tensors)
+
+    def _run_down(self, target: Tensor, source: Tensor, *, adds: bool) -> Any:
+        sleep(self._down)
+        return super()._run_down(target, source, adds=adds)
+
+
+def sleep(stream: Any) -> None:
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(random.choice([0, 10**5, 10**7]))
+
+
+class OnDevice(nn.Module):
+    """A model on a device that is busy now and then, in autocast if its weights are bfloat16."""
+
+    def __init__(self, name: str, device: str, *, is_low: bool) -> None:
+        super().__init__()
+        self.model, self.device = make_model(name).train().to(device), device
+        self.is_low = is_low
+        for module in self.model.modules():
+            module.register_forward_pre_hook(self._lag)
+
+    def _lag(self, *_: object) -> None:
+        if self.device == "cuda":
+            sleep(torch.cuda.current_stream())
+
+    def forward(self, number: int) -> Tensor:
+        torch.manual_seed(number)
+        with torch.autocast(self.device, torch.bfloat16, enabled=self.is_low):
+            loss: Tensor = self.model(make_batch(number).to(self.device))
+        return loss
+
+
+Found = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def offloaded_on(device: str, name: str, what: str, *, is_low: bool) -> Found:
+    """Three steps of two passes each, all that was asked for on the host."""
+    whole = OnDevice(name, device, is_low=is_low)
+    technique = EVERYTHING[what]
+    handles: list[Any] = [ActivationCheckpointing().apply(whole.model)]
+    handles.append(technique.apply(whole.model))
+    if is_low:
+        handles.append(LowPrecisionWeights("master").apply(whole.model))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-3, fused=True)
+    handles.append(technique.update_in_background(optimizer))
+    losses = []
+    for number in range(3):
+        for part in range(2):
+            loss = whole(10 * number + part)
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = clones(whole.model.state_dict())
+    for each in reversed(handles):
+        each.undo()
+    return losses, state
+
+
+@functools.cache
+def by_hand_on(device: str, name: str, *, is_low: bool) -> Found:
+    """The same by a loop that stops for each copy; the host updates with the same kernel."""
+    whole = OnDevice(name, device, is_low=is_low)
+    masters = {n: nn.Parameter(p.detach().cpu().clone()) for n, p in whole.model.named_parameters()}
+    if is_low:
+        LowPrecisionWeights().apply(whole.model)
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, fused=True)
+    losses = []
+    for number in range(3):
+        for param_name, param in whole.model.named_parameters():
+            param.data = masters[param_name].detach().to(device, param.dtype, copy=True)
+        for part in range(2):
+            loss = whole(10 * number + part)
+            loss.backward()
+            losses.append(loss.detach())
+            for param_name, param in whole.model.named_parameters():
+                assert param.grad is not None
+                gradient, before = param.grad.float().cpu(), masters[param_name].grad
+                masters[param_name].grad = gradient if before is None else before + gradient
+                param.grad = None
+        nn.utils.clip_grad_norm_(masters.values(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {n: masters[n].detach() for n in whole.model.state_dict()}
+
+
+@pytest.mark.parametrize("is_low", [False, True])
+@pytest.mark.parametrize("what", EVERYTHING)
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu), "cpu"])
+def test_streams_that_lag_behind_give_the_same_bits(device, what, is_low, monkeypatch):
+    """On a CPU the test is tested."""
+    monkeypatch.setattr(copies, "StreamCopies", _Lagging)
+    expected_losses, expected = by_hand_on(device, "dropout", is_low=is_low)
+    for _ in range(3 if device == "cuda" else 1):
+        losses, state = offloaded_on(device, "dropout", what, is_low=is_low)
+        assert torch.equal(torch.stack(losses), torch.stack(expected_losses))
+        assert_equal(state, expected)
+
+
+@pytest.mark.gpu
+def test_memory_of_a_gpu_does_not_grow_with_streams_that_lag_behind(monkeypatch):
+    monkeypatch.setattr(copies, "StreamCopies", _Lagging)
+    found = []
+    for _ in range(4):
+        offloaded_on("cuda", "dropout", "everything", is_low=False)
+        gc.collect()
+        found.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert found[1:] == [found[1]] * 3
