@@ -203,11 +203,6 @@ class _Late(Future[None]):
         self._worker.do_until(self)
         super().result(timeout)
 
-    @override
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._worker.do_until(self)
-        return super().exception(timeout)
-
 
 @dataclass
 class Simulation:

@@ -1,5 +1,8 @@
 """Offloaded weights that are updated in backward: the same training without whole gradients."""
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +14,9 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import tiled_steps
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading import technique
+from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
@@ -18,6 +24,8 @@ from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast
 from tests.techniques.in_backward import assert_same, assert_same_state
 from tests.techniques.simulated_copies import SimulatedCopies
+from tests.techniques.simulated_streams import Streams
+from tests.techniques.test_simulated_offloading import streaming
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
@@ -42,8 +50,8 @@ class Run:
         in_background: bool = True,
     ) -> None:
         self.model = make_model(name).train()
-        technique = Offloading(what)
-        self.handle = technique.apply(self.model)
+        offloading = Offloading(what)
+        self.handle = offloading.apply(self.model)
         if rounding is not None:
             LowPrecisionWeights(rounding).apply(self.model)
         self.whole = self.model if rounding is None else InAutocast(self.model)
@@ -52,7 +60,7 @@ class Run:
             chosen = OptimizerInBackward() if in_backward is True else in_backward
             self.in_backward = chosen.apply(self.optimizer)
         if in_background:
-            technique.update_in_background(self.optimizer)
+            offloading.update_in_background(self.optimizer)
 
     def step(self, number: int) -> Tensor:
         torch.manual_seed(number)
@@ -118,15 +126,15 @@ class TestBitwise:
             model = make_model("dropout").train()
             model.blocks[1].unused = nn.Parameter(torch.ones(3))
             model.table = nn.Embedding(8, 1, sparse=True)
-            technique = Offloading()
-            technique.apply(model)
+            offloading = Offloading()
+            offloading.apply(model)
             dense = [p for p in model.parameters() if p is not model.table.weight]
             optimizer = torch.optim.SGD(
                 [{"params": [*model.table.parameters()]}, {"params": dense}]
             )
             if in_backward:
                 OptimizerInBackward().apply(optimizer)
-            technique.update_in_background(optimizer)
+            offloading.update_in_background(optimizer)
             for number in range(3):
                 torch.manual_seed(number)
                 loss = model(make_batch(number)) * model.table(torch.tensor([number, 1])).sum()
@@ -158,6 +166,33 @@ class TestBitwise:
         residence.copies = SimulatedCopies(residence.worker, seed)
         assert_bitwise(ours, theirs)
         assert residence.copies.problems == []
+
+
+class _DoesNotWaitForGradients(StreamCopies):
+    def landing(self) -> Callable[[], None]:
+        return lambda: None
+
+
+class TestOnStreams:
+    """What is written for a GPU, though its streams and the worker are simulated."""
+
+    @pytest.mark.parametrize("seed", [None, 1, 2])
+    @pytest.mark.parametrize("rounding", [None, "master", "split"])
+    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
+    def test_the_same_bits(self, what, rounding, seed):
+        how: dict[str, Any] = {"what": what, "rounding": rounding}
+        with streaming(Streams(seed)):
+            assert_bitwise(Run(**how), Run(**how, in_backward=False))
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_a_missing_wait_is_seen(self, monkeypatch, waits):
+        """Where updates begin at once, before gradients have landed."""
+        of_copies = StreamCopies if waits else _DoesNotWaitForGradients
+        expected = contextlib.nullcontext() if waits else pytest.raises(AssertionError)
+        with expected, streaming(Streams(), of_copies):
+            at_once = functools.partial(HostWorker, in_background=False)
+            monkeypatch.setattr(technique, "HostWorker", lambda **_: at_once())
+            assert_bitwise(Run(), Run(in_backward=False))
 
 
 class TestMemory:

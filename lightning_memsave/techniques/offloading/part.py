@@ -148,9 +148,14 @@ class Part:
     def wait(self) -> None:
         """Wait for the updates in the background, and raise what the first one has raised."""
         updates, self._updates = self._updates, []
-        errors = [update.exception() for update in updates]
-        for error in filter(None, errors):
-            raise error
+        failed = []
+        for update in updates:
+            try:
+                update.result()
+            except Exception as error:
+                failed.append(error)
+        if failed:
+            raise failed[0]
 
     @contextlib.contextmanager
     def on_host(self, params: Iterable[nn.Parameter], *, needs_type: bool) -> Iterator[None]:

@@ -1,8 +1,9 @@
 """Update offloaded parameters while backward computes the gradients of others."""
 
+import contextlib
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,8 @@ class _Slab:
     def empty(self) -> None:
         """Wait until nothing reads it; who needs the weights raises what the update has raised."""
         if self.update is not None:
-            wait([self.update])
+            with contextlib.suppress(Exception):
+                self.update.result()
         self.update, self.num_used = None, 0
 
     def take(self, form: Tensor) -> Tensor:
