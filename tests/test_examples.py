@@ -235,6 +235,15 @@ def test_masked_language_model(run_here):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_offloading(run_here):
+    printed = run_here("offloading.py", "--small")
+    assert "low_precision_weights='split': on" in printed
+    assert "updated in backward, gradients 1.28 MiB -> 512.00 KiB at a time on the host" in printed
+    assert 7.0 < _number_after("loss of the last batch: ", printed) < 8.0
+
+
+@pytest.mark.slow
 @pytest.mark.exhaustive
 def test_resume_after_a_kill():
     printed = _run_small("resume.py")

@@ -6,7 +6,6 @@ from typing import Any
 
 from benchmarks._models import BASE, SMALL, TINY, MaskedLM
 from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISION, NOTHING
-from lightning_memsave import Offloading
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,8 @@ class Row:
             Its arguments, or ``None`` for training without it.
         """
         if self.stack is not None:
-            return {"stack": self.stack, "monitor": False, **self.beside}
+            found = {"stack": self.stack, "monitor": False, **self.beside}
+            return found | _offloading() if self.stack == "offload" else found
         chosen: dict[str, Any] = {}
         if self.checkpointing:
             chosen |= CHECKPOINTING
@@ -116,6 +116,14 @@ class Row:
         return chosen
 
 
+# Of a small model, too.
+def _offloading() -> dict[str, Any]:
+    from lightning_memsave import Offloading  # noqa: PLC0415 - "nothing" is without it
+
+    kinds = "parameters+activations+embeddings"
+    return {"offload": Offloading(kinds, min_bytes=2**12, min_table_bytes=2**20)}
+
+
 _ALL = Row(checkpointing=True, micro_batches=True, mixed_precision=True, low_bit=True)
 
 ROWS = {
@@ -131,16 +139,13 @@ ROWS = {
     "classic": replace(_ALL, stack="classic", beside=MIXED_PRECISION),
     # By name: in the small model of a CPU they save less than a stack sets them for.
     "single_gpu": replace(_ALL, stack="single_gpu", beside={"low_precision_weights": "stochastic"}),
-    # The same for its tables and activations; one sequence at a time, as in the rows above.
+    # One sequence at a time, as in the row "all".
     "offload": replace(
         _ALL,
         stack="offload",
         beside={
             "low_precision_weights": "master",
             "micro_batch_size": 1,
-            "offload": Offloading(
-                "parameters+activations+embeddings", min_bytes=2**12, min_table_bytes=2**20
-            ),
         },
     ),
 }

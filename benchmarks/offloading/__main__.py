@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._common import RESULTS, markdown_table, run_in_process, write_results
 from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
+from benchmarks.ladder._run import TRAINERS
 from benchmarks.stacks import _run as stacks
 from benchmarks.stacks._run import MODELS
 from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
@@ -137,11 +138,29 @@ def count_parameters(model: str) -> int:
         return sum(param.numel() for param in MODELS[model].build().parameters())
 
 
+def compare_with_hugging_face(workload: str) -> dict[str, int]:
+    """Train the small model once more, beside Hugging Face's Trainer with all of its flags.
+
+    Args:
+        workload: Of `benchmarks.ladder`.
+
+    Returns:
+        Counted peaks in bytes by trainer.
+    """
+    return {
+        trainer: run_in_process(
+            "benchmarks.ladder._run", trainer, "offload", workload, limit_s=900
+        )["peak_live_bytes"]
+        for trainer in TRAINERS
+    }
+
+
 def make_text(
     predicted: dict[str, Any],
     on_host: dict[str, Any],
     real: dict[str, Any],
     trained: dict[str, Any],
+    peaks: dict[str, int],
 ) -> str:
     """Lay out what was found as Markdown."""
     trained_model, found = real["model"], real["found"]
@@ -196,6 +215,18 @@ def make_text(
             "A RoBERTa of 7 million parameters with AdamW and clipping on this CPU, 16 x 128 "
             "tokens, all blocks checkpointed; MiB counted, seconds as a ratio to the run without:",
             markdown_table(["", "without", "with", "time", "same losses"], times),
+            "The same model with everything that saves device memory, one sample at a time, in "
+            "MiB counted:",
+            markdown_table(
+                ["Hugging Face's Trainer, all flags", '`stack="offload"`', "ratio"],
+                [
+                    [
+                        f"{peaks['hugging_face'] / MIB:,.1f}",
+                        f"{peaks['lightning'] / MIB:,.1f}",
+                        f"{peaks['lightning'] / peaks['hugging_face']:.3f}",
+                    ]
+                ],
+            ),
         ]
     )
 
@@ -231,15 +262,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     samples = _SAMPLES.get(real, 1)
     found = stacks.train(real, "offload", micro_batch_size=samples)
     trained = compare(size, batch, *pairs)
+    peaks = compare_with_hugging_face("dry" if options.dry_run else "7m")
     whole = {"model": real, "found": found}
     results = {
         "predicted": predicted,
         "on_host": on_host,
         "real": whole,
         "trained": trained,
+        "peaks": peaks,
         "samples": _SAMPLES,
     }
-    text = make_text(predicted, on_host, whole, trained)
+    text = make_text(predicted, on_host, whole, trained, peaks)
     print(text)
     write_results("offloading_cpu", results, text, folder=options.results)
 

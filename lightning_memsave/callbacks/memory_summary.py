@@ -151,6 +151,8 @@ class MemorySummary(JupyterMixin):
             if measured or foreseen.get(name):
                 size = self._beside(measured, foreseen.get(name))
                 rows.append((f"  {name.replace('_', ' ')}", size))
+        if predicted is not None and predicted.peak.host_bytes:
+            rows.append(("on the host", self._beside(None, predicted.peak.host_bytes)))
         return rows
 
     # What must be known to compare the two.

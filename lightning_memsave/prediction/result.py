@@ -410,9 +410,10 @@ def headline(prediction: MemoryPrediction) -> list[RenderableType]:
         lines.append(Text(f"peak in {prediction.peak_phase}{running}"))
     if prediction.peak.host_bytes:
         host = format_bytes(prediction.peak.host_bytes)
-        lines.append(
-            Text(f"and {host} on the host: gradients, kept to repeat a batch after an OOM")
-        )
+        what = "gradients, kept to repeat a batch after an OOM"
+        if "offload" in prediction.settings:
+            what = "what is offloaded, and what is kept to repeat a batch after an OOM"
+        lines.append(Text(f"and {host} on the host: {what}"))
     return list(lines)
 
 

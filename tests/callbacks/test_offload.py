@@ -14,8 +14,10 @@ from lightning_memsave.errors import ConfigurationError, IncompatibleError
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_bit_state_bytes
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.units import format_bytes
 from tests.callbacks.lit import (
     PACKAGES,
     Trace,
@@ -333,6 +335,11 @@ class TestMemory:
         assert callback.prediction is not None
         assert callback.prediction.peak_bytes == peak_of(callback)
         assert rows_of(callback)["low_precision_weights"].value == "'master'"
+        assert callback.monitor is not None
+        assert callback.monitor.summary is not None
+        host = format_bytes(callback.prediction.peak.host_bytes)
+        assert dict(callback.monitor.summary.rows())["on the host"] == f"predicted {host}"
+        assert f"and {host} on the host: what is offloaded" in str(callback.prediction)
 
     @pytest.mark.parametrize("low", [None, "master", "split"])
     @pytest.mark.parametrize("optimizer", [None, "8bit"])
@@ -603,6 +610,24 @@ def test_state_of_tables_is_on_the_host():
     assert callback.monitor is not None
     assert callback.monitor.summary is not None
     assert callback.monitor.summary.to_dict()["by_category"]["optimizer_state"] == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_bytes"),
+    [
+        ({}, 16),
+        ({"low_precision_weights": "master"}, 18),
+        ({"low_precision_weights": "master", "optimizer_in_backward": True}, 14),
+        ({"optimizer": "8bit", "optimizer_in_backward": True}, 6),
+        ({"low_precision_weights": "split", "optimizer": LowBitOptimizer()}, 10),
+    ],
+)
+def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes):
+    lit = make_lit()
+    needed = num_bytes * sum(p.numel() for p in lit.parameters())
+    how = {"precision": "bf16-mixed"} | settings
+    with pytest.raises(IncompatibleError, match=f"host_budget={needed}`"):
+        fit(lit, only(host_budget=needed - 1, **how))
 
 
 class TestStack:

@@ -36,7 +36,10 @@ from lightning_memsave.units import format_bytes, parse_bytes
 KINDS = ("optimizer", "parameters", "activations", "embeddings")
 _EVERYTHING = "parameters+activations"
 _HOST_SHARE = 0.5
-_NUM_STATES = 2  # of AdamW, each as large as the weights
+_NUMBERS = (
+    *("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device"),
+    "bytes_per_parameter",
+)
 
 
 class OffloadingHandle(Handle[nn.Module]):
@@ -84,6 +87,8 @@ class Offloading(Technique[nn.Module]):
             for its weights.
         num_threads: Threads of each operator in the background updates; ``None`` for torch's
             number, and for all cores but one where that is one beside a GPU.
+        bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
+            its gradient and AdamW's state, where ``host_budget`` is checked.
 
     Raises:
         ConfigurationError: If arguments are invalid; the message lists all of them.
@@ -131,6 +136,7 @@ class Offloading(Technique[nn.Module]):
     min_table_bytes: int = 2**26
     num_blocks_on_device: int = 2
     num_threads: int | None = None
+    bytes_per_parameter: int = 16
 
     def __post_init__(self) -> None:
         problems = []
@@ -142,7 +148,7 @@ class Offloading(Technique[nn.Module]):
             object.__setattr__(self, "what", _EVERYTHING)
         problems += [
             Problem(f"`{name}={value!r}`", "it must be a positive number", f"Use `{name}=4`.")
-            for name in ("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device")
+            for name in _NUMBERS
             if (value := getattr(self, name)) is not None
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
@@ -210,7 +216,7 @@ class Offloading(Technique[nn.Module]):
         if compiled:
             problems.append(compiled_problem(compiled[0]))
         params, _ = self._chosen(target, find_blocks(target, self.blocks))
-        needed = _host_bytes_of(params)
+        needed = self._bytes_of(params)
         if needed > self._host_bytes:
             problems.append(
                 Problem(
@@ -248,7 +254,7 @@ class Offloading(Technique[nn.Module]):
         for table in tables:
             undo += table.start()
         if tables:
-            num_bytes = (2 + _NUM_STATES) * sum(table.weight.nbytes for table in tables)
+            num_bytes = self._bytes_of([table.weight for table in tables])
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")
         elif "embeddings" in self._kinds:
             skipped.append(f"no embedding has {format_bytes(self.min_table_bytes)} or more")
@@ -261,7 +267,7 @@ class Offloading(Technique[nn.Module]):
             changes.append(
                 f"{len(params) - len(frozen)} weights, their gradients and optimizer state"
                 + (f", and {len(frozen)} frozen weights" if frozen else "")
-                + f" on the host: {format_bytes(_host_bytes_of(params))}"
+                + f" on the host: {format_bytes(self._bytes_of(params))}"
             )
             if is_streamed:
                 changes.append(f"weights of {len(blocks)} blocks on the device when they compute")
@@ -351,6 +357,11 @@ class Offloading(Technique[nn.Module]):
             undo += HostUpdates(optimizer, residence).start()
         return Handle(optimizer, (f"{type(optimizer).__name__}: updates on the host",), undo=undo)
 
+    def _bytes_of(self, params: Sequence[nn.Parameter]) -> int:
+        sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in params]
+        share = self.bytes_per_parameter / torch.float32.itemsize
+        return int(sum(size * share if is_trained else size for size, is_trained in sizes))
+
     @property
     def _host_bytes(self) -> int:
         if self.host_budget is None:
@@ -374,11 +385,6 @@ def compiled_problem(name: str) -> Problem:
 def _is_valid(what: object) -> bool:
     names = what.split("+") if isinstance(what, str) else []
     return what is True or (bool(names) and all(name in KINDS for name in names))
-
-
-def _host_bytes_of(params: Sequence[nn.Parameter]) -> int:
-    trained = sum(p.numel() * p.element_size() for p in params if p.requires_grad)
-    return sum(p.numel() * p.element_size() for p in params) + (1 + _NUM_STATES) * trained
 
 
 # Those in blocks are streamed even if they are frozen.
