@@ -1,13 +1,16 @@
 """Bring README and docs up to date with the result files: `make readme`."""
 
+import json
 import re
 from pathlib import Path
 
+from benchmarks.offloading._timeline import plot
 from benchmarks.peak_picture import draw
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 PICTURE = ROOT / "docs" / "images" / "peak_memory.svg"
+TIMELINE = ROOT / "docs" / "images" / "offloading_timeline.svg"
 _PLACE = re.compile(
     r"(<!-- (benchmarks/results/\w+\.md)(, first table)? -->\n).*?(<!-- end -->)", re.DOTALL
 )
@@ -40,5 +43,7 @@ def fill(text: str) -> str:
 
 if __name__ == "__main__":
     PICTURE.write_text(draw(), encoding="utf-8")
+    results = (ROOT / "benchmarks" / "results" / "offloading_cpu.json").read_text(encoding="utf-8")
+    plot(json.loads(results)["timeline"], TIMELINE)
     for page in PAGES:
         page.write_text(fill(page.read_text(encoding="utf-8")), encoding="utf-8")

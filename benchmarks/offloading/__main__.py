@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks._common import RESULTS, markdown_table, run_in_process, write_results
 from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
 from benchmarks.ladder._run import TRAINERS
-from benchmarks.offloading._timeline import overlap, plot, record
+from benchmarks.offloading._timeline import overlap, record
 from benchmarks.stacks import _run as stacks
 from benchmarks.stacks._run import MODELS
 from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
@@ -277,8 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     text = make_text(results)
     print(text)
-    path = write_results("offloading_cpu", results, text, folder=options.results)
-    plot(spans, path.with_suffix(".svg"))
+    write_results("offloading_cpu", results, text, folder=options.results)
 
 
 if __name__ == "__main__":

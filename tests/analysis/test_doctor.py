@@ -78,6 +78,7 @@ def test_does_not_report_what_is_nearly_a_trap(name: str, project: Project) -> N
     assert found.notes == ()
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("stack", ["off", "classic", "bitwise", "single_gpu"])
 def test_models_of_the_contract_have_no_problem(stack: str) -> None:
     for name, make in MODELS.items():
