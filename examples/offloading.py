@@ -17,8 +17,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_memsave import MemSaveCallback, predict_memory
 
-XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
-SMALL = {"vocab_size": 2048, "n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 64}
+XL: dict[str, Any] = {"n_embd": 1600, "n_layer": 48, "n_head": 25}
+SMALL: dict[str, Any] = {
+    "vocab_size": 2048,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 64,
+}
 SETTINGS: dict[str, Any] = {
     "stack": "offload",
     "offload": "parameters+activations",
@@ -34,10 +40,10 @@ class LanguageModel(pl.LightningModule):
     """An ordinary module.
 
     Args:
-        sizes: Of the model.
+        sizes: Of the model, as in ``GPT2Config``.
     """
 
-    def __init__(self, **sizes: int) -> None:
+    def __init__(self, **sizes: Any) -> None:
         super().__init__()
         self.model = GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
 

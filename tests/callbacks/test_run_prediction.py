@@ -505,7 +505,7 @@ class TestNoTrace:
         for predict in (True, False):
             Counter.num_calls = 0
             # The proof of the loss may need no more memory than was predicted, and measures it.
-            off = {"optimizer": None, "micro_batch_size": None}
+            off: dict[str, Any] = {"optimizer": None, "micro_batch_size": None}
             callback = MemSaveCallback(predict=predict, monitor=False, **off)
             with Counter():
                 fit(make_lit(), callback, max_steps=2)
