@@ -4,6 +4,7 @@ import ast
 import functools
 import linecache
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +102,13 @@ def test_examples_have_no_problem(name: str, model: str | None) -> None:
     assert check_training(target, settings=MemSaveCallback(), environment={}).problems == ()
 
 
+def test_the_example_of_offloading_has_no_problem() -> None:
+    example: Any = runpy.run_path(str(EXAMPLES / "offloading.py"))
+    make = functools.partial(example["LanguageModel"], **example["SMALL"])
+    settings = example["SETTINGS"]
+    assert check_training(make, settings=settings, environment={}).problems == ()
+
+
 def test_examples_with_our_own_module_have_no_problem() -> None:
     make = functools.partial(CheckpointedTransformer, trap_models.gpt2().config, task="causal_lm")
     assert check_training(make, environment={}).problems == ()
@@ -115,7 +123,7 @@ def test_all_classes_of_the_examples_are_tested() -> None:
         if isinstance(node, ast.ClassDef)
         if any(ast.unparse(base).endswith(bases) for base in node.bases)
     }
-    assert classes == {"Sorter", "PassageClassifier", "ByteModel"}
+    assert classes == {"Sorter", "PassageClassifier", "ByteModel", "LanguageModel"}
 
 
 def test_embeddings_that_the_user_keeps_in_32_bits() -> None:
