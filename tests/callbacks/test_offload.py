@@ -654,7 +654,17 @@ class TestStack:
         row = rows_of(callback)["offload"]
         assert row.status == "on"
         assert reason in row.details[-2]
+        assert row.exactness == "bitwise"
         assert not any("no embedding" in detail for detail in row.details)
+
+    def test_a_second_fit_is_not_told_by_the_first(self):
+        callback = MemSaveCallback(stack="offload", predict=False, report=False)
+        average = LIGHTNING.callbacks.StochasticWeightAveraging(1e-2)
+        for others in ([average], []):
+            make_trainer(LIGHTNING, callback, *others, max_epochs=1).fit(make_lit())
+        row = rows_of(callback)["offload"]
+        assert row.exactness == "approximate"
+        assert any("no embedding" in detail for detail in row.details)
 
     def test_leaves_a_table_on_the_device_that_a_head_computes_with(self):
         """It has the 64 MiB from which on tables go to the host."""

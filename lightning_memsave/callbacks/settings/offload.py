@@ -35,7 +35,8 @@ class OffloadSetting(ModuleSetting):
     name = Offloading.argument
     technique: Offloading | None
     _handle: OffloadingHandle | None
-    _why_no_tables = ""
+    _beyond = _read_by = _why_no_tables = ""
+    _used: Offloading
 
     @classmethod
     def read(cls, arguments: Arguments) -> "OffloadSetting":
@@ -57,7 +58,7 @@ class OffloadSetting(ModuleSetting):
             needed = _bytes_per_parameter(arguments)
             technique = dataclasses.replace(technique, bytes_per_parameter=needed)
         setting = cls(name, technique, repr(technique.what), own)
-        setting._why_no_tables = why = why_beyond(arguments, name, technique.exactness)
+        setting._beyond = why = why_beyond(arguments, name, technique.exactness)
         return (
             setting if not why or _without_tables(technique) else cls(name, None, "None", own, why)
         )
@@ -81,26 +82,28 @@ class OffloadSetting(ModuleSetting):
                 )
             )
         readers = [type(c).__name__ for c in trainer.callbacks if averages_weights(c)]
-        if readers and _without_tables(self.technique) != self.technique:
+        why = "it reads all rows of a table in each step"
+        self._read_by = f"`{readers[0]}`: {why}" if readers else ""
+        if readers and self.is_asked and _without_tables(self.technique) != self.technique:
             what = f"{self.written} beside `{readers[0]}`"
-            why = "it reads all rows of a table in each step"
-            if self.is_asked:
-                problems.append(Problem(what, why, "Leave one of the two out."))
-            self._why_no_tables = self._why_no_tables or f"`{readers[0]}`: {why}"
+            problems.append(Problem(what, why, "Leave one of the two out."))
         return problems
 
     # A stack offloads the rest where something keeps tables on the device.
     def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         assert isinstance(technique, Offloading), "`read` has made it"
+        self._used, self._why_no_tables = technique, ""
         without = _without_tables(technique)
-        if self.is_asked or without in (None, technique):
+        if self.is_asked or without is None or without == technique:
             return super()._use(technique, pl_module)
+        self._why_no_tables = self._beyond or self._read_by
         if not self._why_no_tables:
             try:
                 return super()._use(technique, pl_module)
             except IncompatibleError as error:
                 problem = error.problems[0]
                 self._why_no_tables = f"{problem.what}: {problem.why}"
+        self._used = without
         return super()._use(without, pl_module)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
@@ -125,7 +128,7 @@ class OffloadSetting(ModuleSetting):
             if watchers
             else "updates run beside the next step"
         )
-        exactness = self.technique.exactness.value
+        exactness = self._used.exactness.value
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
 
     def _updates_on_host(self) -> bool:

@@ -51,6 +51,7 @@ class LossProbe(TorchDispatchMode):
         name, written, has_aliases = _facts_of(func)
         if written:
             self._save_written(written, dict(_bound(func, args, kwargs)))
+        # What is written to fixes the type: sums in float32 take factors in float32.
         is_wide = written and getattr(args[0], "dtype", None) is torch.float32
         if is_wide or not (has_aliases or name in _COPIES):
             args, kwargs = tree_map(_float, args), tree_map(_float, kwargs)
