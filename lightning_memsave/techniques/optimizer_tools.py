@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -134,6 +134,27 @@ def choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
 
 
 Restore = Callable[[torch.optim.Optimizer], None]
+
+
+def double_of(
+    optimizer: torch.optim.Optimizer,
+    param_groups: list[dict[str, Any]],
+    state: MutableMapping[torch.Tensor, Any],
+) -> torch.optim.Optimizer:
+    """Make an optimizer of the same kind, with the step of its class, for other parameters.
+
+    Args:
+        optimizer: The optimizer; it may change while the other one works.
+        param_groups: Groups of the other parameters.
+        state: Their state.
+
+    Returns:
+        The other one.
+    """
+    double: torch.optim.Optimizer = object.__new__(type(optimizer))
+    own = {k: v for k, v in vars(optimizer).items() if k not in ("step", "zero_grad")}
+    vars(double).update(own, param_groups=param_groups, state=state)
+    return double
 
 
 def set_groups(

@@ -30,11 +30,11 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
 from lightning_memsave.techniques.optimizer_tools import (
     allocate_state,
     choose_fused,
+    double_of,
     updates_each_alone,
 )
 
 _UPDATES: "weakref.WeakKeyDictionary[Optimizer, HostUpdates]" = weakref.WeakKeyDictionary()
-_PATCHED = ("step", "zero_grad")
 Clip = Callable[[list[nn.Parameter]], None]
 
 
@@ -240,8 +240,6 @@ def _double(
     optimizer: Optimizer, params: Mapping[int, nn.Parameter], state: MutableMapping[Tensor, Any]
 ) -> Optimizer:
     """Make an optimizer of the same settings for other parameters, by the ids of its own."""
-    double: Optimizer = object.__new__(type(optimizer))
-    own = {key: value for key, value in vars(optimizer).items() if key not in _PATCHED}
     groups = [
         {
             **{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()},
@@ -249,8 +247,7 @@ def _double(
         }
         for group in optimizer.param_groups
     ]
-    vars(double).update(own, param_groups=groups, state=state)
-    return double
+    return double_of(optimizer, groups, state)
 
 
 def _step_in_float32(

@@ -32,10 +32,9 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     group_of,
     step_without_hooks,
 )
-from lightning_memsave.techniques.optimizer_tools import choose_fused
+from lightning_memsave.techniques.optimizer_tools import choose_fused, double_of
 
 _UPDATES: "weakref.WeakKeyDictionary[Optimizer, list[TableUpdates]]" = weakref.WeakKeyDictionary()
-_PATCHED = ("step", "zero_grad")
 _TILE_NUMEL = 2**17  # a step of so many elements, with its temporaries, fits a cache
 
 
@@ -182,7 +181,7 @@ class TableUpdates:
             return
         if self._steps and not _continues(settings, self._steps[-1]):
             self.bring_up_to_date(None)
-        double = _double(optimizer)
+        double = double_of(optimizer, [], defaultdict(dict))
 
         def update() -> None:
             if isinstance(grad, RowGradient):
@@ -202,7 +201,7 @@ class TableUpdates:
         if self._behind is None or not self._steps or optimizer is None:
             return
         with host_copies():
-            double = _double(optimizer)
+            double = double_of(optimizer, [], defaultdict(dict))
             table = _Rows(self.table.weight.data, self._tensors(optimizer))
             if ids is None:
                 self._bring_all(double, table)
@@ -400,14 +399,6 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     if not set_to_none:
         wait_for_tables(self)
     previous_method(self, "zero_grad")(set_to_none)
-
-
-# The user's optimizer may change while an update runs.
-def _double(optimizer: Optimizer) -> Optimizer:
-    double: Optimizer = object.__new__(type(optimizer))
-    own = {key: value for key, value in vars(optimizer).items() if key not in _PATCHED}
-    vars(double).update(own, param_groups=[], state=defaultdict(dict))
-    return double
 
 
 def _run(double: Optimizer, settings: Settings, rows: _Rows, grad: Tensor, num_steps: int) -> None:
