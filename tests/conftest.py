@@ -2,8 +2,10 @@
 
 import datetime
 import gc
+import importlib
 import os
 import threading
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -90,6 +92,15 @@ def any_saving_counts(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     if request.node.get_closest_marker("smallest_saving") is None:
         name = "lightning_memsave.callbacks.settings.setting.SMALLEST_SAVING_BYTES"
         monkeypatch.setattr(name, 0)
+
+
+@pytest.fixture
+def inductor_in_this_thread() -> Iterator[None]:
+    """Compile for real, without the pool of threads that would outlive the test."""
+    config: Any = importlib.import_module("torch._inductor.config")
+    with config.patch(compile_threads=1), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script_method` is deprecated")  # torch's use
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

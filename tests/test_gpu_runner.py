@@ -30,6 +30,7 @@ def test_each_check_and_fit_is_a_step():
 
 @pytest.mark.parametrize("check", [*_device_checks.CHECKS, *_technique_checks.CHECKS])
 @pytest.mark.daily(2)
+@pytest.mark.usefixtures("inductor_in_this_thread")  # "fused_updates" compiles
 def test_each_check_runs_in_small(check, monkeypatch):
     monkeypatch.setattr(_technique_checks, "WIDTH", 64)
     checks = {**_device_checks.CHECKS, **_technique_checks.CHECKS}

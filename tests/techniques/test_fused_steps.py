@@ -1,6 +1,5 @@
 """Updates of bfloat16 weights as one kernel: the same as step by step, eager and compiled."""
 
-import importlib
 import shutil
 from typing import Any
 
@@ -174,13 +173,11 @@ def test_other_optimizers_and_layouts_go_step_by_step(fused):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # torch's own use
+@pytest.mark.usefixtures("inductor_in_this_thread")
 @pytest.mark.parametrize("function", [adam, pytest.param(adam_8bit, marks=pytest.mark.exhaustive)])
 def test_compiled_is_eager(function):
     """With the compiler of torch for CPUs; on a GPU this comparison decides whether it is used."""
-    config: Any = importlib.import_module("torch._inductor.config")
-    with config.patch(compile_threads=1):  # a pool of threads would outlive the test
-        assert matches_eager(function, CPU)
+    assert matches_eager(function, CPU)
 
 
 def test_one_graph_serves_all_sizes_and_steps():
