@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -25,11 +25,14 @@ PASSES = {
 }
 """The phases of each pass."""
 _COPIES = ("to_host", "from_host")
+_LANES = ("device", *_COPIES, "host")
 Lane = tuple[str, str]
 LEVEL = 0.5, 2.0
 """The least and the most time of a step, as factors of its estimate: published runs reach 32 to 66
 % of a GPU, and estimates of the models in `benchmarks.plan` 19 to 62 %.
 """
+# Bytes/s of a desktop's memory with two channels. Servers reach several times as much.
+_HOST_MEMORY = 5e10
 # Of an operator in eager mode, forward or backward, with autograd and the dispatcher.
 _LAUNCH_S = 7e-6
 
@@ -44,7 +47,9 @@ class Rates:
         memory_bytes: Bytes/s that other kernels read and write.
         host_bytes: Bytes/s of copies from or to host memory.
         launch_s: Seconds that an operator takes at least.
-        has_lanes: Whether copies from and to the host run beside kernels, on lanes of their own.
+        has_lanes: Whether copies from and to the host, and the host's own updates, run beside
+            kernels, on lanes of their own.
+        host_memory_bytes: Bytes/s that the host reads and writes.
     """
 
     products: Mapping[str, float]
@@ -53,6 +58,7 @@ class Rates:
     host_bytes: float
     launch_s: float
     has_lanes: bool = True
+    host_memory_bytes: float = _HOST_MEMORY
 
     @classmethod
     def of_gpu(cls, throughput: Throughput, *, has_tf32: bool = False) -> Self:
@@ -82,6 +88,8 @@ class Rates:
         """Estimate how long a kernel runs, or the host takes to launch it if that is longer."""
         if kernel.kind in _COPIES:
             return max(kernel.num_bytes / self.host_bytes, self.launch_s)
+        if kernel.kind == "host":
+            return max(kernel.num_bytes / self.host_memory_bytes, self.launch_s)
         table = self.attention if kernel.kind == "attention" else self.products
         return max(
             kernel.flop / table.get(kernel.dtype, table["float32"]),
@@ -93,46 +101,64 @@ class Rates:
         """Schedule a step on lanes.
 
         A part copies to the host while later ones compute; what it needs comes while earlier ones
-        do.
+        do. The host updates weights in backward once their gradients are there; after backward in
+        forward order, and each part waits for its own.
 
         Args:
             parts: Seconds by phase and lane, as `lane_of` names them, of the parts of each pass,
                 one of `PASSES`, in the order in which they run; lanes of other passes are ignored.
 
         Returns:
-            Seconds of all phases. What copies take longer is in the last phase of the pass.
+            Seconds of all phases. What copies and the host take longer is in the last phase of the
+            pass that waits for it.
         """
         found = {phase: 0.0 for phases in PASSES.values() for phase in phases}
+        in_pass = {
+            name: {
+                lane: [
+                    sum(part.get((phase, lane), 0.0) for phase in phases) for part in parts[name]
+                ]
+                for lane in _LANES
+            }
+            for name, phases in PASSES.items()
+        }
+        updates = self._updates(in_pass)
         for name, phases in PASSES.items():
-            computed, to_host, from_host = (
-                [sum(part.get((phase, lane), 0.0) for phase in phases) for part in parts[name]]
-                for lane in ("device", *_COPIES)
-            )
+            device, to_host, from_host, host = in_pass[name].values()
             for phase in phases:
                 found[phase] += sum(part.get((phase, "device"), 0.0) for part in parts[name])
-            if self.has_lanes:
-                ends = [
-                    _pipelined(zip(computed, to_host, strict=True)),
-                    _pipelined(zip(reversed(computed), reversed(from_host), strict=True)),
-                ]
-                found[phases[-1]] += max(ends) - sum(computed)
-            else:
-                found[phases[-1]] += sum(to_host) + sum(from_host)
+            stages, waits_s = [from_host, device, to_host], sum(host)
+            if name == "backward":
+                stages, waits_s = [*stages, host], 0.0
+            elif name == "forward":
+                stages = [updates, *stages]
+            elif any(updates):
+                waits_s = 0.0
+            if not self.has_lanes:
+                stages, waits_s = [device], sum(to_host) + sum(from_host) + sum(host)
+            found[phases[-1]] += _pipelined(stages) - sum(device) + waits_s
         return found
 
+    # Those that the next forward pass waits for, by its parts: as long as their weights are large.
+    def _updates(self, in_pass: Mapping[str, Mapping[str, Sequence[float]]]) -> list[float]:
+        copied = in_pass["forward"]["from_host"]
+        share = sum(in_pass["optimizer"]["host"]) / sum(copied) if any(copied) else 0.0
+        return [share * seconds for seconds in copied] if self.has_lanes else []
 
-# When the last copy has ended, one at a time, each after its part.
-def _pipelined(parts: Iterable[tuple[float, float]]) -> float:
-    computed_s = copied_s = 0.0
-    for part_s, copy_s in parts:
-        computed_s += part_s
-        copied_s = max(copied_s, computed_s) + copy_s
-    return copied_s
+
+# When all is done if each part passes the stages in turn, and each stage takes part after part.
+def _pipelined(stages: Sequence[Sequence[float]]) -> float:
+    ends = [0.0] * len(stages)
+    for part in zip(*stages, strict=True):
+        done_s = 0.0
+        for index, seconds in enumerate(part):
+            done_s = ends[index] = max(ends[index], done_s) + seconds
+    return max(ends)
 
 
 def lane_of(kernel: Kernel) -> Lane:
-    """Name the phase of a kernel, and its lane: ``"device"``, ``"to_host"`` or ``"from_host"``."""
-    return kernel.phase, kernel.kind if kernel.kind in _COPIES else "device"
+    """Name the phase of a kernel and its lane: "device", "to_host", "from_host" or "host"."""
+    return kernel.phase, kernel.kind if kernel.kind in _LANES else "device"
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +201,7 @@ def step_time(work: Work, rates: Rates) -> StepTime:
 _REPEATS = 10
 _ROWS, _WIDTH = 1024, 768
 _NUM_TINY = 500
+_NUM_UPDATED = 2**22
 
 
 def measure_rates(device: torch.device | str) -> Rates:
@@ -214,7 +241,20 @@ def measure_rates(device: torch.device | str) -> Rates:
         copied = _seconds(lambda: host.to(device, copy=True), device)
     launch_s = _seconds(lambda: _tiny_pass(device), device) / (2 * _NUM_TINY)
     memory, link = moved / seconds, host.nbytes / copied
-    return Rates(products, products, memory, link, launch_s, has_lanes=device.type == "cuda")
+    is_gpu = device.type == "cuda"
+    return Rates(products, products, memory, link, launch_s, is_gpu, measure_host_memory())
+
+
+def measure_host_memory() -> float:
+    """Measure how many bytes/s this machine's updates of weights read and write.
+
+    Returns:
+        That of torch's fused AdamW, as `WorkCounter` counts them.
+    """
+    weight = nn.Parameter(torch.ones(_NUM_UPDATED))
+    weight.grad = torch.ones_like(weight)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    return 8 * weight.nbytes / _seconds(optimizer.step, weight.device)
 
 
 # A step waits for the host, not for the device: forward and backward of many small operators.

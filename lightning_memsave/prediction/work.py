@@ -3,7 +3,7 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memsave.core.memory import is_host
+from lightning_memsave.core.memory import HOST, category_in_context, is_host
 from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.measure.storages import operands, storages_of
 
-Kind = Literal["product", "attention", "convolution", "elementwise", "to_host", "from_host"]
+Kind = Literal["product", "attention", "convolution", "elementwise", "to_host", "from_host", "host"]
 Phase = Literal["forward", "recomputation", "backward", "optimizer"]
 
 # They allocate or describe memory, or ask for a number; views are known by their schema.
@@ -31,6 +31,9 @@ NO_KERNEL = frozenset(
 # Tensors that one kernel of `multi_tensor_apply` serves, at five lists (`depth_to_max_tensors` in
 # ATen's MultiTensorApply.cuh).
 _TENSORS_PER_LAUNCH = 30
+# On a CPU bitsandbytes composes its updates of many operators: 36 ns per parameter, where torch's
+# fused AdamW takes 1.3 (torch 2.13, bitsandbytes 0.50, one thread of an Intel Xeon).
+_SLOWNESS_OF_8BIT = 50
 
 
 class Kernel(NamedTuple):
@@ -38,7 +41,8 @@ class Kernel(NamedTuple):
 
     Args:
         phase: Where it runs.
-        kind: What it does; everything without FLOP of products is ``"elementwise"``.
+        kind: What it does; everything without FLOP of products is ``"elementwise"``, or ``"host"``
+            where the host does it.
         dtype: Type of its second tensor, a factor if it is a product, such as ``"bfloat16"``.
         flop: Floating-point operations of products.
         num_bytes: Bytes that it reads and writes.
@@ -126,14 +130,15 @@ class WorkCounter:
         dtype = str(tensors[:2][-1].dtype).removeprefix("torch.") if tensors else ""
         num_bytes = sum(map(_moved_bytes, tensors))
         if not traits.overwrites:
-            written = args[:1] if result is None else (result,)
-            num_bytes += sum(map(_moved_bytes, operands(written)))
+            changed = [args[i] for i in traits.written if i < len(args)]
+            num_bytes += sum(map(_moved_bytes, operands(changed if result is None else (result,))))
         kind: Kind = traits.kind
-        if traits.is_copy and len(tensors) > 1:
-            ends = tuple(any(map(is_host, storages_of(tensor))) for tensor in tensors[:2])
-            if ends != (False, False):
+        if kind == "elementwise":
+            kind = _place_of(tensors, is_copy=traits.is_copy)
+            if kind in ("to_host", "from_host"):
                 num_bytes //= 2
-                kind = "to_host" if ends[0] else "from_host"
+            elif kind == "host":
+                num_bytes *= traits.slowness_on_host
         flop = 0 if traits.flop_of is None else self._flop_of(func, traits, args, kwargs, result)
         num_launches = math.ceil(len(args[0]) / _TENSORS_PER_LAUNCH) if traits.is_list else 1
         phase = _phase(in_step)
@@ -154,6 +159,14 @@ class WorkCounter:
     def work(self) -> Work:
         """Return what was counted so far."""
         return Work(tuple(self._counts.items()))
+
+
+# What is made while host copies are made is on the host, too.
+def _place_of(tensors: Sequence[Tensor], *, is_copy: bool) -> Kind:
+    on_host = [any(map(is_host, storages_of(tensor))) for tensor in tensors]
+    if is_copy and on_host in ([True, False], [False, True]):
+        return "to_host" if on_host[0] else "from_host"
+    return "host" if any(on_host) or category_in_context() == HOST else "elementwise"
 
 
 def _phase(in_step: bool) -> Phase:
@@ -177,6 +190,8 @@ class _Traits(NamedTuple):
     overwrites: bool = False
     is_copy: bool = False
     is_list: bool = False
+    written: tuple[int, ...] = (0,)
+    slowness_on_host: int = 1
 
 
 @functools.cache
@@ -194,7 +209,11 @@ def _traits_of(func: Any) -> _Traits:
         kind = "convolution"
     is_out = func._schema.overload_name.endswith("out")
     overwrites = is_out or name in ("copy_", "fill_", "zero_")
-    return _Traits(True, kind, count, overwrites, name == "copy_", name.startswith("_foreach_"))
+    arguments = enumerate(func._schema.arguments)
+    written = tuple(i for i, a in arguments if a.alias_info is not None and a.alias_info.is_write)
+    slowness = _SLOWNESS_OF_8BIT if "8bit" in name else 1
+    is_list = name.startswith("_foreach_")
+    return _Traits(True, kind, count, overwrites, name == "copy_", is_list, written, slowness)
 
 
 def flop_formula(func: Any) -> Callable[..., int] | None:

@@ -8,7 +8,9 @@ from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
 from lightning_memsave.prediction.cuda.gpus import GPUS
 from lightning_memsave.prediction.work import Kernel, Phase, Work
 
-RATES = Rates({"float32": 100.0, "bfloat16": 400.0}, {"float32": 50.0}, 10.0, 2.0, 1.0)
+RATES = Rates(
+    {"float32": 100.0, "bfloat16": 400.0}, {"float32": 50.0}, 10.0, 2.0, 1.0, host_memory_bytes=4.0
+)
 
 
 @pytest.mark.parametrize(
@@ -22,6 +24,7 @@ RATES = Rates({"float32": 100.0, "bfloat16": 400.0}, {"float32": 50.0}, 10.0, 2.
         (Kernel("optimizer", "elementwise", "float32", 0, 1, 3), 3.0),
         (Kernel("optimizer", "to_host", "float32", 0, 8), 4.0),
         (Kernel("optimizer", "from_host", "float32", 0, 1), 1.0),
+        (Kernel("optimizer", "host", "float32", 0, 8), 2.0),
     ],
 )
 def test_the_slowest_of_compute_bytes_and_launch(kernel, seconds):
@@ -74,6 +77,48 @@ def test_copies_run_beside_the_modules_that_follow(to_host, from_host, has_lanes
     }
 
 
+@pytest.mark.parametrize(
+    ("update", "has_lanes", "forward", "optimizer"),
+    [
+        # The first part waits 4 s for its half and 3 s for its copy, the second for nothing.
+        (32, True, 7 + 20, 0),
+        # The halves end after 16 and 32 s; then a copy of 3 s, and the second part.
+        (128, True, 32 + 3 + 10, 0),
+        (32, False, 20 + 6, 8),
+    ],
+)
+def test_updates_on_the_host_run_beside_the_next_forward_pass(
+    update, has_lanes, forward, optimizer
+):
+    parts = [
+        (kernel, 1)
+        for module in ("first", "last")
+        for kernel in (
+            Kernel("forward", "product", "float32", 1000, 20, module=module),
+            Kernel("forward", "from_host", "float32", 0, 6, module=module),
+        )
+    ]
+    work = Work((*parts, (Kernel("optimizer", "host", "float32", 0, update), 1)))
+    found = step_time(work, replace(RATES, launch_s=0.0, has_lanes=has_lanes)).by_phase
+    assert (found["forward"], found["optimizer"]) == (forward, optimizer)
+
+
+def test_updates_in_backward_run_beside_it():
+    parts = [
+        (kernel, 1)
+        for module in ("last", "first")
+        for kernel in (
+            Kernel("backward", "product", "float32", 1000, 20, module=module),
+            Kernel("backward", "to_host", "float32", 0, 4, module=module),
+            Kernel("backward", "host", "float32", 0, 32, module=module),
+        )
+    ]
+    norm = Kernel("forward", "host", "float32", 0, 4), 1  # clipping: nothing runs beside it
+    found = step_time(Work((*parts, norm)), replace(RATES, launch_s=0.0)).by_phase
+    # Gradients of the last part are there after 12 s, those of the first after 22, updates take 8.
+    assert (found["forward"], found["backward"]) == (1.0, 30.0)
+
+
 def test_more_batches_repeat_all_but_the_update():
     forward = Kernel("forward", "product", "float32", 1000, 20)
     update = Kernel("optimizer", "elementwise", "float32", 0, 50)
@@ -112,4 +157,5 @@ def test_rates_of_this_machine():
     assert set(rates.products) == {"float32", "bfloat16"}
     assert all(1e8 < rate < 1e14 for rate in rates.products.values())
     assert 1e7 < rates.memory_bytes < 1e13
+    assert 1e8 < rates.host_memory_bytes < 1e13
     assert 1e-8 < rates.launch_s < 1e-2

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_memsave import predict_memory
-from lightning_memsave.core.memory import mark_as_host
+from lightning_memsave.core.memory import host_copies, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.prediction.work import Kernel, WorkCounter
 
@@ -106,6 +106,21 @@ def test_copies_to_and_from_the_host():
         ("to_host", 32),
         ("from_host", 32),
     ]
+
+
+def test_updates_on_the_host():
+    weight = nn.Parameter(torch.ones(1000))
+    weight.grad = torch.ones(1000)
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    optimizer.step()
+    for held in (weight.data, weight.grad, *optimizer.state[weight].values()):
+        mark_as_host(held)
+    (kernel,) = [k for k in kernels_of(optimizer.step) if k.num_bytes > 100]
+    # Each of the weights, gradients and two moments is read, and may be written.
+    assert kernel.kind == "host"
+    assert kernel.num_bytes == pytest.approx(8 * weight.nbytes, rel=0.01)
+    with host_copies():
+        assert [k.kind for k in kernels_of(lambda: torch.ones(8) + 1)] == ["host", "host"]
 
 
 class _Net(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.memory import host_copies, is_fake, on_cuda
+from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 
@@ -55,7 +55,9 @@ class Copies:
         """
         with host_copies():
             if adds:
-                target.add_(torch.empty_like(source).copy_(source))
+                landed = torch.empty_like(source)
+                mark_as_host(landed)
+                target.add_(landed.copy_(source))
             else:
                 target.copy_(source)
 

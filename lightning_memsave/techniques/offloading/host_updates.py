@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host
+from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
@@ -200,7 +200,7 @@ class HostUpdates:
             stand_in.grad = grad
             state[stand_in] = optimizer.state[param]
         double = _double(optimizer, stand_ins, state)
-        if self._residence.device.type == "cuda":
+        if self._residence.device.type == "cuda" or any(map(on_cuda, gradients)):  # or a fake one
             for group in double.param_groups:
                 choose_fused(double, group)
         others = [

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_memsave.core.memory import host_copies, is_fake, is_host, mark_as, mark_as_host
+from lightning_memsave.core.memory import (
+    host_copies,
+    is_fake,
+    is_host,
+    mark_as,
+    mark_as_host,
+    on_cuda,
+)
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.host_table import HostTable
@@ -292,7 +299,7 @@ class TableUpdates:
             for key, value in group.items()
             if key != "params"
         }
-        if self.table.device.type == "cuda":  # pragma: no cover (gpu)
+        if self.table.device.type == "cuda" or on_cuda(self.table.weight):  # or a fake one
             choose_fused(optimizer, found)
         # One dictionary for as many steps as have the same.
         return self._steps[-1] if self._steps and self._steps[-1] == found else found
