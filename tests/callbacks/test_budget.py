@@ -121,6 +121,22 @@ def test_what_cannot_fit_ends_before_training_and_changes_nothing():
     assert not hasattr(trainer.strategy, "_memsave_before_setup")
 
 
+@pytest.mark.parametrize("kind", ["optimizer", "parameters", True])
+@pytest.mark.predicts
+def test_what_is_offloaded_stays_so_and_the_rest_is_planned(kind, plain):
+    losses, state, plain_bytes = plain
+    budget = plain_bytes // 2
+    callback = MemSaveCallback(budget=budget, offload=kind, exactness="bitwise")
+    found, found_state, _ = fit(encoder(), callback)
+    assert found == losses
+    assert equal(found_state, state)
+    assert callback.plan.plan.settings["offload"] == kind
+    assert callback.plan.plan.device_bytes == pytest.approx(
+        callback.monitor.summary.peak_bytes, abs=24
+    )
+    assert callback.plan.plan.prediction.peak.host_bytes > 0
+
+
 @pytest.mark.predicts
 def test_given_settings_stay(plain):
     callback = MemSaveCallback(activation_checkpointing=None, optimizer=None, budget=plain[2] // 2)
@@ -141,11 +157,14 @@ class FailsAt(pl.Callback):
             FAILURES["left"] = self.num_failures
 
 
-@pytest.mark.parametrize("num_failures", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("num_failures", "settings"),
+    [(1, {}), (2, {}), (3, {}), (2, {"offload": "optimizer"}), (2, {"offload": True})],
+)
 @pytest.mark.predicts
-def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failures, plain):
+def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failures, settings, plain):
     losses, state, plain_bytes = plain
-    callback = MemSaveCallback(budget=plain_bytes, exactness="bitwise")
+    callback = MemSaveCallback(budget=plain_bytes, exactness="bitwise", **settings)
     found, found_state, _ = fit(encoder(), callback, FailsAt(2, num_failures))
     assert found == losses
     assert equal(found_state, state)
