@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import os
 import resource
 import signal
 import threading
@@ -23,6 +24,8 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 
+IN_CI = "MEMSAVE_CI" in os.environ
+"""Whether `.ci/run` runs the tests, which installs the programs that they need."""
 OF_OPTIMIZER = (LowBitOptimizer, OptimizerInBackward)
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]

@@ -241,16 +241,19 @@ def measure_rates(device: torch.device | str) -> Rates:
         copied = _seconds(lambda: host.to(device, copy=True), device)
     launch_s = _seconds(lambda: _tiny_pass(device), device) / (2 * _NUM_TINY)
     memory, link = moved / seconds, host.nbytes / copied
-    is_gpu = device.type == "cuda"
-    return Rates(products, products, memory, link, launch_s, is_gpu, measure_host_memory())
+    return Rates(
+        products,
+        products,
+        memory,
+        link,
+        launch_s,
+        has_lanes=device.type == "cuda",
+        host_memory_bytes=_host_memory_rate(),
+    )
 
 
-def measure_host_memory() -> float:
-    """Measure how many bytes/s this machine's updates of weights read and write.
-
-    Returns:
-        That of torch's fused AdamW, as `WorkCounter` counts them.
-    """
+# Of torch's fused AdamW, which `WorkCounter` lets read and write all of its four tensors.
+def _host_memory_rate() -> float:
     weight = nn.Parameter(torch.ones(_NUM_UPDATED))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)

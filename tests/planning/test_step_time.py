@@ -1,5 +1,6 @@
 """Times from kernels: the slowest of compute, bytes and launch, by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -77,6 +78,10 @@ def test_copies_run_beside_the_modules_that_follow(to_host, from_host, has_lanes
     }
 
 
+def _of_modules(names: Sequence[str], *kernels: Kernel) -> list[tuple[Kernel, float]]:
+    return [(kernel._replace(module=name), 1) for name in names for kernel in kernels]
+
+
 @pytest.mark.parametrize(
     ("update", "has_lanes", "forward", "optimizer"),
     [
@@ -90,29 +95,23 @@ def test_copies_run_beside_the_modules_that_follow(to_host, from_host, has_lanes
 def test_updates_on_the_host_run_beside_the_next_forward_pass(
     update, has_lanes, forward, optimizer
 ):
-    parts = [
-        (kernel, 1)
-        for module in ("first", "last")
-        for kernel in (
-            Kernel("forward", "product", "float32", 1000, 20, module=module),
-            Kernel("forward", "from_host", "float32", 0, 6, module=module),
-        )
-    ]
+    parts = _of_modules(
+        ("first", "last"),
+        Kernel("forward", "product", "float32", 1000, 20),
+        Kernel("forward", "from_host", "float32", 0, 6),
+    )
     work = Work((*parts, (Kernel("optimizer", "host", "float32", 0, update), 1)))
     found = step_time(work, replace(RATES, launch_s=0.0, has_lanes=has_lanes)).by_phase
     assert (found["forward"], found["optimizer"]) == (forward, optimizer)
 
 
 def test_updates_in_backward_run_beside_it():
-    parts = [
-        (kernel, 1)
-        for module in ("last", "first")
-        for kernel in (
-            Kernel("backward", "product", "float32", 1000, 20, module=module),
-            Kernel("backward", "to_host", "float32", 0, 4, module=module),
-            Kernel("backward", "host", "float32", 0, 32, module=module),
-        )
-    ]
+    parts = _of_modules(
+        ("last", "first"),
+        Kernel("backward", "product", "float32", 1000, 20),
+        Kernel("backward", "to_host", "float32", 0, 4),
+        Kernel("backward", "host", "float32", 0, 32),
+    )
     norm = Kernel("forward", "host", "float32", 0, 4), 1  # clipping: nothing runs beside it
     found = step_time(Work((*parts, norm)), replace(RATES, launch_s=0.0)).by_phase
     # Gradients of the last part are there after 12 s, those of the first after 22, updates take 8.
