@@ -12,6 +12,7 @@ from rich.text import Text
 from torch import Tensor, nn
 
 from lightning_memsave.analysis.predict import (
+    OFF,
     read_settings,
     with_instances,
 )
@@ -49,6 +50,7 @@ def make_what_if(
     device: str = "cuda",
     gpu: str | Gpu | None = None,
     sequence_axis: int | None = None,
+    base: Mapping[str, Any] = OFF,
     **options: Any,
 ) -> WhatIf:
     """Read the arguments of `explain_memory`; predicts nothing yet.
@@ -61,6 +63,7 @@ def make_what_if(
         device: As for `predict_memory`.
         gpu: As for `predict_memory`.
         sequence_axis: As for `explain_memory`.
+        base: As for `read_settings`.
         **options: More arguments of `predict_memory`.
 
     Returns:
@@ -92,7 +95,7 @@ def make_what_if(
         model,
         batch,
         MemSaveCallback,
-        read_settings(settings),
+        read_settings(settings, base),
         optimizer,
         device=device,
         gpu=as_gpu(gpu),

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 from lightning_memsave.analysis.explain import make_what_if
+from lightning_memsave.analysis.predict import OFF
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError
@@ -20,8 +21,11 @@ from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import MakeOptimizer
 from lightning_memsave.targets.target import Target
+from lightning_memsave.techniques.registry import entries, unused_details
 
 TIME_LIMIT_S = 300.0
+PLANNED: Mapping[str, Any] = {"budget": "auto"}
+"""Arguments of `MemSaveCallback` with which everything is open; details of it may be given."""
 
 
 def plan_memory(
@@ -93,6 +97,7 @@ def plan_memory(
         attention=attention,
         trainer_arguments=trainer_arguments,
         time_limit_s=time_limit_s,
+        base=PLANNED,
     )
     return plan_what_if(what_if, budget, exactness, time_limit_s)
 
@@ -119,8 +124,9 @@ def budget_of(what_if: WhatIf, budget: Any) -> int:
 
 def unchanged_step(what_if: WhatIf) -> MemoryPrediction:
     """Predict a step with nothing on but what is fixed."""
-    settings = {n: v for n, v in what_if.step.settings.items() if n != "budget"}
-    return predict(replace(what_if.step, settings=settings | {"stack": "off"}))
+    settings = {n: v for n, v in what_if.step.settings.items() if n != "budget" and v != "auto"}
+    settings |= unused_details(settings, [entry.argument for entry in entries()])
+    return predict(replace(what_if.step, settings={**settings, **OFF}))
 
 
 def search_of(what_if: WhatIf, exactness: str, limit_s: float = math.inf) -> PlanSearch:

@@ -16,6 +16,9 @@ from lightning_memsave.prediction.training_step import (
 )
 from lightning_memsave.targets.code import explained
 
+OFF: Mapping[str, Any] = {"stack": "off"}
+"""Arguments of `MemSaveCallback` with which nothing is on."""
+
 
 def predict_memory(
     module: nn.Module | Callable[[], nn.Module],
@@ -96,13 +99,16 @@ def predict_memory(
     )
 
 
-def read_settings(settings: Mapping[str, Any] | MemSaveCallback | None) -> Mapping[str, Any]:
-    """Return arguments of `MemSaveCallback`; those that a mapping does not name are off."""
+def read_settings(
+    settings: Mapping[str, Any] | MemSaveCallback | None, base: Mapping[str, Any] = OFF
+) -> Mapping[str, Any]:
+    """Return arguments of `MemSaveCallback`; a mapping with a stack lacks those in ``base``."""
     if isinstance(settings, MemSaveCallback):
         return settings.arguments
     if settings is not None and not isinstance(settings, Mapping):
         return settings  # type: ignore[unreachable] # `TrainingStep` refuses it
-    return {"stack": "off", **(settings or {})}
+    settings = settings or {}
+    return {**({} if "stack" in settings else base), **settings}
 
 
 def with_instances(settings: Mapping[str, Any]) -> dict[str, Any]:

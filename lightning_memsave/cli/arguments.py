@@ -43,6 +43,7 @@ def add_step_arguments(
     parser: argparse.ArgumentParser, *, needs_batch: bool, limited: str = "each prediction"
 ) -> None:
     """Add the arguments that describe the training step; ``limited`` is what has a time limit."""
+    parser.set_defaults(base={"stack": "off"})  # what is on without `--memsave`
     group = parser.add_argument_group("training step")
     group.add_argument(
         "--batch",
@@ -356,7 +357,7 @@ def callback_settings(
             "disagree. Remove one of the two."
         )
     is_wanted = arguments.memsave or (found is not None and arguments.memsave is None)
-    base = {**MemSaveCallback().arguments, **(found or {})} if is_wanted else {"stack": "off"}
+    base = {**MemSaveCallback().arguments, **(found or {})} if is_wanted else arguments.base
     return with_instances({**base, **given})
 
 

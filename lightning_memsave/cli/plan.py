@@ -44,6 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="MODEL", help="as for `memsave predict`")
     add_model_arguments(parser)
     add_step_arguments(parser, needs_batch=True, limited="each search, one per GPU,")
+    parser.set_defaults(base={"budget": "auto"})  # details may be given of what is planned
     group = parser.add_argument_group("plan")
     group.add_argument(
         "--budget",
@@ -104,7 +105,7 @@ def _budget(arguments: argparse.Namespace, request: Request) -> Any:
     given = arguments.budget
     if given is None:
         # That of `MemSaveCallback` in a YAML file.
-        in_file = request.step.settings.get("budget")
+        in_file = (request.target.settings or {}).get("budget")
         if in_file is not None:
             return in_file
         if arguments.device == "cpu" and not arguments.gpu:

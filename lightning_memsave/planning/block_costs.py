@@ -85,6 +85,9 @@ class _Part(NamedTuple):
     visit: _Visit
 
 
+_Place = str | None  # "first", "between" or "last" of a run
+
+
 class BlockCosts:
     """Costs of each block by how it is recomputed; composes the peak and the time of a step.
 
@@ -98,6 +101,8 @@ class BlockCosts:
             outside of blocks are those of the last.
         sizes: Elements of each parameter of the whole model.
         rates: What the device reaches.
+        by_place: Whether the first and the last block of a run cost something else than those
+            between them, as where something of a block moves while its neighbour computes.
     """
 
     def __init__(
@@ -106,15 +111,27 @@ class BlockCosts:
         recorded: Sequence[tuple[Mapping[str, str], MemoryPrediction]],
         sizes: Sequence[int],
         rates: Rates,
+        *,
+        by_place: bool = False,
     ) -> None:
-        self._runs = [number for number, run in enumerate(runs) for _ in run.names]
+        self._places = [
+            (number, place)
+            for number, run in enumerate(runs)
+            for place in _places(len(run.names), by_place=by_place)
+        ]
         self._rates = rates
-        self._costs: dict[tuple[int, str], _Cost] = {}
+        self._costs: dict[tuple[int, _Place, str], _Cost] = {}
         run_of = {name: number for number, run in enumerate(runs) for name in run.names}
         for kinds, prediction in recorded:
             step = _Step(prediction, kinds, run_of, sizes, rates)
-            for name, cost in step.costs.items():
-                self._costs.setdefault((run_of[name], kinds[name]), cost)
+            for number in range(len(runs)):
+                names = [name for name in step.costs if run_of[name] == number]
+                for name, place in zip(names, _places(len(names), by_place=by_place), strict=True):
+                    self._costs.setdefault((number, place, kinds[name]), step.costs[name])
+        # Where all blocks of a step are of one kind, the rest of the host's memory is the same.
+        on_host = [(next(iter(kinds.values())), p.peak.host_bytes) for kinds, p in recorded]
+        least_bytes = min(num_bytes for _, num_bytes in on_host)
+        self._host_bytes = {k: (n - least_bytes) // len(step.costs) for k, n in on_host}
         last = recorded[-1][1]
         self._parts, self._outside_s = step.parts, step.outside_s
         everywhere = [self._outside_s, *(cost.seconds for cost in self._costs.values())]
@@ -132,7 +149,7 @@ class BlockCosts:
         Returns:
             Peak bytes of live tensors, and seconds.
         """
-        costs = [self._costs[key] for key in zip(self._runs, kinds, strict=True)]
+        costs = [self._costs[key] for key in self._keys(kinds)]
         level = peak = self._resident_bytes + sum(cost.resident_bytes for cost in costs)
         for part in self._parts:
             if part.is_pass:
@@ -146,9 +163,15 @@ class BlockCosts:
                 level += part.visit.change + sum(cost.own[part.number] for cost in costs)
         return peak, sum(self.seconds_by_phase(kinds).values())
 
+    def host_bytes(self, kinds: Sequence[str]) -> int:
+        """Estimate what activations of blocks need on the host, beyond the least that they do."""
+        return (
+            sum(self._host_bytes[kind] for kind in kinds) if any(self._host_bytes.values()) else 0
+        )
+
     def seconds_by_phase(self, kinds: Sequence[str]) -> dict[str, float]:
         """Estimate the seconds of `peak_and_seconds` by phase, as in `StepTime`."""
-        keys = [*zip(self._runs, kinds, strict=True)]
+        keys = self._keys(kinds)
         if not self._has_copies:  # the order does not matter
             total = defaultdict(float, self._outside_s)
             for key, count in Counter(keys).items():
@@ -161,6 +184,15 @@ class BlockCosts:
         return self._rates.by_phase(
             {"forward": forward, "backward": backward, "optimizer": [self._outside_s]}
         )
+
+    def _keys(self, kinds: Sequence[str]) -> list[tuple[int, _Place, str]]:
+        return [(*place, kind) for place, kind in zip(self._places, kinds, strict=True)]
+
+
+def _places(number: int, *, by_place: bool) -> Sequence[_Place]:
+    if not by_place:
+        return [None] * number
+    return ["first", *["between"] * (number - 2), "last"][:number]
 
 
 class _Step:

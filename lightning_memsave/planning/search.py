@@ -1,9 +1,8 @@
 """Find the fastest plan that fits a budget."""
 
 import functools
-import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -12,26 +11,25 @@ from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.planning.block_costs import KEEP
 from lightning_memsave.planning.budget import margin_of, rates_of
+from lightning_memsave.planning.frontier import thinned_frontier
 from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.planning.recorded_blocks import choices, value_of
 from lightning_memsave.planning.step_time import LEVEL, step_time
 from lightning_memsave.planning.variants import (
     MICRO_BATCH,
     RECOMPUTED,
     Variant,
     Variants,
-    value_of,
 )
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
-from lightning_memsave.techniques.registry import Entry, entries
+from lightning_memsave.techniques.registry import Entry, entries, unused_details
 from lightning_memsave.units import MIB, format_bytes
 
 EQUALLY_FAST = 0.01
 """Plans whose time differs by less, as a share, are judged by exactness."""
 _MAX_VERIFIED = 8
-_STEP = 0.04
-_MOST_NESTED = 12
 _OUT_OF_TIME = (
     "the search for a plan takes longer than allowed: allow it more seconds, with `time_limit_s=` "
     "of `plan_memory` or `predict=` of `MemSaveCallback`"
@@ -51,6 +49,7 @@ class _Candidate:
     kinds: tuple[str, ...]
     estimated_bytes: int
     seconds: float
+    host_bytes: int = 0
 
 
 class PlanSearch:
@@ -74,9 +73,12 @@ class PlanSearch:
         self._verified: dict[int, MemoryPrediction | None] = {}
         # By how much whole predictions were higher than estimates.
         self._corrections: dict[Variant, int] = {}
+        self._host_corrections: dict[Variant, int] = {}
         self._too_large: set[Variant] = set()  # they were preferred, and did not fit
         self._slack_bytes = 0.0
         self._by_variant: dict[Variant, list[_Candidate]] = {}
+        # With whole batches and in parts; each is looked at as far as was needed.
+        self._on_host = {p: variants.on_host(in_parts=p) for p in (False, True)}
         self._chosen: _Candidate | None = None
         self._room = 0
         self._unchanged_s = 1.0
@@ -100,6 +102,9 @@ class PlanSearch:
         self._prepare()
         room = budget_bytes - self._margin_of(budget_bytes)
         best = self._best(room)
+        if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
+            self._look_on_host(room, best.seconds)
+            best = self._best(room)
         if best is None:
             self._refuse(budget_bytes, room)
         self._chosen, self._room = best, room
@@ -116,7 +121,7 @@ class PlanSearch:
             budget_bytes - room,
             self._plan(best),
             None if second is None else self._plan(second),
-            tuple(self._plan(candidate) for candidate in self._thinned(self._candidates, best)),
+            tuple(map(self._plan, thinned_frontier(self._candidates, best, self._bytes))),
             self._variants.seconds_so_far,
             self._variants.num_predictions,
             (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
@@ -164,7 +169,7 @@ class PlanSearch:
         for found in same:
             best = self._fastest(found, self._room) or min(found, key=self._bytes)
             best = chosen if chosen in found else best
-            ladder |= {id(c): c for c in self._thinned(found, best)}
+            ladder |= {id(c): c for c in thinned_frontier(found, best, self._bytes)}
         return [self._plan(c) for c in sorted(ladder.values(), key=self._bytes, reverse=True)]
 
     def _prepare(self) -> None:
@@ -179,12 +184,36 @@ class PlanSearch:
         for variant in self._variants.all():
             self._add(variant)
 
+    @property
+    def _quickest_s(self) -> float:
+        return min(candidate.seconds for candidate in self._candidates)
+
+    # Only where nothing else fits or is as fast: it takes long to record.
+    def _look_on_host(
+        self, room: int, limit_s: float = math.inf, *, in_parts: bool = False
+    ) -> bool:
+        is_new = False
+        for variant in self._on_host[in_parts]:
+            self._add(variant)
+            is_new = True
+            candidates = self._by_variant[variant]
+            quickest_s = min(candidate.seconds for candidate in candidates)
+            fitting = self._fastest(candidates, room, _RESERVE)
+            is_as_fast = fitting is not None and fitting.seconds <= quickest_s * (1 + EQUALLY_FAST)
+            # Each that follows moves what this one moves, and more.
+            if variant.moves_weights and (is_as_fast or quickest_s >= limit_s):
+                break
+        return is_new
+
     def _add(self, variant: Variant) -> None:
         if variant in self._by_variant:
             return
         number, kinds = self._variants.num_blocks, self._variants.kinds
-        choices = [()] if variant.costs is None else dict.fromkeys(_choices(number, kinds))
-        found = [_Candidate(variant, choice, *variant.estimate(choice)) for choice in choices]
+        ways = [()] if variant.costs is None else dict.fromkeys(choices(number, kinds))
+        found = [
+            _Candidate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
+            for kinds in ways
+        ]
         self._by_variant[variant] = found
 
     @property
@@ -197,7 +226,10 @@ class PlanSearch:
         self._slack_bytes = 0.0
         self._too_large.clear()
         for _ in range(_MAX_VERIFIED):
-            wanted = self._wanted(room) or min(self._unsure(), key=self._bytes)
+            wanted = self._wanted(room)
+            if wanted is None and any(self._look_on_host(room, in_parts=p) for p in (False, True)):
+                continue
+            wanted = wanted or min(self._unsure(), key=self._bytes)
             if id(wanted) in self._verified:
                 break
             self._verify(wanted)
@@ -206,7 +238,7 @@ class PlanSearch:
             if room < self._bytes(wanted) < room * (1 + _NEAR):
                 self._slack_bytes += _SLACK * room
         self._slack_bytes = 0.0
-        if self._is_known_to_fit(wanted, room):
+        if wanted is not None and self._is_known_to_fit(wanted, room):
             return wanted
         return self._fastest([c for c in self._candidates if self._is_known_to_fit(c, room)], room)
 
@@ -236,7 +268,7 @@ class PlanSearch:
 
     # Without settings that change results or that cannot be repeated, as long as it is as fast.
     def _preferred(self, best: _Candidate, room: int, limit_s: float) -> _Candidate:
-        quickest_s = min(c.seconds for c in self._candidates)
+        quickest_s = self._quickest_s
 
         # What is slower with more settings on is slower without them; with micro-batches, if it is
         # with whole batches, where nothing is recomputed.
@@ -281,7 +313,12 @@ class PlanSearch:
         limit_s = min(c.seconds for c in fitting) * (1 + EQUALLY_FAST)
         return min(
             (c for c in fitting if c.seconds <= limit_s),
-            key=lambda c: (c.variant.exactness.rank, c.seconds, self._bytes(c)),
+            key=lambda c: (
+                c.variant.exactness.rank,
+                c.variant.is_offloaded,
+                c.seconds,
+                self._bytes(c),
+            ),
         )
 
     def _verify(self, candidate: _Candidate) -> None:
@@ -290,9 +327,14 @@ class PlanSearch:
         if prediction is not None:
             correction = prediction.device_bytes - candidate.estimated_bytes
             self._corrections[candidate.variant] = correction
+            on_host = prediction.peak.host_bytes - candidate.host_bytes
+            self._host_corrections[candidate.variant] = on_host
 
     def _bytes(self, candidate: _Candidate, reserve: float = 0.0) -> float:
         prediction = self._verified.get(id(candidate))
+        host_bytes = candidate.host_bytes + self._host_corrections.get(candidate.variant, 0)
+        if candidate.host_bytes and host_bytes > self._variants.host_budget_bytes:
+            return math.inf
         if prediction is not None:
             return prediction.device_bytes
         if id(candidate) in self._verified:  # it could not be predicted
@@ -309,33 +351,6 @@ class PlanSearch:
 
     def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
         return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
-
-    def _thinned(
-        self, candidates: Sequence[_Candidate], chosen: _Candidate
-    ) -> Iterator[_Candidate]:
-        frontier = self._frontier(candidates)
-        at = [c for c in frontier if self._bytes(c) > self._bytes(chosen) and c is not chosen]
-        below = [c for c in frontier if self._bytes(c) < self._bytes(chosen)]
-        before = math.inf
-        for candidate in (*at, chosen, *below):
-            num_bytes = self._bytes(candidate)
-            is_end = candidate is chosen or candidate is frontier[-1]
-            if is_end or num_bytes < before * (1 - _STEP):
-                before = num_bytes
-                yield candidate
-
-    def _frontier(self, candidates: Sequence[_Candidate]) -> list[_Candidate]:
-        found: list[_Candidate] = []
-        least = math.inf
-
-        def order(one: _Candidate) -> tuple[float, float, int]:
-            return one.seconds, self._bytes(one), one.variant.exactness.rank
-
-        for one in sorted(candidates, key=order):
-            if self._bytes(one) < least:
-                least = self._bytes(one)
-                found.append(one)
-        return found
 
     def _exactness_of(self, candidate: _Candidate) -> Exactness:
         # "32-true" is what Lightning does by itself.
@@ -386,6 +401,8 @@ class PlanSearch:
             ways.append('`exactness="approximate"`')
         if self._given:
             ways.append(f"no {' or '.join(f'`{entry.argument}=`' for entry in self._given)}")
+        if lacking_bytes := self._variants.lacking_host_bytes:
+            ways.append(f'`host_budget="{math.ceil(lacking_bytes / MIB)}MiB"` if the host has it')
         is_one = self._what_if.num_samples == 1
         ways.append("shorter samples" if is_one else "a smaller batch")
         return f"Use {', '.join(ways)}, or a smaller model."
@@ -445,23 +462,16 @@ def search_for(
     }
     given = [entry for entry in entries() if fixed.get(entry.argument) not in (None, False)]
     fixed |= {name: None for name in closed if name not in fixed}
+    open_arguments = [entry.argument for entry in entries() if entry.argument not in fixed]
+    names = unused_details(fixed, open_arguments)
+    details = {name: fixed.pop(name) for name in names if name in fixed}
     variants = Variants(
         replace(what_if, step=replace(step, settings=fixed), _known={}),
-        [entry.argument for entry in entries() if entry.argument not in fixed],
+        open_arguments,
         exactness,
         rates_of(what_if.gpu, what_if.device),
         limit_s,
+        details=details,
     )
     free = functools.partial(margin_of, gpu=what_if.gpu, device=what_if.device)
     return PlanSearch(variants, margin_of=free, given=given)
-
-
-# The first blocks need recomputation most: their activations live longest. One kind follows another
-# in the order of what they save.
-def _choices(number: int, kinds: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for first, second in itertools.pairwise((*kinds, KEEP)):
-        step = max(1, number // _MOST_NESTED) if first == "nested" else 1
-        for num_first in range(0, number + 1, step):
-            for num_second in range(1 if second == KEEP else number - num_first + 1):
-                rest = number - num_first - num_second
-                yield (first,) * num_first + (second,) * num_second + (KEEP,) * rest

@@ -7,58 +7,39 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import nn
-
-from lightning_memsave.core.blocks import Block, BlockSelector, find_blocks
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.dominant_parts import dominant_embedding
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
-from lightning_memsave.planning.block_costs import KEEP, BlockCosts, Run, can_be_cut, runs_of
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
+from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.prediction.cuda.gpus import Gpu
-from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.techniques.activation_checkpointing.technique import (
-    inplace_problems,
-    parts_of,
+from lightning_memsave.techniques.offloading.host_budget import (
+    host_budget_bytes,
+    host_bytes_per_parameter,
 )
-from lightning_memsave.techniques.registry import entries
+from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries, unused_details
 
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
+OFFLOAD = "offload"
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
 _FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
-_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
-# Of a run of equal blocks so many are recorded, in this order.
-_RECORDED = ("nested", "full", "selective", KEEP)
+_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size", OFFLOAD)
+# What may be on the host, that which leaves the least on the device last.
+_ON_HOST = (
+    "activations",
+    "optimizer",
+    "parameters",
+    "parameters+activations",
+    "parameters+activations+embeddings",
+)
+_BESIDE_WEIGHTS = {"optimizer_in_backward": None, **BESIDE_OFFLOAD}
 # Of the time that is allowed: it is left for predictions of whole plans.
 _FOR_PLANS = 0.3
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
-
-
-def value_of(kinds: Sequence[str]) -> Any:
-    """Write how blocks are recomputed as the argument `activation_checkpointing`.
-
-    Args:
-        kinds: Of each block, `KEEP` for the last ones only.
-
-    Returns:
-        The value.
-
-    Example:
-        >>> value_of(["full", "full", "keep"]), value_of(["nested", "full", "selective", "keep"])
-        (2, 'nested:1,full:1,selective:1')
-    """
-    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds) if kind != KEEP}
-    if not counts:
-        return None
-    (kind, number), *others = counts.items()
-    if not others and number == len(kinds):
-        return "all" if kind == "full" else kind
-    if not others and kind == "full":
-        return number
-    return ",".join(f"{kind}:{number}" for kind, number in counts.items())
 
 
 @dataclass(eq=False)  # the search compares candidates by their variant
@@ -68,16 +49,35 @@ class Variant:
     Args:
         changes: Arguments of `MemSaveCallback`.
         exactness: Of the least exact of them.
+        beside: Those of them that are no techniques of their own but tried in several ways:
+            micro-batches, and what is on the host with what goes with it.
         costs: Of its blocks; ``None`` if nothing is chosen about them.
         prediction: Of the step as it is, where there is no choice.
         seconds: Estimated, of that prediction.
+        weights_on_host: Bytes that weights and what belongs to them need there.
     """
 
     changes: Mapping[str, Any]
     exactness: Exactness
+    beside: Mapping[str, Any]
     costs: BlockCosts | None = None
     prediction: MemoryPrediction | None = None
     seconds: float = 0.0
+    weights_on_host: int = 0
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether something is on the host."""
+        return OFFLOAD in self.beside
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights are on the host, which updates them."""
+        return self.beside.get(OFFLOAD) not in (None, _ON_HOST[0])
+
+    def host_bytes(self, kinds: Sequence[str]) -> int:
+        """Estimate bytes on the host."""
+        return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
 
     def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
         """Estimate bytes on the device and seconds."""
@@ -97,6 +97,7 @@ class Variants:
         exactness: How far results may move.
         rates: What the device reaches.
         limit_s: Seconds after which nothing more is recorded.
+        details: Given for what may be chosen, such as ``blocks``.
     """
 
     def __init__(
@@ -106,6 +107,8 @@ class Variants:
         exactness: Exactness,
         rates: Rates,
         limit_s: float = math.inf,
+        *,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         self.what_if = what_if
         self.rates = rates
@@ -114,6 +117,7 @@ class Variants:
         self._start_s = time.monotonic()
         self._limit_s = limit_s
         self._open = set(open_arguments)
+        self._details = dict(details or {})
         self._off: dict[str, Any] = {
             e.argument: None for e in entries() if e.argument in self._open
         } | {name: "auto" for name in (MICRO_BATCH, "eval_micro_batch_size") if name in self._open}
@@ -122,20 +126,29 @@ class Variants:
         self._num_before = 0
         self.is_cut_short = False
         """Whether time was too short for some variants."""
+        given = {**what_if.step.settings, **self._details}
+        self.host_budget_bytes = host_budget_bytes(given.get("host_budget"))
+        """Host memory that a plan may use."""
+        self.lacking_host_bytes = 0
+        """Host memory with which weights could be on the host; 0 if there is enough."""
         self._known: dict[str, Variant | None] = {}
-        self.runs: list[Run] = []
-        self.kinds: tuple[str, ...] = ()
-        """How blocks may be recomputed, the one with the least memory first."""
-        self._names: list[str] = []  # of the blocks that are recorded
-        self._sizes: list[int] = []
-        self._copies = what_if
+        self._blocks = RecordedBlocks(what_if)
         if RECOMPUTED in self._open:
-            self._find_blocks()
+            self._blocks = RecordedBlocks.of(what_if, self._details.get("blocks"))
+        if self._blocks.is_cut and self.unchanged() is None:  # it counts its blocks
+            selectors = self._details.get("blocks")
+            self._blocks = RecordedBlocks.of(what_if, selectors, may_be_cut=False)
+            self._known.clear()
 
     @property
     def num_blocks(self) -> int:
         """Blocks of the model about which there is a choice."""
-        return sum(len(run.names) for run in self.runs)
+        return sum(len(run.names) for run in self._blocks.runs)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """How blocks may be recomputed, the one with the least memory first."""
+        return self._blocks.kinds
 
     @property
     def _num_samples(self) -> int:
@@ -158,7 +171,7 @@ class Variants:
     @property
     def num_predictions(self) -> int:
         """How many steps were predicted, copies with fewer blocks among them."""
-        copies = 0 if self._copies is self.what_if else self._copies.num_predictions
+        copies = self._blocks.what_if.num_predictions if self._blocks.is_cut else 0
         return self.what_if.num_predictions + copies - self._num_before
 
     def on(self, gpu: Gpu, rates: Rates, limit_s: float = math.inf) -> "Variants":
@@ -177,9 +190,7 @@ class Variants:
             return replace(what_if, step=replace(what_if.step, gpu=gpu))
 
         other = copy.copy(self)
-        other.what_if = moved(self.what_if)
-        is_cut = self._copies is not self.what_if
-        other._copies = moved(self._copies) if is_cut else other.what_if
+        other.what_if, other._blocks = moved(self.what_if), self._blocks.moved(moved)
         other.rates, other._known, other.is_cut_short = rates, {}, False
         other._start_s, other._limit_s = time.monotonic(), limit_s
         other._num_before += self.num_predictions
@@ -187,15 +198,12 @@ class Variants:
 
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""
-        settings = {**self._off, **changes}
-        for entry in entries():  # their details are refused beside what is off
-            if entry.argument in self._open and settings[entry.argument] is None:
-                settings |= {n: v for n, v in entry.details.items() if n not in changes}
-        return settings
+        settings = {**self._off, **self._details, **changes}
+        return settings | unused_details({**self.what_if.step.settings, **settings}, self._open)
 
     def unchanged(self) -> Variant | None:
         """Record the step with nothing on."""
-        return self._record([], None)
+        return self._record([])
 
     def all(self) -> list[Variant]:
         """Record the variants that are worth a choice.
@@ -205,17 +213,38 @@ class Variants:
             of its settings; what is more exact; and nothing on.
         """
         chosen = self._helpful()
-        found = [self.unchanged(), self._record(chosen, None)]
-        found += [self._record(_without(chosen, one), None) for one in chosen]
+        found = [self.unchanged(), self._record(chosen)]
+        found += [self._record(_without(chosen, one)) for one in chosen]
         times = [v.estimate([KEEP] * self.num_blocks)[1] for v in found[:2] if v is not None]
         if times[-1] > _MUCH_FASTER * times[0]:  # else what is more exact is slower
             for limit in (Exactness.BITWISE, Exactness.ROUNDING):
                 rest = [one for one in chosen if limit.allows(Exactness(one.exactness))]
-                found.append(self._record(rest, None))
-        for size in self._micro_batches():
-            found.append(self._record(chosen, size))
+                found.append(self._record(rest))
+        found += [self._record(chosen, beside) for beside in self._micro_batches()]
         by_changes = {repr(v.changes): v for v in found if v is not None}
         return list(by_changes.values())
+
+    def on_host(self, *, in_parts: bool) -> Iterator[Variant]:
+        """Record variants with something in the memory of the host, beside everything that helps.
+
+        Args:
+            in_parts: Whether to do so with micro-batches, or with whole batches.
+
+        Yields:
+            Those that are possible, the least moved first; none on a CPU. In parts, only those that
+            leave the least on the device.
+        """
+        if OFFLOAD not in self._open or self.what_if.device == "cpu":
+            return
+        chosen = self._helpful()
+        ways = [self._beside_offload(kind, chosen) for kind in _ON_HOST]
+        ways = [way for way in ways if self._has_host_bytes(way)]
+        if in_parts:
+            ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
+        for way in ways:
+            found = self._record([c for c in chosen if _argument(c) not in way], way)
+            if found is not None:
+                yield found
 
     def without_each(
         self, variant: Variant, is_worth_it: Callable[[Mapping[str, Any]], bool]
@@ -230,26 +259,39 @@ class Variants:
             What is left without one that changes results, the least exact first, and then without
             one after which a batch that ran out of memory cannot be repeated.
         """
-        size = variant.changes.get(MICRO_BATCH)
-        on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
+        beside = variant.beside
+        on = self._on_in(variant)
         unwanted = [c for c in on if _of(c).rank or not c.changes.keys().isdisjoint(_FINAL)]
         for one in sorted(unwanted, key=lambda c: _of(c).rank, reverse=True):
             for rest in self._less(on, one):
-                if not is_worth_it(_changes(rest, size)):
+                if not is_worth_it(_changes(rest, beside)):
                     continue
-                found = self._record(rest, size)
+                found = self._record(rest, beside)
                 if found is not None and len(found.changes) < len(variant.changes):
                     yield found
 
     def in_other_parts(self, variant: Variant) -> list[Variant]:
         """Record a variant with whole batches, and if it is as inexact with any micro-batches."""
-        on = [c for c in self._options() if c.changes.items() <= variant.changes.items()]
-        sizes = self._micro_batches() if variant.exactness.allows(Exactness.ROUNDING) else []
-        found = [self._record(on, size) for size in (None, *sizes)]
+        on = self._on_in(variant)
+        whole = {n: v for n, v in variant.beside.items() if n != MICRO_BATCH}
+        parts = self._micro_batches() if variant.exactness.allows(Exactness.ROUNDING) else []
+        found = [self._record(on, whole | few) for few in ({}, *parts)]
         return [variant for variant in found if variant is not None]
 
+    def _on_in(self, variant: Variant) -> list[Candidate]:
+        changes = variant.changes.items() - variant.beside.items()
+        return [c for c in self._options() if c.changes.items() <= changes]
+
     def predict(self, variant: Variant, kinds: Sequence[str]) -> MemoryPrediction | None:
-        """Predict a plan whole; ``None`` if the model cannot do it, or there is no time left."""
+        """Predict a plan whole.
+
+        Args:
+            variant: What is on in it.
+            kinds: How each block is recomputed, or `KEEP`.
+
+        Returns:
+            The prediction; ``None`` if the model cannot do it, or there is no time left.
+        """
         changes = dict(variant.changes)
         if variant.costs is not None:
             changes[RECOMPUTED] = value_of(kinds)
@@ -262,63 +304,19 @@ class Variants:
         """Estimate how long a predicted step takes."""
         return step_time(prediction.work, self.rates).seconds
 
-    def _find_blocks(self) -> None:
-        step = self.what_if.step
-        selectors = step.settings.get("blocks")
-        if isinstance(step.model, nn.Module):
-            self._use_blocks(step.model, selectors)
-            return
-        with fake_tensors():
-            assert step.model is not None, "checked before"
-            module = step.model()
-            if callable(configure := getattr(module, "configure_model", None)):
-                configure()
-        self._use_blocks(module, selectors)
-
-    def _use_blocks(
-        self, model: nn.Module, selectors: BlockSelector | Sequence[BlockSelector] | None
-    ) -> None:
-        blocks = find_blocks(model, selectors)
-        if not blocks:
-            return
-        self.runs = runs_of(model, blocks)
-        self._names = [block.name for block in blocks]
-        self._sizes = [parameter.numel() for parameter in model.parameters()]
-        self.kinds = tuple(kind for kind in ("nested", "full", "selective") if _can(kind, blocks))
-        most = len(_RECORDED)
-        long = [r for r in self.runs if len(r.names) > most and can_be_cut(model, r)]
-        if not long:
-            return
-
-        def cut(copy: nn.Module) -> None:
-            for run in long:
-                run.cut(copy, most)
-
-        step = replace(self.what_if.step, change=cut)
-        if self.what_if.step.model is not model and not hasattr(model, "configure_model"):
-            cut(model)  # built here on fake tensors: building all blocks each time takes long
-            step = replace(self.what_if.step, model=model)
-        self._copies = replace(self.what_if, step=step, _known={})
-        self._names = [
-            name for run in self.runs for name in (run.names[:most] if run in long else run.names)
-        ]
-        if self.unchanged() is None:  # it counts its blocks
-            self._copies, self._names = self.what_if, [block.name for block in blocks]
-            self._known.clear()
-
     def _helpful(self) -> list[Candidate]:
         found = self._options()
         # Of several values of an argument the last one saves the most.
         chosen = list({_argument(c): c for c in found}.values())
         for one in list(chosen):
-            with_it, without = self._record(chosen, None), self._record(_without(chosen, one), None)
+            with_it, without = self._record(chosen), self._record(_without(chosen, one))
             if with_it is None:
                 chosen = chosen if without is None else _without(chosen, one)
             # Estimated from few blocks, which updates in backward may treat as one group.
             elif without and _of(one).rank and not self._helps(with_it, without):
                 chosen = _without(chosen, one)
-        if self._record(chosen, None) is None:  # more than one of them is impossible
-            chosen = [one for one in chosen if self._record([one], None) is not None]
+        if self._record(chosen) is None:  # more than one of them is impossible
+            chosen = [one for one in chosen if self._record([one]) is not None]
         return chosen
 
     # Without a setting, or with a value of it that changes less, such as 8-bit state without that
@@ -386,56 +384,79 @@ class Variants:
             return "optimizer" in self._open and not given
         return name in self._open or given == value
 
-    def _micro_batches(self) -> list[int]:
+    def _micro_batches(self) -> list[dict[str, Any]]:
         number = self._num_samples
         if MICRO_BATCH not in self._open or not self.exactness.allows(Exactness.ROUNDING):
             return []
-        return list(dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length())))
+        sizes = dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length()))
+        return [{MICRO_BATCH: size} for size in sizes]
 
-    def _record(self, on: Sequence[Candidate], size: int | None) -> Variant | None:
-        changes = _changes(on, size)
-        found = [Exactness.BITWISE, *map(_of, on)]
-        if size is not None:
-            found.append(Exactness.ROUNDING)
+    def _beside_offload(self, kind: str, chosen: Sequence[Candidate]) -> dict[str, Any]:
+        if kind == _ON_HOST[0]:
+            return {OFFLOAD: kind}
+        names = {*map(_argument, chosen)}
+        beside = {n: v if n in names else None for n, v in _BESIDE_WEIGHTS.items()}
+        return {n: v for n, v in beside.items() if n in self._open} | {OFFLOAD: kind}
+
+    def _has_host_bytes(self, beside: Mapping[str, Any]) -> bool:
+        needed = self._weights_on_host(beside)
+        if needed > self.host_budget_bytes:
+            self.lacking_host_bytes = min(needed, self.lacking_host_bytes or needed)
+        return needed <= self.host_budget_bytes
+
+    # Of the whole model; recorded ones have few blocks.
+    def _weights_on_host(self, beside: Mapping[str, Any]) -> int:
+        if beside.get(OFFLOAD) in (None, _ON_HOST[0]):
+            return 0
+        trained = [p for p in self.what_if.table.parameters if p.is_trainable is not False]
+        per_parameter = host_bytes_per_parameter({**self.what_if.step.settings, **beside})
+        return per_parameter * sum(parameter.num_elements for parameter in trained)
+
+    def _record(
+        self, on: Sequence[Candidate], beside: Mapping[str, Any] | None = None
+    ) -> Variant | None:
+        beside = beside or {}
+        changes = _changes(on, beside)
+        found = [Exactness.BITWISE, *map(_of, on), *_exactness_of(beside)]
         exactness = max(found, key=lambda exactness: exactness.rank)
         key = repr(sorted(changes.items()))
+        if not self.exactness.allows(exactness):
+            return None
         if key not in self._known:
             try:
-                self._known[key] = self._make(changes, exactness)
+                self._known[key] = self._make(changes, exactness, beside)
             except ImpossibleVariantError:
                 self._known[key] = None
                 self.is_cut_short = self.is_cut_short or self._left_to_record_s <= 0
         return self._known[key]
 
-    def _make(self, changes: Mapping[str, Any], exactness: Exactness) -> Variant:
+    def _make(
+        self, changes: Mapping[str, Any], exactness: Exactness, beside: Mapping[str, Any]
+    ) -> Variant:
         def predict(settings: Mapping[str, Any]) -> MemoryPrediction:
-            return self._copies.predict(settings, limit_s=self._left_to_record_s)
+            return self._blocks.what_if.predict(settings, limit_s=self._left_to_record_s)
 
         if not self.kinds:
             prediction = predict(self.settings(changes))
             seconds = self.seconds(prediction)
-            return Variant(changes, exactness, prediction=prediction, seconds=seconds)
-        recorded, names = [], self._names
-        for kinds in self._assignments(len(names)):
+            return Variant(
+                changes, exactness, beside, None, prediction, seconds, self._weights_on_host(beside)
+            )
+        recorded, names = [], self._blocks.names
+        is_moved = (OFFLOAD in beside) or self.what_if.step.settings.get(OFFLOAD) is not None
+        for kinds in self._blocks.assignments(by_place=is_moved):
             settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
             prediction = predict(settings)
             recorded.append((dict(zip(names, kinds, strict=True)), prediction))
-        costs = BlockCosts(self.runs, recorded, self._sizes, self.rates)
-        return Variant(changes, exactness, costs)
-
-    # Of equal blocks one step shows as many kinds as there are blocks.
-    def _assignments(self, number: int) -> list[list[str]]:
-        kinds = [kind for kind in _RECORDED if kind in (*self.kinds, KEEP)]
-        if len(self.runs) > 1:
-            return [[kind] * number for kind in kinds]
-        shown = [kinds[start : start + number] for start in range(0, len(kinds), number)]
-        return [some + [KEEP] * (number - len(some)) for some in shown]
-
-
-def _can(kind: str, blocks: Sequence[Block]) -> bool:
-    if kind == "nested":
-        return bool(parts_of(blocks))
-    return kind == "full" or not inplace_problems(blocks)
+        costs = BlockCosts(
+            self._blocks.runs,
+            recorded,
+            self._blocks.sizes,
+            self.rates,
+            by_place=is_moved,
+        )
+        on_host = self._weights_on_host(beside)
+        return Variant(changes, exactness, beside, costs, weights_on_host=on_host)
 
 
 def _of(one: Candidate) -> Exactness:
@@ -450,6 +471,16 @@ def _without(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
     return [c for c in chosen if _argument(c) != _argument(one)]
 
 
-def _changes(on: Sequence[Candidate], size: int | None) -> dict[str, Any]:
-    changes = {name: value for one in on for name, value in one.changes.items()}
-    return changes if size is None else {**changes, MICRO_BATCH: size}
+def _changes(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for one in on for name, value in one.changes.items()} | {**beside}
+
+
+def _exactness_of(values: Mapping[str, Any]) -> Iterator[Exactness]:
+    if MICRO_BATCH in values:
+        yield Exactness.ROUNDING
+    for entry in entries():
+        value = values.get(entry.argument)
+        if entry.technique is not None and value is not None and entry.argument != MICRO_BATCH:
+            technique = entry.technique.from_value(value)
+            assert technique is not None, "it is on"
+            yield technique.exactness

@@ -1,7 +1,7 @@
 """Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its stacks."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ _ENTRIES = [
         offload="nested",
         details={"blocks": None},
     ),
-    Entry.of(BlockMicroBatching),
+    Entry.of(BlockMicroBatching, details={"blocks": None}),
     Entry(
         "early_release",
         classic=True,
@@ -98,7 +98,9 @@ _ENTRIES = [
         details={"optimizer_kwargs": None, "keep_32bit": (), "force_8bit": ()},
     ),
     Entry.of(
-        Offloading, offload="parameters+activations+embeddings", details={"host_budget": None}
+        Offloading,
+        offload="parameters+activations+embeddings",
+        details={"blocks": None, "host_budget": None},
     ),
     Entry.of(LowPrecisionWeights, single_gpu="stochastic", offload="master"),
     Entry.of(OptimizerInBackward, bitwise=True, single_gpu=True),
@@ -109,8 +111,9 @@ STACKS = ("off", *_ON)
 the least memory on a single GPU without and with host memory."""
 BARE = "classic"
 """The default stack."""
-# On the host there is room for whole state, and updates are made in float32 after backward.
-_BESIDE_OFFLOAD = {"optimizer": None, "low_precision_weights": "master"}
+BESIDE_OFFLOAD: Mapping[str, Any] = {"optimizer": None, "low_precision_weights": "master"}
+"""What takes the place of other values where weights are on the host: there is room for whole
+state, and updates are made in float32."""
 _ALWAYS = ("micro_batch_size", "eval_micro_batch_size")
 _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
@@ -146,6 +149,22 @@ def values_of(stack: str) -> dict[str, Any]:
     return {**values, **_DETAILS.get(stack, {})}
 
 
+def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """List the details of what is off, which would be refused beside it.
+
+    Args:
+        settings: Arguments of `MemSaveCallback`; what is missing is off.
+        names: Arguments that are looked at.
+
+    Returns:
+        Their details by name, with the values that mean nothing.
+    """
+    off = [e for e in _ENTRIES if settings.get(e.argument) is None]
+    used = {name for e in _ENTRIES if e not in off for name in e.details}
+    found = [(n, v) for e in off if e.argument in names for n, v in e.details.items()]
+    return {n: v for n, v in found if n not in used}
+
+
 def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Replace ``"auto"`` by the values of a plan.
 
@@ -160,9 +179,7 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     open_arguments = [e.argument for e in _ENTRIES if arguments[e.argument] == "auto"]
     values = {name: settings.get(name) for name in open_arguments}
     values |= {name: "auto" for name in _ALWAYS if name in values}
-    for entry in _ENTRIES:  # their details are refused beside what is off
-        if entry.argument in values and values[entry.argument] is None:
-            values |= entry.details
+    values |= unused_details({**arguments, **values}, open_arguments)
     # Planned beside an 8-bit optimizer.
     if values.get("optimizer") is not None and not arguments["force_8bit"]:
         values["force_8bit"] = settings.get("force_8bit") or ()
@@ -196,7 +213,7 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
     offload = arguments["offload"]
     if getattr(offload, "what", offload) not in ("auto", None, False, "activations"):
         off = ("optimizer_in_backward",)
-        instead = {n: v for n, v in _BESIDE_OFFLOAD.items() if missing.get(n) is not None}
+        instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
         missing |= instead | dict.fromkeys((n for n in off if n in missing), None)
     # The stack's `force_8bit` applies to every 8-bit optimizer chosen by name, unless the user set
     # it; a `LowBitOptimizer` object has its own.

@@ -32,9 +32,13 @@ from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
 )
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import Entry
 from lightning_memsave.trainer.trainer import builds_model_late, facts_of, is_compiled_whole
 from lightning_memsave.units import format_bytes
+
+# They take `blocks` without checkpointing, too.
+_USE_BLOCKS = (BlockMicroBatching.argument, Offloading.argument)
 
 
 class ModuleSetting(Setting):
@@ -130,7 +134,7 @@ class ActivationCheckpointingSetting(ModuleSetting):
         wanted, blocks = arguments[name], arguments["blocks"]
         planned = () if arguments["budget"] is None else arguments["from_stack"]
         if wanted is None or isinstance(wanted, ActivationCheckpointing):
-            if blocks is not None:
+            if blocks is not None and not any(arguments[other] for other in _USE_BLOCKS):
                 raise ConfigurationError(
                     f"`blocks={blocks!r}` is not used with {as_given(arguments, name)}. Use "
                     f"`{name}=ActivationCheckpointing(..., blocks=...)`, or remove `blocks`."

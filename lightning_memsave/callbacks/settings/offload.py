@@ -9,7 +9,7 @@ from lightning_memsave.callbacks.settings.modules import ModuleSetting
 from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
 from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
-from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
     OffloadingHandle,
@@ -55,7 +55,7 @@ class OffloadSetting(ModuleSetting):
         if technique.blocks is None:
             technique = dataclasses.replace(technique, blocks=arguments["blocks"])
         if not isinstance(arguments[name], Offloading):
-            needed = _bytes_per_parameter(arguments)
+            needed = host_bytes_per_parameter(arguments)
             technique = dataclasses.replace(technique, bytes_per_parameter=needed)
         setting = cls(name, technique, repr(technique.what), own)
         setting._beyond = why = why_beyond(arguments, name, technique.exactness)
@@ -152,11 +152,3 @@ def _without_tables(technique: Offloading) -> Offloading | None:
     """Leave embeddings on the device; ``None`` if nothing else is offloaded."""
     kinds = [kind for kind in str(technique.what).split("+") if kind != "embeddings"]
     return dataclasses.replace(technique, what="+".join(kinds)) if kinds else None
-
-
-def _bytes_per_parameter(arguments: Arguments) -> int:
-    weight = 6 if arguments["low_precision_weights"] == "master" else 4
-    optimizer = arguments["optimizer"]
-    state = 2 if isinstance(optimizer, LowBitOptimizer) or "8bit" in str(optimizer) else 8
-    gradient = 0 if arguments["optimizer_in_backward"] else 4
-    return weight + state + gradient

@@ -6,20 +6,20 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
-import psutil
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_memsave.core.blocks import Block, BlockSelector, as_selectors, find_blocks
 from lightning_memsave.core.memory import is_fake
-from lightning_memsave.core.technique import Exactness, Handle, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Offer, Technique
 from lightning_memsave.core.trainer_facts import SHARDED, TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import wrapper_problems
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
 from lightning_memsave.techniques.offloading.copies import copies_for
+from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_table import HostTable, table_problems
 from lightning_memsave.techniques.offloading.host_updates import HostUpdates, host_updates_of
@@ -31,11 +31,11 @@ from lightning_memsave.techniques.offloading.residence import (
 )
 from lightning_memsave.techniques.offloading.row_updates import RowUpdates
 from lightning_memsave.techniques.optimizer_in_backward.updates import all_in_backward
-from lightning_memsave.units import format_bytes, parse_bytes
+from lightning_memsave.units import format_bytes
 
 KINDS = ("optimizer", "parameters", "activations", "embeddings")
 _EVERYTHING = "parameters+activations"
-_HOST_SHARE = 0.5
+_UPDATES = "the host's memory and its updates, beside the next step"
 _NUMBERS = (
     *("num_threads", "min_bytes", "min_table_bytes", "num_blocks_on_device"),
     "bytes_per_parameter",
@@ -127,6 +127,10 @@ class Offloading(Technique[nn.Module]):
     examples: ClassVar[str] = 'True, "optimizer", "parameters", "activations", "embeddings"'
     exactness: ClassVar[Exactness] = Exactness.BITWISE
     source: ClassVar[str] = "Ren et al. (2021), ZeRO-Offload, arXiv:2101.06840"
+    offers = (
+        Offer("optimizer on the host", "optimizer", _UPDATES, 0.8),
+        Offer("weights on the host", "parameters", f"{_UPDATES}; weights come and go", 1.0),
+    )
 
     what: str | bool = "optimizer"
     _: KW_ONLY
@@ -364,13 +368,7 @@ class Offloading(Technique[nn.Module]):
 
     @property
     def _host_bytes(self) -> int:
-        if self.host_budget is None:
-            return int(_HOST_SHARE * psutil.virtual_memory().available)
-        if isinstance(self.host_budget, str):
-            return parse_bytes(self.host_budget)
-        if isinstance(self.host_budget, bool) or not self.host_budget > 0:
-            raise ValueError
-        return int(self.host_budget)
+        return host_budget_bytes(self.host_budget)
 
 
 def compiled_problem(name: str) -> Problem:

@@ -1,0 +1,48 @@
+"""How much host memory may be used, and how much weights need there."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+
+from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.units import parse_bytes
+
+_SHARE = 0.5
+
+
+def host_budget_bytes(budget: int | str | None) -> int:
+    """Read a budget of host memory.
+
+    Args:
+        budget: Bytes, a text such as ``"16GiB"``, or ``None`` for half of what is free.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ValueError: If it is not a size.
+    """
+    if budget is None:
+        return int(_SHARE * psutil.virtual_memory().available)
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    if isinstance(budget, bool) or not budget > 0:
+        raise ValueError
+    return int(budget)
+
+
+def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
+    """Reckon what a trained weight needs on the host, with its gradient and AdamW's state.
+
+    Args:
+        arguments: Of `MemSaveCallback`; what is missing is off.
+
+    Returns:
+        Bytes.
+    """
+    weight = 6 if arguments.get("low_precision_weights") == "master" else 4
+    optimizer = arguments.get("optimizer")
+    state = 2 if isinstance(optimizer, LowBitOptimizer) or "8bit" in str(optimizer) else 8
+    gradient = 0 if arguments.get("optimizer_in_backward") else 4
+    return weight + state + gradient
