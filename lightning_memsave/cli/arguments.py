@@ -356,8 +356,9 @@ def callback_settings(
             f"--precision={precision} and --set precision={given['precision']} "
             "disagree. Remove one of the two."
         )
+    base = {} if "stack" in given else arguments.base
     is_wanted = arguments.memsave or (found is not None and arguments.memsave is None)
-    base = {**MemSaveCallback().arguments, **(found or {})} if is_wanted else arguments.base
+    base = {**MemSaveCallback().arguments, **(found or {})} if is_wanted else base
     return with_instances({**base, **given})
 
 

@@ -1,10 +1,11 @@
 """Read a budget of memory, and the rates to plan with."""
 
 import math
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.planning.step_time import Rates, measure_rates
+from lightning_memsave.planning.step_time import Rates, host_memory_rate, measure_rates
 from lightning_memsave.prediction.cuda.constants import margin_bytes
 from lightning_memsave.prediction.cuda.gpus import GPUS, Gpu
 from lightning_memsave.units import MIB, format_bytes, parse_bytes
@@ -97,12 +98,13 @@ def _refuse(budget: Any, why: str, use: str = _ANY) -> NoReturn:
     raise ConfigurationError(f"`budget={budget!r}` {why}. Use {use}.")
 
 
-def rates_of(gpu: Gpu | None, device: str) -> Rates:
+def rates_of(gpu: Gpu | None, device: str, *, is_local: bool = False) -> Rates:
     """Choose the rates with which plans are compared.
 
     Args:
         gpu: The GPU; ``None`` for any.
         device: ``"cuda"``, or ``"cpu"`` to measure this machine, in a second.
+        is_local: Whether the GPU is one of this machine, whose own memory is measured then.
 
     Returns:
         Those of the GPU, or of a typical one if its throughput is not known.
@@ -110,4 +112,5 @@ def rates_of(gpu: Gpu | None, device: str) -> Rates:
     if device == "cpu":
         return measure_rates("cpu")
     throughput = None if gpu is None else gpu.throughput
-    return Rates.of_gpu(throughput or GPUS[_TYPICAL].throughput)  # type: ignore[arg-type]
+    rates = Rates.of_gpu(throughput or GPUS[_TYPICAL].throughput)  # type: ignore[arg-type]
+    return replace(rates, host_memory_bytes=host_memory_rate()) if is_local else rates

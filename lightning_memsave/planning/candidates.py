@@ -9,7 +9,8 @@ from lightning_memsave.techniques.registry import Entry, entries, values_of
 
 _SUM = "the sum of their costs"
 _EXACTNESS = ("bitwise", "rounding", "approximate")
-_STACK = "single_gpu"
+_STACK, _HOST = "single_gpu", "offload"
+"""Stacks; the second is an argument, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,7 @@ class CurrentSettings:
         num_samples: Of the batch; 0 if they cannot be counted.
         embedding: Name of a parameter of an embedding that dominates the model; empty without one.
         overflows: Whether activations of the model overflow in float16.
+        device: ``"cuda"``, or ``"cpu"``, which has no other memory than the host's.
     """
 
     arguments: Mapping[str, Any]
@@ -50,6 +52,7 @@ class CurrentSettings:
     num_samples: int
     embedding: str = ""
     overflows: bool = False
+    device: str = "cuda"
 
     @property
     def mixed(self) -> str | None:
@@ -82,7 +85,7 @@ class CurrentSettings:
 
 
 def single_candidates(now: CurrentSettings) -> list[Candidate]:
-    """List the techniques that can be switched on alone, without micro-batches.
+    """List the techniques that can be switched on alone, without micro-batches and the host.
 
     Args:
         now: What is trained now.
@@ -92,7 +95,8 @@ def single_candidates(now: CurrentSettings) -> list[Candidate]:
     """
     found = []
     for entry in entries():
-        found += _WITH_CONDITIONS.get(entry.argument, _of_entry)(now, entry)
+        if entry.argument != _HOST:
+            found += _WITH_CONDITIONS.get(entry.argument, _of_entry)(now, entry)
     return sorted(found, key=lambda one: (one.exactness == "approximate", one.slowdown))
 
 
@@ -141,14 +145,34 @@ def joint_candidates(now: CurrentSettings, helpful: Sequence[Candidate]) -> list
         exactness = max(exactness, "rounding", key=_EXACTNESS.index)
         name = "all together, one sample at once"
         found.append(Candidate(name, settings | of_one, exactness, _SUM))
-    if now.may_have_bf16_weights:
-        name = f"stack {_STACK}"
-        stack = {"stack": _STACK} | {n: "auto" for n in values_of(_STACK) if n != "force_8bit"}
-        stack |= {} if is_open else {"micro_batch_size": now.arguments["micro_batch_size"]}
-        found.append(Candidate(name, stack, "approximate", _SUM))
-        if of_one:
-            name = f"{name}, one sample at once"
-            found.append(Candidate(name, stack | of_one, "approximate", _SUM))
+    return [*found, *_stack(now, _STACK)]
+
+
+def host_candidates(now: CurrentSettings) -> list[Candidate]:
+    """List what uses the host's memory, for when nothing else is enough.
+
+    Args:
+        now: What is trained now.
+
+    Returns:
+        The candidates, the fastest first; none on a CPU.
+    """
+    entry = next(entry for entry in entries() if entry.argument == _HOST)
+    if now.device == "cpu" or now.is_on(_HOST):
+        return []
+    return [*_of_entry(now, entry), *_stack(now, _HOST)]
+
+
+def _stack(now: CurrentSettings, name: str) -> list[Candidate]:
+    if not now.may_have_bf16_weights:
+        return []
+    size = now.arguments.get("micro_batch_size")
+    values = {"stack": name} | {n: "auto" for n in values_of(name) if n != "force_8bit"}
+    values |= {} if size in (None, "auto") else {"micro_batch_size": size}
+    found = [Candidate(f"stack {name}", values, "approximate", _SUM)]
+    if size in (None, "auto") and now.num_samples > 1:
+        of_one = values | {"micro_batch_size": 1}
+        found.append(Candidate(f"stack {name}, one sample at once", of_one, "approximate", _SUM))
     return found
 
 

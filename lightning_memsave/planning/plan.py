@@ -37,6 +37,8 @@ class Plan:
             are estimated from recorded blocks.
         seconds_by_phase: Estimated, of ``"forward"``, ``"recomputation"``, ``"backward"`` and
             ``"optimizer"``.
+        host_bytes: Bytes in the memory of the host, of what the step moves there; 0 if it is only
+            estimated.
         prediction: Of the step; ``None`` if it is only estimated.
     """
 
@@ -48,6 +50,7 @@ class Plan:
     time_ratio: float
     is_verified: bool = False
     seconds_by_phase: Mapping[str, float] = field(default_factory=dict)
+    host_bytes: int = 0
     prediction: MemoryPrediction | None = field(default=None, compare=False, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -198,9 +201,11 @@ class MemoryPlan(JupyterMixin):
         free = (
             f", of which {format_bytes(self.margin_bytes)} stay free" if self.margin_bytes else ""
         )
+        host = format_bytes(self.plan.host_bytes)
+        on_host = f" and {host} on the host" if self.plan.host_bytes else ""
         head = (
             f"The fastest plan for {format_bytes(self.budget_bytes)}{free}: {self.plan.size} on "
-            f"the device, {self.plan.time_ratio:.2f} times the time of the unchanged step"
+            f"the device{on_host}, {self.plan.time_ratio:.2f} times the time of the unchanged step"
             f"{self._range()}"
         )
         parts: list[RenderableType] = [Text(_wrapped(head), style="bold"), Text(), self.table()]

@@ -11,6 +11,7 @@ from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.candidates import (
     Candidate,
     CurrentSettings,
+    host_candidates,
     joint_candidates,
     micro_batch_candidates,
     single_candidates,
@@ -116,6 +117,7 @@ class _Search:
             what_if.num_samples or 0,
             dominant_embedding(what_if.table),
             what_if.overflows,
+            what_if.device,
         )
         for candidate in single_candidates(now):
             self._try(candidate, _SHARE_OF_SINGLE)
@@ -125,6 +127,12 @@ class _Search:
             # Of a large embedding most can be saved by the stack, which comes last.
             if any(r.fits for _, r in self._found) or (what_if.gpu is None and not now.embedding):
                 break
+        for candidate in host_candidates(now):
+            # Without a GPU to fit, its techniques are shown and its stack is not tried.
+            is_last = what_if.gpu is None and "stack" in candidate.changes
+            if is_last or any(r.fits for _, r in self._found):
+                break
+            self._try(candidate)
         return [remedy for _, remedy in self._found]
 
     def _try(self, candidate: Candidate, share: float = 1) -> bool:

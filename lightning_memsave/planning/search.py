@@ -389,6 +389,7 @@ class PlanSearch:
             candidate.seconds / self._unchanged_s,
             prediction is not None,
             by_phase,
+            prediction.peak.host_bytes if prediction else 0,
             prediction,
         )
 
@@ -469,7 +470,7 @@ def search_for(
         replace(what_if, step=replace(step, settings=fixed), _known={}),
         open_arguments,
         exactness,
-        rates_of(what_if.gpu, what_if.device),
+        rates_of(what_if.gpu, what_if.device, is_local=step.fit is not None),
         limit_s,
         details=details,
     )

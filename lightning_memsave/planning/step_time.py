@@ -248,12 +248,16 @@ def measure_rates(device: torch.device | str) -> Rates:
         link,
         launch_s,
         has_lanes=device.type == "cuda",
-        host_memory_bytes=_host_memory_rate(),
+        host_memory_bytes=host_memory_rate(),
     )
 
 
-# Of torch's fused AdamW, which `WorkCounter` lets read and write all of its four tensors.
-def _host_memory_rate() -> float:
+def host_memory_rate() -> float:
+    """Measure how fast this machine updates weights, in a fraction of a second.
+
+    Returns:
+        Bytes/s that torch's fused AdamW reads and writes, as `WorkCounter` counts them.
+    """
     weight = nn.Parameter(torch.ones(_NUM_UPDATED))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)

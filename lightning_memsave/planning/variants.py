@@ -27,7 +27,7 @@ MICRO_BATCH = "micro_batch_size"
 OFFLOAD = "offload"
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
 _FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
-_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size", OFFLOAD)
+_LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
 # What may be on the host, that which leaves the least on the device last.
 _ON_HOST = (
     "activations",
@@ -348,6 +348,7 @@ class Variants:
             self._num_samples,
             dominant_embedding(what_if.table),
             what_if.overflows,
+            what_if.device,
         )
         found = single_candidates(now)
         found += [

@@ -23,7 +23,7 @@ from tests.report.test_page import data_in
 
 # Four blocks with activations of gigabytes: nothing of it is ever allocated.
 TOKENS = "16384x32"
-GPT2 = ("gpt2", "--batch", TOKENS)
+GPT2 = ("gpt2", "--batch", TOKENS, "--set=offload=null")
 CODE = """
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -33,7 +33,10 @@ class Gpt2(GPT2LMHeadModel):
 """
 BITWISE = ("--exactness", "bitwise")
 # Leaves the planner nothing but checkpointing, so that a search is short.
-FIXED = ("precision", "micro_batch_size", "chunked_cross_entropy", "low_precision_weights")
+FIXED = (
+    *("precision", "micro_batch_size", "chunked_cross_entropy", "low_precision_weights"),
+    "offload",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +79,12 @@ class TestOneBudget:
             capsys, "plan", *GPT2, "--gpu", "T4", "--budget", "2GiB", *BITWISE, "--html", "p.html"
         )
         expected = plan_memory(
-            load_target("gpt2"), TOKENS, gpu="T4", budget="2GiB", exactness="bitwise"
+            load_target("gpt2"),
+            TOKENS,
+            settings={"offload": None},
+            gpu="T4",
+            budget="2GiB",
+            exactness="bitwise",
         )
         plain = json.loads(json.dumps(without_time(expected.to_dict())))
         assert {name: found[name] for name in plain} == plain
@@ -174,6 +182,22 @@ class TestOneBudget:
         assert "The unchanged step does not fit: it needs 4." in out
         assert out.endswith("\npage: plan.html\n")
         assert max(map(len, out.splitlines())) <= 100
+
+    @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+    def test_the_memory_of_the_host_is_used_where_it_is_faster(self, capsys, project, monkeypatch):
+        options = [f"--set={name}=null" for name in FIXED if name != "offload"]
+        options += ["--set=optimizer=null", "--set=activation_checkpointing=all"]
+        wide = ("plan", "gpt2", "--arg", "n_embd=512", "--batch", "64x32", "--budget", "1000MiB")
+        found = json_of(capsys, *wide, *options, "--set=host_budget=8GiB")
+        plan = found["plan"]
+        assert plan["settings"]["offload"] in ("optimizer", "parameters")
+        assert plan["host_bytes"] > 16 * 4 * 12 * 512**2
+        for made in callbacks_of(yaml.safe_load(found["yaml"]), project / "c.yaml", monkeypatch):
+            assert repr(made) == repr(MemSaveCallback(**plan["settings"]))
+            assert made.arguments["host_budget"] == "8GiB"
+        assert main([*wide, *options, "--set=host_budget=100MiB"]) == 1
+        out = " ".join(capsys.readouterr().out.split())
+        assert re.search(r'`host_budget="\d+MiB"` if the host has it', out)
 
 
 class TestGpus:

@@ -6,6 +6,7 @@ from lightning_memsave import MemSaveCallback
 from lightning_memsave.planning.candidates import (
     Candidate,
     CurrentSettings,
+    host_candidates,
     joint_candidates,
     micro_batch_candidates,
     single_candidates,
@@ -24,7 +25,7 @@ def names(candidates):
 
 def all_candidates(now):
     found = [*single_candidates(now), *micro_batch_candidates(now)]
-    return [*found, *joint_candidates(now, found)]
+    return [*found, *joint_candidates(now, found), *host_candidates(now)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"micro_batch_size": 2}, {"optimizer": "8bit"}])
@@ -35,9 +36,9 @@ def test_each_is_something_that_the_callback_takes(settings):
 
 
 def test_every_technique_is_among_them():
-    changed = {name for one in single_candidates(situation()) for name in one.changes}
-    # Of what waits on the host, plans know neither the time nor the memory.
-    others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size", "offload"}
+    found = single_candidates(situation()) + host_candidates(situation())[:2]
+    changed = {name for one in found for name in one.changes}
+    others = {"force_8bit", "micro_batch_size", "eval_micro_batch_size"}
     others |= {"block_micro_batch_size"}  # it pays beside what waits on the host
     assert set(values_of("single_gpu")) - others == changed
 
@@ -97,6 +98,16 @@ def test_together_is_what_helped_and_then_the_stack():
         "rounding",
         "approximate",
     ]
+
+
+def test_the_memory_of_the_host_is_offered_where_there_is_another():
+    found = host_candidates(situation())
+    assert [c.changes.get("offload") for c in found] == ["optimizer", "parameters", "auto", "auto"]
+    assert [c.changes.get("stack") for c in found] == [None, None, "offload", "offload"]
+    assert [c.changes.get("micro_batch_size") for c in found[2:]] == ["auto", 1]
+    assert host_candidates(situation(offload="optimizer")) == []
+    assert host_candidates(replace(situation(), device="cpu")) == []
+    assert len(host_candidates(situation(has_bf16=False))) == 2
 
 
 def test_one_alone_is_joined_with_nothing():

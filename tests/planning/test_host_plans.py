@@ -1,0 +1,153 @@
+"""Plans that put something into the memory of the host, where nothing else fits or is as fast."""
+
+import copy
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from lightning_memsave.analysis.explain import make_what_if
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.errors import InfeasiblePlanError
+from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch
+from lightning_memsave.planning.variants import Variants
+from lightning_memsave.units import MIB
+from tests.planning.plans import RATES
+
+OPEN = ("activation_checkpointing", "offload", "micro_batch_size")
+NUM_BLOCKS = 7
+
+
+@functools.cache
+def model() -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_embd=256, n_layer=NUM_BLOCKS, n_head=4, n_positions=64, vocab_size=300, bos_token_id=0,
+        eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def variants_of(
+    open_arguments=OPEN, exactness=Exactness.BITWISE, num_samples=16, device="cuda", **settings
+):
+    tokens = torch.zeros(num_samples, 64, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+    off = {"early_release": True, **dict.fromkeys(set(OPEN) - set(open_arguments))}
+    what_if = make_what_if(model(), batch, settings=off | settings, device=device)
+    return Variants(what_if, open_arguments, exactness, RATES)
+
+
+@functools.cache
+def recorded() -> Variants:
+    variants = variants_of()
+    assert variants.unchanged() is not None
+    assert len([*variants.on_host(in_parts=False)]) == 4  # no embedding is large
+    return variants
+
+
+def with_host(num_bytes):
+    variants = copy.copy(recorded())
+    variants.host_budget_bytes = num_bytes
+    return PlanSearch(variants)
+
+
+def budget_of(share):
+    """Leave a share of what a step needs without any settings, beside the CUDA context."""
+    unchanged = recorded().what_if.base()
+    context_bytes = unchanged.context_bytes
+    return context_bytes + int(share * (unchanged.device_bytes - context_bytes))
+
+
+@pytest.mark.parametrize("recomputed", ["selective", "keep", "full"])
+def test_what_is_composed_of_few_blocks_is_what_is_predicted_of_all(recomputed):
+    kinds = sorted([recomputed] * 4 + ["full"] * 3, key=("full", "selective", "keep").index)
+    for variant in recorded().on_host(in_parts=False):
+        whole = recorded().predict(variant, kinds)
+        assert whole is not None
+        is_copied = "activations" in variant.changes["offload"]  # those of the last block stay
+        peak_bytes, seconds = variant.costs.peak_and_seconds(kinds)
+        assert peak_bytes == pytest.approx(whole.peak_bytes, rel=0.07 if is_copied else 1e-3)
+        expected_s = recorded().seconds(whole)
+        assert seconds == pytest.approx(expected_s, rel=0.2 if is_copied else 0.02)
+        assert variant.host_bytes(kinds) == pytest.approx(whole.peak.host_bytes, abs=8 * MIB)
+
+
+def test_is_faster_than_plans_without_or_fits_where_none_does():
+    search, plain = PlanSearch(recorded()), PlanSearch(variants_of(OPEN[:1]))
+    wanted = 0
+    for percent in (30, 40, 50, 60, 80, 100):
+        budget = budget_of(percent / 100)
+        try:
+            found = search.find(budget).plan
+        except InfeasiblePlanError:
+            assert not wanted, "a smaller budget was enough"
+            continue
+        assert found.is_verified
+        assert found.device_bytes <= budget
+        assert (found.host_bytes > 0) == (found.settings["offload"] is not None)
+        wanted += found.settings["offload"] is not None
+        try:
+            without = plain.find(budget).plan
+        except InfeasiblePlanError:
+            continue
+        assert found.time_ratio <= without.time_ratio * (1 + EQUALLY_FAST)
+    assert wanted > 1
+
+
+def test_is_not_looked_at_where_the_rest_is_as_fast():
+    found = PlanSearch(variants_of()).find(2**40)
+    assert found.plan.settings["offload"] is None
+    assert found.num_predictions == PlanSearch(variants_of(OPEN[:1])).find(2**40).num_predictions
+
+
+def test_what_the_host_has_is_a_budget_too():
+    num_bytes = 16 * sum(parameter.numel() for parameter in model().parameters())
+    found = with_host(4 * num_bytes).find(budget_of(0.4))
+    assert 0.9 * num_bytes < found.plan.host_bytes <= 4 * num_bytes
+    assert "on the host, " in " ".join(str(found).split())
+    with pytest.raises(InfeasiblePlanError, match=r'`host_budget="\d+MiB"` if the host has it'):
+        with_host(num_bytes // 2).find(budget_of(0.4))
+
+
+@pytest.mark.parametrize("share", [0.3, 2])
+def test_activations_count_towards_the_budget_of_the_host(share):
+    first = next(recorded().on_host(in_parts=False))
+    assert first.changes == {"offload": "activations"}
+    limit = share * first.host_bytes(["keep"] * NUM_BLOCKS)
+    found = with_host(limit).find(budget_of(0.7)).plan
+    assert found.host_bytes <= limit
+    assert found.host_bytes > 0 or share < 1
+
+
+def test_nothing_waits_on_a_host_that_trains_itself():
+    assert not [*variants_of(device="cpu").on_host(in_parts=False)]
+
+
+@pytest.mark.daily(2)
+def test_parts_are_for_when_whole_batches_do_not_fit():
+    search = PlanSearch(variants_of(exactness=Exactness.ROUNDING, num_samples=2))
+    with pytest.raises(InfeasiblePlanError) as failure:
+        search.find(MIB)
+    tried = {
+        (v.changes.get("offload"), v.changes.get("micro_batch_size")) for v in search._by_variant
+    }
+    assert {size for offload, size in tried if offload == "optimizer"} == {None}
+    assert {size for offload, size in tried if offload == "parameters+activations"} == {None, 1}
+    assert failure.value.smallest.settings["offload"].startswith("parameters")
+
+
+def test_a_master_copy_takes_the_place_of_rounded_weights():
+    variants = variants_of(
+        (*OPEN[1:2], "low_precision_weights", "optimizer"),
+        Exactness.APPROXIMATE,
+        precision="bf16-mixed",
+    )
+    first, second = itertools.islice(variants.on_host(in_parts=False), 2)
+    kept, moved = first.changes, second.changes
+    assert (kept["offload"], moved["offload"]) == ("activations", "optimizer")
+    assert (kept["low_precision_weights"], kept["optimizer"]) == ("stochastic", "8bit")
+    assert (moved["low_precision_weights"], moved["optimizer"]) == ("master", None)
