@@ -10,6 +10,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,18 @@ from benchmarks._models import SMALL, TINY, MaskedLM, masked_batch
 from benchmarks.ladder._run import TRAINERS
 from benchmarks.offloading._timeline import overlap, record
 from benchmarks.stacks import _run as stacks
-from benchmarks.stacks._run import MODELS
+from benchmarks.stacks._run import MODELS, Model
 from lightning_memsave import ActivationCheckpointing, Offloading, predict_memory
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.prediction.cuda.gpus import GPUS
 from lightning_memsave.units import MIB
 
 # Micro-batches as small as the kernels of a GPU still like them: 512 or 1,024 tokens.
 _SAMPLES = {"RoBERTa 84M, 64 x 128": 4, "RoBERTa 1.1B, 64 x 128": 8, "GPT-2 XL, 8 x 1024": 1}
 KINDS = ("optimizer", "parameters")
+GPU_NAMES = ("T4", "RTX-3060-12GB", "RTX-4090", "A100-40GB")
+_BATCH_SIZES = (16, 64, 256, 1024)
 _UNLIMITED = {"host_budget": "1024GiB"}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{f'"{kind}"': {"stack": "single_gpu", "offload": kind} | _UNLIMITED for kind in KINDS},
@@ -47,19 +52,51 @@ ON_HOST: dict[str, dict[str, Any]] = {
 """What is set beside `offload="parameters"`, for the memory of the host."""
 
 
-def predict(model: str, settings: dict[str, Any]) -> dict[str, int]:
+def predict(model: Model, settings: dict[str, Any]) -> dict[str, Any]:
     """Predict a step on CUDA.
 
     Args:
-        model: Name of the model.
+        model: The model and its batch.
         settings: What `MemSaveCallback` is told.
 
     Returns:
-        Bytes on the device, and on the host.
+        Bytes on the device and on the host, and estimated seconds by GPU.
     """
-    chosen = MODELS[model]
-    found = predict_memory(chosen.build, chosen.batch(), settings=settings)
-    return {"device_bytes": found.peak_bytes, "host_bytes": found.peak.host_bytes}
+    found = predict_memory(model.build, model.batch(), settings=settings)
+    seconds = {
+        name: step_time(found.work, Rates.of_gpu(throughput)).seconds
+        for name in GPU_NAMES
+        if (throughput := GPUS[name].throughput) is not None
+    }
+    return {
+        "device_bytes": found.peak_bytes,
+        "host_bytes": found.peak.host_bytes,
+        "seconds": seconds,
+    }
+
+
+def ratios_by_tokens(model: Model, batch_sizes: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """Estimate what offloading costs in steps of more and more tokens.
+
+    Args:
+        model: The model.
+        batch_sizes: Sequences in a step.
+
+    Returns:
+        By tokens in a step, by what is offloaded and by GPU: the time of a step over that without.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for batch_size in batch_sizes:
+        step = replace(model, batch_size=batch_size)
+        without = predict(step, {"stack": "single_gpu"})["seconds"]
+        found[str(batch_size * model.num_tokens)] = {
+            kind: {
+                name: seconds / without[name]
+                for name, seconds in predict(step, SETTINGS[f'"{kind}"'])["seconds"].items()
+            }
+            for kind in KINDS
+        }
+    return found
 
 
 def train(size: MaskedLM, batch: Any, kind: str | None, num_steps: int) -> dict[str, Any]:
@@ -183,6 +220,23 @@ def make_text(results: dict[str, Any]) -> str:
         ]
         for model, found in on_host.items()
     ]
+    estimated = [
+        [
+            model,
+            gpu,
+            *(
+                f"{found[c]['seconds'][gpu] / found['without']['seconds'][gpu]:.2f}"
+                for c in columns[1:]
+            ),
+        ]
+        for model, found in predicted.items()
+        for gpu in GPU_NAMES
+    ]
+    by_tokens = [
+        [f"{int(tokens):,}", f'"{kind}"', *(f"{found[kind][gpu]:.2f}" for gpu in GPU_NAMES)]
+        for tokens, found in results["by_tokens"].items()
+        for kind in KINDS
+    ]
     times = [
         [
             f'`offload="{kind}"`',
@@ -206,6 +260,11 @@ def make_text(results: dict[str, Any]) -> str:
             "and in bytes per parameter, by `low_precision_weights`, `optimizer_in_backward` and "
             "`optimizer`:",
             markdown_table(["model", *ON_HOST], by_setting),
+            "Estimated time of the same steps over that of the step without, from kernels, FLOP "
+            "and bytes, with a host that reads and writes 50 GB/s; nothing of it was measured:",
+            markdown_table(["model", "GPU", *columns[1:]], estimated),
+            f"The same for {trained_model.split(',')[0]} by tokens in a step, whole batches:",
+            markdown_table(["tokens", "offloaded", *GPU_NAMES], by_tokens),
             f'Two steps of {trained_model} on this CPU with `stack="offload"` and few samples at '
             "a time, in MiB of device memory:",
             markdown_table(["predicted", "counted", "losses"], [[*sizes, losses]]),
@@ -245,9 +304,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for label, settings in SETTINGS.items():
             wanted[label] = settings
             wanted[f"{label}, few samples"] = settings | few
-        predicted[name] = {label: predict(name, how) for label, how in wanted.items()}
+        model = MODELS[name]
+        predicted[name] = {label: predict(model, how) for label, how in wanted.items()}
         on_host[name] = {
-            label: predict(name, SETTINGS['"parameters"'] | settings)
+            label: predict(model, SETTINGS['"parameters"'] | settings)
             for label, settings in ON_HOST.items()
         }
         on_host[name]["num_parameters"] = count_parameters(name)
@@ -266,8 +326,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         size, masked_batch(500, 2, 16) if options.dry_run else masked_batch(8_000, 2, 32)
     )
     whole = {"model": real, "found": found}
+    sizes = (2, 4) if options.dry_run else _BATCH_SIZES
     results = {
         "predicted": predicted,
+        "by_tokens": ratios_by_tokens(MODELS[names[0]], sizes),
         "on_host": on_host,
         "real": whole,
         "trained": trained,

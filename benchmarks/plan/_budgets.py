@@ -26,8 +26,8 @@ from lightning_memsave.analysis.explain import make_what_if
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.planning import search
 from lightning_memsave.planning.plan import Plan
+from lightning_memsave.planning.recorded_blocks import value_of
 from lightning_memsave.planning.step_time import Rates, measure_rates, step_time
-from lightning_memsave.planning.variants import value_of
 from lightning_memsave.units import MIB
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)

@@ -1,7 +1,7 @@
 """Settings that may lower the peak, the cheapest first."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_memsave.core.technique import Offer
@@ -160,7 +160,9 @@ def host_candidates(now: CurrentSettings) -> list[Candidate]:
     entry = next(entry for entry in entries() if entry.argument == _HOST)
     if now.device == "cpu" or now.is_on(_HOST):
         return []
-    return [*_of_entry(now, entry), *_stack(now, _HOST)]
+    # A CPU rounds updates in another way than a GPU.
+    found = [replace(one, exactness="rounding") for one in _of_entry(now, entry)]
+    return [*found, *_stack(now, _HOST)]
 
 
 def _stack(now: CurrentSettings, name: str) -> list[Candidate]:

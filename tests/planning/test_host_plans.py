@@ -17,7 +17,7 @@ from lightning_memsave.planning.variants import Variants
 from lightning_memsave.units import MIB
 from tests.planning.plans import RATES
 
-OPEN = ("activation_checkpointing", "offload", "micro_batch_size")
+OPEN = ("activation_checkpointing", "offload")
 NUM_BLOCKS = 7
 
 
@@ -32,11 +32,11 @@ def model() -> Any:
 
 
 def variants_of(
-    open_arguments=OPEN, exactness=Exactness.BITWISE, num_samples=16, device="cuda", **settings
+    open_arguments=OPEN, exactness=Exactness.ROUNDING, num_samples=16, device="cuda", **settings
 ):
     tokens = torch.zeros(num_samples, 64, dtype=torch.long)
     batch = {"input_ids": tokens, "labels": tokens}
-    off = {"early_release": True, **dict.fromkeys(set(OPEN) - set(open_arguments))}
+    off = {"early_release": True, **dict.fromkeys({*OPEN, "micro_batch_size"} - {*open_arguments})}
     what_if = make_what_if(model(), batch, settings=off | settings, device=device)
     return Variants(what_if, open_arguments, exactness, RATES)
 
@@ -123,13 +123,21 @@ def test_activations_count_towards_the_budget_of_the_host(share):
     assert found.host_bytes > 0 or share < 1
 
 
+def test_a_host_rounds_updates_as_a_gpu_does_not():
+    offered = variants_of(exactness=Exactness.BITWISE).on_host(in_parts=False)
+    assert [variant.changes["offload"] for variant in offered] == ["activations"]
+    kinds = {v.changes["offload"]: v.exactness for v in recorded().on_host(in_parts=False)}
+    assert kinds.pop("activations") is Exactness.BITWISE
+    assert set(kinds.values()) == {Exactness.ROUNDING}
+
+
 def test_nothing_waits_on_a_host_that_trains_itself():
     assert not [*variants_of(device="cpu").on_host(in_parts=False)]
 
 
 @pytest.mark.daily(2)
 def test_parts_are_for_when_whole_batches_do_not_fit():
-    search = PlanSearch(variants_of(exactness=Exactness.ROUNDING, num_samples=2))
+    search = PlanSearch(variants_of((*OPEN, "micro_batch_size"), num_samples=2))
     with pytest.raises(InfeasiblePlanError) as failure:
         search.find(MIB)
     tried = {
