@@ -43,7 +43,6 @@ def add_step_arguments(
     parser: argparse.ArgumentParser, *, needs_batch: bool, limited: str = "each prediction"
 ) -> None:
     """Add the arguments that describe the training step; ``limited`` is what has a time limit."""
-    parser.set_defaults(base={"stack": "off"})  # what is on without `--memsave`
     group = parser.add_argument_group("training step")
     group.add_argument(
         "--batch",
@@ -96,6 +95,7 @@ def add_step_arguments(
 
 def add_settings_arguments(parser: "argparse._ActionsContainer") -> None:
     """Add the arguments that describe `MemSaveCallback` and the precision."""
+    parser.set_defaults(base={"stack": "off"})  # what is trained with without `--memsave`
     parser.add_argument(
         "--memsave",
         action=argparse.BooleanOptionalAction,
