@@ -1,7 +1,7 @@
 """Log the memory of training."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -105,7 +105,9 @@ class GPUMemoryMonitor(CallbackBase):
         self.print_summary = print_summary
         self._run: _Run | None = None
         self._summary: MemorySummary | None = None
-        self.run_prediction: Predicted | None = None  # `MemSaveCallback` gives its own
+        # `MemSaveCallback` gives its own.
+        self.run_prediction: Predicted | None = None
+        self.host_bytes_of: Callable[[Any], int] | None = None
 
     def __repr__(self) -> str:
         arguments = f"every_n_steps={self.every_n_steps}, print_summary={self.print_summary}"
@@ -127,13 +129,22 @@ class GPUMemoryMonitor(CallbackBase):
 
     def __getstate__(self) -> dict[str, Any]:
         # A run holds handles of the driver.
-        return self.__dict__ | {"_run": None, "run_prediction": None}
+        return self.__dict__ | {"_run": None, "run_prediction": None, "host_bytes_of": None}
+
+    def compare(self, prediction: Predicted, host_bytes_of: Callable[[Any], int]) -> None:
+        """Show what was predicted, and what is on the host, beside what is measured in this fit.
+
+        Args:
+            prediction: Of the fit.
+            host_bytes_of: Gives the bytes that are in the memory of the host, for a Trainer.
+        """
+        self.run_prediction, self.host_bytes_of = prediction, host_bytes_of
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Forget the fit before."""
         if stage == "fit":
             self._close()
-            self._summary = self.run_prediction = None
+            self._summary = self.run_prediction = self.host_bytes_of = None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to measure, unless another monitor of this Trainer does."""
@@ -224,7 +235,8 @@ class GPUMemoryMonitor(CallbackBase):
         run = self._run
         if run is None:
             return
-        summary = _summarize(run, self.run_prediction)
+        host_bytes = 0 if self.host_bytes_of is None else self.host_bytes_of(trainer)
+        summary = replace(_summarize(run, self.run_prediction), host_bytes=host_bytes)
         self._close()
         highest = reduce_over_ranks(
             trainer,

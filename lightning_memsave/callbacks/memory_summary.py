@@ -43,6 +43,7 @@ class MemorySummary(JupyterMixin):
             tell that, for the whole GPU with all its processes; seen in the first two steps, at
             logged ones and at the end of training. ``None`` if unknown.
         is_nvml_of_gpu: That it is for the whole GPU.
+        host_bytes: The most that offloading kept in the memory of the host.
         num_steps: Optimizer steps.
         num_samples: Samples in all training batches of all ranks.
         seconds: From the start of training to the end of the last batch, without validation and
@@ -60,6 +61,7 @@ class MemorySummary(JupyterMixin):
     peak_reserved_bytes: int | None = None
     nvml_peak_bytes: int | None = None
     is_nvml_of_gpu: bool = False
+    host_bytes: int = 0
     num_steps: int = 0
     num_samples: int = 0
     seconds: float = 0.0
@@ -151,8 +153,10 @@ class MemorySummary(JupyterMixin):
             if measured or foreseen.get(name):
                 size = self._beside(measured, foreseen.get(name))
                 rows.append((f"  {name.replace('_', ' ')}", size))
-        if predicted is not None and predicted.peak.host_bytes:
-            rows.append(("on the host", self._beside(None, predicted.peak.host_bytes)))
+        foreseen_bytes = 0 if predicted is None else predicted.peak.host_bytes
+        if self.host_bytes or foreseen_bytes:
+            size = self._beside(self.host_bytes or None, foreseen_bytes or None)
+            rows.append(("on the host", size))
         return rows
 
     # What must be known to compare the two.

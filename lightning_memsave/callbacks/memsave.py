@@ -312,7 +312,7 @@ class MemSaveCallback(CallbackBase):
                 self._prediction.use(self.plan.plan.prediction)
                 self._use_prediction()
         if self._reported is not None:
-            self._reported.run_prediction = self._prediction
+            self._reported.compare(self._prediction, self._settings.find(OffloadSetting).held_bytes)
         self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
             with attempted(trainer, "The table cannot be printed to standard output"):

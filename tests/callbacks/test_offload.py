@@ -338,7 +338,8 @@ class TestMemory:
         assert callback.monitor is not None
         assert callback.monitor.summary is not None
         host = format_bytes(callback.prediction.peak.host_bytes)
-        assert dict(callback.monitor.summary.rows())["on the host"] == f"predicted {host}"
+        held = format_bytes(callback.monitor.summary.host_bytes)
+        assert dict(callback.monitor.summary.rows())["on the host"] == f"{held}, predicted {host}"
         assert f"and {host} on the host: what is offloaded" in str(callback.prediction)
 
     @pytest.mark.parametrize("low", [None, "master", "split"])
@@ -373,11 +374,18 @@ class TestMemory:
         copies = [p.nbytes // (1 + (low is not None and p.ndim > 1)) for p in params]
         host_bytes = sum(p.nbytes for p in params) + state_bytes + 2 * sum(copies[:6])
         largest = max(p.nbytes for p in params)
+        temporary_bytes = 0
         if low == "master":  # and one gradient in float32
-            host_bytes += sum(copies) + largest
+            host_bytes, temporary_bytes = host_bytes + sum(copies), largest
         elif low == "split":  # and its weight, and a NaN in the place of each
-            host_bytes += 4 * sum(p.ndim > 1 for p in params) + 2 * largest
-        assert callback.prediction.peak.host_bytes == host_bytes
+            host_bytes += 4 * sum(p.ndim > 1 for p in params)
+            temporary_bytes = 2 * largest
+        assert callback.prediction.peak.host_bytes == host_bytes + temporary_bytes
+        assert callback.monitor is not None
+        assert callback.monitor.summary is not None
+        # Each tensor begins at a multiple of 64 bytes.
+        held_bytes = callback.monitor.summary.host_bytes
+        assert 0 <= held_bytes - host_bytes <= 64 * 4 * len(params)
 
     @pytest.mark.parametrize(
         ("what", "model"),

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_memsave.callbacks.settings.modules import ModuleSetting
 from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
+from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
@@ -130,6 +131,26 @@ class OffloadSetting(ModuleSetting):
         )
         exactness = self._used.exactness.value
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+
+    def held_bytes(self, trainer: Any) -> int:
+        """Count what is in the memory of the host, optimizer state with it; 0 without offloading.
+
+        Args:
+            trainer: The Trainer, whose optimizers have made their state.
+
+        Returns:
+            Bytes, at the most that were there at a time.
+        """
+        handle = self._handle
+        if handle is None:
+            return 0
+        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
+        values = [v for state in states for v in state.values() if isinstance(v, Tensor)]
+        storages = {v.untyped_storage()._cdata: v.untyped_storage() for v in values}
+        memories = [handle.memory, *(table.memory for table in handle.tables)]
+        return sum(storage.nbytes() for storage in storages.values() if is_host(storage)) + sum(
+            memory.peak_bytes for memory in memories
+        )
 
     def _updates_on_host(self) -> bool:
         handle = self._handle

@@ -26,6 +26,8 @@ class HostMemory:
     def __init__(self) -> None:
         self._is_locked = self._is_warned = False
         self._pieces: list[Any] = []  # weak references
+        self.peak_bytes = 0
+        """The most that was allocated at a time."""
 
     def tensors_like(
         self, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype] | None = None
@@ -78,7 +80,10 @@ class HostMemory:
             offsets.append(end)
             end += -(-form.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         memory = np.empty(end, np.uint8)
+        self._pieces = [each for each in self._pieces if each() is not None]
         self._pieces.append(weakref.ref(memory))
+        num_bytes = sum(each().nbytes for each in self._pieces)
+        self.peak_bytes = max(self.peak_bytes, num_bytes)
         if self._is_locked:
             self._lock(memory)
         return [

@@ -64,7 +64,8 @@ class HostTable(HostWeight):
         """What updates it."""
         self.home = weight.device
         """The device of the weight before and after."""
-        self._memory = HostMemory()
+        self.memory = HostMemory()
+        """What holds the weight and its gradient."""
         self._copies: Copies | None = None
         self._modules = _modules_with(weight, model)
         self._pieces: list[tuple[Tensor, Tensor]] = []  # rows and their gradients, of a backward
@@ -80,12 +81,12 @@ class HostTable(HostWeight):
         """
         weight, grad = self.weight, self.weight.grad
         weight.grad = None
-        host = self._memory.tensors_like([weight])[0]
+        host = self.memory.tensors_like([weight])[0]
         with torch.no_grad(), host_copies():
             host.copy_(weight)
         weight.data = host
         if grad is not None:
-            weight.grad = self._memory.tensors_like([grad])[0]
+            weight.grad = self.memory.tensors_like([grad])[0]
             with host_copies():
                 weight.grad.copy_(grad)
         undo = [set_host_weight(self), self.release]
@@ -203,7 +204,7 @@ class HostTable(HostWeight):
             self._has_gradient = None
         if self._copies is None or tensor.device != self.device:
             self.device = tensor.device
-            self._copies = copies_for(tensor, self.worker, self._memory)
+            self._copies = copies_for(tensor, self.worker, self.memory)
 
     # Page-locked, where copies are beside the computation: torch keeps such memory for later ones.
     def _transfer_memory(self, like: Tensor) -> Tensor:
@@ -281,7 +282,7 @@ class HostTable(HostWeight):
         """Return the memory of the whole gradient, and which of its rows have values."""
         weight = self.weight
         if self._dense is None:
-            self._dense = self._memory.tensors_like([weight.data])[0]
+            self._dense = self.memory.tensors_like([weight.data])[0]
         if self._has_gradient is None:
             grad, whole = weight.grad, self._dense
             with torch.no_grad(), host_copies():

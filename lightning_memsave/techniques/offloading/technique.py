@@ -47,6 +47,8 @@ class OffloadingHandle(Handle[nn.Module]):
 
     residence: Residence | None = None
     """What moves the parameters; ``None`` if there are none."""
+    memory: HostMemory
+    """What holds weights, gradients and activations, but for those of tables."""
     tables: Sequence[HostTable] = ()
     """Embeddings that stay on the host."""
 
@@ -286,7 +288,7 @@ class Offloading(Technique[nn.Module]):
         elif "activations" in self._kinds:
             skipped.append("activations on the device: no repeated block was found")
         handle = OffloadingHandle(target, changes, skipped, undo)
-        handle.residence, handle.tables = residence, tables
+        handle.residence, handle.tables, handle.memory = residence, tables, memory
         return handle
 
     def _chosen(self, model: nn.Module, blocks: Sequence[Block]) -> tuple[list[nn.Parameter], str]:
