@@ -135,7 +135,7 @@ def test_nothing_waits_on_a_host_that_trains_itself():
     assert not [*variants_of(device="cpu").on_host(in_parts=False)]
 
 
-@pytest.mark.daily(2)
+@pytest.mark.exhaustive
 def test_parts_are_for_when_whole_batches_do_not_fit():
     search = PlanSearch(variants_of((*OPEN, "micro_batch_size"), num_samples=2))
     with pytest.raises(InfeasiblePlanError) as failure:

@@ -52,12 +52,18 @@ SINGLE_GPU = (
     LowPrecisionWeights(),
     OptimizerInBackward(),
 )
+OFFLOAD = (
+    ChunkedCrossEntropy(heads="head"),
+    ActivationCheckpointing("nested"),
+    Offloading("parameters+activations", min_bytes=1),
+)
 STACKS = {
     "bitwise": BITWISE,
     "classic": CLASSIC,
     "single_gpu": SINGLE_GPU,
     "single_gpu in parts": (*SINGLE_GPU, MicroBatching(6)),
     "offloaded, in backward": (Offloading(), OptimizerInBackward()),
+    "offload": OFFLOAD,
 }
 APART = [*REFUSED, *STACKS.values()]
 PAIRS = [pair for pair in combinations(FIRST.values(), 2) if pair not in APART]
