@@ -160,13 +160,13 @@ class PlanSearch:
         for variant in self._variants.in_other_parts(chosen.variant):
             self._add(variant)
         same = [
-            found
+            [candidate for candidate in found if self._bytes(candidate) < math.inf]
             for variant, found in self._by_variant.items()
             if variant.exactness.rank <= chosen.variant.exactness.rank
             and rest_of(variant) == rest_of(chosen.variant)
         ]
         ladder: dict[int, _Candidate] = {}
-        for found in same:
+        for found in filter(None, same):
             best = self._fastest(found, self._room) or min(found, key=self._bytes)
             best = chosen if chosen in found else best
             ladder |= {id(c): c for c in thinned_frontier(found, best, self._bytes)}

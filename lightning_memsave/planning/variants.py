@@ -20,6 +20,7 @@ from lightning_memsave.techniques.offloading.host_budget import (
     host_budget_bytes,
     host_bytes_per_parameter,
 )
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries, unused_details
 
 RECOMPUTED = "activation_checkpointing"
@@ -36,7 +37,6 @@ _ON_HOST = (
     "parameters+activations",
     "parameters+activations+embeddings",
 )
-_BESIDE_WEIGHTS = {"optimizer_in_backward": None, **BESIDE_OFFLOAD}
 # Of the time that is allowed: it is left for predictions of whole plans.
 _FOR_PLANS = 0.3
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
@@ -238,7 +238,7 @@ class Variants:
             return
         chosen = self._helpful()
         ways = [self._beside_offload(kind, chosen) for kind in _ON_HOST]
-        ways = [way for way in ways if self._has_host_bytes(way)]
+        ways = [way for way in ways if self._has_host_bytes(_changes(chosen, way))]
         if in_parts:
             ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
         for way in ways:
@@ -396,21 +396,21 @@ class Variants:
         if kind == _ON_HOST[0]:
             return {OFFLOAD: kind}
         names = {*map(_argument, chosen)}
-        beside = {n: v if n in names else None for n, v in _BESIDE_WEIGHTS.items()}
+        beside = {n: v if n in names else None for n, v in BESIDE_OFFLOAD.items()}
         return {n: v for n, v in beside.items() if n in self._open} | {OFFLOAD: kind}
 
-    def _has_host_bytes(self, beside: Mapping[str, Any]) -> bool:
-        needed = self._weights_on_host(beside)
+    def _has_host_bytes(self, changes: Mapping[str, Any]) -> bool:
+        needed = self._weights_on_host(changes)
         if needed > self.host_budget_bytes:
             self.lacking_host_bytes = min(needed, self.lacking_host_bytes or needed)
         return needed <= self.host_budget_bytes
 
     # Of the whole model; recorded ones have few blocks.
-    def _weights_on_host(self, beside: Mapping[str, Any]) -> int:
-        if beside.get(OFFLOAD) in (None, _ON_HOST[0]):
+    def _weights_on_host(self, changes: Mapping[str, Any]) -> int:
+        if changes.get(OFFLOAD) in (None, _ON_HOST[0]):
             return 0
         trained = [p for p in self.what_if.table.parameters if p.is_trainable is not False]
-        per_parameter = host_bytes_per_parameter({**self.what_if.step.settings, **beside})
+        per_parameter = host_bytes_per_parameter({**self.what_if.step.settings, **changes})
         return per_parameter * sum(parameter.num_elements for parameter in trained)
 
     def _record(
@@ -437,12 +437,11 @@ class Variants:
         def predict(settings: Mapping[str, Any]) -> MemoryPrediction:
             return self._blocks.what_if.predict(settings, limit_s=self._left_to_record_s)
 
+        on_host = self._weights_on_host(changes)
         if not self.kinds:
             prediction = predict(self.settings(changes))
             seconds = self.seconds(prediction)
-            return Variant(
-                changes, exactness, beside, None, prediction, seconds, self._weights_on_host(beside)
-            )
+            return Variant(changes, exactness, beside, None, prediction, seconds, on_host)
         recorded, names = [], self._blocks.names
         is_moved = (OFFLOAD in beside) or self.what_if.step.settings.get(OFFLOAD) is not None
         for kinds in self._blocks.assignments(by_place=is_moved):
@@ -456,7 +455,6 @@ class Variants:
             self.rates,
             by_place=is_moved,
         )
-        on_host = self._weights_on_host(beside)
         return Variant(changes, exactness, beside, costs, weights_on_host=on_host)
 
 
@@ -485,5 +483,6 @@ def _exactness_of(values: Mapping[str, Any]) -> Iterator[Exactness]:
             technique = entry.technique.from_value(value)
             assert technique is not None, "it is on"
             yield technique.exactness
-            if getattr(technique, "has_weights", False):  # a CPU rounds updates as a GPU does not
+            # A CPU rounds updates in another way than a GPU.
+            if isinstance(technique, Offloading) and technique.has_weights:
                 yield Exactness.ROUNDING

@@ -3,13 +3,14 @@
 import dataclasses
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_memsave.callbacks.settings.modules import ModuleSetting
 from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
@@ -144,9 +145,9 @@ class OffloadSetting(ModuleSetting):
         handle = self._handle
         if handle is None:
             return 0
-        states = [state for optimizer in trainer.optimizers for state in optimizer.state.values()]
-        values = [v for state in states for v in state.values() if isinstance(v, Tensor)]
-        storages = {v.untyped_storage()._cdata: v.untyped_storage() for v in values}
+        states = tensors_in([optimizer.state for optimizer in trainer.optimizers])
+        found = [tensor.untyped_storage() for tensor in states]
+        storages = {storage.data_ptr(): storage for storage in found}
         memories = [handle.memory, *(table.memory for table in handle.tables)]
         return sum(storage.nbytes() for storage in storages.values() if is_host(storage)) + sum(
             memory.peak_bytes for memory in memories
