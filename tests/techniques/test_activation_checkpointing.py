@@ -30,6 +30,7 @@ from tests.cases import WIDTH, Block, Model, make_batch, make_model
 from tests.helpers import (
     assert_bitwise_equal,
     gradients_of,
+    names_of_cache,
     saved_bytes,
     seed_torch,
     snapshot,
@@ -169,7 +170,9 @@ def test_caches_are_not_filled_while_training_and_work_in_evaluation():
     assert torch.equal(generated, plain)
 
 
-def test_blocks_that_are_given_a_filled_cache_run_plainly():
+@pytest.mark.parametrize("argument", names_of_cache())
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_blocks_that_are_given_a_filled_cache_run_plainly(argument):
     model = WithLoss("llama").model.train()
     tokens = torch.arange(2, 10).reshape(1, 8)
 
@@ -177,7 +180,7 @@ def test_blocks_that_are_given_a_filled_cache_run_plainly():
         torch.manual_seed(0)
         prefix = model.eval()(tokens).past_key_values
         model.train().zero_grad()
-        loss = model(tokens, past_key_values=prefix, labels=tokens).loss
+        loss = model(tokens, **{argument: prefix}, labels=tokens).loss
         loss.backward()
         return loss.detach(), model.model.embed_tokens.weight.grad.clone()
 
@@ -664,14 +667,18 @@ def test_buffers_that_begin_to_change_later_change_once():
     assert model.blocks[0].calls == 2
 
 
-def test_a_cache_that_is_given_is_filled_over_several_calls():
+@pytest.mark.parametrize("argument", names_of_cache())
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_a_cache_that_is_given_is_filled_over_several_calls(argument):
     model: Any = WithLoss("gpt2").model.train()
     tokens = torch.arange(2, 10).reshape(1, 8)
     cache = transformers.DynamicCache(config=model.config)
     with ActivationCheckpointing().apply(model):
         for part in tokens.chunk(2, dim=1):
-            with pytest.warns(NoEffectWarning, match="activation_checkpointing=None"):
-                model(part, past_key_values=cache)
+            with pytest.warns(NoEffectWarning) as warned:
+                model(part, **{argument: cache}, use_cache=True)
+            ours = [str(w.message) for w in warned if w.category is NoEffectWarning]
+            assert all("is called with a key-value cache" in message for message in ours)
     assert cache.get_seq_length() == 8
 
 

@@ -19,7 +19,7 @@ from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, make_batch, make_model
-from tests.helpers import InAutocast, assert_bitwise_equal, train
+from tests.helpers import InAutocast, assert_bitwise_equal, names_of_cache, train
 
 
 def double(step: int) -> Tensor:
@@ -344,7 +344,9 @@ class TestCheck:
         with pytest.raises(IncompatibleError, match=r"Call `handle\.undo\(\)`"):
             BlockMicroBatching(2).apply(model)
 
-    def test_a_cache_is_not_split(self):
+    @pytest.mark.parametrize("argument", names_of_cache())
+    @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+    def test_a_cache_is_not_split(self, argument):
         from transformers import DynamicCache, GPT2Config, GPT2Model
 
         model = GPT2Model(GPT2Config(n_embd=32, n_layer=2, n_head=2, vocab_size=8)).double()
@@ -353,10 +355,11 @@ class TestCheck:
         tokens = torch.randint(8, (4, 5))
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("error")
-            model.eval()(tokens, past_key_values=cache)
+            warnings.filterwarnings("ignore", "`past_key_values` is deprecated", FutureWarning)
+            model.eval()(tokens, **{argument: cache})
         assert cache.get_seq_length() == 5
         with pytest.warns(NoEffectWarning, match="key-value cache"):
-            model.train()(tokens, past_key_values=DynamicCache(config=model.config))
+            model.train()(tokens, **{argument: DynamicCache(config=model.config)})
 
     def test_nothing_to_do(self):
         with pytest.warns(NoEffectWarning, match="no repeated block was found in `Linear`"):

@@ -347,7 +347,8 @@ def _runs_without(block: nn.Module, args: Any, kwargs: Any) -> bool:
 
 # As Hugging Face's own checkpointing does, for all models that create caches by default.
 def _without_cache(model: nn.Module, args: Any, kwargs: Any, *, is_inner: bool) -> tuple[Any, Any]:
-    is_given = kwargs.get("past_key_values") is not None
+    # Older caches are tuples. transformers renamed `past_key_values` to `cache` in 5.24.
+    is_given = is_given_cache(args, kwargs) or kwargs.get("past_key_values") is not None
     if is_given or not model.training or not torch.is_grad_enabled():
         return args, kwargs
     # An outer model that passes `use_cache=True` to an inner one reads the cache, as Pi0 does.
