@@ -282,6 +282,7 @@ FOREIGN_PRIVATE_NAMES = {
     "a storage or a version has no public identity": {
         "core.label_counts": "_version",
         "explain": "_cdata",
+        "core.saved_state": "_values",
         "measure": "_cdata _storage_Use_Count _indices _values",
         "prediction": "_cdata",
         "targets.target": "_cdata",

@@ -1,4 +1,4 @@
-"""Save and restore random states and the contents of containers."""
+"""Save and restore random states, tensors of any layout, and the contents of containers."""
 
 import collections
 import random
@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Exact types: subclasses may not be mutable, such as Hugging Face's model outputs.
 CONTAINERS = {
@@ -80,6 +81,61 @@ def set_generator(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         generator.bit_generator.state = state
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether the values are elements of one storage: not sparse, opaque or nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def values_in(tensor: Tensor) -> Tensor:
+    """Return the plain tensor that holds the values of a sparse or nested one, or itself.
+
+    Raises:
+        RuntimeError: If there is none, as in MKL-DNN's layout.
+    """
+    if is_plain(tensor):
+        return tensor
+    return tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Return the bytes of the values of a tensor of any layout; 0 if it does not tell."""
+    try:
+        return values_in(tensor).nbytes
+    except RuntimeError:
+        return 0
+
+
+def once(tensor: Tensor) -> Tensor:
+    """Return a view that has each element of an expanded tensor once."""
+    if is_plain(tensor):
+        for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            tensor = tensor.narrow(dim, 0, 1) if size > 1 and stride == 0 else tensor
+    return tensor
+
+
+def copy_of(tensor: Tensor, *, on_host: bool = False) -> Tensor:
+    """Copy the values of a tensor of any layout, those of an expanded one once."""
+    values = once(tensor.detach())
+    # Not all layouts can be copied to a CPU where they are.
+    is_there = tensor.device.type in ("cpu", "meta")
+    return values.to("cpu", copy=True) if on_host and not is_there else values.clone()
+
+
+def write_back(tensor: Tensor, before: Tensor) -> None:
+    """Give a tensor the values of its copy."""
+    # Tensors made under `torch.inference_mode` can only be written under it.
+    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        once(tensor).copy_(before)
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the values of a plain tensor as a row of bytes, without a copy if they are dense."""
+    values = once(tensor.detach()).resolve_conj().resolve_neg()
+    values = (values.int_repr() if values.is_quantized else values).contiguous()
+    # One element, or none, counts as contiguous with any stride, and has no bytes to view then.
+    return values.as_strided((values.numel(),), (1,)).view(torch.uint8)
 
 
 def is_same(container: Any, contents: Any) -> bool:

@@ -206,6 +206,10 @@ class EvalMicroBatchSetting(Setting):
 
     def _show(self, runner: MicroBatchRunner) -> None:
         how, exactness = "outputs are put together", "rounding"
+        if runner.failure:
+            how = f"a batch that runs out of memory is not repeated: {runner.failure}"
+            self.rows = [Row(self.name, self.value, "off", (how,))]
+            return
         if runner.is_auto and runner.size is None:
             how = "whole batches; halved when memory runs out, if samples prove that this is exact"
             exactness = "bitwise"
@@ -262,8 +266,10 @@ class EvalMicroBatchSetting(Setting):
             save_state=lambda: known.save("leave", is_watched),
             forget=forget,
         )
-        known.learn()
+        runner.record(known.learn)
         probe.passed(batch, is_fresh=True, has_stepped=True)
+        if runner.failure:
+            self._show(runner)
         if runner.size != size:
             warn_of_retry(trainer, runner, self.name, "")
             self._show(runner)

@@ -36,10 +36,7 @@ from lightning_memsave.errors import (
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.techniques.micro_batching.loss_proof import LossCheck, Proof, prove
 from lightning_memsave.techniques.micro_batching.loss_weights import Weighting
-from lightning_memsave.techniques.micro_batching.runner import (
-    MicroBatchRunner,
-    samples_of,
-)
+from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner, samples_of
 from lightning_memsave.techniques.micro_batching.technique import (
     MicroBatching,
     check_repeatable,
@@ -307,8 +304,14 @@ class MicroBatchSetting(Setting):
             runner.tell_apart = None
         if is_apart and will_step(trainer):
             average_gradients(trainer, pl_module)
-        known.learn()
+        runner.record(known.learn)
         self._probe.passed(batch, is_fresh, will_step(trainer))
+        self._show_change(trainer, pl_module, runner)
+
+    def _show_change(self, trainer: Any, pl_module: Any, runner: MicroBatchRunner) -> None:
+        if runner.failure and self.rows[0].status == "on":
+            self._show(trainer, pl_module)
+            self._log_row(trainer)
         if self.is_auto and runner.size != self.size:
             self.size, self.is_planned = runner.size, False
             warn_of_retry(trainer, runner, self.name, self._weighted())
@@ -379,6 +382,9 @@ class MicroBatchSetting(Setting):
             self._show(trainer, pl_module)
         else:
             return
+        self._log_row(trainer)
+
+    def _log_row(self, trainer: Any) -> None:
         row = self.rows[0]
         log_info(trainer, f"{row.name}={row.value}: {row.status}. {'; '.join(row.details)}.")
 
@@ -459,6 +465,10 @@ class MicroBatchSetting(Setting):
             )
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
+        if self.is_auto and self.runner is not None and self.runner.failure:
+            why = f"a batch that runs out of memory is not repeated: {self.runner.failure}"
+            self.rows = [Row(self.name, self.value, "off", (why,))]
+            return
         if self.is_kept_whole:
             details = ["whole batches; repeated with a smaller plan when memory runs out"]
             details += [self.proof.reason] if self.proof.reason else []

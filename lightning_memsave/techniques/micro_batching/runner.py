@@ -3,8 +3,9 @@
 import itertools
 import math
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -13,8 +14,14 @@ from lightning_memsave.core.out_of_memory import (
     find_out_of_memory,
     first_line,
     free_unused,
+    is_out_of_memory,
 )
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemoryExhaustedError
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemoryExhaustedError,
+    MemsaveError,
+)
 from lightning_memsave.techniques.micro_batching.loss_weights import (
     LossWeight,
     Weighting,
@@ -24,6 +31,8 @@ from lightning_memsave.techniques.micro_batching.loss_weights import (
     weightings_of,
 )
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
+
+T = TypeVar("T")
 
 SplitBatch: TypeAlias = Callable[[Any, int], Sequence[Any]]
 """Function of a batch and a size that returns a list of batches."""
@@ -141,6 +150,8 @@ class MicroBatchRunner:
         """Whether `tell_apart` is a collective call of all processes."""
         self.advice = _ADVICE
         """Remedy if a single sample does not fit."""
+        self.failure = ""
+        """Why batches cannot be repeated: saving or restoring the module's state has failed."""
         self._loss_weight, self._split_batch, self._agree = loss_weight, split_batch, agree
 
     def split(self, batch: Any) -> tuple[list[Any], list[float], list[int | None]]:
@@ -208,7 +219,7 @@ class MicroBatchRunner:
         Raises:
             MemoryExhaustedError: If memory runs out with one sample.
         """
-        before = _Before(save_state if self.is_auto else lambda: None)
+        before = _Before(self, save_state if self.is_auto else lambda: None)
         for num_failures in itertools.count(1):
             failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
@@ -222,6 +233,7 @@ class MicroBatchRunner:
             # Outside of the except block, whose traceback would keep tensors of the step alive.
             before.has_failed = True
             forget()
+            self.require_repeatable()
             if self.relieve is not None and self.relieve(num_failures):
                 continue
             if size == 0:
@@ -234,6 +246,26 @@ class MicroBatchRunner:
         parts, weights, sizes = self.split(batch)
         for index, (part, weight, size) in enumerate(zip(parts, weights, sizes, strict=True)):
             pass_part(part, weight, size, index == len(parts) - 1)
+
+    def require_repeatable(self) -> None:
+        """Raise where memory has run out and the state before the batch is lost."""
+        if self.failure:
+            raise MemoryExhaustedError(
+                f"Out of memory, and the batch cannot be repeated: {self.failure}. Use smaller "
+                "batches, or a fixed size such as `micro_batch_size=4`."
+            )
+
+    def record(self, function: Callable[[], T]) -> T | None:
+        """Call what saves or restores state: if it fails, batches are not repeated any more."""
+        outside = sys.exception()
+        try:
+            return function()
+        except Exception as error:
+            if isinstance(error, MemsaveError) or is_out_of_memory(error, outside):
+                raise
+            why = textwrap.shorten(f"{type(error).__name__}: {first_line(error)}", 150)
+            self.failure = f"the state of the module cannot be saved and restored ({why})"
+            return None
 
     # Returns the first line of an out-of-memory error.
     def _failure_of(self, function: Callable[[], None]) -> str | None:
@@ -269,18 +301,21 @@ class MicroBatchRunner:
 
 # Saving and restoring need memory too: they are part of an attempt, which may run out of memory.
 class _Before:
-    def __init__(self, save_state: Callable[[], TrainingState | None]) -> None:
+    def __init__(
+        self, runner: MicroBatchRunner, save_state: Callable[[], TrainingState | None]
+    ) -> None:
         self.has_failed = False  # an attempt has run out of memory
-        self._save_state = save_state
+        self._runner, self._save_state = runner, save_state
         self._state: TrainingState | None = None
 
     def prepare(self) -> None:
         if self.has_failed:
             free_unused()
-        if self._state is None:
-            self._state = self._save_state()
-        else:
-            self._state.restore()
+        if self._state is not None:
+            self._runner.record(self._state.restore)
+            self._runner.require_repeatable()
+        elif not self._runner.failure:
+            self._state = self._runner.record(self._save_state)
 
 
 def _agree_on(shares: Sequence[Sequence[float] | None]) -> bool:

@@ -18,10 +18,17 @@ from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.saved_state import (
     CONTAINERS,
     RandomState,
+    bytes_of,
+    copy_of,
     generator_state,
+    is_plain,
     is_same,
+    nbytes_of,
+    once,
     refill,
     set_generator,
+    values_in,
+    write_back,
 )
 from lightning_memsave.errors import MemoryExhaustedError, MemsaveWarning
 from lightning_memsave.techniques.offloading.residence import leave_device
@@ -75,13 +82,16 @@ class TrainingState:
         large = {key for key, (_, b) in buffers.items() if not self._drops and _is_large(b)}
         self._watched = [(m, b, b._version) for key, (m, b) in buffers.items() if key in large]
         # Of all buffers there are copies in watched steps only, which are few: on the host.
-        copy_of = _host_copy if known is None else _copy
-        self._buffers = [(m, b, copy_of(b)) for key, (m, b) in buffers.items() if key not in large]
+        copy = _host_copy if known is None else copy_of
+        self._buffers = [(m, b, copy(b)) for key, (m, b) in buffers.items() if key not in large]
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         if gradients == "keep":
-            self._gradients = [
-                (p, _host_copy(p.grad)) for p in module.parameters() if p.grad is not None
-            ]
+            with host_copies():
+                self._gradients = [
+                    (p, p.grad.detach().to("cpu", copy=True))
+                    for p in module.parameters()
+                    if p.grad is not None
+                ]
 
     def restore(self) -> None:
         """Restore everything; may be called again.
@@ -106,7 +116,7 @@ class TrainingState:
             refill(module._buffers, buffers)
             refill(module._non_persistent_buffers_set, non_persistent)
         for _, buffer, before in self._buffers:
-            _write(buffer, before)
+            write_back(buffer, before)
         for parameter, gradient in self._gradients:
             parameter.grad = gradient.to(parameter.device, copy=True)
         if self._known is not None:
@@ -209,26 +219,23 @@ def _marks(module: nn.Module) -> object:
     )
 
 
-def _copy(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone()
-
-
 def _host_copy(tensor: Tensor) -> Tensor:
     with host_copies():
-        return tensor.detach().to("cpu", copy=True)
+        return copy_of(tensor, on_host=True)
 
 
 def _differing(tensors: list[tuple[nn.Module, Tensor, Tensor]]) -> list[nn.Module]:
     found: list[nn.Module] = []
     flags: dict[torch.device, list[tuple[nn.Module, Tensor]]] = {}
     for module, tensor, before in tensors:
-        if tensor.shape != before.shape or tensor.layout is not torch.strided:
+        now = once(tensor)
+        if not is_plain(now) or now.shape != before.shape:
             found.append(module)
-        elif not is_fake(tensor):  # of which a prediction needs nothing to be known
+        # Of fake tensors a prediction needs nothing to be known.
+        elif not is_fake(tensor) and not tensor.is_meta and now.numel():
+            now = now if before.device == now.device else _host_copy(now)
             # In place: memory may have no room for another copy.
-            pair = tensor if before.device == tensor.device else _host_copy(tensor), before
-            now, copy_of_it = (t.detach().reshape(-1).view(torch.uint8) for t in pair)
-            flag = copy_of_it.bitwise_xor_(now).any()
+            flag = bytes_of(before).bitwise_xor_(bytes_of(now)).any()
             flags.setdefault(flag.device, []).append((module, flag))
     for pairs in flags.values():
         have_changed = torch.stack([flag for _, flag in pairs]).tolist()
@@ -238,7 +245,7 @@ def _differing(tensors: list[tuple[nn.Module, Tensor, Tensor]]) -> list[nn.Modul
 
 def _is_large(buffer: Tensor) -> bool:
     # Tensors made under `torch.inference_mode` have no version counter.
-    return buffer.nbytes > _MAX_STATE_BYTES and not buffer.is_inference()
+    return nbytes_of(buffer) > _MAX_STATE_BYTES and not buffer.is_inference()
 
 
 class _Attributes:
@@ -256,9 +263,9 @@ class _Attributes:
         self._containers = [(v, copy.copy(v)) for v in values if type(v) in CONTAINERS]
         is_metric = _is_metric(module)  # its tensors are state, of any size
         self._tensors = [
-            (value, value.detach().clone())
+            (value, copy_of(value))
             for value in values
-            if isinstance(value, Tensor) and (is_metric or value.nbytes <= _MAX_STATE_BYTES)
+            if isinstance(value, Tensor) and (is_metric or nbytes_of(value) <= _MAX_STATE_BYTES)
         ]
 
     def tensors(self) -> list[tuple[nn.Module, Tensor, Tensor]]:
@@ -282,7 +289,7 @@ class _Attributes:
         for container, items in self._containers:
             refill(container, items)
         for tensor, values in self._tensors:
-            _write(tensor, values)
+            write_back(tensor, values)
 
 
 # Attributes of this package record events that repeating a batch does not undo.
@@ -294,12 +301,6 @@ def _own(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _is_of_torch(module: nn.Module) -> bool:
     return type(module).__module__.startswith("torch.")
-
-
-def _write(tensor: Tensor, before: Tensor) -> None:
-    # Tensors made under `torch.inference_mode` can only be written under it.
-    with torch.no_grad(), torch.inference_mode(tensor.is_inference()):
-        tensor.copy_(before)
 
 
 # Without an import of torchmetrics there is no metric.
@@ -366,9 +367,9 @@ class ModuleState:
                 self._visit(parameter)
             value = vars(value)
         if isinstance(value, Tensor):
-            key = _key_of(value)
-            if key is not None:
-                self._storages[key] = value.untyped_storage()
+            storage = _storage_of(value)
+            if storage is not None:
+                self._storages[int(storage._cdata)] = storage
         elif isinstance(value, list | dict | set | deque | tuple):
             if id(value) in self._seen:
                 return
@@ -413,7 +414,12 @@ def full_precision() -> Iterator[None]:
 
 
 def _key_of(tensor: Tensor) -> int | None:
+    storage = _storage_of(tensor)
+    return None if storage is None else int(storage._cdata)
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     try:
-        return int(tensor.untyped_storage()._cdata)
-    except RuntimeError:  # sparse tensors and some subclasses have none
+        return values_in(tensor).untyped_storage()
+    except RuntimeError:  # opaque layouts and some subclasses have none
         return None
