@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -237,6 +238,18 @@ def saved_bytes(compute_loss: Callable[[], Tensor]) -> int:
         loss = compute_loss()
     assert loss.requires_grad
     return sum(storages.values())
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Raise an error where the host waits for the GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 class ResidentGrowth:
