@@ -113,6 +113,28 @@ format: $(READY)  ## Format the code and fix what ruff can fix
 test-gpu: $(READY)  ## The tests that need a CUDA device
 	$(PYTHON) -m pytest -m gpu $(PYTEST_ARGS)
 
+# CUDA without a GPU: tests/virtual_gpu/README.md. VGPU_PYTHON=... uses an interpreter that has all.
+VGPU_VENV ?= .venv-vgpu
+VGPU_TORCH ?= torch==2.14.1
+ifdef VGPU_PYTHON
+READY_VGPU :=
+else
+VGPU_PYTHON := $(VGPU_VENV)/bin/python
+READY_VGPU := $(VGPU_VENV)/.ready
+endif
+TEST_VGPU := VGPU_COMPUTE=1 VGPU_STRICT=1 VGPU_MEMORY=3GiB OMP_NUM_THREADS=1 \
+	tests/virtual_gpu/run $(VGPU_PYTHON) -m pytest -n $(WORKERS) --dist worksteal tests
+
+.PHONY: test-vgpu
+test-vgpu: $(READY_VGPU)  ## The tests that need a CUDA device, on a virtual one
+	VGPU=rtx3060 $(TEST_VGPU) -m "gpu and not exhaustive" $(PYTEST_ARGS)
+	VGPU=t4 $(TEST_VGPU)/virtual_gpu -m "not exhaustive" $(PYTEST_ARGS)
+	VGPU=h100 $(TEST_VGPU)/virtual_gpu -m "not exhaustive" $(PYTEST_ARGS)
+
+.PHONY: test-vgpu-all
+test-vgpu-all: $(READY_VGPU)  ## The same, and what takes long, on each virtual GPU
+	for card in t4 rtx3060 rtx4090 a100 h100; do VGPU=$$card $(TEST_VGPU) -m gpu $(PYTEST_ARGS) || exit 1; done
+
 .PHONY: bench-overhead
 bench-overhead: $(READY)  ## What the callback costs, in paired runs
 	$(PYTHON) -m benchmarks.overhead
@@ -186,6 +208,13 @@ $(VENV)/.ready: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	$(call INSTALL,$(VENV),-c $(CONSTRAINTS))
 	@touch $@
 
+# The CUDA build of torch also brings the headers that the virtual GPU is built with.
+$(VGPU_VENV)/.ready: pyproject.toml $(CONSTRAINTS)
+	@p=$$($(FIND_PYTHON)); $$p -m venv $(VGPU_VENV)
+	$(VGPU_VENV)/bin/python -m pip install --quiet $(VGPU_TORCH)
+	$(call INSTALL,$(VGPU_VENV),-c $(CONSTRAINTS))
+	@touch $@
+
 # PyPI's torch for Linux brings CUDA's libraries: 3 GB to download, 7 GB on disk. There is no smaller
 # one of an old release on PyPI; download.pytorch.org has them: PIP_EXTRA_INDEX_URL and TORCH above.
 LIST_LOWEST := import tomllib; \
@@ -201,6 +230,6 @@ $(LOWEST)/.ready: pyproject.toml
 
 .PHONY: clean
 clean:  ## Remove the environment, caches and outputs
-	rm -rf $(VENV) $(LOWEST) $(NEWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage \
-		lightning_logs checkpoints build dist site *.egg-info
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) $(VGPU_VENV) .pytest_cache .mypy_cache .ruff_cache \
+		.hypothesis .coverage lightning_logs checkpoints build dist site *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

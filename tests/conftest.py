@@ -117,6 +117,10 @@ def only_own_tensors() -> None:
     gc.freeze()
 
 
+def _sync_debug_mode() -> int:
+    return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+
+
 class ProcessState:
     """The settings of this process that all tests share."""
 
@@ -125,6 +129,7 @@ class ProcessState:
         (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (_sync_debug_mode, torch.cuda.set_sync_debug_mode),
     )
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ import os
 import resource
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -246,6 +247,18 @@ def names_of_cache() -> list[str]:
 
     renamed = "cache" in inspect.signature(GPT2Model.forward).parameters
     return ["past_key_values", "cache"] if renamed else ["past_key_values"]
+
+
+@contextlib.contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Raise an error where the host waits for the GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 class ResidentGrowth:

@@ -10,7 +10,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.analysis.architectures import Architecture, Lit
 from tests.analysis.counting import count
 from tests.conftest import ProcessState, leave_for_other_days, take_turns
-from tests.helpers import ResidentGrowth
+from tests.helpers import ResidentGrowth, nothing_waits
 
 
 class _Fails(Lit):
@@ -49,6 +49,19 @@ def test_what_a_test_leaves_behind_is_named_and_taken_back() -> None:
     assert torch.is_grad_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.gpu
+def test_a_mode_in_which_each_wait_is_an_error_is_taken_back() -> None:
+    torch.zeros(1, device="cuda")
+    before = ProcessState()
+    with nothing_waits(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        torch.ones(1, device="cuda").item()
+    assert before.restore() == []
+    with pytest.warns(UserWarning, match="prototype"):
+        torch.cuda.set_sync_debug_mode("error")
+    assert before.restore() == ["set_sync_debug_mode"]
+    assert torch.ones(1, device="cuda").item() == 1.0
 
 
 def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> None:

@@ -19,6 +19,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.chunks import (
     run,
 )
 from lightning_memsave.techniques.chunked_cross_entropy.kernel import linear_cross_entropy
+from tests.helpers import nothing_waits
 
 ROWS, WIDTH, CLASSES = 150, 24, 67
 EPSILON = {torch.float32: 2e-7, torch.float64: 1e-15, torch.bfloat16: 1e-3, torch.float16: 1e-4}
@@ -386,11 +387,8 @@ class TestRows:
         p = Problem(x, weight, None, p.target.cuda())
         for _ in range(3):
             chunked(p, LossSettings()).backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             chunked(p, LossSettings()).backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 class TestMemory:
