@@ -24,7 +24,7 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import techniques
-from tests.cases import CASES, make_batch, make_model
+from tests.cases import CASES, ON_CUDA_TOO, make_batch, make_model
 from tests.helpers import (
     Run,
     adamw,
@@ -37,7 +37,10 @@ from tests.helpers import (
 )
 
 # With every linear layer as a head, most logits are needed.
-pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing"),
+    *ON_CUDA_TOO,
+]
 
 # In the order of the registry, as in a fit.
 FIRST = {cls.name: CASES[cls.name].variants[0] for cls in techniques()}
