@@ -155,7 +155,7 @@ class NewTensorsBlock(Block):
 
     def forward(self, x: Any, *, scale: Tensor | None = None) -> Any:
         noise = torch.rand(WIDTH) + torch.full((WIDTH,), 0.25) + torch.tensor(1 / 3)
-        noise = noise.to(self.norm.weight.device)
+        noise = noise.to(x.device)
         y = super().forward(x * noise.sin(), scale=scale)
         return y + (noise * y.mean()).cos()
 

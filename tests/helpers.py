@@ -98,6 +98,11 @@ class InAutocast(nn.Module):
         return loss
 
 
+def autocast_step_of(model: nn.Module) -> Step:
+    """As a plain loop in autocast, in which attention on CUDA draws the masks of its kernel."""
+    return step_of(InAutocast(model))
+
+
 def switch_on(
     technique: Technique[Any] | None, model: nn.Module, optimizer: Optimizer
 ) -> tuple[Step, Optimizer, Handle[Any]]:
