@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,12 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.helpers import seed_torch
+from tests.virtual_gpu import counters
 
+DEVICE = "cuda" if counters.is_on else "cpu"
+"""Where models and batches are: on the virtual GPU, where the tests run on it."""
+ON_CUDA_TOO = [pytest.mark.gpu] if counters.is_on else []
+"""Marks of files all of whose tests then are tests of CUDA."""
 WIDTH = 64  # 64 x 64 weights have 4,096 elements, so that their optimizer state can be 8-bit
 
 
@@ -149,6 +155,7 @@ class NewTensorsBlock(Block):
 
     def forward(self, x: Any, *, scale: Tensor | None = None) -> Any:
         noise = torch.rand(WIDTH) + torch.full((WIDTH,), 0.25) + torch.tensor(1 / 3)
+        noise = noise.to(x.device)
         y = super().forward(x * noise.sin(), scale=scale)
         return y + (noise * y.mean()).cos()
 
@@ -298,12 +305,12 @@ INDEPENDENT_OF_THE_BATCH = (
 
 def make_model(name: str) -> nn.Module:
     seed_torch(1)
-    return (MODELS | SPECIAL_MODELS)[name]()
+    return (MODELS | SPECIAL_MODELS)[name]().to(DEVICE)
 
 
 def make_batch(step: int) -> Tensor:
     """A batch of 16 vectors, the same for the same step."""
-    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step))
+    return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(step)).to(DEVICE)
 
 
 @dataclass(frozen=True)

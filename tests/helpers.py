@@ -42,9 +42,9 @@ class Run:
     state: dict[str, Tensor] = field(default_factory=dict)
 
 
-def adamw(model: nn.Module) -> Optimizer:
+def adamw(model: nn.Module, **options: Any) -> Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trained, lr=1e-3)
+    return torch.optim.AdamW(trained, lr=1e-3, **options)
 
 
 # `torch.manual_seed` writes down its whole traceback for each GPU library that is not there, which
@@ -94,9 +94,14 @@ class InAutocast(nn.Module):
         self.model = model
 
     def forward(self, batch: Any) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(batch.device.type, torch.bfloat16):
             loss: Tensor = self.model(batch)
         return loss
+
+
+def autocast_step_of(model: nn.Module) -> Step:
+    """As a plain loop in autocast, in which attention on CUDA draws the masks of its kernel."""
+    return step_of(InAutocast(model))
 
 
 def switch_on(
@@ -178,14 +183,18 @@ def train(
     seed_all(seed)
     for step in range(steps):
         optimizer.zero_grad()
-        run.losses.append(run_step(make_batch(step)).clone())
+        run.losses.append(_copy(run_step(make_batch(step))))
         run.gradients.append(
-            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+            {n: _copy(p.grad) for n, p in model.named_parameters() if p.grad is not None}
         )
         optimizer.step()
     undo()
-    run.state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run.state = {name: _copy(tensor) for name, tensor in model.state_dict().items()}
     return run
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)  # offloading keeps gradients there
 
 
 def for_model(technique: Technique[Any], model: nn.Module) -> Technique[Any]:

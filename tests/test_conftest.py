@@ -58,8 +58,8 @@ def test_a_mode_in_which_each_wait_is_an_error_is_taken_back() -> None:
     with nothing_waits(), pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
         torch.ones(1, device="cuda").item()
     assert before.restore() == []
-    with pytest.warns(UserWarning, match="prototype"):
-        torch.cuda.set_sync_debug_mode("error")
+    mode = nothing_waits()
+    mode.__enter__()
     assert before.restore() == ["set_sync_debug_mode"]
     assert torch.ones(1, device="cuda").item() == 1.0
 

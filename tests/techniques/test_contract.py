@@ -26,14 +26,25 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import techniques
-from tests.cases import CASES, INDEPENDENT_OF_THE_BATCH, MODELS, make_batch, make_model
+from tests.cases import (
+    CASES,
+    DEVICE,
+    INDEPENDENT_OF_THE_BATCH,
+    MODELS,
+    ON_CUDA_TOO,
+    make_batch,
+    make_model,
+)
 from tests.helpers import (
     OF_OPTIMIZER,
     InAutocast,
+    MakeOptimizer,
     Run,
     adamw,
     assert_bitwise_equal,
+    autocast_step_of,
     for_model,
     in_parts,
     snapshot,
@@ -43,7 +54,10 @@ from tests.helpers import (
 )
 
 # With every linear layer as a head, most logits are needed.
-pytestmark = pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing"),
+    *ON_CUDA_TOO,
+]
 
 more = pytest.mark.exhaustive
 
@@ -106,9 +120,15 @@ def target_of(technique: Technique[Any], model: nn.Module) -> Any:
 
 
 @functools.cache
-def plain_run(name: str, steps: int = 3) -> Run:
+def plain_run(name: str, **options: Any) -> Run:
     """Training without any technique, to compare many with."""
-    return train(make_model(name), make_batch, steps=steps)
+    return train(make_model(name), make_batch, **options)
+
+
+def fused(make: MakeOptimizer, technique: Technique[Any]) -> MakeOptimizer:
+    """On CUDA offloading updates weights as the CPU's fused kernels round."""
+    is_meant = DEVICE == "cuda" and isinstance(technique, Offloading)
+    return FUSED[make] if is_meant else make
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -146,13 +166,18 @@ def standing_still(model: nn.Module) -> torch.optim.Optimizer:
 def test_trains_as_exactly_as_it_declares(technique, name):
     model = make_model(name)
     if technique.exactness is Exactness.BITWISE or technique == WHOLE:
-        assert_bitwise_equal(plain_run(name), train(model, make_batch, technique))
+        make = fused(adamw, technique)
+        assert_bitwise_equal(
+            plain_run(name, make_optimizer=make),
+            train(model, make_batch, technique, make_optimizer=make),
+        )
         return
     if technique.exactness is Exactness.ROUNDING:
         assert_same_in_float64(technique, model.double())
         return
     # Below dropout's noise, so that the masks, which are the same, do not hide a difference.
-    plain = plain_run(name, steps=30)
+    has_kernels = DEVICE == "cuda" and isinstance(technique, LowPrecisionWeights)
+    plain = plain_run(name, steps=30, run_step_of=autocast_step_of if has_kernels else None)
     saving = train(model, make_batch, technique, steps=30)
     assert saving.losses[-1] <= plain.losses[-1] * CASES[technique.name].loss_factor
     moved = [torch.equal(saving.state[k], plain.state[k]) for k in saving.state]
@@ -164,8 +189,8 @@ PRECISIONS: dict[str, Precision] = {
     "64-true": DoublePrecision(),
     "bf16-true": HalfPrecision("bf16-true"),
     "16-true": HalfPrecision("16-true"),
-    "bf16-mixed": MixedPrecision("bf16-mixed", "cpu"),
-    "16-mixed": MixedPrecision("16-mixed", "cpu"),
+    "bf16-mixed": MixedPrecision("bf16-mixed", DEVICE),
+    "16-mixed": MixedPrecision("16-mixed", DEVICE),
 }
 
 
@@ -181,18 +206,24 @@ def in_precision(model: nn.Module, precision: str) -> nn.Module:
     return plugin.convert_module(model)
 
 
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     """AdamW's `eps` is zero in float16, so that its weights become NaN there."""
-    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained, lr=1e-3, **options)
+
+
+FUSED: dict[MakeOptimizer, MakeOptimizer] = {
+    make: functools.partial(make, fused=True) for make in (adamw, sgd)
+}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("technique", "name"), BITWISE)
 def test_bitwise_techniques_are_so_in_every_precision(technique, name, precision):
-    model = in_precision(make_model(name), precision)
-    plain = train(model, make_batch, make_optimizer=sgd)
+    model, make = in_precision(make_model(name), precision), fused(sgd, technique)
+    plain = train(model, make_batch, make_optimizer=make)
     assert all(loss.isfinite() for loss in plain.losses)
-    assert_bitwise_equal(plain, train(model, make_batch, technique, make_optimizer=sgd))
+    assert_bitwise_equal(plain, train(model, make_batch, technique, make_optimizer=make))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -368,7 +399,7 @@ def test_a_copy_is_independent_and_pickles_load(technique, name):
         return
     model = make_model(name).train()
     _, _, handle = switch_on(for_model(technique, model), model, adamw(model))
-    twin = copy.deepcopy(model)
+    twin = copy.deepcopy(model).to(DEVICE)  # what is offloaded is copied in host memory
     for parameter in model.parameters():
         parameter.data.fill_(float("nan"))
     run = InAutocast if isinstance(technique, LowPrecisionWeights) else nn.Sequential
@@ -377,7 +408,7 @@ def test_a_copy_is_independent_and_pickles_load(technique, name):
     assert any(p.grad is not None for p in twin.parameters())
     handle.undo()
     if name != "spectral_norm":  # torch refuses to pickle parametrized modules
-        loaded = pickle.loads(pickle.dumps(twin))
+        loaded = pickle.loads(pickle.dumps(twin)).to(DEVICE)
         assert list(loaded.state_dict()) == list(twin.state_dict())
         assert torch.isfinite(run(loaded)(make_batch(0)))
 
@@ -405,7 +436,7 @@ def test_an_exception_in_the_block_leaves_nothing_behind():
         pytest.raises(RuntimeError, match="expected input with shape"),
         ActivationCheckpointing().apply(model),
     ):
-        model(torch.randn(3, 7, 5))
+        model(torch.randn(3, 7, 5, device=DEVICE))
     assert snapshot(model) == before
 
 

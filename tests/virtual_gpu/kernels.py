@@ -5,8 +5,10 @@ kernel computes the values into the memory that the CUDA code returned. Random n
 the seed and the offset of the CUDA generator: a recomputation that restores them draws the same.
 """
 
+import contextlib
 import functools
 import os
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -37,6 +39,8 @@ _SHAPED_BY_VALUES = {
     *("aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2"),
     *("aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"),
 }
+# They launch kernels of their own without having one of the CUDA key.
+_KEYLESS = {"aten::copy_", "aten::ldexp.Tensor", "aten::ldexp.out", "aten::ldexp_"}
 
 
 def host(tensor: Tensor) -> Tensor:
@@ -138,6 +142,41 @@ def _by_values(op: Any) -> _Compute:
     return run
 
 
+class _Written(threading.local):
+    """What the operators that run now write to, outermost first."""
+
+    def __init__(self) -> None:
+        self.of_operators: list[list[Tensor]] = []
+        self.before: list[list[Tensor]] = []
+
+    def keep(self) -> None:
+        """Keep the values of before: CUDA code of operators may call others that write there."""
+        for tensors, before in zip(self.of_operators, self.before, strict=True):
+            if not before:
+                before.extend(host(tensor).clone() for tensor in tensors)
+
+    @contextlib.contextmanager
+    def by(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Run CUDA code that writes to these tensors, which have the values of before then."""
+        self.keep()
+        before: list[Tensor] = []
+        self.of_operators.append(tensors)
+        self.before.append(before)
+        try:
+            yield
+        finally:
+            self.of_operators.pop()
+            self.before.pop()
+        if before:
+            _finish_stream()
+        for tensor, values in zip(tensors, before, strict=bool(before)):
+            if tensor.shape == values.shape:  # not resized since
+                host(tensor).copy_(values)
+
+
+_written = _Written()
+
+
 class _Operator:
     """One operator: its CUDA code, then its values."""
 
@@ -148,12 +187,17 @@ class _Operator:
         self._has_generator = any(a.name == "generator" for a in arguments)
         self._is_random = torch.Tag.nondeterministic_seeded in op.tags
         self._name = op._schema.name.split("::")[1]
+        is_written = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+        self._writes = {i for i, is_it in enumerate(is_written) if is_it}
+        self._writes_to = {arguments[i].name for i in self._writes}
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         # Compiled regions and fake tensors never come here: this is below all of them.
         with _no_modes(), _no_functions(), _no_autograd():
             random = self._random_of(args, kwargs) if self._is_random else None
-            result = self._kernel.call_boxed(keyset, *self._with_tensors(args), **kwargs)
+            args = self._with_tensors(args)
+            with _written.by(self._written_of(args, kwargs)):
+                result = self._kernel.call_boxed(keyset, *args, **kwargs)
             if self._is_done(result, args, kwargs):
                 return result
             _finish_stream()
@@ -165,6 +209,13 @@ class _Operator:
                 failed[f"{self._op}: {str(error).splitlines()[0][:150]}"] += 1
                 return result
             return _put(result, computed, {id(t) for t in _tensors((*args, *kwargs.values()))})
+
+    def _written_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        if not self._writes or self._name in {"copy_", "zero_"}:
+            return []
+        given = [args[i] for i in self._writes if i < len(args)]
+        given += [kwargs[name] for name in self._writes_to if name in kwargs]
+        return [tensor for tensor in _tensors(given) if tensor.is_cuda]
 
     def _random_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Random:
         values = (*args, *kwargs.values())
@@ -249,6 +300,16 @@ def _softmax_backward(op: Any) -> _Compute:
     return compute
 
 
+def _widened(op: Any) -> _Compute:
+    """Norms: on CUDA their statistics have 32 bits, whatever the type of input and weight."""
+
+    def compute(_: Any, *args: Any) -> Any:
+        is_low = {torch.bfloat16, torch.float16}
+        return op(*(a.float() if isinstance(a, Tensor) and a.dtype in is_low else a for a in args))
+
+    return compute
+
+
 def _rms_norm_backward(
     _: Any, grad: Tensor, x: Tensor, shape: list[int], rstd: Tensor, weight: Any, _mask: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -273,6 +334,9 @@ def _special() -> dict[str, _Compute]:
         "aten::_fused_rms_norm_backward": _rms_norm_backward,
         **ATTENTION,
     }
+    for name in ("native_layer_norm", "native_group_norm"):
+        for each in (name, f"{name}_backward"):
+            result[f"aten::{each}"] = _widened(getattr(aten, each).default)
     for name in ("mm", "bmm", "addmm", "baddbmm"):
         product = _product(getattr(aten, name).default)
         result |= {f"aten::{name}": product, f"aten::{name}.out": product}
@@ -288,7 +352,7 @@ def _is_computed(full_name: str) -> bool:
         return False
     if full_name == "aten::pow.Tensor_Tensor_out":
         return False  # pow.Scalar calls it with a number on the GPU, which Python cannot be given
-    if not has(full_name, "CUDA") and full_name != "aten::copy_":
+    if not has(full_name, "CUDA") and full_name not in _KEYLESS:
         return False
     keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
     return full_name in _special() or any(has(full_name, key) for key in keys)
