@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -131,6 +131,25 @@ def choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
     is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
     if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
         group["fused"] = True
+
+
+@contextlib.contextmanager
+def scaling_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let what a ``GradScaler`` gives to fused optimizers be on the host inside, once landed.
+
+    Args:
+        optimizer: Fused kernels of the host would copy its ``grad_scale`` and ``found_inf``
+            themselves, and read them before they have come.
+    """
+    own = vars(optimizer)
+    before = {k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)}
+    own.update({name: value.cpu() for name, value in before.items()})
+    if "found_inf" in before:  # a sum over devices, while kernels look for 1
+        own["found_inf"] = own["found_inf"].clamp(max=1.0)
+    try:
+        yield
+    finally:
+        own.update(before)
 
 
 Restore = Callable[[torch.optim.Optimizer], None]
