@@ -53,7 +53,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
             continue
         is_on_host = is_host(stateless[0].untyped_storage())
         try:
-            with host_copies() if is_on_host else contextlib.nullcontext():
+            with on_host() if is_on_host else contextlib.nullcontext():
                 _allocate(optimizer, index, group, stateless)
                 step = getattr(optimizer, "memsave_parameter_step", None)
                 if isinstance(step, RoundedStep):
@@ -64,6 +64,14 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
             for param in stateless:
                 optimizer.state.pop(param, None)
             raise
+
+
+# torch makes the count of steps on the default device, which may be a GPU.
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Let tensors that optimizers make inside be on the host, and count as memory there."""
+    with host_copies(), torch.device("cpu"):
+        yield
 
 
 def _allocate(
@@ -142,7 +150,9 @@ def scaling_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             themselves, and read them before they have come.
     """
     own = vars(optimizer)
-    before = {k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)}
+    before = {
+        k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)
+    }
     own.update({name: value.cpu() for name, value in before.items()})
     if "found_inf" in before:  # a sum over devices, while kernels look for 1
         own["found_inf"] = own["found_inf"].clamp(max=1.0)

@@ -349,7 +349,7 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
         if param is not None and host_weight_of(param) is not None
     }
     for param in hidden.values():
-        converted = fn(torch.empty(0, dtype=param.dtype))
+        converted = fn(torch.empty(0, dtype=param.dtype, device="cpu"))
         if converted.dtype is not param.dtype:
             raise IncompatibleError("offloading", [_conversion(converted.dtype)])
     self._parameters.update(dict.fromkeys(hidden))

@@ -32,6 +32,7 @@ from lightning_memsave.techniques.optimizer_tools import (
     allocate_state,
     choose_fused,
     double_of,
+    on_host,
     scaling_on_host,
     updates_each_alone,
 )
@@ -123,7 +124,7 @@ class HostUpdates:
         params = [param for param in params if param.grad is not None]
         if not updates_each_alone(optimizer):
             self._residence.wait()
-            with host_copies():
+            with on_host():
                 step_without_hooks(optimizer)
             self._mark_state()
             self._residence.finish()
