@@ -59,8 +59,8 @@ def test_scaled_losses_give_the_same_training(what, late):
     results = run_python(SCALED % what, card="t4", VGPU_COMPUTE="1", VGPU_LATE=late)
     for plain, offloaded in results:
         assert [scale for _, scale in offloaded] == [scale for _, scale in plain]
-        # Rows that miss steps are updated in another way, and all are on another device.
-        tolerance = 1e-4 if what == "embeddings" else 1e-6
+        # Rows that miss steps are updated in another way, with float16 in between.
+        tolerance = 1e-3 if what == "embeddings" else 1e-6
         losses = [loss for loss, _ in plain]
         assert [loss for loss, _ in offloaded] == pytest.approx(losses, rel=tolerance)
 
@@ -171,7 +171,15 @@ def test_the_first_gpu_is_left_alone_by_training_on_the_second():
     code = (
         TRAINER
         + """
-    from lightning_memsave.techniques.offloading import host_memory, host_worker
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(64, 32)
+            self.blocks = nn.Sequential(*[nn.Linear(32, 32) for _ in range(4)])
+        def forward(self, input_ids, labels):
+            loss = self.blocks(self.table(input_ids)).float().square().mean()
+            return type("Output", (), {"loss": loss})
+
     seen = []
     def note(name, function):
         def run(*args):
@@ -187,6 +195,7 @@ def test_the_first_gpu_is_left_alone_by_training_on_the_second():
     callback = MemSaveCallback(stack="off", offload=True, optimizer_in_backward=True,
         low_precision_weights="master", predict=False, report=False, monitor=False)
     lit = Lit()
+    lit.model = Blocks()
     Trainer(accelerator="gpu", devices=[1], precision="bf16-mixed", max_epochs=1, logger=False,
         callbacks=[callback], enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False).fit(
@@ -200,3 +209,17 @@ def test_the_first_gpu_is_left_alone_by_training_on_the_second():
     seen, reserved = run_python(code, card="rtx3060", VGPU_COMPUTE="1", VGPU_DEVICES="2")
     assert seen == [["register", 1], ["unregister", 1], ["wait", 1]]
     assert reserved == 0
+
+
+def test_counts_of_another_gpu_than_the_current_one_have_landed():
+    """Of rows with labels, which chunked cross-entropy reads in its next call."""
+    code = """
+    import json, torch
+    from lightning_memsave.techniques.chunked_cross_entropy.kernel import _Counted
+    latest, counted = _Counted(), torch.ones(8, dtype=torch.bool, device="cuda:1")
+    latest.note(8, 8)
+    latest.note(counted, 8)
+    print(json.dumps([torch.cuda.current_device(), latest.takes_all(8)]))
+    """
+    late = {"VGPU_COMPUTE": "1", "VGPU_LATE": "1", "VGPU_DEVICES": "2"}
+    assert run_python(code, **late) == [0, True]
