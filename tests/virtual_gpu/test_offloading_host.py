@@ -221,5 +221,5 @@ def test_counts_of_another_gpu_than_the_current_one_have_landed():
     latest.note(counted, 8)
     print(json.dumps([torch.cuda.current_device(), latest.takes_all(8)]))
     """
-    late = {"VGPU_COMPUTE": "1", "VGPU_LATE": "1", "VGPU_DEVICES": "2"}
-    assert run_python(code, **late) == [0, True]
+    found = run_python(code, VGPU_COMPUTE="1", VGPU_LATE="1", VGPU_DEVICES="2")
+    assert found == [0, True]

@@ -153,7 +153,8 @@ def _lock(memory: Any, device: torch.device | None) -> bool:
     if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:
         unregister = runtime.cudaHostUnregister
         weakref.finalize(memory, _unlock, unregister, address, device, os.getpid())
-        _advise(memoryview(memory.base).obj, "MADV_DONTFORK")
+        pages: Any = memoryview(memory.base).obj
+        _advise(pages, "MADV_DONTFORK")
         _LOCKED[address] = memory
         return True
     if torch.cuda.is_available():  # pragma: no cover (gpu)
