@@ -485,11 +485,13 @@ class TestDefaultDevice:
             found = spec.build()
         assert_equal(found, expected)
 
+    @pytest.mark.gpu
     def test_a_conversion_without_a_device_leaves_the_device(self):
         """It asked the conversion about a tensor of the default device."""
         made = Offloaded()
-        made.residence.device = torch.device("meta")
+        made.model.cuda()
         made.model.float()
-        assert made.residence.device == torch.device("meta")
-        made.residence.device = torch.device("cpu")
+        assert made.residence.device.type == "cuda"
+        made.model.cpu()
+        assert made.residence.device.type == "cpu"
         made.close()
