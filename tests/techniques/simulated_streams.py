@@ -38,6 +38,7 @@ class Streams:
         computing = _Stream(self)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "Stream", lambda _: _Stream(self))
+            patch.setattr(torch.cuda, "Event", lambda *, blocking: blocking)
             patch.setattr(torch.cuda, "current_stream", lambda _: computing)
             patch.setattr(torch.cuda, "stream", lambda stream: _Recording(self, stream))
             patch.setattr(copies, "_PIECE_BYTES", piece_bytes)
@@ -56,8 +57,8 @@ class _Stream:
         for _ in range(0 if chance is None else chance.randint(0, len(self._waiting))):
             self._waiting.pop(0)()
 
-    def record_event(self) -> "_Event":
-        event = _Event(self)
+    def record_event(self, is_blocking: bool = False) -> "_Event":
+        event = _Event(self, is_blocking=is_blocking)
         self._waiting.append(event)
         return event
 
@@ -65,7 +66,7 @@ class _Stream:
         assert not other._waiting, "what is computed is done at once"
 
     def wait_event(self, event: "_Event") -> None:
-        event.synchronize()
+        event.stream.run_until(event)
 
     def synchronize(self) -> None:
         while self._waiting:
@@ -77,14 +78,15 @@ class _Stream:
 
 
 class _Event:
-    def __init__(self, stream: _Stream) -> None:
-        self._stream = stream
+    def __init__(self, stream: _Stream, *, is_blocking: bool) -> None:
+        self.stream, self._is_blocking = stream, is_blocking
 
     def __call__(self) -> None:
         """Nothing is left to do when a stream comes to it."""
 
     def synchronize(self) -> None:
-        self._stream.run_until(self)
+        assert self._is_blocking, "a host that waits for it would spin"
+        self.stream.run_until(self)
 
 
 class _Recording(TorchDispatchMode):

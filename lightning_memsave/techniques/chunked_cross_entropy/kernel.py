@@ -60,8 +60,8 @@ class _Counted:
         self._num_counted = counted.sum().to("cpu", non_blocking=counted.is_cuda)
         mark_as_host(self._num_counted)
         if counted.is_cuda:  # pragma: no cover (gpu)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            # Of this device, which need not be the current one.
+            self._event = torch.cuda.current_stream(counted.device).record_event()
 
 
 def _is_most(num_counted: int, num_rows: int) -> bool:
