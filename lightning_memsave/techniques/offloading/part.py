@@ -37,6 +37,8 @@ class Part:
         self.params = tuple(params)
         self.is_streamed = is_streamed
         self.is_on_device = False
+        self.num_uses = 0
+        """How often its block was called since the last backward pass."""
         self._memory = memory
         self._positions = {id(param): index for index, param in enumerate(self.params)}
         self._weights = memory.tensors_like(self.params)
@@ -113,10 +115,12 @@ class Part:
         """Return the type of the copy on the device."""
         return self._dtypes[self._positions[id(param)]]
 
+    # Data on another device gets another AccumulateGrad node, and each node calls the hooks.
     def sums_gradients_of(self, param: Tensor) -> bool:
-        """Return whether there are gradients from before, to which others are added."""
+        """Return whether a gradient is added to others: from before, or of other uses."""
         index = self._positions[id(param)]
-        return index in self._kept or index in self._received
+        is_used_again = self.is_streamed and self.num_uses > 1
+        return is_used_again or index in self._kept or index in self._received
 
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False

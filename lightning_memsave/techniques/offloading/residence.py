@@ -159,6 +159,12 @@ class Residence:
                 self._note_change()
         self._came, self._depth, self._has_graph = [], 0, False
 
+    def end_pass(self) -> None:
+        """Let all parameters be on the host, as no graph needs them any more."""
+        self.leave()
+        for part in self.parts:
+            part.num_uses = 0
+
     def finish(self) -> None:
         """Finish all updates, and let all parameters be on the host.
 
@@ -268,7 +274,7 @@ class Residence:
         if task != self._task:
             self._task = task
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            queue(self.leave)
+            queue(self.end_pass)
 
     def _enter(self, part: Part, step: int) -> None:
         if torch.is_grad_enabled():
@@ -288,6 +294,8 @@ class Residence:
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
         part = self._by_block[block]
+        if torch._C._current_graph_task_id() == _NO_TASK:
+            part.num_uses += 1
         self._enter(part, 1)
         if part not in self._came:
             self._came.append(part)
@@ -363,7 +371,7 @@ class Residence:
             if any(self.part_of(weight) is not None for weight in product.operands.weights)
         ]
         if not self._uses:
-            self.leave()
+            self.end_pass()
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -426,7 +434,7 @@ def leave_device(module: nn.Module) -> None:
     """Let offloaded weights and gradients be on the host, as after a pass that has failed."""
     residence = _RESIDENCES.get(module)
     if residence is not None:
-        residence.leave()
+        residence.end_pass()
 
 
 def residence_with(param: Tensor) -> Residence | None:
