@@ -146,7 +146,10 @@ class Residence:
 
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
-        self.copies.finish()
+        if any(part.has_new_gradients for part in self.parts):
+            self.copies.finish()
+        else:
+            self.copies.let_go()
         for part in self.parts:
             part.leave()
             part.drop()
