@@ -225,13 +225,13 @@ class _LetsGoAtOnce(StreamCopies):
 
 
 class _DoesNotWaitForEvents(StreamCopies):
-    def finish(self) -> None:
-        self._held.clear()
-        super().finish()
+    def _wait_for_down(self) -> None:
+        pass
 
 
 class _DoesNotWaitForLandings(StreamCopies):
     def finish(self) -> None:
+        self._send_waiting()
         self._landings.clear()
         super().finish()
 
@@ -266,13 +266,9 @@ def test_a_missing_wait_in_copies_of_a_gpu_is_seen(broken):
 class _Lagging(StreamCopies):
     """Its streams are busy with something else before each copy."""
 
-    def _run_on(self, stream: Any, *tensors: Any) -> Callable[[], None]:
+    def _run_on(self, stream: Any, *tensors: Any) -> Any:
         sleep(stream)
         return super()._run_on(stream, *tensors)
-
-    def _run_down(self, target: Tensor, source: Tensor, *, adds: bool) -> Any:
-        sleep(self._down)
-        return super()._run_down(target, source, adds=adds)
 
 
 def sleep(stream: Any) -> None:
