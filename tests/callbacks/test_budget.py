@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
-from lightning_memsave.errors import (
+from lightning_memsave.errors import MemsaveWarning, (
     ConfigurationError,
     IncompatibleError,
     InfeasiblePlanError,
@@ -220,6 +220,17 @@ class Contrastive(Encoder):
 def contrast(vectors: Tensor) -> Tensor:
     vectors = nn.functional.normalize(vectors, dim=-1)
     return nn.functional.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
+
+
+@pytest.mark.predicts
+def test_a_search_that_is_cut_off_does_not_end_the_fit():
+    callback = MemSaveCallback(budget="1GiB", predict=1e-9)
+    with pytest.warns(MemsaveWarning, match="repeated with 2"):  # the plan is not known to fit
+        fit(encoder(), callback, FailsAt(1, 2))
+    row = rows_of(callback)["budget"]
+    assert row.status == "on"
+    assert "the search for a better plan was cut off" in row.details[1]
+    assert rows_of(callback)["activation_checkpointing"].status == "on"
 
 
 OFF = ("optimizer", "optimizer_in_backward", "chunked_cross_entropy", "low_precision_weights")
