@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from lightning_memsave import ActivationCheckpointing, MemSaveCallback
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
-from lightning_memsave.errors import MemsaveWarning, (
+from lightning_memsave.errors import (
     ConfigurationError,
     IncompatibleError,
     InfeasiblePlanError,
     MemoryExhaustedError,
+    MemsaveWarning,
 )
 from lightning_memsave.units import MIB
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
