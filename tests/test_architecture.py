@@ -287,7 +287,7 @@ FOREIGN_PRIVATE_NAMES = {
         "targets.target": "_cdata",
         "techniques.activation_checkpointing.recompute": "_version",
         "techniques.chunked_cross_entropy": "_cdata _version",
-        "techniques.low_precision_weights.technique": "_cdata",
+        "techniques.low_precision_weights": "_cdata _version",
         "techniques.block_micro_batching.separability": "_version",
         "techniques.micro_batching.training_state": "_cdata _version",
         "techniques.offloading.activations": "_cdata",
