@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core import clock
 from lightning_memsave.core.technique import Handle, Technique
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
@@ -132,6 +134,11 @@ def switch_on(
 
 def _with_undo(handle: Handle[Any], *undo: Callable[[], None]) -> Handle[Any]:
     return Handle(handle.target, handle.changes, handle.skipped, undo, handle.summary)
+
+
+def set_clock(monkeypatch: Any, now_s: Callable[[], float]) -> None:
+    """Let time limits be measured with another clock than the processor's."""
+    monkeypatch.setattr(clock, "time", SimpleNamespace(thread_time=now_s))
 
 
 def gradients_of(model: nn.Module) -> list[Tensor]:

@@ -258,8 +258,8 @@ FOREIGN_PRIVATE_NAMES = {
         "callbacks.run_plan": "_disable_current_modes _python_dispatch",
         "callbacks.run_prediction": "_disable_current_modes _python_dispatch",
         "targets.checkpoints": "_subclasses",
-        "techniques.activation_checkpointing.recompute": "_pytree _C "
-        "_are_functorch_transforms_active _autograd _top_saved_tensors_default_hooks",
+        "techniques.activation_checkpointing": "_pytree _C _are_functorch_transforms_active "
+        "_autograd _top_saved_tensors_default_hooks _python_dispatch _disable_current_modes",
         "techniques.offloading.activations": "_C _are_functorch_transforms_active _autograd "
         "_top_saved_tensors_default_hooks _current_graph_task_id _execution_engine _base",
         "techniques.chunked_cross_entropy": "_C _pytree _python_dispatch _disable_current_modes "
@@ -288,7 +288,7 @@ FOREIGN_PRIVATE_NAMES = {
         "targets.target": "_cdata",
         "techniques.activation_checkpointing.recompute": "_version",
         "techniques.chunked_cross_entropy": "_cdata _version",
-        "techniques.low_precision_weights.technique": "_cdata",
+        "techniques.low_precision_weights": "_cdata _version",
         "techniques.block_micro_batching.separability": "_version",
         "techniques.micro_batching.training_state": "_cdata _version",
         "techniques.offloading.activations": "_cdata",

@@ -1,6 +1,5 @@
 """Predict which settings would have fitted the batch that ran out of memory."""
 
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_report import OutOfMemoryReport
 from lightning_memsave.callbacks.run_prediction import obstacle, step_of
+from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.errors import MemsaveError
 from lightning_memsave.explain.parameters import parameter_table
 from lightning_memsave.explain.what_if import WhatIf
@@ -40,7 +40,7 @@ def predict_remedies(
     """
     if obstacle(trainer, pl_module):
         return None
-    start_s = time.monotonic()
+    start_s = processor_time_s()
     callback = first_of(trainer, MemSaveCallback)
     given = MemSaveCallback(stack="off") if callback is None else callback
     has_begun = callback is not None and bool(callback.rows)
@@ -60,7 +60,7 @@ def predict_remedies(
             base = what_if.base()
         except (MemsaveError, TimeoutError):
             return None
-        return base, remedies_of(what_if, written, start_s + limit_s - time.monotonic())
+        return base, remedies_of(what_if, written, start_s + limit_s - processor_time_s())
 
 
 def add_predictions(

@@ -18,7 +18,8 @@ from lightning_memsave.explain.parameters import parameter_table
 from lightning_memsave.explain.what_if import WhatIf, attention_of
 from lightning_memsave.planning.budget import read_budget
 from lightning_memsave.planning.ladder import RunPlan
-from lightning_memsave.planning.search import search_for
+from lightning_memsave.planning.plan import MemoryPlan, Plan
+from lightning_memsave.planning.search import PlanSearch, search_for
 from lightning_memsave.prediction.cuda.constants import context_bytes
 from lightning_memsave.prediction.cuda.gpus import local_gpu
 from lightning_memsave.techniques.registry import entries, values_of
@@ -121,11 +122,24 @@ def _plan(
     # The user's own modes, such as one that counts operations, must not see it.
     with _disable_current_modes():
         search = search_for(what_if, exactness, limit_s, closed)
+        found, ladder = _find(search, budget_bytes)
+    plan = found.plan
+    prediction = plan.prediction
+    measurable_bytes = plan.peak_bytes if prediction is None else prediction.measurable_bytes
+    unmeasured_bytes = plan.device_bytes - measurable_bytes
+    return RunPlan(plan, budget_bytes, found.margin_bytes, ladder, found, unmeasured_bytes)
+
+
+# A slow search must not end a fit that might train: the wall, and smaller micro-batches when memory
+# runs out, are there all the same.
+def _find(search: PlanSearch, budget_bytes: int) -> tuple[MemoryPlan, tuple[Plan, ...]]:
+    try:
         found = search.find(budget_bytes)
-    assert found.plan.prediction is not None, "what fits was predicted whole"
-    unmeasured_bytes = found.plan.device_bytes - found.plan.prediction.measurable_bytes
-    ladder = tuple(search.ladder())
-    return RunPlan(found.plan, budget_bytes, found.margin_bytes, ladder, found, unmeasured_bytes)
+    except TimeoutError:
+        if not search.is_out_of_time:
+            raise
+        found = search.least(budget_bytes)
+    return found, tuple(search.ladder()) or (found.plan,)
 
 
 # What stands against the strategy or the module stays off; the settings know it.

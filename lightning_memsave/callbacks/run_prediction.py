@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_memsave.callbacks.memory_probes import is_compiled
 from lightning_memsave.callbacks.memory_summary import Predicted, shortened
+from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Row
 from lightning_memsave.core.trainer_facts import SHARDED
 from lightning_memsave.errors import MemsaveError
@@ -80,7 +81,7 @@ class RunPrediction(Predicted):
         self.is_due = False
         if not trainer.is_global_zero:
             return
-        start_s = time.perf_counter()
+        start_s, start_of_limit_s = time.perf_counter(), processor_time_s()
         self.note = obstacle(trainer, pl_module)
         try:
             if not self.note:
@@ -93,7 +94,7 @@ class RunPrediction(Predicted):
             # A Trainer makes the one of the other.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise KeyboardInterrupt from error
-            is_over = time.perf_counter() - start_s > (self.limit_s or 0)
+            is_over = processor_time_s() - start_of_limit_s > (self.limit_s or 0)
             self.note = _reason(error)
             if isinstance(error, TimeoutError) and is_over:
                 self.note = (

@@ -1,11 +1,11 @@
 """Find the settings that lower the peak, and by how much."""
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.explain.dominant_parts import dominant_embedding
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.candidates import (
@@ -105,7 +105,7 @@ class _Search:
         self._what_if = what_if
         self._written = written
         self._limit_s = limit_s
-        self._start_s = time.monotonic()
+        self._start_s = processor_time_s()
         self._found: list[tuple[Candidate, Remedy]] = []
 
     def run(self) -> list[Remedy]:
@@ -136,7 +136,7 @@ class _Search:
         return [remedy for _, remedy in self._found]
 
     def _try(self, candidate: Candidate, share: float = 1) -> bool:
-        left_s = self._start_s + share * self._limit_s - time.monotonic()
+        left_s = self._start_s + share * self._limit_s - processor_time_s()
         base = self._what_if.base()
         try:
             prediction = self._what_if.predict(candidate.changes, limit_s=left_s)

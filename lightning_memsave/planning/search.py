@@ -53,13 +53,7 @@ class _Candidate:
 
 
 class PlanSearch:
-    """Finds plans for one step, with any budget.
-
-    Args:
-        variants: Records variants of the step.
-        margin_of: Gives the bytes of a budget that stay free.
-        given: What the user has chosen and is on.
-    """
+    """Finds plans for one step, with any budget."""
 
     def __init__(
         self,
@@ -84,29 +78,36 @@ class PlanSearch:
         self._unchanged_s = 1.0
 
     def find(self, budget_bytes: int) -> MemoryPlan:
-        """Find the fastest plan that fits.
-
-        Args:
-            budget_bytes: Bytes that the device may use.
-
-        Returns:
-            The plan and the frontier.
-
-        Raises:
-            InfeasiblePlanError: If none fits.
-            TimeoutError: If that is not known in time.
-
-        Note:
-            What the model raises on fake tensors comes through.
-        """
+        """Find the fastest plan that fits, or raise; when time is over, the best one by then."""
         self._prepare()
         room = budget_bytes - self._margin_of(budget_bytes)
         best = self._best(room)
         if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
             self._look_on_host(room, best.seconds)
             best = self._best(room)
+        if best is None and self.is_out_of_time:
+            best = self._fastest(self._candidates, room, _RESERVE)
         if best is None:
             self._refuse(budget_bytes, room)
+        return self._found(best, budget_bytes, room)
+
+    def least(self, budget_bytes: int) -> MemoryPlan:
+        """Name the plan that needs the least by what is known when time is over."""
+        room = budget_bytes - self._margin_of(budget_bytes)
+        if self._candidates:
+            return self._found(min(self._candidates, key=self._bytes), budget_bytes, room)
+        settings = {**self._what_if.step.settings, **self._variants.unpredicted_settings()}
+        how = as_code(self._what_if.step.make_callback, settings)
+        # Of its bytes nothing is known.
+        plan = Plan(settings, how, self._variants.exactness.value, room, room, 1.0)
+        return MemoryPlan(budget_bytes, budget_bytes - room, plan, None, (plan,))
+
+    @property
+    def is_out_of_time(self) -> bool:
+        """Whether time was too short to look at everything."""
+        return self._variants.left_s <= 0 or self._variants.is_cut_short
+
+    def _found(self, best: _Candidate, budget_bytes: int, room: int) -> MemoryPlan:
         self._chosen, self._room = best, room
         slower_s = best.seconds * (1 + EQUALLY_FAST)
         others = [
@@ -128,31 +129,21 @@ class PlanSearch:
         )
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
-        """Share what was predicted with a search for another GPU.
-
-        Args:
-            gpu: A GPU with the same kernels.
-            limit_s: Seconds after which nothing more is predicted for it.
-
-        Returns:
-            The search.
-        """
+        """Share what was predicted with a search for another GPU with the same kernels."""
         device = self._what_if.device
         variants = self._variants.on(gpu, rates_of(gpu, device), limit_s)
         free = functools.partial(margin_of, gpu=gpu, device=device)
         return PlanSearch(variants, margin_of=free, given=self._given)
 
     def ladder(self) -> list[Plan]:
-        """List the plans to which a fit can change.
-
-        Returns:
-            Those that differ from the plan found last in recomputation and micro-batches only, and
-            are as exact, or more exact with whole batches, for a loss that cannot be split; the
-            largest first, and that plan among them. Some may be slower than smaller ones: measured
-            times may be others.
-        """
+        """List the plans to which a fit can change."""
+        # They differ from the plan found last in recomputation and micro-batches only, and are as
+        # exact, or more exact with whole batches, for a loss that cannot be split; the largest
+        # first, and that plan among them. Some may be slower than smaller ones: measured times may
+        # be others.
         chosen = self._chosen
-        assert chosen is not None, "a plan was found"
+        if chosen is None:  # a plan without predictions
+            return []
 
         def rest_of(variant: Variant) -> dict[str, Any]:
             return {n: v for n, v in variant.changes.items() if n not in (RECOMPUTED, MICRO_BATCH)}
@@ -177,7 +168,8 @@ class PlanSearch:
             return
         unchanged = self._variants.unchanged()
         if unchanged is None:
-            self._what_if.base()  # raises what the user's code does
+            if not self.is_out_of_time:
+                self._what_if.base()  # raises what the user's code does
             raise TimeoutError(_OUT_OF_TIME)
         num_blocks = self._variants.num_blocks
         self._unchanged_s = unchanged.estimate([KEEP] * num_blocks)[1]
@@ -233,6 +225,8 @@ class PlanSearch:
             if id(wanted) in self._verified:
                 break
             self._verify(wanted)
+            if id(wanted) not in self._verified:  # there was no time for it
+                break
             if not self._is_known_to_fit(wanted, room):
                 self._too_large.add(wanted.variant)
             if room < self._bytes(wanted) < room * (1 + _NEAR):
@@ -323,6 +317,8 @@ class PlanSearch:
 
     def _verify(self, candidate: _Candidate) -> None:
         prediction = self._variants.predict(candidate.variant, candidate.kinds)
+        if prediction is None and self._variants.left_s <= 0:
+            return
         self._verified[id(candidate)] = prediction
         if prediction is not None:
             correction = prediction.device_bytes - candidate.estimated_bytes
@@ -409,7 +405,7 @@ class PlanSearch:
         return f"Use {', '.join(ways)}, or a smaller model."
 
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
-        if self._variants.left_s <= 0 or self._variants.is_cut_short:
+        if self.is_out_of_time:
             raise TimeoutError(_OUT_OF_TIME)
         known = [c for c in self._candidates if self._verified.get(id(c)) is not None]
         smallest = self._plan(min(known or self._candidates, key=self._bytes))

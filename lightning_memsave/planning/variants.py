@@ -2,11 +2,11 @@
 
 import copy
 import math
-import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.technique import Exactness
 from lightning_memsave.explain.dominant_parts import dominant_embedding
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
@@ -114,7 +114,7 @@ class Variants:
         self.rates = rates
         self.exactness = exactness
         """The most that results may move."""
-        self._start_s = time.monotonic()
+        self._start_s = processor_time_s()
         self._limit_s = limit_s
         self._open = set(open_arguments)
         self._details = dict(details or {})
@@ -165,8 +165,8 @@ class Variants:
 
     @property
     def seconds_so_far(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self._start_s
+        """Seconds of processor time since the beginning."""
+        return processor_time_s() - self._start_s
 
     @property
     def num_predictions(self) -> int:
@@ -175,16 +175,7 @@ class Variants:
         return self.what_if.num_predictions + copies - self._num_before
 
     def on(self, gpu: Gpu, rates: Rates, limit_s: float = math.inf) -> "Variants":
-        """Share what was predicted with the same variants on another GPU with equal kernels.
-
-        Args:
-            gpu: That GPU.
-            rates: What it reaches.
-            limit_s: Seconds after which nothing more is recorded for it.
-
-        Returns:
-            Its variants.
-        """
+        """Share what was predicted with the same variants on another GPU with equal kernels."""
 
         def moved(what_if: WhatIf) -> WhatIf:
             return replace(what_if, step=replace(what_if.step, gpu=gpu))
@@ -192,7 +183,7 @@ class Variants:
         other = copy.copy(self)
         other.what_if, other._blocks = moved(self.what_if), self._blocks.moved(moved)
         other.rates, other._known, other.is_cut_short = rates, {}, False
-        other._start_s, other._limit_s = time.monotonic(), limit_s
+        other._start_s, other._limit_s = processor_time_s(), limit_s
         other._num_before += self.num_predictions
         return other
 
@@ -200,6 +191,11 @@ class Variants:
         """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""
         settings = {**self._off, **self._details, **changes}
         return settings | unused_details({**self.what_if.step.settings, **settings}, self._open)
+
+    def unpredicted_settings(self) -> dict[str, Any]:
+        """Give settings that save memory and need no prediction to be known as possible."""
+        kinds = self.kinds[:1] * self.num_blocks
+        return self.settings({RECOMPUTED: value_of(kinds)} if kinds else {})
 
     def unchanged(self) -> Variant | None:
         """Record the step with nothing on."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.nested import count_samples, find_shared_leaves, split_samples
 from lightning_memsave.core.technique import Row
@@ -157,7 +158,8 @@ def predict(step: TrainingStep) -> MemoryPrediction:
         Exceptions of the module's own code propagate, with a note.
     """
     start_s = time.monotonic()
-    deadline_s = math.inf if step.time_limit_s is None else start_s + step.time_limit_s
+    limit_s = math.inf if step.time_limit_s is None else step.time_limit_s
+    deadline_s = processor_time_s() + limit_s
     with (
         quiet(),
         _older_objects_left_alone(),
@@ -194,7 +196,7 @@ def _explain_errors(step: TrainingStep, fakes: FakeTensors, deadline_s: float) -
             raise KeyboardInterrupt from error
         raise
     except TimeoutError as error:
-        if step.time_limit_s is None or time.monotonic() < deadline_s:
+        if step.time_limit_s is None or processor_time_s() < deadline_s:
             raise
         most_asked = fakes.values.most_asked
         raise TimeoutError(_out_of_time(step.time_limit_s, most_asked)) from error

@@ -3,7 +3,6 @@
 import bisect
 import functools
 import math
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -17,6 +16,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.memory import HOST
 from lightning_memsave.measure.live_tensors import LiveTensors, in_backward
 from lightning_memsave.measure.storages import LiveStorage, storages_of, tensors_in
@@ -101,7 +101,7 @@ class StepProfile(LiveTensors):
         module: As for `LiveTensors`.
         optimizers: As for `LiveTensors`.
         device: As for `LiveTensors`.
-        deadline_s: ``time.monotonic()`` from which on each new tensor raises ``TimeoutError``.
+        deadline_s: `processor_time_s` from which on each new tensor raises ``TimeoutError``.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ class StepProfile(LiveTensors):
     @override
     def _origin_of(self, tensor: Tensor) -> Origin:
         raise_if_interrupted()
-        if time.monotonic() > self._deadline_s:
+        if processor_time_s() > self._deadline_s:
             raise TimeoutError("simulating this step takes longer than allowed")
         if isinstance(tensor, nn.Parameter) and tensor in self._owners:
             module, op, phase = self._owners[tensor], "", ""

@@ -50,7 +50,7 @@ class SimulationSettings:
             called already.
         has_started: Whether all hooks before the first batch have.
         emulation: Context around the fit, such as the emulation of CUDA's kernels.
-        deadline_s: ``time.monotonic()`` at which to abort; ``None`` for never.
+        deadline_s: `processor_time_s` at which to abort; ``None`` for never.
     """
 
     package: ModuleType

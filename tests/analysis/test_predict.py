@@ -16,7 +16,7 @@ from lightning_memsave.errors import ConfigurationError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
 from tests.analysis.counting import count, count_by_category, predict, settings_for
-from tests.helpers import ResidentGrowth
+from tests.helpers import ResidentGrowth, set_clock
 from tests.measure.profiler_peak import ProfilerPeak, profiler_peak
 
 
@@ -449,14 +449,19 @@ def test_says_what_it_takes_for_the_loss() -> None:
 
 
 class _Endless(Lit):
+    num_rounds = 0
+
     def loss(self, batch: Tensor) -> Tensor:
         hidden = self.model(batch)
         while hidden.abs().max() > 1e-3:
             hidden = hidden / 2
+            _Endless.num_rounds += 1
         return hidden.sum()
 
 
-def test_ends_where_the_step_does_not() -> None:
+def test_ends_where_the_step_does_not(monkeypatch) -> None:
+    # A clock that only the loop moves, by a tenth of a second a round.
+    set_clock(monkeypatch, lambda: 0.1 * _Endless.num_rounds)
     with pytest.raises(TimeoutError, match=r"more than 0.5 seconds.*test_predict.py, line \d+"):
         predict_memory(_Endless(nn.Linear(2, 2)), torch.ones(1, 2), time_limit_s=0.5)
 

@@ -15,6 +15,7 @@ from lightning_memsave.errors import (
     IncompatibleError,
     InfeasiblePlanError,
     MemoryExhaustedError,
+    MemsaveWarning,
 )
 from lightning_memsave.units import MIB
 from tests.callbacks.lit import PACKAGES, fit, make_lit, make_trainer, rows_of
@@ -220,6 +221,17 @@ class Contrastive(Encoder):
 def contrast(vectors: Tensor) -> Tensor:
     vectors = nn.functional.normalize(vectors, dim=-1)
     return nn.functional.cross_entropy(vectors @ vectors.T, torch.arange(len(vectors)))
+
+
+@pytest.mark.predicts
+def test_a_search_that_is_cut_off_does_not_end_the_fit():
+    callback = MemSaveCallback(budget="1GiB", predict=1e-9)
+    with pytest.warns(MemsaveWarning, match="repeated with 2"):  # the plan is not known to fit
+        fit(encoder(), callback, FailsAt(1, 2))
+    row = rows_of(callback)["budget"]
+    assert row.status == "on"
+    assert "the search for a better plan was cut off" in row.details[1]
+    assert rows_of(callback)["activation_checkpointing"].status == "on"
 
 
 OFF = ("optimizer", "optimizer_in_backward", "chunked_cross_entropy", "low_precision_weights")

@@ -14,7 +14,7 @@ import torch
 from jsonargparse import ArgumentParser
 from torch import nn
 
-from lightning_memsave.callbacks import oom_observer, oom_remedies
+from lightning_memsave.callbacks import oom_observer
 from lightning_memsave.callbacks import oom_report as _oom_facts
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
@@ -28,6 +28,7 @@ from tests import out_of_memory
 from tests.callbacks.lit import make_lit, make_trainer
 from tests.cases import WIDTH, make_model
 from tests.explain import oom_messages
+from tests.helpers import set_clock
 from tests.out_of_memory import OutOfMemoryAt
 
 MESSAGE = oom_messages.FRAGMENTED.partition(": ")[2]
@@ -439,8 +440,7 @@ class TestRemedies:
     def test_the_prediction_of_the_step_counts_for_the_limit(self, package, monkeypatch):
         """Nothing is left for remedies, and the report says what it knows."""
         now_s = [0.0]
-        clock = SimpleNamespace(monotonic=lambda: now_s[0])
-        monkeypatch.setattr(oom_remedies, "time", clock)
+        set_clock(monkeypatch, lambda: now_s[0])
         base = WhatIf.base
 
         def slow_base(what_if):

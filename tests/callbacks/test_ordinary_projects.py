@@ -3,7 +3,6 @@
 import math
 import queue
 import threading
-import time
 from dataclasses import replace
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -27,6 +26,7 @@ from lightning_memsave.prediction.fake.tensors import fake_tensors
 from tests.callbacks.lit import make_lit, make_trainer
 from tests.callbacks.test_run_prediction import fit, lit_with, measured_and_predicted, wide
 from tests.cases import WIDTH, Block
+from tests.helpers import set_clock
 
 pytestmark = pytest.mark.predicts
 
@@ -146,13 +146,16 @@ class TestWhatAModuleHolds:
         assert running.tolist() == [3, 3, 3]
         assert seen == {"steps": 3}
 
-    def test_the_time_limit_is_kept_while_copying(self):
+    def test_the_time_limit_is_kept_while_copying(self, monkeypatch):
+        now_s = [0.0]
+        set_clock(monkeypatch, lambda: now_s[0])
+
         class Slow:
             num_copies = 0
 
             def __reduce__(self) -> Any:
                 Slow.num_copies += 1
-                time.sleep(0.05)
+                now_s[0] += 0.05
                 return Slow, ()
 
         lit = make_lit(model=Owner(slow=[Slow() for _ in range(100)]))

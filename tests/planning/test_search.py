@@ -10,8 +10,9 @@ from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import InfeasiblePlanError
 from lightning_memsave.explain.what_if import ImpossibleVariantError, WhatIf
 from lightning_memsave.planning.search import EQUALLY_FAST, PlanSearch, search_for
-from lightning_memsave.planning.variants import Variants
+from lightning_memsave.planning.variants import Variant, Variants
 from lightning_memsave.prediction.cuda.gpus import GPUS
+from tests.helpers import set_clock
 from tests.planning.plans import (
     OPEN,
     PLANNED,
@@ -114,6 +115,41 @@ def test_no_time_is_not_called_infeasible():
     search = PlanSearch(Variants(what_if, OPEN, Exactness.APPROXIMATE, RATES, limit_s=1e-3))
     with pytest.raises(TimeoutError, match="allow it more seconds"):
         search.find(10**9)
+
+
+def test_without_time_for_whole_predictions_a_plan_is_estimated(monkeypatch):
+    now_s = [0.0]
+    set_clock(monkeypatch, lambda: now_s[0])
+    variants = Variants(what_if_of("bert"), OPEN, Exactness.BITWISE, RATES, limit_s=100)
+    everything = variants.all
+
+    def slow() -> list[Variant]:
+        found = everything()
+        now_s[0] = 101.0
+        return found
+
+    monkeypatch.setattr(variants, "all", slow)
+    budget = int(0.9 * what_if_of("bert").base().device_bytes)
+    found = PlanSearch(variants).find(budget)
+    assert not found.plan.is_verified
+    assert found.fits(found.plan)
+    search = PlanSearch(variants)
+    with pytest.raises(TimeoutError):  # nothing is estimated to fit, and nothing is sure
+        search.find(budget // 9)
+    least = search.least(budget // 9).plan
+    assert least.device_bytes == min(plan.device_bytes for plan in found.frontier)
+    assert least in search.ladder()
+
+
+def test_without_time_for_any_prediction_a_plan_recomputes_all_blocks():
+    what_if = what_if_of("bert")
+    search = search_for(what_if, Exactness.BITWISE, limit_s=1e-9)
+    with pytest.raises(TimeoutError):
+        search.find(10**9)
+    plan = search.least(10**9).plan
+    assert not plan.is_verified
+    assert plan.settings["activation_checkpointing"] == "nested"
+    assert plan.exactness == "bitwise"
 
 
 def test_what_the_model_raises_comes_through():

@@ -1,5 +1,7 @@
 """Updates of bfloat16 weights as one kernel: the same as step by step, eager and compiled."""
 
+import functools
+import itertools
 import shutil
 from typing import Any
 
@@ -192,6 +194,72 @@ def test_one_graph_serves_all_sizes_and_steps():
             numbers = Numbers(1 - 1e-3 / step, 0.0, 0.9, 0.99, 0.1 / step, 0.3 * step, 1e-8, step)
             zeros = torch.zeros(size)
             traced(zeros.bfloat16(), zeros, [zeros, zeros.clone()], None, numbers)
+
+
+def test_more_versions_than_torch_keeps_of_other_functions(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    traced = fused_steps.compiled.__wrapped__(adam)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        for dtype, rest, coupled in itertools.product(
+            (torch.float16, BF16, torch.float32), (None, BF16, torch.float32), (0.0, 0.1)
+        ):
+            zeros = torch.zeros(8)
+            others = zeros.to(dtype), [zeros, zeros.clone()], rest and zeros.to(rest)
+            traced(zeros.bfloat16(), *others, Numbers(1.0, coupled, 0.9, 0.99, 0.1, 0.3, 1e-8, 1))
+
+
+def test_a_count_of_steps_in_a_tensor_is_read_once(fused, monkeypatch):
+    """On a GPU, where fused optimizers have it, the host waits for it."""
+    num_read, convert = 0, Tensor.__int__
+
+    def read(tensor: Tensor) -> int:
+        nonlocal num_read
+        num_read += 1
+        return convert(tensor)
+
+    monkeypatch.setattr(Tensor, "__int__", read)
+    param = nn.Parameter(torch.ones(SHAPE, dtype=BF16))
+    optimizer = torch.optim.AdamW([param], fused=True)
+    LowPrecisionWeights().round_updates(optimizer)
+
+    def step() -> None:
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    for _ in range(5):
+        step()
+    assert len(fused) == 4
+    assert num_read == 1
+    state = optimizer.state_dict()
+    assert state["state"][0]["step"].item() == 5
+    optimizer.load_state_dict(state)
+    step()
+    optimizer.state[param]["step"].fill_(9)  # what others write counts
+    step()
+    assert num_read == 3
+    assert optimizer.state[param]["step"].item() == 10
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+def test_the_host_does_not_wait_for_fused_updates_on_a_gpu():
+    params = [nn.Parameter(torch.ones(SHAPE, dtype=BF16, device="cuda")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(params, fused=True)
+    LowPrecisionWeights().round_updates(optimizer)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_compiled_form_that_is_wrong_or_fails_is_not_used(monkeypatch):

@@ -25,6 +25,9 @@ from lightning_memsave.units import MIB, format_bytes
 # After so many steps, so often; the first step after a change is like no other.
 _STEPS, _MOST = 4, 3
 _PHASES = ("forward", "backward", "optimizer")
+_CUT_OFF = (
+    "the search for a better plan was cut off; a number of seconds for `predict=` allows more"
+)
 
 
 class BudgetSetting(Setting):
@@ -281,10 +284,15 @@ class BudgetSetting(Setting):
             self.rows = [Row(self.name, self.value, "off", ("only training is planned",))]
             return
         sure = "predicted" if plan.is_verified else "estimated"
+        needs = (
+            f"{sure} to need {format_bytes(plan.device_bytes)} and {plan.time_ratio:.2f} times the "
+            "time of a step without it"
+        )
+        if made.found is not None and not plan.is_verified and plan is made.plan:
+            needs = f"{needs if plan.seconds_by_phase else 'not predicted'}: {_CUT_OFF}"
         details = [
             f"planned for {format_bytes(made.budget_bytes)}: {plan.short}",
-            f"{sure} to need {format_bytes(plan.device_bytes)} and {plan.time_ratio:.2f} times the "
-            "time of a step without it",
+            needs,
             *filter(None, (self._note, self._last_check)),
         ]
         self.rows = [Row(self.name, self.value, "on", tuple(details), plan.exactness)]

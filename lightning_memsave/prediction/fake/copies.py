@@ -3,7 +3,6 @@
 import collections
 import copy
 import copyreg
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.nested import items_of
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
@@ -45,7 +45,7 @@ class Copier:
     Args:
         make_tensor: Returns the copy of a tensor.
         memo: Copies by id of the original, as for `copy.deepcopy`.
-        deadline_s: ``time.monotonic()`` at which to abort.
+        deadline_s: `processor_time_s` at which to abort.
         max_items: Items of longer containers are shared.
     """
 
@@ -78,7 +78,7 @@ class Copier:
             return value
         if id(value) not in self._memo:
             raise_if_interrupted()
-            if time.monotonic() > self._deadline_s:
+            if processor_time_s() > self._deadline_s:
                 raise TimeoutError("copying the module takes longer than allowed")
             self._kept.append(value)
             self._memo[id(value)] = self._copy(value)

@@ -97,7 +97,7 @@ class FakeTensors:
 
     Args:
         values: Tracks values that follow from the batch.
-        deadline_s: ``time.monotonic()`` at which to abort copying.
+        deadline_s: `processor_time_s` at which to abort copying.
         gradients: Gradients of the copied modules, restored at the end.
     """
 
@@ -224,7 +224,7 @@ def fake_tensors(deadline_s: float = math.inf) -> Iterator[FakeTensors]:
     Random states of torch, Python and numpy are restored afterwards.
 
     Args:
-        deadline_s: ``time.monotonic()`` at which to abort copying.
+        deadline_s: `processor_time_s` at which to abort copying.
 
     Yields:
         Copies modules and batches to fake tensors.

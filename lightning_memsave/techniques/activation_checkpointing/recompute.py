@@ -13,9 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.backends import cuda
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import (
-    CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
     noop_context_fn,
@@ -23,9 +22,13 @@ from torch.utils.checkpoint import (
 
 from lightning_memsave.core.nested import attributes_of, items_of
 from lightning_memsave.errors import ExactnessWarning, IncompatibleError, NoEffectWarning, Problem
+from lightning_memsave.techniques.activation_checkpointing.selective import (
+    Contexts,
+    keep_expensive_ops,
+    save_through_hooks,
+    selective_contexts,
+)
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import computed
-
-Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 # By module: names of all its buffers, and of those that its forward changes. Not stored in the
 # module, so that copies and pickles of it are unaffected.
@@ -40,9 +43,6 @@ class ChangedBuffers:
     values of the first run. The first training forward copies all buffers, to find out which ones
     change. What torch's batch normalisation only writes is not copied: recomputation writes
     elsewhere.
-
-    Args:
-        modules: The modules that will run.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
@@ -88,23 +88,12 @@ class ChangedBuffers:
                 _KNOWN[module] = (names, before | found | _statistics(module))
 
     def contexts(self, inner: Callable[[], Contexts]) -> Contexts:
-        """Return contexts for ``torch.utils.checkpoint``.
-
-        Args:
-            inner: The context function to wrap.
-
-        Returns:
-            A context for the forward pass and one for its recomputation.
-        """
+        """Return contexts for forward and recomputation, around those of ``inner``."""
         in_forward, in_recomputation = inner()
         return in_forward, _PutBack(self, in_recomputation)
 
     def put_back(self) -> list[tuple[nn.Module, str, Tensor | None]]:
-        """Restore the buffers to their values before the forward pass.
-
-        Returns:
-            Module, name and current buffer, for ``set_buffer``.
-        """
+        """Restore the buffers to their values before forward; return the current ones."""
         now = [(module, name, _buffer(module, name)) for module, name, *_ in self._before]
         for module, name, _, _, saved in self._before:
             assert saved is not None, "`learn` keeps copies only"
@@ -192,25 +181,6 @@ def _warn_of_late_change(module: nn.Module, name: str) -> None:
     )
 
 
-_KEPT_OPS = frozenset(
-    {
-        "mm",
-        "addmm",
-        "bmm",
-        "baddbmm",
-        "convolution",
-        "_scaled_mm",
-        "linear",
-        "flex_attention",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_attention_math",
-    }
-)
-
-
 def _matmul_precision() -> str | None:
     try:
         return torch.get_float32_matmul_precision()
@@ -260,26 +230,15 @@ def recompute(
     *,
     is_selective: bool = False,
 ) -> Any:
-    """Call a function, drop its activations and recompute them in backward.
-
-    Args:
-        run: The function.
-        modules: The modules that it runs; their buffers are updated once only.
-        args: Positional arguments of ``run``.
-        kwargs: Keyword arguments of ``run``.
-        is_selective: Keep the outputs of matrix products, convolutions and attention.
-
-    Returns:
-        The result of ``run``.
-    """
-    kept: list[dict[Any, dict[int, Any]]] = []
-    context_fn = functools.partial(_selective_contexts, kept) if is_selective else noop_context_fn
+    """Call a function that runs modules, drop its activations and recompute them in backward."""
     if torch.compiler.is_compiling():
         # The compiler replays operations, not side effects, so buffers and arguments are safe. It
-        # supports our own context function, but not the default one when passed explicitly.
+        # supports our own context function, but not the default one when passed explicitly. Each
+        # random operator gets a state of its own.
         bound = functools.partial(run, **kwargs)
         if is_selective:
-            return checkpoint(bound, *args, use_reentrant=False, context_fn=context_fn)
+            contexts = functools.partial(create_selective_checkpoint_contexts, keep_expensive_ops)
+            return checkpoint(bound, *args, use_reentrant=False, context_fn=contexts)
         return checkpoint(bound, *args, use_reentrant=False)
     if _is_functional(modules):
         warnings.warn(
@@ -293,6 +252,10 @@ def recompute(
     # Outside of the block: tensors that this saves for backward do not belong to the block.
     args, kwargs = computed((args, kwargs))
     call = _Call(run, modules, args, kwargs)
+    kept: list[dict[Any, dict[int, Any]]] = []
+    context_fn: Callable[[], Contexts] = noop_context_fn
+    if is_selective:
+        context_fn = functools.partial(selective_contexts, kept)
     buffers = ChangedBuffers(modules)
     if buffers.can_change:
         context_fn = functools.partial(buffers.contexts, context_fn)
@@ -301,7 +264,7 @@ def recompute(
     )
     call.end_first()
     for results in kept:
-        _save_through_hooks(results)
+        save_through_hooks(results)
     buffers.learn()
     return output
 
@@ -422,18 +385,6 @@ def _held_by(value: Any, levels: int = 3) -> Iterator[tuple[Any, int]]:
         yield from _held_by(item, levels - 1)
 
 
-def _keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    packet = getattr(op, "overloadpacket", op)
-    is_kept = getattr(packet, "__name__", "") in _KEPT_OPS
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _selective_contexts(kept: list[dict[Any, dict[int, Any]]]) -> Contexts:
-    contexts: Contexts = create_selective_checkpoint_contexts(_keep_expensive_ops)
-    kept.append(getattr(contexts[0], "storage", {}))
-    return contexts
-
-
 # From torch 2.14 on it could save what "selective" keeps through the hooks around a checkpoint. As
 # that is done here for all versions, it must not do so, too, nor warn.
 _OWN_HOOKS: dict[str, Any] = (
@@ -441,36 +392,3 @@ _OWN_HOOKS: dict[str, Any] = (
     if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
     else {}
 )
-
-
-def _save_through_hooks(storage: dict[Any, Any]) -> None:
-    """Save the results that "selective" keeps through the hooks around the block, if there are any.
-
-    Args:
-        storage: By operator and number of its call, what torch's contexts share.
-    """
-    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return
-    for results in storage.values():
-        # By number of the call; in torch 2.10 a list.
-        numbered = results.items() if isinstance(results, dict) else enumerate(results)
-        for index, result in [*numbered]:
-            results[index] = tree_map(functools.partial(_packed, hooks), result)
-
-
-def _packed(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], kept: Any) -> Any:
-    is_tensor = hasattr(kept, "get_val") and isinstance(getattr(kept, "val", None), Tensor)
-    pack, unpack = hooks
-    return _Packed(pack(kept.get_val(False)), unpack) if is_tensor else kept
-
-
-class _Packed:
-    """Stands in for torch's own class around a result."""
-
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self._packed, self._unpack = packed, unpack
-
-    def get_val(self, allow_cache_entry_mutation: bool) -> Tensor:
-        """Return the result."""
-        return self._unpack(self._packed)

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -169,10 +170,18 @@ def _quantize(values: Tensor, codes: Tensor, absmax: Tensor, bounds: Tensor) -> 
     absmax.copy_(largest)
 
 
+# After as many versions (types, one element, weight decay or none, ...) torch would silently run
+# the eager form, in much memory. Its own limit is 8; before torch 2.13 a function has no other one.
+_MOST_VERSIONS = 128
+
+
 @functools.cache
 def compiled(function: Callable[..., None]) -> Callable[..., None]:
     """Compile one of the functions above for tensors of any size."""
-    return torch.compile(function, dynamic=True)
+    limit: dict[str, Any] = {"recompile_limit": _MOST_VERSIONS}
+    known = inspect.signature(torch.compile).parameters
+    options = {name: value for name, value in limit.items() if name in known}
+    return torch.compile(function, dynamic=True, **options)
 
 
 # On a CPU only tests come here.
@@ -238,8 +247,11 @@ def step_fused(
     """
     state = optimizer.state[param]
     assert param.grad is not None, "only parameters with a gradient are updated"
-    state["step"] += 1
-    numbers = _numbers(optimizer, group, int(state["step"]), seed)
+    if isinstance(state["step"], Tensor):
+        step = _count_step(state["step"])
+    else:
+        state["step"] = step = state["step"] + 1
+    numbers = _numbers(optimizer, group, step, seed)
     flat = [None if t is None else t.view(-1) for t in (param.detach(), param.grad, rest)]
     keys = ("state1", "state2") if is_low_bit(optimizer) else ("exp_avg", "exp_avg_sq")
     used = [state[key].view(-1) for key in keys]
@@ -249,6 +261,20 @@ def step_fused(
         qmaps = [state["qmap1"], state["qmap2"]]
         used += [state["absmax1"], state["absmax2"], *qmaps, *map(bounds_of, qmaps)]
     update(*flat[:2], used, flat[2], *numbers)
+
+
+# By the tensor in which an optimizer counts its steps: the count, and the version that has it.
+_COUNTS: Any = WeakTensorKeyDictionary()
+
+
+def _count_step(step: Tensor) -> int:
+    """Count a step. Fused optimizers count on the GPU: reading that makes the host wait."""
+    count, version = _COUNTS.get(step, (0, None))
+    if version != step._version:
+        count = int(step)
+    step += 1
+    _COUNTS[step] = count + 1, step._version
+    return count + 1
 
 
 def _numbers(optimizer: Any, group: Mapping[str, Any], step: int, seed: int) -> Numbers:
