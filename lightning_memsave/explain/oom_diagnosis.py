@@ -277,6 +277,13 @@ def _less_memory(oom: OutOfMemory, has_memsave: bool) -> list[str]:
             'that does not fit: `optimizer="paged_8bit"`. A smaller batch does not help here.',
             "Train fewer parameters, or shard them over several devices.",
         ]
+    if oom.phase == "setup":
+        return [
+            'Keep the weights in host memory: `MemSaveCallback(offload="parameters")`. A smaller '
+            "batch does not help here: nothing but the module was on its way to the device.",
+            'Keep them in bfloat16: `MemSaveCallback(low_precision_weights="stochastic")`.',
+            "Use a smaller model, or shard it over several devices.",
+        ]
     suite = (
         "Add `MemSaveCallback()` to the Trainer: it recomputes activations, keeps the optimizer's "
         "state in 8 bits, and repeats a batch in micro-batches when memory runs out, with the same "
@@ -337,6 +344,8 @@ class Diagnosis:
         if self.oom.device_index is not None:
             where += f":{self.oom.device_index}"
         phase = f" in {self.oom.phase}" if self.oom.phase else ""
+        if self.oom.phase == "setup":
+            phase = ", where the module is moved"
         return f"Out of memory on {where}{phase}: {CAUSES[self.cause]}."
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,0 +1,89 @@
+"""The models that run out of memory: small ones whose values count, large ones for their sizes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
+
+from benchmarks._models import masked_batch
+from benchmarks.stacks._run import gpt2
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model and its batches."""
+
+    build: Callable[[], nn.Module]
+    vocab_size: int
+    batch_size: int
+    num_tokens: int
+    is_masked: bool = False
+    is_small: bool = True
+
+    def batch(self, seed: int, length: int = 1) -> dict[str, Tensor]:
+        """Make a batch, so many times as long."""
+        tokens = self.num_tokens * length
+        batch = masked_batch(self.vocab_size, self.batch_size, tokens, seed=seed)
+        if self.is_masked:
+            return batch
+        return {"input_ids": batch["input_ids"], "labels": batch["input_ids"]}
+
+
+def _roberta(vocab_size: int, width: int, num_layers: int, num_heads: int) -> nn.Module:
+    config: Any = RobertaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+        intermediate_size=4 * width,
+        max_position_embeddings=1026,
+    )
+    return RobertaForMaskedLM(config).train()
+
+
+def _llama(vocab_size: int, width: int, num_layers: int, num_heads: int) -> nn.Module:
+    config: Any = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=num_heads,
+    )
+    return LlamaForCausalLM(config).train()
+
+
+class _Words(nn.Module):
+    """An LSTM-free model of one's own: blocks between an embedding and a head that share a weight."""
+
+    def __init__(self, vocab_size: int, width: int, num_blocks: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab_size, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
+            for _ in range(num_blocks)
+        )
+        self.head = nn.Linear(width, vocab_size, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        x = self.embedding(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return _Output(loss)
+
+
+@dataclass
+class _Output:
+    loss: Tensor
+
+
+MODELS = {
+    "GPT-2": Model(gpt2(3000, 128, 4, 4), 3000, 8, 48),
+    "RoBERTa": Model(lambda: _roberta(3000, 128, 4, 4), 3000, 8, 48, is_masked=True),
+    "Llama": Model(lambda: _llama(3000, 128, 4, 4), 3000, 8, 48),
+    "own": Model(lambda: _Words(3000, 128, 4), 3000, 8, 48),
+}

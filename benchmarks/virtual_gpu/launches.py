@@ -1,0 +1,226 @@
+"""Count what a step really asks of a GPU: `python -m benchmarks.virtual_gpu launches`.
+
+The same steps as in `benchmarks.launches`, which counts operators of a simulated step, run here in
+torch's CUDA build on the virtual GPU. Operators, waits, copied bytes and page-locked memory are
+compared; launches are given beside them, and which operators need more than one.
+
+Kernels compute nothing here (VGPU_COMPUTE=int), so that what the product tries out by value, such as
+a product with a wider result, is taken to work, as it is in the simulation.
+"""
+
+import argparse
+import collections
+import contextlib
+import functools
+import json
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import torch
+import vgpu  # type: ignore[import-not-found] # on the path on the virtual GPU only
+from torch.utils.data import DataLoader
+from typing_extensions import override
+
+from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._models import BASE, OTHERS, TINY, masked_batch
+from benchmarks.faults._attack import in_process
+from benchmarks.virtual_gpu._forks import allow_forks
+from benchmarks.launches.__main__ import ROWS, Model, Row, _gpt2_batch, _without_cache, setup_of
+from benchmarks.launches._count import Counts, Setup, StepCounter, _Counted, count
+from benchmarks.stacks._run import SETTINGS, gpt2
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.callbacks.settings import micro_batch_size
+from lightning_memsave.errors import IncompatibleError
+from lightning_memsave.techniques.chunked_cross_entropy import wide_products
+from lightning_memsave.techniques.low_precision_weights import fused_steps
+from lightning_memsave.units import GIB, MIB
+
+NUM_STEPS = 4  # from the third one on all are alike
+LIMIT_S = 600
+
+MODELS = {
+    "RoBERTa 84M, 64 x 128": Model(BASE.build, masked_batch(52_000, 64, 128)),
+    "GPT-2 124M, 8 x 512": Model(
+        _without_cache(gpt2(50_257, 768, 12, 12)), _gpt2_batch(50_257, 8, 512)
+    ),
+    "Llama 134M, 8 x 512": Model(
+        _without_cache(OTHERS["Llama"].build), _gpt2_batch(32_000, 8, 512)
+    ),
+}
+DRY = {"RoBERTa tiny, 8 x 16": Model(TINY.build, masked_batch(500, 8, 16))}
+OFFLOADED = {
+    "offload": Row(SETTINGS["offload"], "by hand, bf16, 8-bit"),
+    'offload="optimizer"': Row({"offload": "optimizer", "precision": "bf16-mixed"}, "plain, bf16"),
+    'offload="parameters"': Row({"offload": "parameters", "precision": "bf16-mixed"}, "plain, bf16"),
+    'offload="activations"': Row({"offload": "activations"}, "plain"),
+}
+"""Not in the other benchmark, which shows them in `benchmarks.offloading`."""
+
+
+@contextlib.contextmanager
+def taken_to_work() -> Iterator[None]:
+    """Take what the product tries by value to work, as no kernel computes anything here."""
+
+    def is_proven(device: torch.device) -> bool:
+        return True
+
+    add = wide_products._add_by_addmm
+    with (
+        mock.patch.object(wide_products, "find_product", lambda *_: add),
+        mock.patch.object(fused_steps, "_is_proven", is_proven),
+        mock.patch.object(micro_batch_size, "is_fake", lambda tensor: True),  # of proofs of a loss
+    ):
+        yield
+
+
+class _Attributed(StepCounter):
+    """Counts as in a simulated step, and the launches of each operator."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.launches: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = _num_launches()
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if number := _num_launches() - before:
+            self.launches[func._schema.name.rpartition("::")[2]] += number
+        return result
+
+
+def _num_launches() -> int:
+    report = vgpu.report()
+    library = sum(n for name, n in report["calls"].items() if name.startswith("library: "))
+    return int(report["launches"]) + library
+
+
+class _OnDevice(_Counted):
+    """Counts the last step of a fit that runs."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.report: dict[str, Any] = {}
+        self.by_operator: collections.Counter[str] = collections.Counter()
+        self.attributes = False
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if batch_idx % self._accumulated == 0:
+            torch.cuda.synchronize()
+            kind = _Attributed if self.attributes else StepCounter
+            self._counter = kind(self.trainer.optimizers)
+            vgpu.reset()
+            self._counter.__enter__()
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        counter = self._counter
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if self._counter is None:
+            self.report = vgpu.report()
+            self.by_operator = getattr(counter, "launches", self.by_operator)
+
+
+def count_on_device(setup: Setup, *, attributes: bool = False) -> dict[str, Any]:
+    """Train a few steps on the virtual GPU and count the last one."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    vgpu.set_memory(512 * GIB)
+    accumulated = setup.settings.get("accumulate_grad_batches") or 1
+    lit = _OnDevice(setup.build(), accumulated)
+    lit.attributes = attributes
+    given = {"stack": "off", "micro_batch_size": None, "monitor": False, **setup.settings}
+    with taken_to_work():
+        trainer = pl.Trainer(
+            accelerator="gpu",
+            devices=1,
+            max_steps=NUM_STEPS,
+            callbacks=[MemSaveCallback(**given, predict=False, report=False)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            gradient_clip_val=setup.clip,
+            **setup.trainer,
+        )
+        batches: Any = [setup.batch] * (NUM_STEPS * accumulated)
+        trainer.fit(lit, DataLoader(batches, batch_size=None))
+    counts, report = lit.found[-1], lit.report
+    return {
+        "counts": as_plain(counts),
+        "waits": _calls(report, "wait: "),
+        "launches": report["launches"],
+        "library": sum(_calls(report, "library: ").values()),
+        "copies": report["copies"],
+        "pinned_bytes": report["pinned_bytes"],
+        "by_operator": dict(lit.by_operator),
+    }
+
+
+def as_plain(counts: Counts) -> dict[str, Any]:
+    """Give counts as plain values."""
+    return {
+        "operators": dict(counts.operators),
+        "waits": dict(counts.waits),
+        "recomputed": counts.recomputed,
+        "to_host_bytes": counts.to_host_bytes,
+        "from_host_bytes": counts.from_host_bytes,
+    }
+
+
+def _calls(report: dict[str, Any], prefix: str) -> dict[str, int]:
+    calls = report["calls"].items()
+    return {name.removeprefix(prefix): n for name, n in calls if name.startswith(prefix)}
+
+
+def simulate(setup: Setup) -> dict[str, Any]:
+    """Count the step of a simulation on fake tensors."""
+    counts, prediction = count(setup)
+    return {"counts": as_plain(counts), "host_bytes": prediction.peak.host_bytes}
+
+
+def compare(model: Model, row: Row, *, attributes: bool = False) -> dict[str, Any]:
+    """Count a step both ways, each in a process of its own."""
+    setup = setup_of(model, row)
+    found = {}
+    for name, job in (
+        ("simulated", functools.partial(simulate, setup)),
+        ("real", functools.partial(count_on_device, setup, attributes=attributes)),
+    ):
+        found[name] = in_process(functools.partial(_or_error, job), LIMIT_S)
+    return found
+
+
+def _or_error(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return job()
+    except IncompatibleError as error:
+        return {"error": str(error)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Count, compare, print and write."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.virtual_gpu launches", description=__doc__)
+    parser.add_argument("--rows", nargs="*", help="some of them")
+    parser.add_argument("--models", nargs="*", help="some of them")
+    parser.add_argument("--by-operator", action="store_true", help="count launches of each operator")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
+    options = parser.parse_args(argv)
+    allow_forks()
+    found: dict[str, Any] = {}
+    for model in options.models or MODELS:
+        for name, row in {**ROWS, **OFFLOADED}.items():
+            if options.rows and name not in options.rows:
+                continue
+            one = compare({**MODELS, **DRY}[model], row, attributes=options.by_operator)
+            found.setdefault(model, {})[name] = one
+            print(model, name, json.dumps(one), flush=True)
+    return 0
