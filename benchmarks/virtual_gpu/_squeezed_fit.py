@@ -29,8 +29,8 @@ class Squeeze:
     """How little memory is left, where, and who has the rest."""
 
     place: str
-    """``start``, ``late`` (after three steps), ``longer`` (a longer batch then), ``validation``,
-    ``optimizer`` (before its first step) or ``block`` (before a block, as it is fetched)."""
+    """``start``, ``late`` (after three steps), ``validation``, ``optimizer`` (before its first
+    step) or ``block`` (before a block, as it is fetched)."""
     owner: str
     """``card`` (it has no more), ``tensor`` (of this process, such as a dataset), ``outside``
     (memory that is not torch's), ``limit`` (of torch's allocator) or ``pieces`` (free memory lies
@@ -154,13 +154,15 @@ class SqueezedFit:
             vgpu.set_memory(capacity_bytes - most)
         elif squeeze.owner == "pieces":
             pieces = [_bytes(PIECE) for _ in range(most // POOL * (POOL // PIECE))]
-            self._hold(pieces[::2])
+            self._hold(pieces[::2], capacity_bytes - most % POOL)
         else:
-            self._hold([_bytes(most)])
+            self._hold([_bytes(POOL) for _ in range(most // POOL)], capacity_bytes - most % POOL)
 
-    def _hold(self, tensors: Iterable[Tensor]) -> None:
-        self.taken += tensors
-        self.taken_bytes = sum(tensor.nbytes for tensor in self.taken)
+    # The allocator asks for no less than a pool: what remains is not there.
+    def _hold(self, tensors: list[Tensor], capacity_bytes: int) -> None:
+        vgpu.set_memory(capacity_bytes)
+        self.taken = tensors
+        self.taken_bytes = sum(tensor.nbytes for tensor in tensors)
 
     def _observe(self, device: int, requested: int, capacity: int, free: int) -> None:
         stream = torch.cuda.current_stream()
@@ -227,14 +229,13 @@ class _Lit(pl.LightningModule):
         super().__init__()
         self.model = model
         self.__dict__["fit"] = fit
-        if fit.squeeze is not None and fit.squeeze.place == "block":
-            for block in find_blocks(model):
-                block.module.register_forward_pre_hook(self._before_block)
+        for block in find_blocks(model):
+            block.module.register_forward_pre_hook(self._before_block)
 
     def _before_block(self, *_: Any) -> None:
         fit = self.__dict__["fit"]
         fit.num_calls += 1
-        if fit.num_calls == fit.squeeze.calls:
+        if fit.squeeze is not None and fit.num_calls == fit.squeeze.calls:
             fit.take()
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
@@ -266,7 +267,6 @@ class _Phases(pl.Callback):
         fit.phase = "before the batch"
         if batch_idx == LATE:
             self._take_at("late")
-            self._take_at("longer")
         if batch_idx < len(fit.sizes) and fit.sizes[batch_idx] is not None:
             # There is no public way, since no user wants it: sizes come from what memory allows.
             batches = fit.memsave._micro_batches  # type: ignore[union-attr] # there are sizes

@@ -56,7 +56,7 @@ def _llama(vocab_size: int, width: int, num_layers: int, num_heads: int) -> nn.M
 
 
 class _Words(nn.Module):
-    """An LSTM-free model of one's own: blocks between an embedding and a head that share a weight."""
+    """Blocks of torch between an embedding and a head that share their weight."""
 
     def __init__(self, vocab_size: int, width: int, num_blocks: int) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ class _Output:
 
 
 MODELS = {
-    "GPT-2": Model(gpt2(3000, 128, 4, 4), 3000, 8, 48),
-    "RoBERTa": Model(lambda: _roberta(3000, 128, 4, 4), 3000, 8, 48, is_masked=True),
-    "Llama": Model(lambda: _llama(3000, 128, 4, 4), 3000, 8, 48),
-    "own": Model(lambda: _Words(3000, 128, 4), 3000, 8, 48),
+    "GPT-2": Model(gpt2(4000, 128, 3, 4), 4000, 8, 32),
+    "RoBERTa": Model(lambda: _roberta(4000, 128, 3, 4), 4000, 8, 32, is_masked=True),
+    "Llama": Model(lambda: _llama(4000, 128, 3, 4), 4000, 8, 32),
+    "own": Model(lambda: _Words(4000, 128, 3), 4000, 8, 32),
 }
