@@ -68,6 +68,7 @@ class SqueezedFit:
         capacity_bytes: Memory of the GPU.
         squeeze: Where memory gets short; nowhere if ``None``.
         sizes: Micro-batch size of each batch, as a fit was left with after its batch ran out.
+        keeps_values: Kernels compute.
     """
 
     build: Callable[[], nn.Module]
@@ -77,6 +78,7 @@ class SqueezedFit:
     capacity_bytes: int
     squeeze: Squeeze | None = None
     sizes: tuple[int | None, ...] = ()
+    keeps_values: bool = True
     phase: str = "start"
     found: list[Known] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -103,7 +105,7 @@ class SqueezedFit:
             error = self._fit([*filter(None, [self.memsave]), observer, _Phases(self)])
         report = observer.report
         return {
-            "digest": digest(self.lit.cpu()) if error is None else None,
+            "digest": digest(self.lit.cpu()) if error is None and self.keeps_values else None,
             "losses": self.losses,
             "sizes": self.seen_sizes,
             "ooms": [asdict(one) for one in self.found],

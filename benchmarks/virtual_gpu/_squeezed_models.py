@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
-from benchmarks._models import masked_batch
+from benchmarks._models import BASE, masked_batch
 from benchmarks.stacks._run import gpt2
 
 
@@ -39,7 +39,7 @@ def _roberta(vocab_size: int, width: int, num_layers: int, num_heads: int) -> nn
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
         intermediate_size=4 * width,
-        max_position_embeddings=1026,
+        max_position_embeddings=514,
     )
     return RobertaForMaskedLM(config).train()
 
@@ -61,6 +61,7 @@ class _Words(nn.Module):
     def __init__(self, vocab_size: int, width: int, num_blocks: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, width)
+        nn.init.normal_(self.embedding.weight, std=0.02)
         self.blocks = nn.ModuleList(
             nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True, norm_first=True)
             for _ in range(num_blocks)
@@ -72,8 +73,8 @@ class _Words(nn.Module):
         x = self.embedding(input_ids)
         for block in self.blocks:
             x = block(x)
-        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
-        return _Output(loss)
+        logits, following = self.head(x[:, :-1]), labels[:, 1:]
+        return _Output(nn.functional.cross_entropy(logits.flatten(0, 1), following.flatten()))
 
 
 @dataclass
@@ -85,5 +86,8 @@ MODELS = {
     "GPT-2": Model(gpt2(4000, 128, 3, 4), 4000, 8, 32),
     "RoBERTa": Model(lambda: _roberta(4000, 128, 3, 4), 4000, 8, 32, is_masked=True),
     "Llama": Model(lambda: _llama(4000, 128, 3, 4), 4000, 8, 32),
+    "GPT-2 124M": Model(gpt2(50_257, 768, 12, 12), 50_257, 8, 512, is_small=False),
+    "RoBERTa 84M": Model(BASE.build, 52_000, 64, 128, is_masked=True, is_small=False),
+    "Llama 210M": Model(lambda: _llama(32_000, 1024, 10, 16), 32_000, 4, 512, is_small=False),
     "own": Model(lambda: _Words(4000, 128, 3), 4000, 8, 32),
 }

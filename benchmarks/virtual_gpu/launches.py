@@ -10,17 +10,13 @@ a product with a wider result, is taken to work, as it is in the simulation.
 
 import argparse
 import collections
-import contextlib
 import functools
 import json
-import logging
 import os
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -31,15 +27,12 @@ from typing_extensions import override
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.faults._attack import in_process
-from benchmarks.virtual_gpu._forks import allow_forks
+from benchmarks.virtual_gpu._setup import allow_forks, be_quiet, taken_to_work
 from benchmarks.launches.__main__ import ROWS, Model, Row, _gpt2_batch, _without_cache, setup_of
 from benchmarks.launches._count import Counts, Setup, StepCounter, _Counted, count
 from benchmarks.stacks._run import SETTINGS, gpt2
 from lightning_memsave import MemSaveCallback
-from lightning_memsave.callbacks.settings import micro_batch_size
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.techniques.chunked_cross_entropy import wide_products
-from lightning_memsave.techniques.low_precision_weights import fused_steps
 from lightning_memsave.units import GIB, MIB
 
 NUM_STEPS = 4  # from the third one on all are alike
@@ -62,22 +55,6 @@ OFFLOADED = {
     'offload="activations"': Row({"offload": "activations"}, "plain"),
 }
 """Not in the other benchmark, which shows them in `benchmarks.offloading`."""
-
-
-@contextlib.contextmanager
-def taken_to_work() -> Iterator[None]:
-    """Take what the product tries by value to work, as no kernel computes anything here."""
-
-    def is_proven(device: torch.device) -> bool:
-        return True
-
-    add = wide_products._add_by_addmm
-    with (
-        mock.patch.object(wide_products, "find_product", lambda *_: add),
-        mock.patch.object(fused_steps, "_is_proven", is_proven),
-        mock.patch.object(micro_batch_size, "is_fake", lambda tensor: True),  # of proofs of a loss
-    ):
-        yield
 
 
 class _Attributed(StepCounter):
@@ -130,9 +107,7 @@ class _OnDevice(_Counted):
 
 def count_on_device(setup: Setup, *, attributes: bool = False) -> dict[str, Any]:
     """Train a few steps on the virtual GPU and count the last one."""
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
+    be_quiet()
     vgpu.set_memory(512 * GIB)
     accumulated = setup.settings.get("accumulate_grad_batches") or 1
     lit = _OnDevice(setup.build(), accumulated)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memsave.explain.oom_message import OutOfMemory, ProcessOnDevice
-from lightning_memsave.units import GIB, MIB, format_bytes
+from lightning_memsave.units import GIB, KIB, MIB, format_bytes
 
 # Memory that torch's allocator keeps without a tensor in it counts as fragmentation from this share
 # of what it has reserved. When it raises its error it has given back every segment that is wholly
@@ -119,7 +119,7 @@ def _cause_of_missing(
     free_bytes = max(min(on_device_bytes, allowed_bytes - reserved_bytes), 0)
     missing_bytes = requested_bytes - free_bytes
     was_free = f"{_asked(oom)} {format_bytes(free_bytes)} was free"
-    if missing_bytes <= 0 and oom.free_bytes is not None:
+    if missing_bytes <= -_rounding_of(free_bytes) and oom.free_bytes is not None:
         return "refused", (
             f"{was_free}: the driver refused it, or another process gave memory back in between."
         )
@@ -152,6 +152,11 @@ def _cause_of_missing(
     if unallocated_bytes:
         was_free += f", and {format_bytes(unallocated_bytes)} lay between tensors"
     return "full", f"{was_free}."
+
+
+# torch writes two digits behind the point, so that what was missing may not be seen.
+def _rounding_of(num_bytes: int) -> float:
+    return next(unit for unit in (GIB, MIB, KIB, 1) if num_bytes >= unit or unit == 1) / 100
 
 
 def _asked(oom: OutOfMemory) -> str:

@@ -74,6 +74,11 @@ def test_fragmentation_begins_at_five_percent_of_what_is_reserved(unallocated, c
     assert any("expandable_segments" in line for line in diagnosis.advice) == (cause != "full")
 
 
+@pytest.mark.parametrize(("free", "cause"), [(2.0, "full"), (2.005, "full"), (2.5, "refused")])
+def test_a_request_as_large_as_what_is_free_was_not_refused_but_is_rounded(free, cause):
+    assert diagnosis_of(message(asked=2, free=free, allocated=13, unallocated=0.1)).cause == cause
+
+
 def test_scattered_memory_that_is_too_little_is_not_the_cause_but_is_mentioned():
     diagnosis = diagnosis_of(message(asked=4, free=0.1, allocated=13, unallocated=2))
     assert diagnosis.cause == "full"

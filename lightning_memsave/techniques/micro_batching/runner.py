@@ -266,6 +266,11 @@ class MicroBatchRunner:
         why = failure.line if failure else "another process ran out of memory"
         if not self.may_shrink:
             return f"Out of memory, and micro-batches would change results: {why}\n{self.advice}"
+        if self.needs_proof and not self.weightings:  # each attempt had the whole batch
+            return (
+                "Out of memory, and the batch cannot be split: how its loss is weighted cannot be "
+                f"proven as long as the loss of its first samples is 0: {why}\n{self.advice}"
+            )
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
             f"Out of memory with one sample per micro-batch, which cannot be reduced: {why}\n"
