@@ -38,8 +38,8 @@ def taken_to_work(*, compiles: bool = True) -> Iterator[None]:
     """
     add = wide_products._add_by_addmm
     with (
-        mock.patch.object(wide_products, "find_product", lambda *_: add),
-        mock.patch.object(fused_steps, "_is_proven", lambda device: compiles),
-        mock.patch.object(micro_batch_size, "is_fake", lambda tensor: True),  # proofs of a loss
+        mock.patch.object(wide_products, "find_product", return_value=add),
+        mock.patch.object(fused_steps, "_is_proven", return_value=compiles),
+        mock.patch.object(micro_batch_size, "is_fake", return_value=True),  # proofs of a loss
     ):
         yield

@@ -20,7 +20,7 @@ from lightning_memsave.units import MIB
 SEGMENT = 2 * MIB  # the driver gives memory away in these
 # Blocks of 1 to 10 MiB come from segments of 20 MiB.
 POOL, PIECE = 20 * MIB, MIB + MIB // 8
-NUM_BATCHES, NUM_EPOCHS = 5, 1
+NUM_BATCHES = 4
 LATE = 3  # the batch before which memory is taken "after 3 steps"
 
 
@@ -101,7 +101,9 @@ class SqueezedFit:
             observer = OOMObserver(folder, predict=False)
             self.memsave = None
             if self.settings is not None:
-                self.memsave = MemSaveCallback(**self.settings, predict=False, report=False)
+                self.memsave = MemSaveCallback(
+                    **self.settings, monitor=False, predict=False, report=False
+                )
             error = self._fit([*filter(None, [self.memsave]), observer, _Phases(self)])
         report = observer.report
         return {
@@ -120,7 +122,7 @@ class SqueezedFit:
         trainer = pl.Trainer(
             accelerator="gpu",
             devices=1,
-            max_epochs=NUM_EPOCHS,
+            max_epochs=1,
             callbacks=callbacks,
             logger=False,
             num_sanity_val_steps=0,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, RobertaConfig, RobertaForMaskedLM
 
-from benchmarks._models import BASE, masked_batch
+from benchmarks._models import masked_batch
 from benchmarks.stacks._run import gpt2
 
 
@@ -82,12 +82,35 @@ class _Output:
     loss: Tensor
 
 
+def _empty(build: Callable[[], Any]) -> Callable[[], nn.Module]:
+    """Leave weights as they are in memory: no kernel reads them."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            model = build()
+        model.to_empty(device="cpu")
+        model.tie_weights()
+        made: nn.Module = model
+        return made
+
+    return make
+
+
 MODELS = {
-    "GPT-2": Model(gpt2(4000, 128, 3, 4), 4000, 8, 32),
-    "RoBERTa": Model(lambda: _roberta(4000, 128, 3, 4), 4000, 8, 32, is_masked=True),
-    "Llama": Model(lambda: _llama(4000, 128, 3, 4), 4000, 8, 32),
-    "GPT-2 124M": Model(gpt2(50_257, 768, 12, 12), 50_257, 8, 512, is_small=False),
-    "RoBERTa 84M": Model(BASE.build, 52_000, 64, 128, is_masked=True, is_small=False),
-    "Llama 210M": Model(lambda: _llama(32_000, 1024, 10, 16), 32_000, 4, 512, is_small=False),
-    "own": Model(lambda: _Words(4000, 128, 3), 4000, 8, 32),
+    "GPT-2": Model(gpt2(6000, 128, 2, 4), 6000, 8, 32),
+    "RoBERTa": Model(lambda: _roberta(6000, 128, 2, 4), 6000, 8, 32, is_masked=True),
+    "Llama": Model(lambda: _llama(6000, 128, 2, 4), 6000, 8, 32),
+    "own": Model(lambda: _Words(6000, 128, 2), 6000, 8, 32),
+    "GPT-2 of 4 blocks": Model(_empty(gpt2(50_257, 1280, 4, 20)), 50_257, 8, 512, is_small=False),
+    "RoBERTa of 4 blocks": Model(
+        _empty(lambda: _roberta(52_000, 1024, 4, 16)),
+        52_000,
+        64,
+        128,
+        is_masked=True,
+        is_small=False,
+    ),
+    "Llama of 4 blocks": Model(
+        _empty(lambda: _llama(32_000, 2048, 4, 16)), 32_000, 8, 512, is_small=False
+    ),
 }

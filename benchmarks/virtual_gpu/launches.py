@@ -4,16 +4,14 @@ The same steps as in `benchmarks.launches`, which counts operators of a simulate
 torch's CUDA build on the virtual GPU. Operators, waits, copied bytes and page-locked memory are
 compared; launches are given beside them, and which operators need more than one.
 
-Kernels compute nothing here (VGPU_COMPUTE=int), so that what the product tries out by value, such as
-a product with a wider result, is taken to work, as it is in the simulation.
+Kernels compute nothing here (VGPU_COMPUTE=int), so that what the product tries out by value, such
+as a product with a wider result, is taken to work, as it is in the simulation.
 """
 
 import argparse
 import collections
 import functools
 import json
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,16 +22,16 @@ import vgpu  # type: ignore[import-not-found] # on the path on the virtual GPU o
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._common import RESULTS
 from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.faults._attack import in_process
-from benchmarks.virtual_gpu._setup import allow_forks, be_quiet, taken_to_work
 from benchmarks.launches.__main__ import ROWS, Model, Row, _gpt2_batch, _without_cache, setup_of
 from benchmarks.launches._count import Counts, Setup, StepCounter, _Counted, count
 from benchmarks.stacks._run import SETTINGS, gpt2
+from benchmarks.virtual_gpu._setup import allow_forks, be_quiet, taken_to_work
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.units import GIB, MIB
+from lightning_memsave.units import GIB
 
 NUM_STEPS = 4  # from the third one on all are alike
 LIMIT_S = 600
@@ -51,7 +49,9 @@ DRY = {"RoBERTa tiny, 8 x 16": Model(TINY.build, masked_batch(500, 8, 16))}
 OFFLOADED = {
     "offload": Row(SETTINGS["offload"], "by hand, bf16, 8-bit"),
     'offload="optimizer"': Row({"offload": "optimizer", "precision": "bf16-mixed"}, "plain, bf16"),
-    'offload="parameters"': Row({"offload": "parameters", "precision": "bf16-mixed"}, "plain, bf16"),
+    'offload="parameters"': Row(
+        {"offload": "parameters", "precision": "bf16-mixed"}, "plain, bf16"
+    ),
     'offload="activations"': Row({"offload": "activations"}, "plain"),
 }
 """Not in the other benchmark, which shows them in `benchmarks.offloading`."""
@@ -183,10 +183,14 @@ def _or_error(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Count, compare, print and write."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.virtual_gpu launches", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.virtual_gpu launches", description=__doc__
+    )
     parser.add_argument("--rows", nargs="*", help="some of them")
     parser.add_argument("--models", nargs="*", help="some of them")
-    parser.add_argument("--by-operator", action="store_true", help="count launches of each operator")
+    parser.add_argument(
+        "--by-operator", action="store_true", help="count launches of each operator"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     options = parser.parse_args(argv)
     allow_forks()

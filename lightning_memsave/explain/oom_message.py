@@ -39,6 +39,7 @@ _PATTERNS = {
 }
 _SIZES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
 
+
 def words_of(text: str) -> list[str]:
     """Take a text apart, without colours and without what quotes and logs put around lines.
 

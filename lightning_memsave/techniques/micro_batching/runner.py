@@ -292,7 +292,7 @@ def _frames_of(*errors: BaseException) -> str:
 
 @contextlib.contextmanager
 def _told(failure: _Failure | None) -> Iterator[None]:
-    """Add the original error, which is gone by then, to one that says why a batch is not repeated."""
+    """Add the original error, gone by then, to one that says why a batch is not repeated."""
     try:
         yield
     except MemoryExhaustedError as error:
