@@ -101,9 +101,8 @@ class SqueezedFit:
             observer = OOMObserver(folder, predict=False)
             self.memsave = None
             if self.settings is not None:
-                self.memsave = MemSaveCallback(
-                    **self.settings, monitor=False, predict=False, report=False
-                )
+                off = dict.fromkeys(("monitor", "predict", "report"), False)
+                self.memsave = MemSaveCallback(**self.settings, **off)
             error = self._fit([*filter(None, [self.memsave]), observer, _Phases(self)])
         report = observer.report
         return {

@@ -101,16 +101,11 @@ MODELS = {
     "RoBERTa": Model(lambda: _roberta(6000, 128, 2, 4), 6000, 8, 32, is_masked=True),
     "Llama": Model(lambda: _llama(6000, 128, 2, 4), 6000, 8, 32),
     "own": Model(lambda: _Words(6000, 128, 2), 6000, 8, 32),
-    "GPT-2 of 4 blocks": Model(_empty(gpt2(50_257, 1280, 4, 20)), 50_257, 8, 512, is_small=False),
+    "GPT-2 of 4 blocks": Model(_empty(gpt2(50_257, 768, 4, 12)), 50_257, 8, 512, is_small=False),
     "RoBERTa of 4 blocks": Model(
-        _empty(lambda: _roberta(52_000, 1024, 4, 16)),
-        52_000,
-        64,
-        128,
-        is_masked=True,
-        is_small=False,
+        _empty(lambda: _roberta(52_000, 768, 4, 12)), 52_000, 64, 128, True, is_small=False
     ),
     "Llama of 4 blocks": Model(
-        _empty(lambda: _llama(32_000, 2048, 4, 16)), 32_000, 8, 512, is_small=False
+        _empty(lambda: _llama(32_000, 1024, 4, 16)), 32_000, 16, 512, is_small=False
     ),
 }

@@ -1,12 +1,12 @@
 """Let memory really run out on the virtual GPU: `python -m benchmarks.virtual_gpu out_of_memory`.
 
-torch's own allocator raises each error: of a GPU of 2 to 24 GiB some MiB are left, at the start,
+torch's own allocator raises each error. Of a GPU of 2 to 24 GiB some MiB are left: at the start,
 after three steps, in validation, before the optimizer's first step, or before a block as its
-weights are fetched; the rest belongs to tensors, to memory that is not torch's, to a limit, or is not there.
-A fit that goes on is right if its weights are, bit for bit, those of a fit with memory enough that
-was told the same micro-batch sizes. One that ends is judged by its advice, and by what its report
-says: the cause, the phase, and which tensors took most, each against what was seen beside the
-product.
+weights are fetched. The rest belongs to tensors, to memory that is not torch's, to a limit, or is
+not there. A fit that goes on is right if its weights are, bit for bit, those of a fit with memory
+enough that was told the same micro-batch sizes. One that ends is judged by its advice, and by what
+its report says: the cause, the phase, and which tensors took most, each against what was seen
+beside the product.
 
 With VGPU_COMPUTE=1 small models train and values count; with VGPU_COMPUTE=int large models fill
 the GPU and only errors and reports do.
