@@ -22,7 +22,7 @@ import vgpu  # type: ignore[import-not-found] # on the path on the virtual GPU o
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks._common import RESULTS
+from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.faults._attack import in_process
 from benchmarks.launches.__main__ import ROWS, Model, Row, _gpt2_batch, _without_cache, setup_of
@@ -31,7 +31,7 @@ from benchmarks.stacks._run import SETTINGS, gpt2
 from benchmarks.virtual_gpu._setup import allow_forks, be_quiet, taken_to_work
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
-from lightning_memsave.units import GIB
+from lightning_memsave.units import GIB, MIB
 
 NUM_STEPS = 4  # from the third one on all are alike
 LIMIT_S = 600
@@ -181,6 +181,78 @@ def _or_error(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"error": str(error)}
 
 
+HEADER = (
+    *("step", "operators", "simulated", "launches", "products", "waits", "simulated"),
+    *("copies", "to host, MiB", "from host, MiB", "page-locked, MiB", "predicted"),
+)
+
+
+def as_line(name: str, one: dict[str, Any]) -> list[str]:
+    """Lay out a step."""
+    real, simulated = one["real"], one["simulated"]
+    to_host, from_host = copied(real, "d2h pinned"), copied(real, "h2d pinned")
+    return [
+        name,
+        f"{sum(real['counts']['operators'].values()):,}",
+        f"{sum(simulated['counts']['operators'].values()):,}",
+        f"{real['launches']:,}",
+        f"{real['library']:,}",
+        str(sum(real["waits"].values())),
+        str(sum(simulated["counts"]["waits"].values())),
+        str(to_host[0] + from_host[0]),
+        f"{to_host[1] / MIB:,.0f}",
+        f"{from_host[1] / MIB:,.0f}",
+        f"{real['pinned_bytes'] / MIB:,.0f}",
+        f"{simulated['host_bytes'] / MIB:,.0f}",
+    ]
+
+
+def copied(real: dict[str, Any], way: str) -> tuple[int, int]:
+    """Count copies of one way and their bytes, without those of single numbers."""
+    chosen = [c for name, c in real["copies"].items() if name.startswith(way)]
+    number, num_bytes = (sum(values) for values in zip(*chosen, strict=True)) if chosen else (0, 0)
+    scalars = real["counts"]["waits"].get("_local_scalar_dense", 0) if way == "d2h pinned" else 0
+    return number - scalars, num_bytes
+
+
+def differences(one: dict[str, Any]) -> list[str]:
+    """Say where the simulation counts otherwise than what ran."""
+    real, simulated = one["real"]["counts"], one["simulated"]["counts"]
+    found = []
+    names = sorted({*real["operators"], *simulated["operators"]})
+    for name in names:
+        pair = real["operators"].get(name, 0), simulated["operators"].get(name, 0)
+        if pair[0] != pair[1]:
+            found.append(f"`{name}` {pair[0]} instead of {pair[1]}")
+    waits = sum(one["real"]["waits"].values()), sum(simulated["waits"].values())
+    if waits[0] != waits[1]:
+        kinds = ", ".join(f"{n} x {name}" for name, n in one["real"]["waits"].items())
+        found.append(f"{waits[0]} waits ({kinds}) instead of {waits[1]}")
+    for way, key in (("d2h pinned", "to_host_bytes"), ("h2d pinned", "from_host_bytes")):
+        num_bytes = copied(one["real"], way)[1]
+        if abs(num_bytes - simulated[key]) > MIB:
+            found.append(f"{num_bytes / MIB:,.1f} MiB {way} instead of {simulated[key] / MIB:,.1f}")
+    pinned, predicted = one["real"]["pinned_bytes"], one["simulated"]["host_bytes"]
+    if abs(pinned - predicted) > MIB:
+        found.append(f"{pinned / MIB:,.1f} MiB page-locked instead of {predicted / MIB:,.1f}")
+    return found
+
+
+def per_operator(found: dict[str, Any]) -> str:
+    """Say which operators launch more or less than one kernel or product."""
+    most: dict[str, tuple[int, int]] = {}
+    for rows in found.values():
+        for one in rows.values():
+            numbers = one["real"]["counts"]["operators"] if "real" in one else {}
+            for name, launches in one.get("real", {}).get("by_operator", {}).items():
+                if numbers.get(name) and launches != numbers[name]:
+                    most[name] = (launches, numbers[name])
+    if not most:
+        return ""
+    listed = (f"`{name}` {a}/{b}" for name, (a, b) in sorted(most.items()))
+    return "Launches per call where that is not one: " + ", ".join(listed) + "."
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Count, compare, print and write."""
     parser = argparse.ArgumentParser(
@@ -188,11 +260,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--rows", nargs="*", help="some of them")
     parser.add_argument("--models", nargs="*", help="some of them")
-    parser.add_argument(
-        "--by-operator", action="store_true", help="count launches of each operator"
-    )
+    parser.add_argument("--by-operator", action="store_true", help="launches of each operator")
+    parser.add_argument("--to", type=Path, help="a file to which results are added as they come")
+    parser.add_argument("--read", type=Path, nargs="*", help="files that `--to` made: run nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     options = parser.parse_args(argv)
+    found: dict[str, Any] = {}
+    if options.read:
+        for line in (line for path in options.read for line in path.read_text().splitlines()):
+            one = json.loads(line)
+            found.setdefault(one.pop("model"), {})[one.pop("row")] = one
+    else:
+        found = _count_all(options)
+    _write(found, options.results)
+    return 0
+
+
+def _count_all(options: argparse.Namespace) -> dict[str, Any]:
     allow_forks()
     found: dict[str, Any] = {}
     for model in options.models or MODELS:
@@ -201,5 +285,26 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             one = compare({**MODELS, **DRY}[model], row, attributes=options.by_operator)
             found.setdefault(model, {})[name] = one
-            print(model, name, json.dumps(one), flush=True)
-    return 0
+            print(model, name, json.dumps(one)[:300], sep=" | ", flush=True)
+            if options.to is not None:
+                with options.to.open("a") as file:
+                    file.write(json.dumps({"model": model, "row": name, **one}) + "\n")
+    return found
+
+
+def _write(found: dict[str, Any], folder: Path) -> None:
+    texts = []
+    for model, rows in found.items():
+        counted = {n: one for n, one in rows.items() if is_counted(one)}
+        texts += [f"{model}:", markdown_table(HEADER, [as_line(*row) for row in counted.items()])]
+        said = [f"- {n}: {'; '.join(d)}" for n, one in counted.items() if (d := differences(one))]
+        texts += ["Counted otherwise by the simulation:\n\n" + "\n".join(said)] if said else []
+    texts += [per_operator(found)]
+    text = "\n\n".join(filter(None, texts))
+    path = write_results("virtual_gpu_launches", {"counted": found}, text, folder=folder)
+    print(f"{text}\n\nWritten to {path}")
+
+
+def is_counted(one: dict[str, Any]) -> bool:
+    """Return whether both ran."""
+    return all(isinstance(side, dict) and "error" not in side for side in one.values())
