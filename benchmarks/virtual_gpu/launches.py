@@ -105,7 +105,9 @@ class _OnDevice(_Counted):
             self.by_operator = getattr(counter, "launches", self.by_operator)
 
 
-def count_on_device(setup: Setup, *, attributes: bool = False) -> dict[str, Any]:
+def count_on_device(
+    setup: Setup, *, attributes: bool = False, compiles: bool = True
+) -> dict[str, Any]:
     """Train a few steps on the virtual GPU and count the last one."""
     be_quiet()
     vgpu.set_memory(512 * GIB)
@@ -113,7 +115,7 @@ def count_on_device(setup: Setup, *, attributes: bool = False) -> dict[str, Any]
     lit = _OnDevice(setup.build(), accumulated)
     lit.attributes = attributes
     given = {"stack": "off", "micro_batch_size": None, "monitor": False, **setup.settings}
-    with taken_to_work():
+    with taken_to_work(compiles=compiles):
         trainer = pl.Trainer(
             accelerator="gpu",
             devices=1,
@@ -162,13 +164,18 @@ def simulate(setup: Setup) -> dict[str, Any]:
     return {"counts": as_plain(counts), "host_bytes": prediction.peak.host_bytes}
 
 
-def compare(model: Model, row: Row, *, attributes: bool = False) -> dict[str, Any]:
+def compare(
+    model: Model, row: Row, *, attributes: bool = False, compiles: bool = True
+) -> dict[str, Any]:
     """Count a step both ways, each in a process of its own."""
     setup = setup_of(model, row)
     found = {}
     for name, job in (
         ("simulated", functools.partial(simulate, setup)),
-        ("real", functools.partial(count_on_device, setup, attributes=attributes)),
+        (
+            "real",
+            functools.partial(count_on_device, setup, attributes=attributes, compiles=compiles),
+        ),
     ):
         found[name] = in_process(functools.partial(_or_error, job), LIMIT_S)
     return found
