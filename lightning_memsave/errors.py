@@ -106,7 +106,18 @@ class MissingDependencyError(MemsaveError, ImportError):
 
 
 class MemoryExhaustedError(MemsaveError, RuntimeError):
-    """Memory ran out, and nothing is left to reduce; the message lists the attempts."""
+    """Memory ran out, and nothing is left to reduce; the message lists the attempts.
+
+    Args:
+        message: What was tried, the first line of the original error, and what to do.
+        phase: Where memory ran out, as `OutOfMemory.phase` names it; empty if that is not known.
+            The traceback does not tell: it is that of the optimizer's step, whose closure runs
+            forward and backward.
+    """
+
+    def __init__(self, message: str, phase: str = "") -> None:
+        super().__init__(message)
+        self.phase = phase
 
 
 class InfeasiblePlanError(MemsaveError, RuntimeError):

@@ -176,11 +176,17 @@ def count_row(model: Model, row: Row) -> Found:
     Returns:
         What was counted.
     """
+    counts, prediction = count(setup_of(model, row))
+    return Found(counts, prediction.peak_bytes)
+
+
+def setup_of(model: Model, row: Row) -> Setup:
+    """Describe the step of a row."""
     build = model.checkpointed if row.is_by_hand else model.build
     settings = dict(row.settings)
     if row.parts > 1:
         settings["micro_batch_size"] = -(-len(next(iter(model.batch.values()))) // row.parts)
-    return Found(*count(Setup(build, model.batch, settings, row.clip)))
+    return Setup(build, model.batch, settings, row.clip)
 
 
 def as_line(row: Row, found: dict[str, Found], name: str) -> list[str]:

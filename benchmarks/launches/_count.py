@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_memsave import predict_memory
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.measure.live_tensors import in_backward
+from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.work import NO_KERNEL, flop_formula
 
 # What gives a number to Python, or a tensor whose size depends on values.
@@ -180,14 +181,14 @@ class _Counted(LightningModule):
             self._counter = None
 
 
-def count(setup: Setup) -> tuple[Counts, int]:
+def count(setup: Setup) -> tuple[Counts, MemoryPrediction]:
     """Count a step on the CUDA path, on fake tensors.
 
     Args:
         setup: The step.
 
     Returns:
-        What was counted, and the predicted peak in bytes.
+        What was counted, and the prediction.
     """
     accumulated = setup.settings.get("accumulate_grad_batches") or 1
     clip = {} if setup.clip is None else {"gradient_clip_val": setup.clip}
@@ -199,4 +200,4 @@ def count(setup: Setup) -> tuple[Counts, int]:
         trainer_arguments={**clip, **setup.trainer},
         time_limit_s=None,
     )
-    return _Counted.found[-1], prediction.peak_bytes
+    return _Counted.found[-1], prediction

@@ -5,7 +5,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any, TypeVar
 
@@ -389,6 +389,8 @@ def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
 
 def _diagnose(trainer: Any, error: BaseException, trace: str) -> Diagnosis:
     oom = _read(trace or str(error), error, trainer.strategy.root_device)
+    if isinstance(error, MemoryExhaustedError):
+        oom = replace(oom, phase=error.phase)
     settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
     return diagnose(oom, settings, has_memsave=_has_memsave(trainer))
 

@@ -35,6 +35,12 @@ _CONTEXT_LOST = re.compile(
     r"|uncorrectable ECC error"
 )
 
+# Lines of tracebacks as Python, IPython and Jupyter write them.
+_FRAME = re.compile(r"([^\s\"]+\.py)\b[^\n]*?\bin (?:[\w<>]+\.)*(\w+)")
+_FORWARD = frozenset(
+    {"forward", "training_step", "validation_step", "test_step", "predict_step", "_call_impl"}
+)
+
 
 def is_out_of_memory(error: BaseException, outside: BaseException | None = None) -> bool:
     """Return whether an exception is an out-of-memory error, so that a retry with less may succeed.
@@ -104,6 +110,29 @@ def errors_behind(
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its class if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def phase_in(text: str) -> str:
+    """Tell from the lines of a traceback which part of the step ran.
+
+    Args:
+        text: Text with a traceback of Python, IPython or Jupyter.
+
+    Returns:
+        ``"setup"`` (the module is moved to the device), ``"forward"``, ``"backward"`` or
+        ``"optimizer"``; empty if nothing tells.
+    """
+    phase = ""
+    for path, function in _FRAME.findall(text):
+        if re.search(r"[\\/](torch|bitsandbytes)[\\/]optim[\\/]", path):
+            phase = "optimizer"  # also around the closure, whose frames follow
+        elif function in {"backward", "_engine_run_backward"}:
+            phase = "backward"
+        elif function in _FORWARD and phase != "backward":  # recomputation is part of backward
+            phase = "forward"
+        elif function == "_apply" and not phase:  # of `nn.Module.to`
+            phase = "setup"
+    return phase
 
 
 def free_unused() -> None:

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Exact types: subclasses may not be mutable, such as Hugging Face's model outputs.
 CONTAINERS = {
@@ -57,6 +57,22 @@ class RandomState:
             return False
         # Other bit generators than the default have other fields, some of them arrays.
         return repr(self._numpy) != repr(sys.modules["numpy"].random.get_state(legacy=False))
+
+
+def devices_of(module: nn.Module) -> set[torch.device]:
+    """Return the CUDA devices on which a module's steps may draw random numbers.
+
+    Args:
+        module: The module. With offloading its weights may all be in host memory, so the current
+            device counts too.
+
+    Returns:
+        The devices; empty as long as CUDA is not in use.
+    """
+    devices = {p.device for p in module.parameters() if p.is_cuda}
+    if torch.cuda.is_initialized():
+        devices.add(torch.device("cuda", torch.cuda.current_device()))
+    return devices
 
 
 def generator_state(value: Any) -> Any:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_memsave.explain.oom_message import OutOfMemory, ProcessOnDevice
-from lightning_memsave.units import GIB, MIB, format_bytes
+from lightning_memsave.units import GIB, KIB, MIB, format_bytes
 
 # Memory that torch's allocator keeps without a tensor in it counts as fragmentation from this share
 # of what it has reserved. When it raises its error it has given back every segment that is wholly
@@ -119,7 +119,7 @@ def _cause_of_missing(
     free_bytes = max(min(on_device_bytes, allowed_bytes - reserved_bytes), 0)
     missing_bytes = requested_bytes - free_bytes
     was_free = f"{_asked(oom)} {format_bytes(free_bytes)} was free"
-    if missing_bytes <= 0 and oom.free_bytes is not None:
+    if missing_bytes <= -_rounding_of(free_bytes) and oom.free_bytes is not None:
         return "refused", (
             f"{was_free}: the driver refused it, or another process gave memory back in between."
         )
@@ -152,6 +152,11 @@ def _cause_of_missing(
     if unallocated_bytes:
         was_free += f", and {format_bytes(unallocated_bytes)} lay between tensors"
     return "full", f"{was_free}."
+
+
+# torch writes two digits behind the point, so that what was missing may not be seen.
+def _rounding_of(num_bytes: int) -> float:
+    return next(unit for unit in (GIB, MIB, KIB, 1) if num_bytes >= unit or unit == 1) / 100
 
 
 def _asked(oom: OutOfMemory) -> str:
@@ -277,6 +282,13 @@ def _less_memory(oom: OutOfMemory, has_memsave: bool) -> list[str]:
             'that does not fit: `optimizer="paged_8bit"`. A smaller batch does not help here.',
             "Train fewer parameters, or shard them over several devices.",
         ]
+    if oom.phase == "setup":
+        return [
+            'Keep the weights in host memory: `MemSaveCallback(offload="parameters")`. A smaller '
+            "batch does not help here: nothing but the module was on its way to the device.",
+            'Keep them in bfloat16: `MemSaveCallback(low_precision_weights="stochastic")`.',
+            "Use a smaller model, or shard it over several devices.",
+        ]
     suite = (
         "Add `MemSaveCallback()` to the Trainer: it recomputes activations, keeps the optimizer's "
         "state in 8 bits, and repeats a batch in micro-batches when memory runs out, with the same "
@@ -337,6 +349,8 @@ class Diagnosis:
         if self.oom.device_index is not None:
             where += f":{self.oom.device_index}"
         phase = f" in {self.oom.phase}" if self.oom.phase else ""
+        if self.oom.phase == "setup":
+            phase = ", where the module is moved"
         return f"Out of memory on {where}{phase}: {CAUSES[self.cause]}."
 
     def to_dict(self) -> dict[str, Any]:

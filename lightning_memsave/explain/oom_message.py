@@ -6,6 +6,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_memsave.core.out_of_memory import phase_in
 from lightning_memsave.errors import ConfigurationError
 
 LONGEST = 10_000  # characters of a message, with a hundred processes
@@ -37,12 +38,6 @@ _PATTERNS = {
     "process_bytes": rf"thisprocesshas{_SIZE}memoryinuse",
 }
 _SIZES = {name: re.compile(pattern, re.IGNORECASE) for name, pattern in _PATTERNS.items()}
-
-# Lines of tracebacks as Python, IPython and Jupyter write them.
-_FRAME = re.compile(r"([^\s\"]+\.py)\b[^\n]*?\bin (?:[\w<>]+\.)*(\w+)")
-_FORWARD = frozenset(
-    {"forward", "training_step", "validation_step", "test_step", "predict_step", "_call_impl"}
-)
 
 
 def words_of(text: str) -> list[str]:
@@ -121,26 +116,6 @@ def device_in(start: re.Match[str], dense: str) -> str:
     return "cuda" if is_cuda else ""
 
 
-def phase_in(text: str) -> str:
-    """Tell from the lines of a traceback which part of the step ran.
-
-    Args:
-        text: Text with a traceback of Python, IPython or Jupyter.
-
-    Returns:
-        ``"forward"``, ``"backward"`` or ``"optimizer"``; empty if nothing tells.
-    """
-    phase = ""
-    for path, function in _FRAME.findall(text):
-        if re.search(r"[\\/](torch|bitsandbytes)[\\/]optim[\\/]", path):
-            phase = "optimizer"  # also around the closure, whose frames follow
-        elif function in {"backward", "_engine_run_backward"}:
-            phase = "backward"
-        elif function in _FORWARD and phase != "backward":  # recomputation is part of backward
-            phase = "forward"
-    return phase
-
-
 @dataclass(frozen=True, slots=True)
 class ProcessOnDevice:
     """A process that the message names.
@@ -175,7 +150,8 @@ class OutOfMemory:
         unallocated_bytes: Kept by torch's allocator with no tensor in it.
         process_bytes: Memory of this process, CUDA context included.
         processes: Processes that are named by their number.
-        phase: ``"forward"``, ``"backward"`` or ``"optimizer"``, where a traceback shows it.
+        phase: ``"setup"`` (the module is moved to the device), ``"forward"``, ``"backward"`` or
+            ``"optimizer"``, where a traceback shows it.
         allocator_variable: The environment variable with settings of the allocator.
         num_messages: How many messages with figures the text held; this is the last one.
     """

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import checkpoint
 
+from lightning_memsave.core.memory import HOST, mark_of
 from lightning_memsave.measure.storages import storages_of, tensors_in, tensors_in_batch
 
+_OWNED = frozenset({"parameter", "gradient", "buffer", "optimizer_state", "input"})
 _CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
 
@@ -167,6 +169,11 @@ class _Finder:
             for storage in storages_of(tensor):
                 if storage.device != self.device or not storage.nbytes():
                     continue  # the storage of a fake tensor is on "meta"
+                mark = mark_of(storage)  # such as weights that offloading has brought to the device
+                if mark == HOST:
+                    continue
+                if mark is not None and category not in _OWNED:
+                    category = mark
                 if category in {"", "temporary", "other"}:
                     is_part = tensor.grad_fn is not None or storage._cdata in self._saved_storages
                     category = "activation" if is_part else category or "activation"

@@ -572,6 +572,20 @@ class TestOutOfMemory:
             found.append(loops["fit_loop"])
         assert found[0] == found[1]
 
+    def test_does_not_claim_one_sample_where_no_batch_could_be_split(self, package):
+        lit = make_lit(package)
+
+        def training_step(self, batch, batch_idx):
+            if torch.is_grad_enabled():
+                raise torch.OutOfMemoryError(MESSAGE)
+            return 0 * self.model(batch)  # in the proof
+
+        type(lit).training_step = training_step
+        with pytest.raises(MemoryExhaustedError, match="cannot be proven as long as") as caught:
+            make_trainer(package, only("auto")).fit(lit)
+        assert "one sample" not in str(caught.value)
+        assert MESSAGE in str(caught.value)
+
     def test_floor(self, package):
         """With one sample there is nothing smaller: what was tried is said, all is restored."""
         lit = make_lit(package)

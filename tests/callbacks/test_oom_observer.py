@@ -23,6 +23,7 @@ from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, M
 from lightning_memsave.explain.what_if import WhatIf
 from lightning_memsave.measure.allocator import AllocatorReading
 from lightning_memsave.measure.nvml import NvmlReading
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.units import GIB
 from tests import out_of_memory
 from tests.callbacks.lit import make_lit, make_trainer
@@ -245,8 +246,30 @@ class TestWithMemSaveCallback:
         found = json.loads(JSON.read_text())
         assert found["error"].startswith("MemoryExhaustedError: Out of memory with one sample")
         assert found["diagnosis"]["cause"] == "fragmentation"
+        # Not "optimizer", inside of whose step the closure runs the forward pass.
+        assert found["diagnosis"]["oom"]["phase"] == "forward"
         assert "freed" in found["notes"][0]
         assert not any("Add `MemSaveCallback" in line for line in found["diagnosis"]["advice"])
+        assert not any("smaller batch does not help" in a for a in found["diagnosis"]["advice"])
+
+    def test_has_the_original_message_where_a_batch_cannot_be_repeated(self, package):
+        lit = make_lit(package)
+
+        def after_an_update(grad):
+            raise torch.OutOfMemoryError(MESSAGE)
+
+        next(lit.parameters()).register_hook(after_an_update)
+        suite = MemSaveCallback(
+            stack="off", micro_batch_size=MicroBatching("auto"), optimizer_in_backward=True
+        )
+        _, error = fit_until_out_of_memory(
+            package, lit, suite, OOMObserver(predict=False), error=MemoryExhaustedError
+        )
+        assert "has updated parameters already" in str(error)
+        assert MESSAGE in str(error)
+        found = json.loads(JSON.read_text())
+        assert found["diagnosis"]["cause"] == "fragmentation"
+        assert found["diagnosis"]["oom"]["phase"] == "backward"
 
     def test_writes_nothing_when_a_smaller_batch_fits(self, package):
         class OnceFull(Failing):

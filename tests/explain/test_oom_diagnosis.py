@@ -51,6 +51,15 @@ def test_finds_the_cause_and_advises_first_what_helps_most(name):
     assert first_advice in diagnosis.advice[0]
 
 
+def test_where_the_module_itself_does_not_fit_a_smaller_batch_is_no_advice():
+    frame = '  File "/venv/torch/nn/modules/module.py", line 934, in _apply\n'
+    diagnosis = diagnose(read_out_of_memory(frame + m.FULL), has_memsave=True)
+    assert "where the module is moved" in diagnosis.summary
+    assert 'offload="parameters"' in diagnosis.advice[0]
+    # Nor is the table of the callback, which is printed after the module has moved.
+    assert not any("accumulate_grad_batches" in a or "table" in a for a in diagnosis.advice)
+
+
 def test_every_cause_has_an_example():
     assert {cause for cause, _ in EXPECTED.values()} == set(CAUSES)
 
@@ -63,6 +72,11 @@ def test_fragmentation_begins_at_five_percent_of_what_is_reserved(unallocated, c
     diagnosis = diagnosis_of(text)
     assert diagnosis.cause == cause
     assert any("expandable_segments" in line for line in diagnosis.advice) == (cause != "full")
+
+
+@pytest.mark.parametrize(("free", "cause"), [(2.0, "full"), (2.005, "full"), (2.5, "refused")])
+def test_a_request_as_large_as_what_is_free_was_not_refused_but_is_rounded(free, cause):
+    assert diagnosis_of(message(asked=2, free=free, allocated=13, unallocated=0.1)).cause == cause
 
 
 def test_scattered_memory_that_is_too_little_is_not_the_cause_but_is_mentioned():

@@ -191,6 +191,11 @@ LIGHTNING = """\
 STEP = '  File "project/train.py", line 10, in training_step\n'
 BACKWARD = '  File "/venv/torch/autograd/graph.py", line 865, in _engine_run_backward\n'
 FORWARD = '  File "project/model.py", line 3, in forward\n'
+MOVE = """\
+  File "/venv/lightning/pytorch/strategies/strategy.py", line 155, in model_to_device
+  File "/venv/torch/nn/modules/module.py", line 1384, in to
+  File "/venv/torch/nn/modules/module.py", line 934, in _apply
+"""
 
 
 @pytest.mark.parametrize(
@@ -202,9 +207,14 @@ FORWARD = '  File "project/model.py", line 3, in forward\n'
         (LIGHTNING.splitlines(keepends=True)[1], "optimizer"),
         ("/usr/lib/python3/dist-packages/model.py in forward(self, x)\n", "forward"),
         ("File /usr/lib/model.py:250, in Model.forward(self, x)\n", "forward"),
+        (MOVE, "setup"),
+        (LIGHTNING + STEP + MOVE, "forward"),
         ("", ""),
     ],
-    ids=["forward", "backward", "recomputed", "optimizer", "ipython", "method", "no traceback"],
+    ids=[
+        *("forward", "backward", "recomputed", "optimizer", "ipython", "method"),
+        *("moved", "moved in a step", "no traceback"),
+    ],
 )
 def test_tells_the_phase_from_the_traceback(frames, phase):
     assert read_out_of_memory(frames + m.FULL).phase == phase

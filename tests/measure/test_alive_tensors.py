@@ -9,6 +9,7 @@ from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
+from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import WIDTH, make_model
 from tests.out_of_memory import OutOfMemoryAt
 
@@ -200,3 +201,20 @@ def test_survives_objects_that_raise():
     with pytest.raises(torch.OutOfMemoryError) as raised:
         fail()
     assert named(find_alive_tensors("cpu", error=raised.value), "fine in ")
+
+
+@pytest.mark.parametrize("settings", ["parameters", "optimizer"])
+def test_weights_that_offloading_keeps_on_the_device_are_parameters(settings):
+    model = make_model("dropout").train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    technique = Offloading(settings)
+    handle = technique.apply(model)
+    technique.update_in_background(optimizer)
+    with LiveTensors(model, [optimizer]) as live:
+        model(torch.randn(BATCH, WIDTH)).backward()
+        optimizer.step()
+        found = by_category(find_alive_tensors("cpu", model, [optimizer]))
+        counted = live.breakdown.by_category()
+    handle.undo()
+    assert found.get("parameter", 0) == counted["parameter"]
+    assert "other" not in found

@@ -507,3 +507,13 @@ def test_copies_of_all_buffers_wait_on_the_host():
     model[1].running_mean.add_(1)
     changing.restore()
     assert torch.equal(model[1].running_mean, torch.ones(16))
+
+
+@pytest.mark.gpu
+def test_masks_are_drawn_again_where_offloading_keeps_all_weights_on_the_host():
+    module = nn.Linear(2, 2)
+    torch.rand(1, device="cuda")
+    state = TrainingState(module, gradients="drop")
+    mask = torch.rand(64, device="cuda").tolist()
+    state.restore()
+    assert torch.rand(64, device="cuda").tolist() == mask

@@ -342,7 +342,8 @@ class MicroBatchSetting(Setting):
     def _exhausted_in_step(
         self, optimizer: torch.optim.Optimizer, error: BaseException
     ) -> BaseException:
-        return MemoryExhaustedError(describe_failed_step(optimizer, error, self.advise))
+        message = describe_failed_step(optimizer, error, self.advise)
+        return MemoryExhaustedError(message, "optimizer")
 
     def _may_be_split(self, trainer: Any, batch: Any) -> bool:
         """Say whether any process has a batch for which the weights will matter."""

@@ -1,11 +1,13 @@
 """Run batches as micro-batches, with smaller ones after an out-of-memory error."""
 
+import contextlib
 import itertools
 import math
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from lightning_memsave.core.out_of_memory import (
     first_line,
     free_unused,
     is_out_of_memory,
+    phase_in,
 )
 from lightning_memsave.errors import (
     ConfigurationError,
@@ -220,8 +223,10 @@ class MicroBatchRunner:
             MemoryExhaustedError: If memory runs out with one sample.
         """
         before = _Before(self, save_state if self.is_auto else lambda: None)
+        failure: _Failure | None = None
         for num_failures in itertools.count(1):
-            failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
+            with _told(failure):
+                failure = self._failure_of(lambda: self._pass(batch, pass_part, before))
             if not self.is_auto:
                 return
             next_size = NO_LIMIT
@@ -232,13 +237,15 @@ class MicroBatchRunner:
                 return
             # Outside of the except block, whose traceback would keep tensors of the step alive.
             before.has_failed = True
-            forget()
-            self.require_repeatable()
+            with _told(failure):
+                forget()
+                self.require_repeatable()
             if self.relieve is not None and self.relieve(num_failures):
                 continue
             if size == 0:
                 self._failure_of(before.prepare)
-                raise MemoryExhaustedError(self._report(failure))
+                phase = "" if failure is None else failure.phase
+                raise MemoryExhaustedError(self._report(failure), phase)
             self._shrink(batch, size)
 
     def _pass(self, batch: Any, pass_part: PassPart, before: "_Before") -> None:
@@ -267,8 +274,7 @@ class MicroBatchRunner:
             self.failure = f"the state of the module cannot be saved and restored ({why})"
             return None
 
-    # Returns the first line of an out-of-memory error.
-    def _failure_of(self, function: Callable[[], None]) -> str | None:
+    def _failure_of(self, function: Callable[[], None]) -> "_Failure | None":
         outside = sys.exception()
         try:
             function()
@@ -276,7 +282,7 @@ class MicroBatchRunner:
             found = find_out_of_memory(error, outside) if self.is_auto else None
             if found is None:
                 raise
-            return first_line(found)
+            return _Failure(first_line(found), phase_in(_frames_of(error, found)))
         return None
 
     def size_of(self, batch: Any) -> int:
@@ -288,15 +294,44 @@ class MicroBatchRunner:
         before, self.size = self.size_of(batch), size
         self.retries.append(f"out of memory with {before} samples at once, repeated with {size}")
 
-    def _report(self, failure: str | None) -> str:
-        why = failure or "another process ran out of memory"
+    def _report(self, failure: "_Failure | None") -> str:
+        why = failure.line if failure else "another process ran out of memory"
         if not self.may_shrink:
             return f"Out of memory, and micro-batches would change results: {why}\n{self.advice}"
+        if self.needs_proof and not self.weightings:  # each attempt had the whole batch
+            return (
+                "Out of memory, and the batch cannot be split: how its loss is weighted cannot be "
+                f"proven as long as the loss of its first samples is 0: {why}\n{self.advice}"
+            )
         tried = "".join(f"\n  - {line}" for line in self.retries) or " the batch is one sample."
         return (
             f"Out of memory with one sample per micro-batch, which cannot be reduced: {why}\n"
             f"Tried:{tried}\n{self.advice}"
         )
+
+
+class _Failure(NamedTuple):
+    """First line of an out-of-memory error, and the phase that its traceback shows."""
+
+    line: str
+    phase: str
+
+
+# Frames from here on: further out is the step of the optimizer, whose closure this is.
+def _frames_of(*errors: BaseException) -> str:
+    return "".join(line for error in errors for line in traceback.format_tb(error.__traceback__))
+
+
+@contextlib.contextmanager
+def _told(failure: _Failure | None) -> Iterator[None]:
+    """Add the original error, gone by then, to one that says why a batch is not repeated."""
+    try:
+        yield
+    except MemoryExhaustedError as error:
+        if failure is None or error.phase:
+            raise
+        message = f"{error}\nThe original error: {failure.line}"
+        raise MemoryExhaustedError(message, failure.phase) from None
 
 
 # Saving and restoring need memory too: they are part of an attempt, which may run out of memory.

@@ -20,6 +20,7 @@ from lightning_memsave.core.saved_state import (
     RandomState,
     bytes_of,
     copy_of,
+    devices_of,
     generator_state,
     is_plain,
     is_same,
@@ -63,11 +64,7 @@ class TrainingState:
         owned = [(m, p) for m in modules for p in m._parameters.values() if p is not None]
         self._module, self._known = module, known
         self._drops = gradients != "leave"
-        self.devices = (
-            {p.device for _, p in owned if p.device.type == "cuda"}
-            if known is None
-            else known.devices
-        )
+        self.devices = devices_of(module) if known is None else known.devices
         self.random = RandomState(self.devices, known is not None and not known.draws)
         self._modes = [(m, m.training) for m in modules]
         self._trained = [(m, p, p.requires_grad) for m, p in owned]
@@ -327,7 +324,7 @@ class ModuleState:
         self._visit(module)
         for _, leaf in leaves_of(batch):
             self._visit(leaf)
-        self._random = RandomState({p.device for p in module.parameters() if p.is_cuda})
+        self._random = RandomState(devices_of(module))
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether the tensor's storage belongs to the module or the batch."""

@@ -1,0 +1,54 @@
+"""A handful of the out-of-memory errors of `benchmarks.virtual_gpu.out_of_memory`, which has 300."""
+
+import pytest
+
+from tests.virtual_gpu.processes import run_python
+
+pytestmark = pytest.mark.gpu
+
+# Model, preset, place, owner of the rest, and the share of what is needed that is left.
+CASES = {
+    "the module does not fit": ("GPT-2", "classic", "start", "card", 0.05),
+    "a longer batch, weights on the host": ("RoBERTa", "offload optimizer", "late", "tensor", 0.3),
+    "updates in backward": ("GPT-2", "single_gpu", "late", "limit", 0.3),
+    "validation": ("Llama", "bitwise", "validation", "card", 0.2),
+    "the optimizer's state": ("own", "without callback", "optimizer", "outside", 0.0),
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    cases = [(n, *case[:4], 8.0, case[4], 0.5) for n, case in enumerate(CASES.values())]
+    results = run_python(
+        f"""
+        import json
+        from benchmarks.virtual_gpu._setup import allow_forks
+        from benchmarks.virtual_gpu.out_of_memory import Attack, Case
+        allow_forks()
+        attack = Attack()
+        print(json.dumps([attack.run(Case(*case)) for case in {cases}]))
+        """,
+        VGPU_COMPUTE="1",
+        VGPU_CONTEXT="8MiB",
+    )
+    return dict(zip(CASES, results, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_goes_on_with_the_right_values_or_says_what_to_do(found, name):
+    one = found[name]
+    assert one["ooms"]
+    assert one["outcome"] in {"right", "ended with advice"}
+    assert one.get("diagnosis", {}).get("wrong", []) == []
+
+
+def test_recovers_where_a_smaller_micro_batch_fits(found):
+    recovered = found["a longer batch, weights on the host"]
+    assert recovered["outcome"] == "right"
+    assert recovered["sizes"][-1] in {1, 2, 4}
+
+
+def test_knows_where_memory_ran_out(found):
+    ended = {n: o["diagnosis"]["report"]["phase"] for n, o in found.items() if "diagnosis" in o}
+    assert ended["the module does not fit"] == "setup"
+    assert ended["the optimizer's state"] == "optimizer"
