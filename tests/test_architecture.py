@@ -292,6 +292,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.block_micro_batching.separability": "_version",
         "techniques.micro_batching.training_state": "_cdata _version",
         "techniques.offloading.activations": "_cdata",
+        "techniques.offloading.flat_memory": "_cdata",
         "techniques.offloading.stashes": "_cdata _version",
         "techniques.offloading.part": "_cdata _version _C _storage_Use_Count",
         "techniques.offloading.technique": "_cdata",

@@ -118,7 +118,7 @@ needs_smaps = pytest.mark.skipif(
 class TestForks:
     @needs_smaps
     @pytest.mark.parametrize("locks", [False, True])
-    @pytest.mark.parametrize("num_bytes", [64, MANY])
+    @pytest.mark.parametrize("num_bytes", [512, MANY])
     def test_locked_pages_are_not_copied_to_workers(self, locks, num_bytes, runtime):
         """Others are, as before: only pages that a device knows are copied at once."""
         memory, tensor = taken(num_bytes, locks=locks)

@@ -1,4 +1,4 @@
-"""A handful of the out-of-memory errors of `benchmarks.virtual_gpu.out_of_memory`, which has 300."""
+"""A few of the out-of-memory errors of `benchmarks.virtual_gpu.out_of_memory`, which has 300."""
 
 import pytest
 
