@@ -274,6 +274,7 @@ FOREIGN_PRIVATE_NAMES = {
         "_scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention "
         "_local_scalar_dense _pack_padded_sequence _unique2 _foreach_utils "
         "_foreach_supported_types",
+        "techniques.offloading.copies": "_foreach_copy_",
         "techniques.offloading.row_gradient": "_amp_foreach_non_finite_check_and_unscale_ "
         "_foreach_div_ _foreach_mul_ _foreach_norm _foreach_zero_",
         "techniques.optimizer_in_backward.held_gradients": "_foreach_utils _foreach_norm "
