@@ -280,6 +280,7 @@ class TestThread:
 class WaitedFor(torch.cuda.Event):
     """Notes of each event for which the host waits whether it lets the core do something else."""
 
+    is_blocking: bool
     are_blocking: ClassVar[list[bool]] = []
 
     def __new__(cls, **settings: Any) -> "WaitedFor":
