@@ -104,7 +104,7 @@ class HostMemory:
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         if self._is_locked:
             self._lock(memory)
-        piece = torch.frombuffer(memory, dtype=torch.uint8) if end else torch.empty(0)
+        piece = torch.frombuffer(memory, dtype=torch.uint8) if end else torch.empty(0, device="cpu")
         mark_as_host(piece)
         return [
             _view(memory, form, offset, piece) if form.numel() else _empty(form)
