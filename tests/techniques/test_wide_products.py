@@ -81,6 +81,7 @@ def test_uses_what_this_torch_has(version, is_first, monkeypatch):
 
 
 def test_says_where_products_need_more_memory(monkeypatch):
+    monkeypatch.setattr(torch, "addmm", addmm)
     assert wide_products.describe_missing_product(CPU, BF16) == ""
     find_product.cache_clear()
     for name in ("addmm", "mm"):

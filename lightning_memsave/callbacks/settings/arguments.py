@@ -171,8 +171,8 @@ def time_limit(predict: object) -> float | None:
 
 # The argument's default is "auto": whether it was written cannot be told.
 _NOT_REPEATED = (
-    '`micro_batch_size="auto"` is off, too: `micro_batch_size=MicroBatching("auto")` repeats a batch '
-    "that runs out of memory"
+    '`micro_batch_size="auto"` is off, too: `micro_batch_size=MicroBatching("auto")` repeats a '
+    "batch that runs out of memory"
 )
 
 
