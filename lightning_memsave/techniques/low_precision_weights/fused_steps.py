@@ -270,12 +270,11 @@ _COUNTS: Any = WeakTensorKeyDictionary()
 
 def _count_step(step: Tensor) -> int:
     """Count a step. Fused optimizers count on the GPU: reading that makes the host wait."""
-    count, version = _COUNTS.get(step, (0, None))
-    if version != step._version:
-        count = int(step)
+    before, version = _COUNTS.get(step, (0, None))
+    count = 1 + int(step if version != step._version else before)
     step += 1
-    _COUNTS[step] = count + 1, step._version
-    return count + 1
+    _COUNTS[step] = count, step._version
+    return count
 
 
 def _numbers(optimizer: Any, group: Mapping[str, Any], step: int, seed: int) -> Numbers:
