@@ -264,6 +264,7 @@ FOREIGN_PRIVATE_NAMES = {
         "_top_saved_tensors_default_hooks _current_graph_task_id _execution_engine _base",
         "techniques.chunked_cross_entropy": "_C _pytree _python_dispatch _disable_current_modes "
         "_functorch _get_tracing_state _current_level _make_wrapper_subclass",
+        "techniques.low_precision_weights.fused_steps": "_disable_current_modes _python_dispatch",
         "techniques.low_bit_optimizer.bitsandbytes_optimizers": "_disable_current_modes "
         "_python_dispatch",
         "techniques.micro_batching.loss_probe": "_python_dispatch _pytree _schema",

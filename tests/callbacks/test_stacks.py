@@ -146,6 +146,7 @@ class TestStacks:
         lit, callback = make_lit(package), MemSaveCallback(stack="off", monitor=False)
         assert_same(fit(lit, package=package), fit(lit, callback, package=package))
         assert {row.status for row in callback.rows} == {"unchanged"}
+        assert '`micro_batch_size=MicroBatching("auto")`' in rows_of(callback)["stack"].details[1]
         callback = MemSaveCallback(stack="off", activation_checkpointing="all", monitor=False)
         fit(lit, callback, package=package)
         assert [row.name for row in callback.rows if row.status == "on"] == [

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques.chunked_cross_entropy import wide_products
 from lightning_memsave.techniques.chunked_cross_entropy.wide_products import find_product
 
@@ -45,8 +46,9 @@ def is_wrong(total: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
 @pytest.fixture(autouse=True)
 def forget():
     find_product.cache_clear()
+    cached = find_product
     yield
-    find_product.cache_clear()
+    cached.cache_clear()
 
 
 VERSIONS = {
@@ -76,6 +78,27 @@ def test_uses_what_this_torch_has(version, is_first, monkeypatch):
         total.fill_(float("nan"))  # it may hold anything
     add(total, a, b, 0 if is_first else 1)
     torch.testing.assert_close(total.double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_says_where_products_need_more_memory(monkeypatch):
+    monkeypatch.setattr(torch, "addmm", addmm)
+    assert wide_products.describe_missing_product(CPU, BF16) == ""
+    find_product.cache_clear()
+    for name in ("addmm", "mm"):
+        monkeypatch.setattr(torch, name, has_none)
+    assert "no product of bfloat16" in wide_products.describe_missing_product(CPU, BF16)
+
+
+@pytest.mark.parametrize(
+    ("add", "expected"), [("_add_in_tiles", "_add_in_tiles"), ("_add_by_addmm", "_add_fake")]
+)
+def test_a_fit_predicts_the_product_that_it_uses(add, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(wide_products, "find_product", lambda *_: getattr(wide_products, add))
+    with fake_tensors():
+        found = wide_products._product_for(torch.zeros(8, 600), BF16)
+    assert found is getattr(wide_products, expected)
 
 
 def test_an_operator_is_looked_for_once(monkeypatch):

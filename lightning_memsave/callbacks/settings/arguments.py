@@ -169,6 +169,13 @@ def time_limit(predict: object) -> float | None:
     return float(predict)
 
 
+# The argument's default is "auto": whether it was written cannot be told.
+_NOT_REPEATED = (
+    '`micro_batch_size="auto"` is off, too: `micro_batch_size=MicroBatching("auto")` repeats a '
+    "batch that runs out of memory"
+)
+
+
 class StackSetting(Setting):
     """Shows the settings of a stack; the settings themselves do the work.
 
@@ -194,9 +201,10 @@ class StackSetting(Setting):
             details = (f"{meaning}, without {off}" if off else meaning,)
             self._row = Row(self.name, "None", "unchanged", details)
         if given == "off":
-            self._row = Row(
-                self.name, "'off'", "unchanged", ("everything is off that is not given",)
-            )
+            details = ("everything is off that is not given",)
+            if "micro_batch_size" in arguments["from_stack"]:
+                details += (_NOT_REPEATED,)
+            self._row = Row(self.name, "'off'", "unchanged", details)
 
     def apply(self, trainer: Any, pl_module: Any) -> None:
         """Show the settings of the stack."""

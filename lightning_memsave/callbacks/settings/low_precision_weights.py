@@ -18,6 +18,9 @@ from lightning_memsave.callbacks.settings.setting import saves
 from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
 from lightning_memsave.core.technique import Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
+from lightning_memsave.techniques.low_precision_weights.fused_steps import (
+    describe_missing_kernel,
+)
 from lightning_memsave.techniques.low_precision_weights.technique import (
     ON_HOST,
     LowPrecisionWeights,
@@ -172,6 +175,10 @@ class LowPrecisionWeightsSetting(ModuleSetting):
             # Only now: layers that are made late are float32 when optimizers are configured.
             *(describe_updates(one, self.technique.rounding) for one in optimizers),
         ]
+        device = trainer.strategy.root_device
+        if device.type == "cuda":
+            missing = [describe_missing_kernel(one, device) for one in optimizers]
+            details += filter(None, dict.fromkeys(missing))
         if self._sums_in_fp32:
             details.append(_ALWAYS_SUMMED)
         if handle.changes or any(map(rounds_any, optimizers)):

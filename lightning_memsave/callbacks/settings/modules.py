@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memsave.callbacks.settings.setting import Setting, off_rows, row_of
@@ -32,6 +33,9 @@ from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import (
 )
 from lightning_memsave.techniques.chunked_cross_entropy.heads import find_heads
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.chunked_cross_entropy.wide_products import (
+    describe_missing_product,
+)
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import Entry
 from lightning_memsave.trainer.trainer import builds_model_late, facts_of, is_compiled_whole
@@ -192,6 +196,18 @@ class ChunkedCrossEntropySetting(ModuleSetting):
             fix = f"Compile its blocks one by one, or set `{self.name}=None`."
             problems.append(Problem(what, why, fix))
         return problems
+
+    def start(self, trainer: Any, pl_module: Any) -> None:
+        """Say where products need more memory, as this torch cannot do them."""
+        super().start(trainer, pl_module)
+        device, precision = trainer.strategy.root_device, str(trainer.precision)
+        narrow = torch.bfloat16 if "bf16" in precision else torch.float16
+        if self._handle is not None and device.type == "cuda" and "16" in precision:
+            missing = describe_missing_product(device, narrow)
+            self.rows = [
+                dataclasses.replace(row, details=(*row.details, *filter(None, [missing])))
+                for row in self.rows
+            ]
 
     def before_backward(self, pl_module: Any) -> None:
         """Materialize logits that are still referenced, with the weights from before the step.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_memsave.core.memory import is_fake, on_cuda
@@ -80,11 +81,31 @@ def scaled(value: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_low_precision_product(total: Tensor, a: Tensor, b: Tensor, *, is_first: bool) -> None:
-    add: AddProduct = _add_in_tiles
-    if on_cuda(total):
-        fake = is_fake(total)
-        add = _add_fake if fake else find_product(total.device, total.dtype, a.dtype)
+    add = _product_for(total, a.dtype) if on_cuda(total) else _add_in_tiles
     add(total, a, b, 0 if is_first else 1)
+
+
+def _product_for(total: Tensor, narrow: torch.dtype) -> AddProduct:
+    if not is_fake(total):
+        return find_product(total.device, total.dtype, narrow)
+    # A fit predicts what it will use; elsewhere the GPU is taken to have what it needs.
+    if torch.cuda.is_initialized():
+        with _disable_current_modes():
+            device = torch.device("cuda", torch.cuda.current_device())
+            if find_product(device, total.dtype, narrow) is _add_in_tiles:
+                return _add_in_tiles
+    return _add_fake
+
+
+def describe_missing_product(device: torch.device, narrow: torch.dtype) -> str:
+    """Say what is done where no operator sums in the wide type; empty where one does."""
+    is_missing = find_product(device, torch.float32, narrow) is _add_in_tiles
+    return (
+        "factors of products are converted to float32 in tiles, which takes more memory and time: "
+        f"this torch has no product of {str(narrow).removeprefix('torch.')} that is summed in it"
+        if is_missing
+        else ""
+    )
 
 
 @functools.cache

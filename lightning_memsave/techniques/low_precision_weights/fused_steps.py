@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_memsave.core.memory import is_fake, on_cuda
@@ -269,12 +270,11 @@ _COUNTS: Any = WeakTensorKeyDictionary()
 
 def _count_step(step: Tensor) -> int:
     """Count a step. Fused optimizers count on the GPU: reading that makes the host wait."""
-    count, version = _COUNTS.get(step, (0, None))
-    if version != step._version:
-        count = int(step)
+    before, version = _COUNTS.get(step, (0, None))
+    count = 1 + int(step if version != step._version else before)
     step += 1
-    _COUNTS[step] = count + 1, step._version
-    return count + 1
+    _COUNTS[step] = count, step._version
+    return count
 
 
 def _numbers(optimizer: Any, group: Mapping[str, Any], step: int, seed: int) -> Numbers:
@@ -316,14 +316,8 @@ def is_fused(optimizer: Any, group: Mapping[str, Any], param: nn.Parameter) -> b
     if not on_cuda(param):
         return False
     state, grad = optimizer.state[param], param.grad
-    if is_low_bit(optimizer):
-        kind = KIND_BY_WORD[optimizer.memsave_kind]
-        keys = ("state1", "state2")
-        is_known = kind.family == "adam" and not optimizer.is_paged
-    else:
-        is_known = _is_adam(optimizer) or type(optimizer) is torch.optim.AdamW
-        keys = ("exp_avg", "exp_avg_sq")
-        is_known = is_known and not any(group.get(flag) for flag in _PLAIN_ADAM)
+    keys = ("state1", "state2") if is_low_bit(optimizer) else ("exp_avg", "exp_avg_sq")
+    is_known = _has_kernel(optimizer) and not any(group.get(flag) for flag in _PLAIN_ADAM)
     if not is_known or any(key not in state for key in keys) or isinstance(group["lr"], Tensor):
         return False
     tensors = (param, grad, *(state[key] for key in keys))
@@ -331,9 +325,29 @@ def is_fused(optimizer: Any, group: Mapping[str, Any], param: nn.Parameter) -> b
     return is_dense and all(t.is_contiguous() for t in tensors) and _works_on(param)
 
 
+def _has_kernel(optimizer: Any) -> bool:
+    if is_low_bit(optimizer):
+        is_adam = KIND_BY_WORD[optimizer.memsave_kind].family == "adam"
+        return is_adam and not optimizer.is_paged
+    return _is_adam(optimizer) or type(optimizer) is torch.optim.AdamW
+
+
+def describe_missing_kernel(optimizer: Any, device: torch.device) -> str:
+    """Say what is done where a kernel for an optimizer does not work; empty where it does."""
+    if not _has_kernel(optimizer) or _works_on(torch.empty(0, device=device)):
+        return ""
+    return (
+        "updated operator by operator, which takes more memory and time: `torch.compile` (Triton) "
+        "does not work here"
+    )
+
+
 def _works_on(param: Tensor) -> bool:
     if os.environ.get("TORCH_COMPILE_DISABLE") == "1":  # the eager form would need much memory
         return False
+    if is_fake(param) and torch.cuda.is_initialized():  # a fit predicts what it will use
+        with _disable_current_modes():
+            return _is_proven(torch.device("cuda", torch.cuda.current_device()))
     if is_fake(param):  # without a GPU here, the one that is predicted for is taken to have it
         return not torch.cuda.is_available() or importlib.util.find_spec("triton") is not None
     return _is_proven(param.device)
