@@ -14,7 +14,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import fit, loader, make_lit
-from tests.cases import Model, make_model
+from tests.cases import MODELS, Model
 from tests.virtual_gpu.processes import run_python
 
 pytestmark = [
@@ -36,10 +36,9 @@ class OwnCheckpointing(Model):
 
 
 def build(name: str) -> nn.Module:
-    if name != "own checkpointing":
-        return make_model(name)
+    """On the CPU: the Trainer moves it to the GPU of the fit."""
     torch.manual_seed(1)
-    return OwnCheckpointing()
+    return (MODELS | {"own checkpointing": OwnCheckpointing})[name]()
 
 
 @dataclass(frozen=True)
