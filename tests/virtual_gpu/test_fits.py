@@ -14,7 +14,9 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.callbacks.lit import fit, loader, make_lit
+from tests.callbacks.test_micro_batching import wide_lit
 from tests.cases import MODELS, Model
+from tests.virtual_gpu import counters
 from tests.virtual_gpu.processes import run_python
 
 pytestmark = [
@@ -159,6 +161,24 @@ def check(name: str, **trainer: Any) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_exactly_as_it_declares(name):
     check(name)
+
+
+@pytest.mark.filterwarnings("ignore:.*ut of memory")
+def test_goes_on_in_micro_batches_where_the_gpu_is_full():
+    """Another job takes the memory; the driver fails, not a limit of torch's allocator."""
+    callback = MemSaveCallback(**QUIET | {"micro_batch_size": MicroBatching("auto")})
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    counters.set_memory(total - free + 2**28)
+    try:
+        shrunk = fit(wide_lit(), callback, accelerator="gpu", limit_val_batches=0)
+    finally:
+        counters.set_memory(total)
+    size = callback._micro_batches.size
+    assert size in {8192, 4096, 2048}
+    fixed = MemSaveCallback(**QUIET | {"micro_batch_size": size})
+    parts = fit(wide_lit(), fixed, accelerator="gpu", limit_val_batches=0)
+    assert shrunk[0] == pytest.approx(parts[0], rel=1e-5)
 
 
 ON_THE_SECOND = ["stack bitwise", "stack single_gpu", "all offloaded, in backward", "8-bit"]
