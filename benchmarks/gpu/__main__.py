@@ -111,6 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="STEP")
     parser.add_argument("--dry", action="store_true", help="in small, on the CPU")
     parser.add_argument("--until", type=float, help=f"seconds for all steps: {TIME_LIMIT_S}")
+    parser.add_argument(
+        "--slower", type=float, help="how many times as long a step may take: 10 with --dry, else 1"
+    )
     parser.add_argument("--results", type=Path, help="folder of the result files")
     options = parser.parse_args(arguments)
     chosen = [step for step in STEPS if step.name in options.only]
@@ -139,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             failed.append(step.name)
             continue
         # The limits are those of a machine with a GPU, not of a busy laptop.
-        limit_s = step.limit_s * (10 if options.dry else 1)
+        limit_s = step.limit_s * (options.slower or (10 if options.dry else 1))
         end = run_step(step, path, min(limit_s, left_s), is_dry=options.dry)
         failed += [step.name] if "error" in end else []
         (folder / "fits.md").write_text(make_table(folder) + "\n", "utf-8")

@@ -344,18 +344,28 @@ def _special() -> dict[str, _Compute]:
     return result
 
 
-def _is_computed(full_name: str) -> bool:
-    """Whether an operator has a CUDA kernel, and values that a CPU can compute."""
+def _is_ours(full_name: str) -> bool:
+    """Whether an operator has a CUDA kernel that leaves values."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     base = full_name.partition("::")[2].partition(".")[0]
     if base in _SKIPPED or base.startswith(("empty", "_empty", "new_empty")):
         return False
     if full_name == "aten::pow.Tensor_Tensor_out":
         return False  # pow.Scalar calls it with a number on the GPU, which Python cannot be given
-    if not has(full_name, "CUDA") and full_name not in _KEYLESS:
-        return False
+    return has(full_name, "CUDA") or full_name in _KEYLESS
+
+
+def _compute_of(full_name: str) -> _Compute | None:
+    """What computes its values, where the same operator on the CPU does not."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
     keys = ("CPU", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-    return full_name in _special() or any(has(full_name, key) for key in keys)
+    if full_name in _special() or any(has(full_name, key) for key in keys):
+        return _special().get(full_name)
+    return _no_values
+
+
+def _no_values(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("no CPU kernel has this form")
 
 
 def _is_view(op: Any) -> bool:
@@ -371,7 +381,7 @@ def compute_operators_of(namespace: str) -> None:
         torch.compile = _do_not_compile  # type: ignore[assignment]
     for full_name in torch._C._dispatch_get_all_op_names():
         space, _, name = full_name.partition("::")
-        if space != namespace or not _is_computed(full_name):
+        if space != namespace or not _is_ours(full_name):
             continue
         base, _, overload = name.partition(".")
         op = getattr(getattr(getattr(torch.ops, space), base), overload or "default")
@@ -380,7 +390,7 @@ def compute_operators_of(namespace: str) -> None:
         run = (
             _by_values(op)
             if full_name in _SHAPED_BY_VALUES
-            else _Operator(op, get_kernel(full_name, "CUDA"), _special().get(full_name))
+            else _Operator(op, get_kernel(full_name, "CUDA"), _compute_of(full_name))
         )
         library = Library(namespace, "IMPL")
         library.impl(name, run, "CUDA", with_keyset=True, allow_override=True)

@@ -1,0 +1,200 @@
+"""Fits of a Trainer on CUDA: with each setting as exactly as it declares, beside a plain fit."""
+
+import functools
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.technique import Offloading
+from tests.callbacks.lit import fit, loader, make_lit
+from tests.callbacks.test_micro_batching import wide_lit
+from tests.cases import MODELS, Model
+from tests.virtual_gpu import counters
+from tests.virtual_gpu.processes import run_python
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*chunked_cross_entropy. saves nothing"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create 4 worker processes"),
+]
+
+QUIET: dict[str, Any] = {"stack": "off", "monitor": False, "predict": False, "report": False}
+
+
+class OwnCheckpointing(Model):
+    """Its author recomputes the blocks already."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def build(name: str) -> nn.Module:
+    """On the CPU: the Trainer moves it to the GPU of the fit."""
+    torch.manual_seed(1)
+    return (MODELS | {"own checkpointing": OwnCheckpointing})[name]()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Settings of the callback and of the Trainer; what the losses may differ by."""
+
+    settings: dict[str, Any]
+    trainer: dict[str, Any] = field(default_factory=dict)
+    model: str = "dropout"
+    tolerance: float = 0.0
+    num_workers: int = 0
+    is_fused: bool = False
+
+    def reference(self) -> Any:
+        options = (tuple(sorted(self.trainer.items())), self.num_workers, self.is_fused)
+        return plain_fit(self.model, *options)
+
+
+def offload(what: str, **more: Any) -> dict[str, Any]:
+    return {"offload": Offloading(what, min_bytes=1)} | more
+
+
+def offloaded(what: str, trainer: dict[str, Any] | None = None, **more: Any) -> Case:
+    """The host updates with the CPU's fused kernels: so does the plain fit, for equal bits."""
+    fields = {name: more.pop(name) for name in ("model", "num_workers") if name in more}
+    return Case(offload(what, **more), trainer or {}, is_fused=True, **fields)
+
+
+ALL = "optimizer+parameters+activations"
+CASES = {
+    "checkpointing": Case({"activation_checkpointing": "all"}),
+    "nested": Case({"activation_checkpointing": "nested"}),
+    "checkpointing in 16 bits": Case(
+        {"activation_checkpointing": "all"}, {"precision": "16-mixed"}
+    ),
+    "in backward": Case({"optimizer_in_backward": True}),
+    "in backward, clipped": Case({"optimizer_in_backward": True}, {"gradient_clip_val": 1e3}),
+    "whole batches": Case({"micro_batch_size": MicroBatching("auto")}),
+    "micro-batches": Case({"micro_batch_size": 2}, model="unrepeated", tolerance=1e-5),
+    "early release": Case({"early_release": True}),
+    "stack bitwise": Case({"stack": "bitwise"}),
+    "stack bitwise, accumulated": Case({"stack": "bitwise"}, {"accumulate_grad_batches": 2}),
+    "chunked": Case(
+        {"chunked_cross_entropy": ChunkedCrossEntropy(heads="model.head")},
+        model="classifier",
+        tolerance=1e-5,
+    ),
+    "8-bit": Case({"optimizer": "8bit"}, tolerance=0.05),
+    "paged": Case({"optimizer": "paged_8bit"}, tolerance=0.05),
+    "stack classic": Case({"stack": "classic"}, tolerance=0.05),
+    "defaults": Case({"stack": None}, tolerance=0.05),
+    "stack single_gpu": Case({"stack": "single_gpu"}, tolerance=0.05),
+    "stack single_gpu, clipped": Case(
+        {"stack": "single_gpu"}, {"gradient_clip_val": 1e3}, tolerance=0.05
+    ),
+    "stack offload": Case({"stack": "offload"}, tolerance=0.05),
+    "offloaded optimizer": offloaded("optimizer"),
+    "offloaded optimizer, clipped": offloaded("optimizer", {"gradient_clip_val": 0.1}),
+    "offloaded optimizer, accumulated": offloaded("optimizer", {"accumulate_grad_batches": 2}),
+    "offloaded optimizer in 16 bits": offloaded("optimizer", {"precision": "16-mixed"}),
+    "offloaded parameters": offloaded("parameters"),
+    "offloaded activations": offloaded("activations", activation_checkpointing="all"),
+    "all offloaded": offloaded(ALL, activation_checkpointing="all"),
+    "all offloaded, in backward": offloaded(
+        ALL, activation_checkpointing="all", optimizer_in_backward=True
+    ),
+    "all offloaded in 16 bits": offloaded(ALL, {"precision": "16-mixed"}),
+    "all offloaded beside workers": offloaded(ALL, num_workers=4),
+    "all offloaded, own checkpointing": offloaded(ALL, model="own checkpointing"),
+    "offloaded tables": Case(
+        {"offload": Offloading("parameters+embeddings", min_table_bytes=2**12)},
+        model="classifier",
+        tolerance=1e-4,
+        is_fused=True,
+    ),
+}
+
+
+def run_fit(case: Case, *callbacks: Any) -> Any:
+    lit = make_lit(model=build(case.model))
+    cls = type(lit)
+    cls.configure_optimizers = lambda self: torch.optim.AdamW(
+        self.parameters(), lr=1e-3, fused=True if case.is_fused else None
+    )
+    data = loader()
+    cls.train_dataloader = lambda self: torch.utils.data.DataLoader(
+        data.dataset, batch_size=4, num_workers=case.num_workers
+    )
+    settings: dict[str, Any] = {"accelerator": "gpu", "limit_val_batches": 0} | case.trainer
+    losses, state, trainer_ = fit(lit, *callbacks, **settings)
+    return losses, {name: tensor.cpu() for name, tensor in state.items()}, trainer_
+
+
+@functools.cache
+def plain_fit(
+    model: str, trainer: tuple[tuple[str, Any], ...], num_workers: int, is_fused: bool
+) -> Any:
+    case = Case({}, dict(trainer), model, num_workers=num_workers, is_fused=is_fused)
+    return run_fit(case)[:2]
+
+
+def check(name: str, **trainer: Any) -> None:
+    """Compare a fit with a plain one on the same GPU."""
+    case = replace(CASES[name], trainer=CASES[name].trainer | trainer)
+    callback = MemSaveCallback(**QUIET | case.settings)
+    losses, state, _ = run_fit(case, callback)
+    expected, expected_state = case.reference()
+    assert any(row.status == "on" for row in callback.rows), callback.rows
+    assert len(losses) == 6
+    if case.tolerance:
+        assert losses == pytest.approx(expected, rel=case.tolerance)
+        assert state.keys() == expected_state.keys()
+        return
+    assert losses == expected
+    assert [k for k, v in expected_state.items() if not torch.equal(v, state[k])] == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_exactly_as_it_declares(name):
+    check(name)
+
+
+@pytest.mark.filterwarnings("ignore:.*ut of memory")
+def test_goes_on_in_micro_batches_where_the_gpu_is_full():
+    """Another job takes the memory; the driver fails, not a limit of torch's allocator."""
+    callback = MemSaveCallback(**QUIET | {"micro_batch_size": MicroBatching("auto")})
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    counters.set_memory(total - free + 2**28)
+    try:
+        shrunk = fit(wide_lit(), callback, accelerator="gpu", limit_val_batches=0)
+    finally:
+        counters.set_memory(total)
+    size = callback._micro_batches.size
+    assert size in {8192, 4096, 2048}
+    fixed = MemSaveCallback(**QUIET | {"micro_batch_size": size})
+    parts = fit(wide_lit(), fixed, accelerator="gpu", limit_val_batches=0)
+    assert shrunk[0] == pytest.approx(parts[0], rel=1e-5)
+
+
+ON_THE_SECOND = ["stack bitwise", "stack single_gpu", "all offloaded, in backward", "8-bit"]
+
+
+def test_on_the_second_of_two_gpus():
+    """The first one is left alone: nothing is allocated there."""
+    found = run_python(
+        f"""
+        import json, torch
+        from tests.virtual_gpu import test_fits
+        for name in {ON_THE_SECOND}:
+            test_fits.check(name, devices="1,")
+        print(json.dumps([torch.cuda.max_memory_reserved(i) for i in (0, 1)]))
+        """,
+        VGPU_DEVICES="2",
+    )
+    assert found[1] > 0
+    assert found[0] == 0
