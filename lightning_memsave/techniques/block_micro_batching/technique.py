@@ -9,7 +9,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.blocks import BlockSelector, as_selectors, find_blocks, is_given_cache
+from lightning_memsave.core.blocks import (
+    BlockSelector,
+    ancestors,
+    as_selectors,
+    find_blocks,
+    is_given_cache,
+)
 from lightning_memsave.core.nested import leaves_of, map_tensors
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.core.technique import Exactness, Handle, Technique
@@ -100,10 +106,18 @@ class BlockMicroBatching(Technique[nn.Module]):
         if any(is_patched_with(block.module, forward) for block in blocks):
             what, why = f"`{type(target).__name__}`", "its blocks run on a few samples already"
             return [Problem(what, why, "Call `handle.undo()` of the first one.")]
+        # A block that was replaced by its compiled form is inside of it.
+        inside_and_around = [
+            pair
+            for block in blocks
+            for pair in (
+                *block.module.named_modules(prefix=block.name),
+                *((name, target.get_submodule(name)) for name in ancestors(block.name)),
+            )
+        ]
         compiled = [
             name
-            for block in blocks
-            for name, module in block.module.named_modules(prefix=block.name)
+            for name, module in inside_and_around
             if module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
         ]
         return [compiled_problem(compiled[0])] if compiled else []
