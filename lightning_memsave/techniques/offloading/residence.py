@@ -271,7 +271,7 @@ class Residence:
         if not any(taker.take(param, part) for taker in self.takers):
             part.receive_gradient(param, self.copies)
 
-    # At the end of backward, on the thread that called it.
+    # At the end of backward: on the thread that called it, or on CUDA that of the device.
     def _queue_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
