@@ -8,6 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
@@ -408,6 +409,25 @@ class Part:
     def _versions(self) -> _Versions:
         pairs = zip(self.params, self._weights, strict=True)
         return self._num_changes, [(p._version, w._version) for p, w in pairs]
+
+
+def owners_of(
+    params: Sequence[nn.Parameter], model: nn.Module, blocks: Sequence[Block]
+) -> dict[nn.Parameter, Block | None]:
+    """Find the block of each parameter; those that several blocks share belong to none."""
+    found: dict[nn.Parameter, set[int | None]] = {param: set() for param in params}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in found:
+            found[param].add(
+                next(
+                    (i for i, block in enumerate(blocks) if name.startswith(f"{block.name}.")), None
+                )
+            )
+    owners: dict[nn.Parameter, Block | None] = {}
+    for param, indices in found.items():
+        index = next(iter(indices)) if len(indices) == 1 else None
+        owners[param] = None if index is None else blocks[index]
+    return owners
 
 
 def _num_owners(tensors: Sequence[Tensor]) -> int:

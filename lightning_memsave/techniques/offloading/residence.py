@@ -23,7 +23,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.products import live_pro
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.part import Part
+from lightning_memsave.techniques.offloading.part import Part, owners_of
 
 # By module, so that copies of a module do not move the parameters of the original.
 _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
@@ -71,7 +71,7 @@ class Residence:
         self.memory = memory
         self.device = params[0].device
         self.copies = copies_for(params[0], worker, self.memory)
-        owners = _owners_of(params, model, blocks)
+        owners = owners_of(params, model, blocks)
         self.rest = Part([p for p in params if owners[p] is None], self.memory)
         # A strong reference to a module would keep the model alive.
         is_streamed = num_on_device is not None
@@ -271,7 +271,7 @@ class Residence:
         if not any(taker.take(param, part) for taker in self.takers):
             part.receive_gradient(param, self.copies)
 
-    # At the end of backward, on the thread that called it.
+    # At the end of backward: on the thread that called it, or on CUDA that of the device.
     def _queue_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -452,25 +452,6 @@ def residence_with(param: Tensor) -> Residence | None:
     """Return what moves a parameter; ``None`` if it is not offloaded."""
     found = {*_RESIDENCES.values()}
     return next((each for each in found if each.part_of(param) is not None), None)
-
-
-# Tied parameters of several blocks belong to none of them.
-def _owners_of(
-    params: Sequence[nn.Parameter], model: nn.Module, blocks: Sequence[Block]
-) -> dict[nn.Parameter, Block | None]:
-    found: dict[nn.Parameter, set[int | None]] = {param: set() for param in params}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param in found:
-            found[param].add(
-                next(
-                    (i for i, block in enumerate(blocks) if name.startswith(f"{block.name}.")), None
-                )
-            )
-    owners: dict[nn.Parameter, Block | None] = {}
-    for param, indices in found.items():
-        index = next(iter(indices)) if len(indices) == 1 else None
-        owners[param] = None if index is None else blocks[index]
-    return owners
 
 
 # Module-level functions, which copies of a module share without moving the original's parameters.
