@@ -239,6 +239,8 @@ class _Operator:
             return bool(args[0].is_contiguous() and args[1].is_contiguous())
         if self._name == "zero_" and args[0].is_contiguous():
             return True
+        if self._compute is _no_values and _written.of_operators:
+            return True  # the operator whose CUDA code calls this one computes
         tensors = _tensors((result, *args, *kwargs.values()))
         return ONLY_INTEGERS and any(tensor.is_floating_point() for tensor in tensors)
 
