@@ -140,8 +140,8 @@ def phase_in(text: str) -> str:
 
 def free_unused() -> None:
     """Collect garbage, and return cached blocks of the allocator to the device."""
-    # A backward pass on a GPU fails in a thread of autograd, which can only drop the error, and with
-    # it the tensors of its frames, while this one does not hold the interpreter.
+    # A backward pass on a GPU fails in a thread of autograd, which can only drop the error, and the
+    # tensors of its frames with it, while this one does not hold the interpreter.
     time.sleep(_LET_GO_S)
     gc.collect()
     if torch.cuda.is_available():

@@ -211,9 +211,18 @@ def test_collects_what_the_thread_of_a_failed_backward_pass_lets_go(monkeypatch)
     error.args = (error,)  # a cycle, as of a traceback and a variable of one of its frames
     alive, held, may_run = weakref.ref(error), [error], threading.Event()
     del error
-    thread = threading.Thread(target=lambda: (may_run.wait(), held.clear()))
+
+    def let_go():
+        may_run.wait()
+        held.clear()
+
+    def wait(seconds):
+        may_run.set()
+        thread.join()
+
+    thread = threading.Thread(target=let_go)
     thread.start()
-    monkeypatch.setattr(time, "sleep", lambda seconds: (may_run.set(), thread.join()))
+    monkeypatch.setattr(time, "sleep", wait)
     free_unused()
     may_run.set()
     thread.join()
