@@ -18,7 +18,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import vgpu  # type: ignore[import-not-found] # on the path on the virtual GPU only
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -32,6 +31,7 @@ from benchmarks.virtual_gpu._setup import allow_forks, be_quiet, taken_to_work
 from lightning_memsave import MemSaveCallback
 from lightning_memsave.errors import IncompatibleError
 from lightning_memsave.units import GIB, MIB
+from tests.virtual_gpu import counters
 
 NUM_STEPS = 4  # from the third one on all are alike
 LIMIT_S = 600
@@ -73,7 +73,7 @@ class _Attributed(StepCounter):
 
 
 def _num_launches() -> int:
-    report = vgpu.report()
+    report = counters.report()
     library = sum(n for name, n in report["calls"].items() if name.startswith("library: "))
     return int(report["launches"]) + library
 
@@ -93,7 +93,7 @@ class _OnDevice(_Counted):
             torch.cuda.synchronize()
             kind = _Attributed if self.attributes else StepCounter
             self._counter = kind(self.trainer.optimizers)
-            vgpu.reset()
+            counters.reset()
             self._counter.__enter__()
 
     @override
@@ -101,7 +101,7 @@ class _OnDevice(_Counted):
         counter = self._counter
         super().on_train_batch_end(outputs, batch, batch_idx)
         if self._counter is None:
-            self.report = vgpu.report()
+            self.report = counters.report()
             self.by_operator = getattr(counter, "launches", self.by_operator)
 
 
@@ -110,7 +110,7 @@ def count_on_device(
 ) -> dict[str, Any]:
     """Train a few steps on the virtual GPU and count the last one."""
     be_quiet()
-    vgpu.set_memory(512 * GIB)
+    counters.set_memory(512 * GIB)
     accumulated = setup.settings.get("accumulate_grad_batches") or 1
     lit = _OnDevice(setup.build(), accumulated)
     lit.attributes = attributes

@@ -1,7 +1,6 @@
-"""A handful of the out-of-memory errors of `benchmarks.virtual_gpu.out_of_memory`, which has 300."""
+"""A handful of the out-of-memory errors that `benchmarks.virtual_gpu.out_of_memory` makes."""
 
 import pytest
-
 from tests.virtual_gpu.processes import run_python
 
 pytestmark = pytest.mark.gpu
