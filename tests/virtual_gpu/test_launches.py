@@ -1,6 +1,7 @@
 """Counts of a step on the virtual GPU: equal to the simulation's, and as they were."""
 
 import pytest
+
 from tests.virtual_gpu.processes import run_python
 
 pytestmark = pytest.mark.gpu

@@ -1,6 +1,7 @@
-"""A handful of the out-of-memory errors that `benchmarks.virtual_gpu.out_of_memory` makes."""
+"""A few of the out-of-memory errors of `benchmarks.virtual_gpu.out_of_memory`, which has 300."""
 
 import pytest
+
 from tests.virtual_gpu.processes import run_python
 
 pytestmark = pytest.mark.gpu
