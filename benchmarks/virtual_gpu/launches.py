@@ -221,7 +221,7 @@ def as_line(name: str, one: dict[str, Any]) -> list[str]:
         f"{to_host[1] / MIB:,.0f}",
         f"{from_host[1] / MIB:,.0f}",
         f"{real['pinned_bytes'] / MIB:,.0f}",
-        f"{real['state_bytes'] / MIB:,.0f}",
+        f"{real.get('state_bytes', 0) / MIB:,.0f}",
         f"{simulated['host_bytes'] / MIB:,.0f}",
     ]
 
@@ -237,11 +237,12 @@ def copied(real: dict[str, Any], way: str) -> tuple[int, int]:
 def differences(one: dict[str, Any]) -> list[str]:
     """Say where the simulation counts otherwise than what ran."""
     real, simulated = one["real"]["counts"], one["simulated"]["counts"]
-    found = []
     counted, expected = _by_name(real["operators"]), _by_name(simulated["operators"])
-    for name in sorted({*counted, *expected}):
-        if counted[name] != expected[name]:
-            found.append(f"`{name}` {counted[name]} instead of {expected[name]}")
+    found = [
+        f"`{name}` {counted[name]} instead of {expected[name]}"
+        for name in sorted({*counted, *expected})
+        if counted[name] != expected[name]
+    ]
     waits = sum(one["real"]["waits"].values()), sum(simulated["waits"].values())
     if waits[0] != waits[1]:
         kinds = ", ".join(f"{n} x {name}" for name, n in one["real"]["waits"].items())
@@ -250,7 +251,7 @@ def differences(one: dict[str, Any]) -> list[str]:
         num_bytes = copied(one["real"], way)[1]
         if abs(num_bytes - simulated[key]) > MIB:
             found.append(f"{num_bytes / MIB:,.1f} MiB {way} instead of {simulated[key] / MIB:,.1f}")
-    held = one["real"]["pinned_bytes"] + one["real"]["state_bytes"]
+    held = one["real"]["pinned_bytes"] + one["real"].get("state_bytes", 0)
     predicted = one["simulated"]["host_bytes"]
     if abs(held - predicted) > MIB:
         found.append(f"{held / MIB:,.1f} MiB on the host instead of {predicted / MIB:,.1f}")

@@ -325,6 +325,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         found = _attack(options.first, options.number, options.seed, options.to)
     found = [one for one in found if one["outcome"] != ENOUGH]
+    for one in found:  # for whoever looks into a single run: too much for a result file
+        for name in ("said", "traceback"):
+            one.pop(name, None)
     claims = check_claims(found)
     said = [f"- {'' if holds else 'Does not hold: '}{claim}" for claim, holds in claims.items()]
     text = "\n".join([make_table(found), "", *said])
