@@ -325,16 +325,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         found = _attack(options.first, options.number, options.seed, options.to)
     found = [one for one in found if one["outcome"] != ENOUGH]
-    for one in found:  # for whoever looks into a single run: too much for a result file
-        for name in ("said", "traceback"):
-            one.pop(name, None)
     claims = check_claims(found)
     said = [f"- {'' if holds else 'Does not hold: '}{claim}" for claim, holds in claims.items()]
     text = "\n".join([make_table(found), "", *said])
-    results = {"claims": claims, "attacks": found}
+    results = {"claims": claims, "attacks": [_shortened(one) for one in found]}
     path = write_results("virtual_gpu_out_of_memory", results, text, folder=options.results)
     print(f"{text}\n\nWritten to {path}")
     return int(not all(claims.values()))
+
+
+# The rest, for whoever looks into a single run, is in the file of `--to`.
+def _shortened(one: dict[str, Any]) -> dict[str, Any]:
+    short = {n: v for n, v in one.items() if n not in {"said", "traceback", "told", "ooms"}}
+    short["ooms"] = [[oom["phase"], oom["requested_bytes"]] for oom in one.get("ooms", ())]
+    if "diagnosis" in one:
+        report = one["diagnosis"]["report"] or {}
+        kept = {name: report.get(name) for name in ("cause", "phase", "stage", "alive")}
+        short["diagnosis"] = one["diagnosis"] | {"report": kept}
+    return short
 
 
 def _attack(first: int, number: int, seed: int, to: Path | None) -> list[dict[str, Any]]:
