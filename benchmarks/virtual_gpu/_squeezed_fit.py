@@ -9,13 +9,13 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import vgpu  # type: ignore[import-not-found] # on the path on the virtual GPU only
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.faults._fits import digest
 from lightning_memsave import MemSaveCallback, OOMObserver, find_blocks
 from lightning_memsave.units import MIB
+from tests.virtual_gpu import counters
 
 SEGMENT = 2 * MIB  # the driver gives memory away in these
 # Blocks of 1 to 10 MiB come from segments of 20 MiB.
@@ -91,7 +91,7 @@ class SqueezedFit:
 
     def run(self) -> dict[str, Any]:
         """Train; give everything as plain values."""
-        vgpu.set_memory(self.capacity_bytes)
+        counters.set_memory(self.capacity_bytes)
         torch._C._cuda_attach_out_of_memory_observer(self._observe)
         torch.manual_seed(0)
         self.lit = _Lit(self.build(), self)
@@ -154,7 +154,7 @@ class SqueezedFit:
         elif squeeze.owner == "outside":
             _take_outside(most)
         elif squeeze.owner == "card":
-            vgpu.set_memory(capacity_bytes - most)
+            counters.set_memory(capacity_bytes - most)
         elif squeeze.owner == "pieces":
             pieces = [_bytes(PIECE) for _ in range(most // POOL * (POOL // PIECE))]
             self._hold(pieces[::2], capacity_bytes - most % POOL)
@@ -163,7 +163,7 @@ class SqueezedFit:
 
     # The allocator asks for no less than a pool: what remains is not there.
     def _hold(self, tensors: list[Tensor], capacity_bytes: int) -> None:
-        vgpu.set_memory(capacity_bytes)
+        counters.set_memory(capacity_bytes)
         self.taken = tensors
         self.taken_bytes = sum(tensor.nbytes for tensor in tensors)
 

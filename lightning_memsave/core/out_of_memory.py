@@ -3,6 +3,7 @@
 import gc
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -34,6 +35,8 @@ _CONTEXT_LOST = re.compile(
     r"|operation not supported on global/shared address space|hardware stack error"
     r"|uncorrectable ECC error"
 )
+
+_LET_GO_S = 0.01
 
 # Lines of tracebacks as Python, IPython and Jupyter write them.
 _FRAME = re.compile(r"([^\s\"]+\.py)\b[^\n]*?\bin (?:[\w<>]+\.)*(\w+)")
@@ -137,6 +140,9 @@ def phase_in(text: str) -> str:
 
 def free_unused() -> None:
     """Collect garbage, and return cached blocks of the allocator to the device."""
+    # A backward pass on a GPU fails in a thread of autograd, which can only drop the error, and the
+    # tensors of its frames with it, while this one does not hold the interpreter.
+    time.sleep(_LET_GO_S)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,10 +1,17 @@
 import sys
+import threading
+import time
+import weakref
 
 import pytest
 import torch
 from torch.distributed import DistBackendError
 
-from lightning_memsave.core.out_of_memory import find_out_of_memory, is_out_of_memory
+from lightning_memsave.core.out_of_memory import (
+    find_out_of_memory,
+    free_unused,
+    is_out_of_memory,
+)
 from lightning_memsave.errors import MemoryExhaustedError
 
 # torch's own words for every error of CUDA's runtime, whatever it is.
@@ -196,3 +203,27 @@ def test_a_real_failed_allocation():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
     assert is_out_of_memory(caught.value)
+
+
+def test_collects_what_the_thread_of_a_failed_backward_pass_lets_go(monkeypatch):
+    """That thread can only run while this one waits."""
+    error = torch.OutOfMemoryError("in backward")
+    error.args = (error,)  # a cycle, as of a traceback and a variable of one of its frames
+    alive, held, may_run = weakref.ref(error), [error], threading.Event()
+    del error
+
+    def let_go():
+        may_run.wait()
+        held.clear()
+
+    def wait(seconds):
+        may_run.set()
+        thread.join()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    monkeypatch.setattr(time, "sleep", wait)
+    free_unused()
+    may_run.set()
+    thread.join()
+    assert alive() is None

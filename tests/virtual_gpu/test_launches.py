@@ -6,29 +6,39 @@ from tests.virtual_gpu.processes import run_python
 
 pytestmark = pytest.mark.gpu
 
-# Kernels, products' library calls and waits of the host. The model itself waits once: it looks
-# whether its attention mask is all ones.
+# Kernels, calls of cuBLAS and waits of the host. The model itself waits once, to see whether its
+# attention mask is all ones; `single_gpu` once more, for the labels that count.
 GOLDEN = {
-    "plain": (0, 0, 0),
-    "plain, bf16": (0, 0, 0),
-    "bitwise": (0, 0, 0),
-    "classic": (0, 0, 0),
-    "single_gpu": (0, 0, 0),
+    "plain": (110, 42, 1),
+    "plain, bf16": (192, 42, 1),
+    "bitwise": (158, 54, 1),
+    "classic": (274, 54, 1),
+    "single_gpu": (483, 65, 2),
 }
+# Waits of the host, and copies to and from page-locked memory.
+OFFLOADED = {'offload="optimizer"': (2, 3, 3), 'offload="parameters"': (2, 3, 4)}
 
 
 @pytest.fixture(scope="module")
 def found():
     return run_python(
         f"""
-        import functools, json
+        import json
         from benchmarks.launches.__main__ import ROWS
         from benchmarks.virtual_gpu._setup import allow_forks
-        from benchmarks.virtual_gpu.launches import DRY, compare, differences
+        from benchmarks.virtual_gpu.launches import DRY, OFFLOADED, compare, copied, differences
         allow_forks()
         (model,) = DRY.values()
-        rows = {{name: compare(model, ROWS[name], compiles=False) for name in {list(GOLDEN)}}}
-        print(json.dumps({{n: [r["real"], differences(r)] for n, r in rows.items()}}))
+        found = {{}}
+        for name in {[*GOLDEN, *OFFLOADED]}:
+            one = compare(model, {{**ROWS, **OFFLOADED}}[name], compiles=False)
+            real, waits = one["real"], sum(one["real"]["waits"].values())
+            found[name] = {{
+                "counts": [real["launches"], real["library"], waits],
+                "copies": [waits, *(copied(real, f"{{way}} pinned")[0] for way in ("d2h", "h2d"))],
+                "differences": differences(one),
+            }}
+        print(json.dumps(found))
         """,
         card="a100",
         VGPU_COMPUTE="int",
@@ -37,10 +47,14 @@ def found():
 
 @pytest.mark.parametrize("preset", GOLDEN)
 def test_golden_counts(found, preset):
-    real, _ = found[preset]
-    assert (real["launches"], real["library"], sum(real["waits"].values())) == GOLDEN[preset]
+    assert tuple(found[preset]["counts"]) == GOLDEN[preset]
+
+
+@pytest.mark.parametrize("setting", OFFLOADED)
+def test_copies_are_of_whole_blocks_and_waits_are_few(found, setting):
+    assert tuple(found[setting]["copies"]) == OFFLOADED[setting]
 
 
 @pytest.mark.parametrize("preset", [name for name in GOLDEN if name != "single_gpu"])
 def test_the_simulation_counts_the_same(found, preset):
-    assert found[preset][1] == []
+    assert found[preset]["differences"] == []
