@@ -1,7 +1,7 @@
 """Count the bytes of live tensors, exactly and by category, on any device."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -253,27 +253,41 @@ class LiveTensors(TorchDispatchMode):
             for tensor in operands(kwargs.values()):
                 self._see(tensor, "other")
         self._op = func
-        if func is _ADD and in_backward():
-            summed = summed_in_place(self._entries, *args[:2])
-            if summed is not None:
-                change, summed.num_bytes = -summed.num_bytes, 0
-                self._change(summed, change)
+        summed = (
+            summed_in_place(self._entries, *args[:2]) if func is _ADD and in_backward() else None
+        )
         result = func(*args, **kwargs)
+        if summed is not None:
+            self._hand_over(summed, args[0].untyped_storage(), result.untyped_storage())
         in_step = self._num_running_steps > 0
         category = category_of_new(func, args, self._entries, in_step=in_step)
-        for tensor in operands((result,)):
+        for tensor in operands((self._as_allocated(func, result),)):
             self._see(tensor, category)
         self._note_call(func, args, kwargs, result)
         return result
+
+    def _as_allocated(self, func: Any, result: Any) -> Any:
+        """Give the results of an operator in the order of their allocation; for subclasses."""
+        return result
+
+    def _hand_over(
+        self, entry: LiveStorage, old: torch.UntypedStorage, new: torch.UntypedStorage
+    ) -> None:
+        """Count a storage as the new one: without the mode, autograd would have used it again."""
+        del self._entries[old._cdata]
+        self._entries[new._cdata] = entry
+        entry.ref = self._watch(new, new._cdata)
+        entry.node = current_node()
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of an operator; for subclasses."""
 
     def _register(self, module: nn.Module) -> None:
-        for parameter in module.parameters():
-            self._claim(parameter, "parameter")
-        for buffer in module.buffers():
-            self._claim(buffer, "buffer")
+        for part in _innermost_first(module):
+            for parameter in part.parameters(recurse=False):
+                self._claim(parameter, "parameter")
+            for buffer in part.buffers(recurse=False):
+                self._claim(buffer, "buffer")
         for parameter in module.parameters():
             self._claim_gradient(parameter)
             if parameter.requires_grad:
@@ -381,3 +395,10 @@ class LiveTensors(TorchDispatchMode):
         self._op = None
         while self._undo:
             self._undo.pop()()
+
+
+def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over modules in the order in which ``Module.to`` moves them."""
+    for child in module.children():
+        yield from _innermost_first(child)
+    yield module

@@ -10,6 +10,7 @@ from lightning_memsave.prediction.snapshot import Origin, StepTrace
 
 MAX_POINTS = 1000
 NUM_LARGEST = 50
+_PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm")}
 
 
 class Peaks:
@@ -18,17 +19,20 @@ class Peaks:
     Args:
         recording: Allocations and frees of the simulated steps.
         extra: Category and bytes of memory that is held throughout and not in the recording.
+        workspaces: Bytes of cuBLAS workspaces, in order of the threads that run matrix products.
     """
 
     def __init__(
         self,
         recording: Recording,
         extra: Sequence[tuple[str, int]] = (),
+        workspaces: Sequence[int] = (),
     ) -> None:
         self.events = recording.events
-        self.blocks = extra
+        self.blocks = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
+        self.first_products = self._find_products(len(workspaces))
         self.extra = sum(
-            (MemoryBreakdown.from_categories({name: size}) for name, size in extra),
+            (MemoryBreakdown.from_categories({name: size}) for name, size in self.blocks),
             MemoryBreakdown(),
         )
         self.at_peak, self.by_phase_index = self._find()
@@ -38,6 +42,15 @@ class Peaks:
         self.start = last if self.at_peak >= last else max(s for s in starts if s <= self.at_peak)
         ends = [end for end in recording.batch_ends if end > self.at_peak]
         self.end = ends[0] if ends else len(self.events)
+
+    # Each thread allocates its workspace in its first product, after the product's result; backward
+    # has a thread of its own.
+    def _find_products(self, num_threads: int) -> list[int]:
+        found: dict[bool, int] = {}
+        for position, event in enumerate(self.events):
+            if event.op in _PRODUCTS:
+                found.setdefault(event.phase == "backward", position + 1)
+        return [found.get(is_backward, 0) for is_backward in (False, True)][:num_threads]
 
     def _find(self) -> tuple[int, dict[str, int]]:
         live = highest = peak = 0
@@ -138,17 +151,21 @@ class Peaks:
         before = [("", "")] * len(there)
         return StepTrace(tuple(storages), (*there, *changes), (*before, *places))
 
-    def changes(self) -> Iterator[tuple[int, int]]:
+    def changes(self) -> Iterator[tuple[int, int, str]]:
         """Iterate over the requests to an allocator.
 
         Yields:
-            Id of a storage, and its change in bytes, negative when freed.
+            Id of a storage, its change in bytes, negative when freed, and its stream.
         """
-        for number, (_, num_bytes) in enumerate(self.blocks):
+        places: dict[int, list[tuple[int, int, str]]] = {}
+        firsts = [*[0] * (len(self.blocks) - len(self.first_products)), *self.first_products]
+        for number, (at, (_, num_bytes)) in enumerate(zip(firsts, self.blocks, strict=True)):
             if num_bytes:
-                yield -1 - number, num_bytes
-        for event in self.events:
-            yield id(event.storage), event.change
+                places.setdefault(at, []).append((-1 - number, num_bytes, ""))
+        for position, event in enumerate(self.events):
+            yield from places.get(position, ())
+            yield id(event.storage), event.change, event.storage.stream
+        yield from places.get(len(self.events), ())
 
     def _breakdown(self, at: int) -> MemoryBreakdown:
         found = self.extra.by_category()

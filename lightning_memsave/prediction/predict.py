@@ -17,7 +17,11 @@ from lightning_memsave.core.nested import count_samples, find_shared_leaves, spl
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.measure.storages import storages_of, tensors_in
-from lightning_memsave.prediction.cuda.allocator import CachingAllocator, least_capacity
+from lightning_memsave.prediction.cuda.allocator import (
+    AllocatorSettings,
+    CachingAllocator,
+    least_capacity,
+)
 from lightning_memsave.prediction.cuda.constants import (
     constant_assumptions,
     context_bytes,
@@ -75,18 +79,20 @@ def summarise(
     Returns:
         The prediction.
     """
-    extra = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
-    peaks = Peaks(recording, extra)
+    peaks = Peaks(recording, extra, workspaces)
     blocks: dict[str, Any] = {}
     if device == "cuda":
         changes = list(peaks.changes())
-        allocator = CachingAllocator()
+        allocator_settings = AllocatorSettings.of_environment()
+        allocator = CachingAllocator(settings=allocator_settings)
         allocator.replay(changes)
         allocated, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         blocks = {
             "allocated_bytes": allocated,
             "reserved_bytes": reserved,
-            "least_reserved_bytes": least_capacity(changes, allocated, reserved),
+            "least_reserved_bytes": least_capacity(
+                changes, allocated, reserved, allocator_settings
+            ),
         }
     by_module = peaks.by_module()
     return MemoryPrediction(
@@ -236,7 +242,12 @@ class _Predictor:
         batch, rest_bytes, share = _first_micro_batches(self.batch, arguments)
         num_accumulated = arguments["accumulate_grad_batches"] or accumulated
         num_passed = step.arguments["accumulate_grad_batches"] or accumulated
-        emulation = functools.partial(cuda_kernels, step.attention, capability=step.capability)
+        emulation = functools.partial(
+            cuda_kernels,
+            step.attention,
+            capability=step.capability,
+            num_multiprocessors=None if step.gpu is None else step.gpu.num_multiprocessors,
+        )
         fit = step.fit or RunningFit()
         settings = SimulationSettings(
             package,

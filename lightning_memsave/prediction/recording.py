@@ -26,6 +26,8 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import is_updati
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
 _OLDER = frozenset({"other", "input"})
+# CUDA's kernel allocates the mask first; other kernels allocate their results in order.
+_DROPOUT = torch.ops.aten.native_dropout.default
 
 
 @dataclass(slots=True)
@@ -159,6 +161,10 @@ class StepProfile(LiveTensors):
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         in_step = self._num_running_steps > self._num_running_closures or is_updating()
         self._work.add(func, args, kwargs, result, in_step=in_step, module_of=self._module_in)
+
+    @override
+    def _as_allocated(self, func: Any, result: Any) -> Any:
+        return result[::-1] if func is _DROPOUT else result
 
     @override
     def __enter__(self) -> Self:

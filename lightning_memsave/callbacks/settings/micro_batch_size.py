@@ -433,7 +433,10 @@ class MicroBatchSetting(Setting):
                 needs_split=not self.is_auto or (self.is_planned and self.size is not None),
                 room=room,
             )
-            return prove(check, functools.partial(all_reduce_min, trainer))
+            proof = prove(check, functools.partial(all_reduce_min, trainer))
+        # Its blocks would stay between those of the steps, as no prediction can know.
+        torch.cuda.empty_cache()
+        return proof
 
     def _weighted(self) -> str:
         return self.proof.weightings[0].text if self.proof.weightings else ""

@@ -1,0 +1,1 @@
+"""What only torch's CUDA build can show, on the virtual GPU of `tests/virtual_gpu`."""
