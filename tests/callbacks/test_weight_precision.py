@@ -116,6 +116,7 @@ class TestTable:
         row = row_of(callback)
         assert row.status == "on"
         assert row.details == (
+            "outputs of 4 norms and activations in bfloat16",
             "there is no tensor to convert: kept float32: 8 norm; unchanged: 18 bfloat16",
             "AdamW: 18 of 26 tensors updated in float32 and rounded with a bfloat16 compensation",
         )

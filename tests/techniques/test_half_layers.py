@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.activations import FastGELUActivation, NewGELUActivation
 
+from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.prediction.cuda.kernels import cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
@@ -43,12 +45,16 @@ def test_outputs_are_what_the_layer_gives_in_float32_rounded(name):
     assert (found.float() - truth).abs().max() <= 2**-7 * truth.abs().max()
 
 
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rounding", ["stochastic", "master"])
 @pytest.mark.parametrize("name", ["LayerNorm", "NewGELU"])
-def test_cuda_keeps_them_in_bfloat16(name):
+def test_cuda_keeps_them_in_bfloat16(name, rounding, weights):
+    if rounding == "master" and weights == torch.float32:
+        pytest.skip("float32 weights must be offloaded for it")
     dtypes = {}
-    for technique in (None, LowPrecisionWeights()):
+    for technique in (None, LowPrecisionWeights(rounding)):
         with fake_tensors() as fakes:
-            net = fakes.copy_module(Net(LAYERS[name]()))
+            net = fakes.copy_module(Net(LAYERS[name]()).to(weights))
             if technique is not None:
                 technique.apply(net)
             with cuda_kernels(), torch.autocast("cpu", torch.bfloat16):
@@ -66,6 +72,40 @@ def test_outside_of_autocast_and_afterwards_nothing_changes(name):
     handle.undo()
     assert torch.equal(net.layer(x), before)
     assert set(vars(net.layer)) == attributes
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_of_weights_that_are_bfloat16_already(name):
+    net = Net(LAYERS[name]()).bfloat16()
+    before = vars(net.layer).copy()
+    with LowPrecisionWeights().apply(net) as handle:
+        assert handle.changes == ("outputs of 1 norms and activations in bfloat16",)
+        assert "forward" in vars(net.layer)
+    assert vars(net.layer) == before
+
+
+def test_a_prediction_of_bfloat16_weights_is_that_of_the_model():
+    # As the copy that a fit predicts with, which is made after the techniques were applied.
+    config = GPT2Config(
+        vocab_size=100, n_embd=64, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    model, tokens = GPT2LMHeadModel(config), torch.zeros(4, 128, dtype=torch.long)
+    batch = {"input_ids": tokens, "labels": tokens}
+
+    def predicted_bytes() -> int:
+        settings = {"precision": None, "low_precision_weights": "stochastic"}
+        mixed = {"precision": "bf16-mixed"}
+        prediction = predict_memory(
+            model, batch, None, settings, gpu="A100-40GB", trainer_arguments=mixed
+        )
+        return prediction.peak.total_bytes
+
+    expected_bytes = predicted_bytes()
+    for param in model.parameters():
+        if param.ndim > 1:
+            param.data = param.data.bfloat16()
+            param.grad_dtype = torch.bfloat16
+    assert predicted_bytes() == expected_bytes
 
 
 def test_gradients_reach_the_float32_weights():

@@ -4,6 +4,7 @@ import difflib
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
@@ -362,8 +363,7 @@ class LowPrecisionWeights(Technique[nn.Module]):
             _widen([param for param in chosen if param.dtype is torch.bfloat16])
 
         if not chosen:
-            skipped = f"there is no tensor to convert: {left or 'no parameters'}"
-            return Handle(target, (), (skipped,), undo=(undo,))
+            return _with_layers_only(target, left, undo, has_bfloat16=bool(marked))
         change = (
             f"{len(chosen)} of {len(reasons)} tensors in bfloat16: parameters "
             f"{format_bytes(before)} -> {format_bytes(after)}"
@@ -387,6 +387,16 @@ def _problems_of_homes(params: list[nn.Parameter], rounding: str) -> list[Proble
     return []
 
 
+# Weights that are bfloat16 already, as in the copy that a prediction makes of a converted model.
+def _with_layers_only(
+    target: nn.Module, left: str, *undo: Callable[[], None], has_bfloat16: bool
+) -> Handle[nn.Module]:
+    layers = keep_in_bfloat16(target) if has_bfloat16 else []
+    change = f"outputs of {len(layers)} norms and activations in bfloat16"
+    skipped = f"there is no tensor to convert: {left or 'no parameters'}"
+    return Handle(target, (change,) if layers else (), (skipped,), undo=(*undo, *layers))
+
+
 def _send_in_bfloat16(
     target: nn.Module, params: list[nn.Parameter], left: str, *, is_split: bool
 ) -> Handle[nn.Module]:
@@ -398,7 +408,8 @@ def _send_in_bfloat16(
 
     send_as(torch.bfloat16, is_split=is_split)
     if not homes:
-        return Handle(target, (), (f"there is no tensor to convert: {left or 'no parameters'}",))
+        has_bfloat16 = any(p.dtype is torch.bfloat16 for p in target.parameters())
+        return _with_layers_only(target, left, has_bfloat16=has_bfloat16)
     num_bytes = sum(p.nbytes for p in homes)
     change = (
         f"{len(homes)} tensors in bfloat16 on the device, in float32 on the host"
