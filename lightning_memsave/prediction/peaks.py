@@ -20,6 +20,7 @@ class Peaks:
         recording: Allocations and frees of the simulated steps.
         extra: Category and bytes of memory that is held throughout and not in the recording.
         workspaces: Bytes of cuBLAS workspaces, in order of the threads that run matrix products.
+        has_run: Whether the model has run before the first batch, without a backward pass.
     """
 
     def __init__(
@@ -27,10 +28,12 @@ class Peaks:
         recording: Recording,
         extra: Sequence[tuple[str, int]] = (),
         workspaces: Sequence[int] = (),
+        *,
+        has_run: bool = False,
     ) -> None:
         self.events = recording.events
         self.blocks = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
-        self.first_products = self._find_products(len(workspaces))
+        self.first_products = self._find_products(len(workspaces), has_run=has_run)
         self.extra = sum(
             (MemoryBreakdown.from_categories({name: size}) for name, size in self.blocks),
             MemoryBreakdown(),
@@ -45,12 +48,14 @@ class Peaks:
 
     # Each thread allocates its workspace in its first product, after the product's result; backward
     # has a thread of its own.
-    def _find_products(self, num_threads: int) -> list[int]:
-        found: dict[bool, int] = {}
-        for position, event in enumerate(self.events):
-            if event.op in _PRODUCTS:
-                found.setdefault(event.phase == "backward", position + 1)
-        return [found.get(is_backward, 0) for is_backward in (False, True)][:num_threads]
+    def _find_products(self, num_threads: int, *, has_run: bool) -> list[int]:
+        numbered = list(enumerate(self.events))
+        products = [(at + 1, event.phase) for at, event in numbered if event.op in _PRODUCTS]
+        # What is there before the first batch has no operator.
+        start = [at for at, event in numbered if has_run and event.op][:1]
+        forward = start or [at for at, phase in products if phase != "backward"]
+        backward = [at for at, phase in products if phase == "backward"]
+        return [(found or [0])[0] for found in (forward, backward)][:num_threads]
 
     def _find(self) -> tuple[int, dict[str, int]]:
         live = highest = peak = 0

@@ -56,6 +56,7 @@ def summarise(
     model: str,
     extra: Sequence[tuple[str, int]] = (),
     workspaces: Sequence[int] = (),
+    has_run: bool = False,
     settings: Mapping[str, str] | None = None,
     ineffective: Mapping[str, str] | None = None,
     assumptions: Sequence[str] = (),
@@ -70,6 +71,7 @@ def summarise(
         model: Class name of the module.
         extra: Category and bytes of memory that is held throughout and not in the recording.
         workspaces: Bytes of each cuBLAS workspace.
+        has_run: Whether the model has run before the first batch.
         settings: Name and value of each setting.
         ineffective: Name of each setting without effect, and its value with the reason.
         assumptions: Assumptions of the prediction, one line each.
@@ -79,7 +81,7 @@ def summarise(
     Returns:
         The prediction.
     """
-    peaks = Peaks(recording, extra, workspaces)
+    peaks = Peaks(recording, extra, workspaces, has_run=has_run)
     blocks: dict[str, Any] = {}
     if device == "cuda":
         changes = list(peaks.changes())
@@ -268,6 +270,8 @@ class _Predictor:
             model=_shown_name(self.pl_module),
             extra=[("input", rest_bytes), ("other", fit.other_bytes)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
+            # It proves how the losses of micro-batches add up.
+            has_run=any(r.name == "micro_batch_size" and r.status == "on" for r in callback.rows),
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in callback.rows if row.status == "on"}
