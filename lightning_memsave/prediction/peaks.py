@@ -10,7 +10,6 @@ from lightning_memsave.prediction.snapshot import Origin, StepTrace
 
 MAX_POINTS = 1000
 NUM_LARGEST = 50
-_PRODUCTS = {f"aten.{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm")}
 
 
 class Peaks:
@@ -33,7 +32,11 @@ class Peaks:
     ) -> None:
         self.events = recording.events
         self.blocks = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
-        self.first_products = self._find_products(len(workspaces), has_run=has_run)
+        # What is there before the first batch has no operator.
+        start = [at for at, event in enumerate(self.events) if has_run and event.op][:1]
+        firsts = [*start, recording.first_products.get("forward", 0)][:1]
+        firsts.append(recording.first_products.get("backward", 0))
+        self._workspace_places = firsts[: len(workspaces)]
         self.extra = sum(
             (MemoryBreakdown.from_categories({name: size}) for name, size in self.blocks),
             MemoryBreakdown(),
@@ -45,17 +48,6 @@ class Peaks:
         self.start = last if self.at_peak >= last else max(s for s in starts if s <= self.at_peak)
         ends = [end for end in recording.batch_ends if end > self.at_peak]
         self.end = ends[0] if ends else len(self.events)
-
-    # Each thread allocates its workspace in its first product, after the product's result; backward
-    # has a thread of its own.
-    def _find_products(self, num_threads: int, *, has_run: bool) -> list[int]:
-        numbered = list(enumerate(self.events))
-        products = [(at + 1, event.phase) for at, event in numbered if event.op in _PRODUCTS]
-        # What is there before the first batch has no operator.
-        start = [at for at, event in numbered if has_run and event.op][:1]
-        forward = start or [at for at, phase in products if phase != "backward"]
-        backward = [at for at, phase in products if phase == "backward"]
-        return [(found or [0])[0] for found in (forward, backward)][:num_threads]
 
     def _find(self) -> tuple[int, dict[str, int]]:
         live = highest = peak = 0
@@ -163,7 +155,8 @@ class Peaks:
             Id of a storage, its change in bytes, negative when freed, and its stream.
         """
         places: dict[int, list[tuple[int, int, str]]] = {}
-        firsts = [*[0] * (len(self.blocks) - len(self.first_products)), *self.first_products]
+        num_others = len(self.blocks) - len(self._workspace_places)
+        firsts = [*[0] * num_others, *self._workspace_places]
         for number, (at, (_, num_bytes)) in enumerate(zip(firsts, self.blocks, strict=True)):
             if num_bytes:
                 places.setdefault(at, []).append((-1 - number, num_bytes, ""))

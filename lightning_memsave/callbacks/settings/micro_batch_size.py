@@ -413,6 +413,10 @@ class MicroBatchSetting(Setting):
         known: Proof | None,
     ) -> Proof:
         assert self.technique is not None, "there is something to run"
+        # The workspace of cuBLAS stays, and the proof's blocks go again: among blocks of the proof,
+        # no prediction could know where what comes next would lie.
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.current_blas_handle()
         is_sharded = is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy")
         with contextlib.ExitStack() as stack:
             if not is_sharded:
@@ -434,7 +438,6 @@ class MicroBatchSetting(Setting):
                 room=room,
             )
             proof = prove(check, functools.partial(all_reduce_min, trainer))
-        # Its blocks would stay between those of the steps, as no prediction can know.
         torch.cuda.empty_cache()
         return proof
 
