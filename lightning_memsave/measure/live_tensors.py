@@ -27,6 +27,7 @@ _NO_GRAPH_TASK = -1
 # Looking an operator up takes longer than all checks of it.
 _DEVICE, _LIFT_FRESH = torch.ops.prim.device.default, torch.ops.aten.lift_fresh.default
 _ADD, _TO_COPY = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
+_OUT_OF_PLACE = frozenset({_ADD, torch.ops.aten.index_put.default})
 NO_NODE = -1
 # Use count of a storage that one tensor owns: the tensor, and the storage object of this check.
 _SOLE_OWNER = 2
@@ -253,9 +254,7 @@ class LiveTensors(TorchDispatchMode):
             for tensor in operands(kwargs.values()):
                 self._see(tensor, "other")
         self._op = func
-        summed = (
-            summed_in_place(self._entries, *args[:2]) if func is _ADD and in_backward() else None
-        )
+        summed = self._written_in_place(func, args) if func in _OUT_OF_PLACE else None
         result = func(*args, **kwargs)
         if summed is not None:
             self._hand_over(summed, args[0].untyped_storage(), result.untyped_storage())
@@ -265,6 +264,17 @@ class LiveTensors(TorchDispatchMode):
             self._see(tensor, category)
         self._note_call(func, args, kwargs, result)
         return result
+
+    def _written_in_place(self, func: Any, args: tuple[Any, ...]) -> LiveStorage | None:
+        """Find the storage that autograd would write to if there were no mode or subclass."""
+        if not in_backward():
+            return None
+        if func is _ADD:
+            return summed_in_place(self._entries, *args[:2])
+        # The gradient of an index, added to zeros that nobody else has.
+        key = args[0].untyped_storage()._cdata
+        is_sole = torch._C._storage_Use_Count(key) <= _SOLE_OWNER
+        return self._entries.get(key) if is_sole and not torch.is_grad_enabled() else None
 
     def _as_allocated(self, func: Any, result: Any) -> Any:
         """Give the results of an operator in the order of their allocation; for subclasses."""

@@ -24,10 +24,22 @@ _KEY = "AutogradCPU"
 def add_operators(overrides: Overrides) -> None:
     """Override operators so that they save for backward what CUDA's kernels save."""
     overrides.add("dropout", _KEY, _dropout)
+    overrides.add("linear", _KEY, _linear)
     overrides.add("_fused_rms_norm", _KEY, _fused_rms_norm)
     for name in ("softmax", "log_softmax"):
         fused = operator_named(f"_{name}")
         overrides.add(f"{name}.int", _KEY, functools.partial(_softmax, fused))
+
+
+# `linear` in Linear.cpp: a bias that no product takes along is added in place, but not to fake
+# tensors.
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    is_flat = input.dim() == 2 or (input.dim() == 3 and input.is_contiguous())
+    if bias is None or not is_flat:
+        product = input.matmul(weight.t())
+        return product if bias is None else product.add_(bias)
+    flat = torch.addmm(bias, input.reshape(-1, input.size(-1)), weight.t())
+    return flat.view(*input.shape[:-1], flat.size(-1))
 
 
 # native_dropout, `dropout` in Dropout.cpp: a mask of one byte per element.
