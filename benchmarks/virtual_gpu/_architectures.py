@@ -249,7 +249,8 @@ def _hugging_face(name: str, config: dict[str, Any], head: str) -> Lit:
 
 
 def _vit() -> Lit:
-    config: Any = transformers.ViTConfig(num_hidden_layers=3, num_labels=10)
+    settings: Any = {"num_hidden_layers": 3, "num_labels": 10}
+    config = transformers.ViTConfig(**settings)
     return _Images(transformers.ViTForImageClassification(config))
 
 
