@@ -8,7 +8,10 @@ Each fit is written down as soon as it ends, and only fits that are not in the f
 """
 
 import argparse
+import importlib
+import itertools
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -40,9 +43,10 @@ ALLOCATORS = {
 }
 """Values of PYTORCH_CUDA_ALLOC_CONF."""
 NUM_STEPS = 3
-LIMIT_S = 240
+LIMIT_S = 900
 SEGMENT_BYTES = 2 * MIB
 _MEMORY = "64GiB"
+_MARK = "measured: "
 _PATH = RESULTS / "virtual_gpu_accuracy.json"
 # Preset "off" on all, then the rest: a run that is cut off has the most telling fits.
 _OTHERS = ("roberta", "gpt2", "llama", "vit")
@@ -80,39 +84,58 @@ def all_cases() -> Iterator[Case]:
                 yield Case(architecture, setting, card)
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Run a fit in a process of its own.
+def run(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
+    """Run fits on one card with one setting of the allocator, each in a process of its own.
 
     Args:
-        case: The fit.
+        cases: The fits.
 
-    Returns:
-        What `measure` returns, or ``error``.
+    Yields:
+        For each what `measure` returns, or ``error``, as soon as it is known.
     """
-    command = [sys.executable, "-m", "benchmarks.virtual_gpu", "accuracy", "--one"]
-    environment = os.environ | {
-        "VGPU": case.card,
-        "VGPU_MEMORY": _MEMORY,
-        "PYTORCH_CUDA_ALLOC_CONF": ALLOCATORS[case.allocator],
-    }
-    if not ALLOCATORS[case.allocator]:
-        del environment["PYTORCH_CUDA_ALLOC_CONF"]
+    settings = ALLOCATORS[cases[0].allocator]
+    environment = os.environ | {"VGPU": cases[0].card, "VGPU_MEMORY": _MEMORY}
+    environment |= {"PYTORCH_CUDA_ALLOC_CONF": settings} if settings else {}
+    names = [f"{case.architecture}:{case.setting}" for case in cases]
+    with subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.virtual_gpu", "accuracy", "--forked", *names],
+        cwd=RESULTS.parents[1],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(_MARK):
+                yield json.loads(line.removeprefix(_MARK))
+
+
+# Forked from one process that has imported everything, which takes longer than a fit.
+def _fork(names: Sequence[str]) -> None:
+    for module in ("lightning.pytorch", "lightning_memsave", "transformers.models.auto"):
+        importlib.import_module(module)
+    context = multiprocessing.get_context("fork")
+    for name in names:
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_send_measured, args=(*name.split(":"), sender))
+        process.start()
+        found = {"error": f"stopped after {LIMIT_S} s"}
+        if receiver.poll(LIMIT_S):
+            try:
+                found = receiver.recv()
+            except EOFError:
+                found = {"error": "died"}
+        process.kill()
+        process.join()
+        print(_MARK + json.dumps(found), flush=True)
+
+
+def _send_measured(architecture: str, setting: str, sender: Any) -> None:
     try:
-        done = subprocess.run(
-            [*command, case.architecture, case.setting],
-            cwd=RESULTS.parents[1],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {LIMIT_S} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["died"])[-1]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+        sender.send(measure(architecture, setting))
+    except Exception as error:  # it is written down, and the others are run
+        sender.send({"error": f"{type(error).__name__}: {error}".splitlines()[0]})
 
 
 def measure(architecture: str, setting: str) -> dict[str, Any]:
@@ -262,28 +285,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--allocators", nargs="+", metavar="NAME", choices=ALLOCATORS)
     parser.add_argument("--fresh", action="store_true", help="forget what was found before")
     parser.add_argument("--results", type=Path, default=_PATH.parent, help="folder of the files")
-    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--forked", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
-    if options.one:
-        print(json.dumps(measure(*options.one)))
+    if options.forked:
+        _fork(options.forked)
         return 0
     path = options.results / _PATH.name
     found = [] if options.fresh or not path.exists() else json.loads(path.read_text())["fits"]
     known = {Case(**{name: one[name] for name in Case.__annotations__}) for one in found}
-    for case in all_cases():
-        missing = ARCHITECTURES[case.architecture].missing
-        if case in known or missing or not _is_chosen(case, options):
-            continue
-        found.append(asdict(case) | run(case))
-        print(_name(found[-1]), found[-1].get("error") or _cell(found[-1]), flush=True)
-        write_results(_PATH.stem, {"fits": found}, make_text(found), folder=options.results)
+    wanted = [case for case in all_cases() if case not in known and _is_chosen(case, options)]
+    for _, group in itertools.groupby(wanted, lambda case: (case.card, case.allocator)):
+        cases = list(group)
+        for case, result in zip(cases, run(cases), strict=False):
+            found.append(asdict(case) | result)
+            print(_name(found[-1]), found[-1].get("error") or _cell(found[-1]), flush=True)
+            write_results(_PATH.stem, {"fits": found}, make_text(found), folder=options.results)
     return 0
 
 
 def _is_chosen(case: Case, options: argparse.Namespace) -> bool:
     return (
-        case.architecture in (options.architectures or [case.architecture])
+        not ARCHITECTURES[case.architecture].missing
+        and case.architecture in (options.architectures or [case.architecture])
         and case.setting in (options.settings or [case.setting])
         and case.card in (options.cards or [case.card])
         and case.allocator in (options.allocators or [case.allocator])

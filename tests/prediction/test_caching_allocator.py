@@ -269,3 +269,79 @@ class TestBadInput:
         allocator.free(handle)
         with pytest.raises(ConfigurationError, match="Pass a handle from `malloc`, once"):
             allocator.free(handle)
+
+
+class TestStreams:
+    def test_free_memory_of_a_stream_is_not_for_another(self):
+        allocator = CachingAllocator()
+        allocator.free(allocator.malloc(30 * MIB, "copies"))
+        allocator.malloc(30 * MIB)
+        assert allocator.reserved_bytes == 60 * MIB
+        allocator.malloc(30 * MIB, "copies")
+        assert allocator.reserved_bytes == 60 * MIB
+
+    def test_all_of_it_is_returned_when_memory_runs_out(self):
+        allocator = CachingAllocator(50 * MIB)
+        allocator.free(allocator.malloc(30 * MIB, "copies"))
+        allocator.malloc(40 * MIB)
+        assert (allocator.reserved_bytes, allocator.num_retries) == (40 * MIB, 1)
+
+    def test_replay_takes_the_stream_of_each_request(self):
+        allocator = CachingAllocator()
+        allocator.replay([(1, 30 * MIB, "copies"), (1, -30 * MIB, "copies"), (2, 30 * MIB, "")])
+        assert allocator.reserved_bytes == 60 * MIB
+
+
+class TestMaxSplitSize:
+    settings = AllocatorSettings(max_split_bytes=32 * MIB)
+
+    def test_a_larger_block_is_not_split(self):
+        plain, limited = CachingAllocator(), CachingAllocator(settings=self.settings)
+        for allocator in (plain, limited):
+            allocator.free(allocator.malloc(100 * MIB))
+            allocator.malloc(12 * MIB)
+        assert (plain.reserved_bytes, limited.reserved_bytes) == (100 * MIB, 112 * MIB)
+
+    def test_it_is_kept_for_requests_of_about_its_size(self):
+        allocator = CachingAllocator(settings=self.settings)
+        allocator.free(allocator.malloc(100 * MIB))
+        handle = allocator.malloc(90 * MIB)
+        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (100 * MIB, 100 * MIB)
+        allocator.free(handle)
+        allocator.malloc(80 * MIB)
+        assert allocator.reserved_bytes == 180 * MIB
+
+    def test_such_blocks_are_returned_before_all_others(self):
+        allocator = CachingAllocator(150 * MIB, self.settings)
+        small, large = allocator.malloc(20 * MIB), allocator.malloc(100 * MIB)
+        allocator.free(small)
+        allocator.free(large)
+        allocator.malloc(60 * MIB)
+        assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, AllocatorSettings()),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, AllocatorSettings(True)),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb: 64, expandable_segments:False"},
+            AllocatorSettings(max_split_bytes=64 * MIB),
+        ),
+        # As torch 2.14.1 does on a virtual GPU: the second is not read at all.
+        (
+            {
+                "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
+                "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            },
+            AllocatorSettings(max_split_bytes=64 * MIB),
+        ),
+    ],
+)
+def test_settings_of_the_environment(variables, expected, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert AllocatorSettings.of_environment() == expected
