@@ -1,7 +1,7 @@
 """Count the bytes of live tensors, exactly and by category, on any device."""
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -27,6 +27,7 @@ _NO_GRAPH_TASK = -1
 # Looking an operator up takes longer than all checks of it.
 _DEVICE, _LIFT_FRESH = torch.ops.prim.device.default, torch.ops.aten.lift_fresh.default
 _ADD, _TO_COPY = torch.ops.aten.add.Tensor, torch.ops.aten._to_copy.default
+_OUT_OF_PLACE = frozenset({_ADD, torch.ops.aten.index_put.default})
 NO_NODE = -1
 # Use count of a storage that one tensor owns: the tensor, and the storage object of this check.
 _SOLE_OWNER = 2
@@ -253,27 +254,50 @@ class LiveTensors(TorchDispatchMode):
             for tensor in operands(kwargs.values()):
                 self._see(tensor, "other")
         self._op = func
-        if func is _ADD and in_backward():
-            summed = summed_in_place(self._entries, *args[:2])
-            if summed is not None:
-                change, summed.num_bytes = -summed.num_bytes, 0
-                self._change(summed, change)
+        summed = self._written_in_place(func, args) if func in _OUT_OF_PLACE else None
         result = func(*args, **kwargs)
+        if summed is not None:
+            self._hand_over(summed, args[0].untyped_storage(), result.untyped_storage())
         in_step = self._num_running_steps > 0
         category = category_of_new(func, args, self._entries, in_step=in_step)
-        for tensor in operands((result,)):
+        for tensor in operands((self._as_allocated(func, result),)):
             self._see(tensor, category)
         self._note_call(func, args, kwargs, result)
         return result
+
+    def _written_in_place(self, func: Any, args: tuple[Any, ...]) -> LiveStorage | None:
+        """Find the storage that autograd would write to if there were no mode or subclass."""
+        if not in_backward():
+            return None
+        if func is _ADD:
+            return summed_in_place(self._entries, *args[:2])
+        # The gradient of an index, added to zeros that nobody else has.
+        key = args[0].untyped_storage()._cdata
+        is_sole = torch._C._storage_Use_Count(key) <= _SOLE_OWNER
+        return self._entries.get(key) if is_sole and not torch.is_grad_enabled() else None
+
+    def _as_allocated(self, func: Any, result: Any) -> Any:
+        """Give the results of an operator in the order of their allocation; for subclasses."""
+        return result
+
+    def _hand_over(
+        self, entry: LiveStorage, old: torch.UntypedStorage, new: torch.UntypedStorage
+    ) -> None:
+        """Count a storage as the new one: without the mode, autograd would have used it again."""
+        del self._entries[old._cdata]
+        self._entries[new._cdata] = entry
+        entry.ref = self._watch(new, new._cdata)
+        entry.node = current_node()
 
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note a call of an operator; for subclasses."""
 
     def _register(self, module: nn.Module) -> None:
-        for parameter in module.parameters():
-            self._claim(parameter, "parameter")
-        for buffer in module.buffers():
-            self._claim(buffer, "buffer")
+        for part in _innermost_first(module):
+            for parameter in part.parameters(recurse=False):
+                self._claim(parameter, "parameter")
+            for buffer in part.buffers(recurse=False):
+                self._claim(buffer, "buffer")
         for parameter in module.parameters():
             self._claim_gradient(parameter)
             if parameter.requires_grad:
@@ -381,3 +405,10 @@ class LiveTensors(TorchDispatchMode):
         self._op = None
         while self._undo:
             self._undo.pop()()
+
+
+def _innermost_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over modules in the order in which ``Module.to`` moves them."""
+    for child in module.children():
+        yield from _innermost_first(child)
+    yield module

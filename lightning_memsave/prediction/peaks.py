@@ -18,17 +18,27 @@ class Peaks:
     Args:
         recording: Allocations and frees of the simulated steps.
         extra: Category and bytes of memory that is held throughout and not in the recording.
+        workspaces: Bytes of cuBLAS workspaces, in order of the threads that run matrix products.
+        has_run: Whether the model has run before the first batch, without a backward pass.
     """
 
     def __init__(
         self,
         recording: Recording,
         extra: Sequence[tuple[str, int]] = (),
+        workspaces: Sequence[int] = (),
+        *,
+        has_run: bool = False,
     ) -> None:
         self.events = recording.events
-        self.blocks = extra
+        self.blocks = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
+        # What is there before the first batch has no operator.
+        start = [at for at, event in enumerate(self.events) if has_run and event.op][:1]
+        firsts = [*start, recording.first_products.get("forward", 0)][:1]
+        firsts.append(recording.first_products.get("backward", 0))
+        self._workspace_places = firsts[: len(workspaces)]
         self.extra = sum(
-            (MemoryBreakdown.from_categories({name: size}) for name, size in extra),
+            (MemoryBreakdown.from_categories({name: size}) for name, size in self.blocks),
             MemoryBreakdown(),
         )
         self.at_peak, self.by_phase_index = self._find()
@@ -138,17 +148,22 @@ class Peaks:
         before = [("", "")] * len(there)
         return StepTrace(tuple(storages), (*there, *changes), (*before, *places))
 
-    def changes(self) -> Iterator[tuple[int, int]]:
+    def changes(self) -> Iterator[tuple[int, int, str]]:
         """Iterate over the requests to an allocator.
 
         Yields:
-            Id of a storage, and its change in bytes, negative when freed.
+            Id of a storage, its change in bytes, negative when freed, and its stream.
         """
-        for number, (_, num_bytes) in enumerate(self.blocks):
+        places: dict[int, list[tuple[int, int, str]]] = {}
+        num_others = len(self.blocks) - len(self._workspace_places)
+        firsts = [*[0] * num_others, *self._workspace_places]
+        for number, (at, (_, num_bytes)) in enumerate(zip(firsts, self.blocks, strict=True)):
             if num_bytes:
-                yield -1 - number, num_bytes
-        for event in self.events:
-            yield id(event.storage), event.change
+                places.setdefault(at, []).append((-1 - number, num_bytes, ""))
+        for position, event in enumerate(self.events):
+            yield from places.get(position, ())
+            yield id(event.storage), event.change, event.storage.stream
+        yield from places.get(len(self.events), ())
 
     def _breakdown(self, at: int) -> MemoryBreakdown:
         found = self.extra.by_category()

@@ -18,7 +18,11 @@ from lightning_memsave.core.nested import count_samples, find_shared_leaves, spl
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.measure.storages import storages_of, tensors_in
-from lightning_memsave.prediction.cuda.allocator import CachingAllocator, least_capacity
+from lightning_memsave.prediction.cuda.allocator import (
+    AllocatorSettings,
+    CachingAllocator,
+    least_capacity,
+)
 from lightning_memsave.prediction.cuda.constants import (
     constant_assumptions,
     context_bytes,
@@ -53,6 +57,7 @@ def summarise(
     model: str,
     extra: Sequence[tuple[str, int]] = (),
     workspaces: Sequence[int] = (),
+    has_run: bool = False,
     settings: Mapping[str, str] | None = None,
     ineffective: Mapping[str, str] | None = None,
     assumptions: Sequence[str] = (),
@@ -67,6 +72,7 @@ def summarise(
         model: Class name of the module.
         extra: Category and bytes of memory that is held throughout and not in the recording.
         workspaces: Bytes of each cuBLAS workspace.
+        has_run: Whether the model has run before the first batch.
         settings: Name and value of each setting.
         ineffective: Name of each setting without effect, and its value with the reason.
         assumptions: Assumptions of the prediction, one line each.
@@ -76,18 +82,20 @@ def summarise(
     Returns:
         The prediction.
     """
-    extra = [*extra, *(("other", num_bytes) for num_bytes in workspaces)]
-    peaks = Peaks(recording, extra)
+    peaks = Peaks(recording, extra, workspaces, has_run=has_run)
     blocks: dict[str, Any] = {}
     if device == "cuda":
         changes = list(peaks.changes())
-        allocator = CachingAllocator()
+        allocator_settings = AllocatorSettings.of_environment()
+        allocator = CachingAllocator(settings=allocator_settings)
         allocator.replay(changes)
         allocated, reserved = allocator.peak_allocated_bytes, allocator.peak_reserved_bytes
         blocks = {
             "allocated_bytes": allocated,
             "reserved_bytes": reserved,
-            "least_reserved_bytes": least_capacity(changes, allocated, reserved),
+            "least_reserved_bytes": least_capacity(
+                changes, allocated, reserved, allocator_settings
+            ),
         }
     by_module = peaks.by_module()
     return MemoryPrediction(
@@ -238,7 +246,12 @@ class _Predictor:
         batch, rest_bytes, share = _first_micro_batches(self.batch, arguments)
         num_accumulated = arguments["accumulate_grad_batches"] or accumulated
         num_passed = step.arguments["accumulate_grad_batches"] or accumulated
-        emulation = functools.partial(cuda_kernels, step.attention, capability=step.capability)
+        emulation = functools.partial(
+            cuda_kernels,
+            step.attention,
+            capability=step.capability,
+            num_multiprocessors=None if step.gpu is None else step.gpu.num_multiprocessors,
+        )
         fit = step.fit or RunningFit()
         settings = SimulationSettings(
             package,
@@ -259,6 +272,8 @@ class _Predictor:
             model=_shown_name(self.pl_module),
             extra=[("input", rest_bytes), ("other", fit.other_bytes)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
+            # It proves how the losses of micro-batches add up.
+            has_run=any(r.name == "micro_batch_size" and r.status == "on" for r in callback.rows),
             settings={"precision": str(precision or "32-true")}
             | ({"accumulate_grad_batches": str(accumulated)} if accumulated != 1 else {})
             | {row.name: row.value for row in callback.rows if row.status == "on"}

@@ -25,7 +25,23 @@ from lightning_memsave.prediction.work import Work, WorkCounter
 from lightning_memsave.techniques.optimizer_in_backward.updates import is_updating
 from lightning_memsave.trainer.nested_fit import raise_if_interrupted
 
+_PRODUCTS = frozenset(
+    {
+        *(
+            "aten.mm",
+            "aten.addmm",
+            "aten.bmm",
+            "aten.baddbmm",
+            "aten.addbmm",
+            "aten.addmv",
+            "aten.mv",
+        ),
+        "lightning_memsave.add_product",
+    }
+)
 _OLDER = frozenset({"other", "input"})
+# CUDA's kernel allocates the mask first; other kernels allocate their results in order.
+_DROPOUT = torch.ops.aten.native_dropout.default
 
 
 @dataclass(slots=True)
@@ -73,6 +89,8 @@ class Recording:
         host_bytes: Peak bytes that techniques kept on the host.
         kept_gradient_bytes: Bytes of gradients that wait on the device in the last step, and in a
             fit may do so.
+        first_products: Number of events before the workspace of the first matrix product of a
+            phase, ``"forward"`` or ``"backward"``, each of which runs in a thread of its own.
         has_loss: Whether each batch had a loss; true for manual optimization.
         work: The kernels of the last optimizer step.
     """
@@ -82,6 +100,7 @@ class Recording:
     batch_ends: list[int] = field(default_factory=list)
     host_bytes: int = 0
     kept_gradient_bytes: int = 0
+    first_products: dict[str, int] = field(default_factory=dict)
     has_loss: bool = True
     work: Work = field(default_factory=Work)
 
@@ -157,8 +176,15 @@ class StepProfile(LiveTensors):
 
     @override
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if _name_of(func) in _PRODUCTS:
+            phase = "backward" if in_backward() else "forward"
+            self.recording.first_products.setdefault(phase, len(self.recording.events))
         in_step = self._num_running_steps > self._num_running_closures or is_updating()
         self._work.add(func, args, kwargs, result, in_step=in_step, module_of=self._module_in)
+
+    @override
+    def _as_allocated(self, func: Any, result: Any) -> Any:
+        return result[::-1] if func is _DROPOUT else result
 
     @override
     def __enter__(self) -> Self:

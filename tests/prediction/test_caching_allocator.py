@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
-from lightning_memsave.prediction.cuda.allocator import CachingAllocator
+from lightning_memsave.prediction.cuda.allocator import AllocatorSettings, CachingAllocator
 from lightning_memsave.units import KIB, MIB
 
 SIZES = st.one_of(
@@ -91,7 +91,10 @@ class TestRules:
 
 class TestExpandable:
     def test_a_growing_request_reuses_the_segment(self):
-        plain, grown = CachingAllocator(), CachingAllocator(expandable_segments=True)
+        plain, grown = (
+            CachingAllocator(),
+            CachingAllocator(settings=AllocatorSettings(expandable_segments=True)),
+        )
         for allocator in (plain, grown):
             for num_bytes in (40 * MIB, 60 * MIB, 80 * MIB):
                 allocator.free(allocator.malloc(num_bytes))
@@ -99,7 +102,7 @@ class TestExpandable:
         assert grown.reserved_bytes == 80 * MIB
 
     def test_grows_by_pages(self):
-        allocator = CachingAllocator(expandable_segments=True)
+        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=True))
         allocator.malloc(1)
         allocator.malloc(21 * MIB)
         assert allocator.reserved_bytes == 2 * MIB + 40 * MIB
@@ -107,13 +110,13 @@ class TestExpandable:
         assert allocator.reserved_bytes == 42 * MIB
 
     def test_prefers_a_gap_to_the_end_that_can_grow(self):
-        allocator = CachingAllocator(expandable_segments=True)
+        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=True))
         gap, _ = allocator.malloc(12 * MIB), allocator.malloc(20 * MIB)  # 8 MiB left at the end
         allocator.free(gap)
         assert allocator.malloc(5 * MIB) == gap
 
     def test_gives_back_pages_from_the_middle(self):
-        allocator = CachingAllocator(80 * MIB, expandable_segments=True)
+        allocator = CachingAllocator(80 * MIB, settings=AllocatorSettings(expandable_segments=True))
         _, middle, _ = (allocator.malloc(20 * MIB) for _ in range(3))
         allocator.free(middle)
         allocator.malloc(40 * MIB)
@@ -122,7 +125,9 @@ class TestExpandable:
             allocator.malloc(20 * MIB)
 
     def test_gives_back_whole_pages_only(self):
-        allocator = CachingAllocator(100 * MIB, expandable_segments=True)
+        allocator = CachingAllocator(
+            100 * MIB, settings=AllocatorSettings(expandable_segments=True)
+        )
         first, middle, last = (allocator.malloc(n * MIB) for n in (15, 50, 15))  # four pages
         allocator.free(middle)  # from 15 to 65: pages from 20 to 60
         allocator.malloc(60 * MIB)
@@ -174,10 +179,10 @@ class TestReplay:
 
     @both_kinds
     def test_equals_calls_by_hand(self, expandable):
-        by_hand = CachingAllocator(expandable_segments=expandable)
+        by_hand = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
         first, _ = by_hand.malloc(3 * MIB), by_hand.malloc(700)
         by_hand.free(first)
-        replayed = CachingAllocator(expandable_segments=expandable)
+        replayed = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
         replayed.replay([(7, 3 * MIB), (9, 700), (7, -3 * MIB)])
         assert replayed.segments() == by_hand.segments()
 
@@ -187,7 +192,7 @@ class TestReplay:
             (i % 997 + i // 1994 * 997, (1 if i // 997 % 2 == 0 else -1)) for i in range(99700)
         ]
         sizes = [(key, sign * (key % 211 + 1) * 50_021) for key, sign in events]
-        allocator = CachingAllocator(expandable_segments=expandable)
+        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
         allocator.replay(sizes)
         assert allocator.allocated_bytes == 0
         assert allocator.peak_allocated_bytes > 1000 * MIB
@@ -198,7 +203,7 @@ class TestProperties:
     @given(STEPS)
     @settings(deadline=None)
     def test_blocks_tile_their_segments(self, expandable, steps):
-        allocator = CachingAllocator(expandable_segments=expandable)
+        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
         handles = run(allocator, steps)
         segments = allocator.segments()
         blocks = [block for segment in segments for block in segment]
@@ -218,7 +223,7 @@ class TestProperties:
     @given(STEPS)
     @settings(deadline=None)
     def test_reserved_is_at_least_allocated(self, expandable, steps):
-        allocator = CachingAllocator(expandable_segments=expandable)
+        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
         handles = run(allocator, steps)
         assert allocator.reserved_bytes >= allocator.allocated_bytes >= sum(handles.values())
         assert allocator.slack_bytes == allocator.reserved_bytes - allocator.allocated_bytes
@@ -229,7 +234,7 @@ class TestProperties:
     @given(STEPS)
     @settings(deadline=None)
     def test_all_freed_leaves_one_free_block_in_each_segment(self, expandable, steps):
-        allocator = CachingAllocator(expandable_segments=expandable)
+        allocator = CachingAllocator(settings=AllocatorSettings(expandable_segments=expandable))
         for handle in run(allocator, steps):
             allocator.free(handle)
         assert allocator.allocated_bytes == 0
@@ -239,7 +244,9 @@ class TestProperties:
     @given(STEPS, st.integers(1, 100))
     @settings(deadline=None)
     def test_capacity_is_never_exceeded(self, expandable, steps, capacity_mib):
-        allocator = CachingAllocator(capacity_mib * MIB, expandable_segments=expandable)
+        allocator = CachingAllocator(
+            capacity_mib * MIB, settings=AllocatorSettings(expandable_segments=expandable)
+        )
         for handle in run(allocator, steps):
             allocator.free(handle)
         assert allocator.peak_reserved_bytes <= capacity_mib * MIB
@@ -262,3 +269,79 @@ class TestBadInput:
         allocator.free(handle)
         with pytest.raises(ConfigurationError, match="Pass a handle from `malloc`, once"):
             allocator.free(handle)
+
+
+class TestStreams:
+    def test_free_memory_of_a_stream_is_not_for_another(self):
+        allocator = CachingAllocator()
+        allocator.free(allocator.malloc(30 * MIB, "copies"))
+        allocator.malloc(30 * MIB)
+        assert allocator.reserved_bytes == 60 * MIB
+        allocator.malloc(30 * MIB, "copies")
+        assert allocator.reserved_bytes == 60 * MIB
+
+    def test_all_of_it_is_returned_when_memory_runs_out(self):
+        allocator = CachingAllocator(50 * MIB)
+        allocator.free(allocator.malloc(30 * MIB, "copies"))
+        allocator.malloc(40 * MIB)
+        assert (allocator.reserved_bytes, allocator.num_retries) == (40 * MIB, 1)
+
+    def test_replay_takes_the_stream_of_each_request(self):
+        allocator = CachingAllocator()
+        allocator.replay([(1, 30 * MIB, "copies"), (1, -30 * MIB, "copies"), (2, 30 * MIB, "")])
+        assert allocator.reserved_bytes == 60 * MIB
+
+
+class TestMaxSplitSize:
+    settings = AllocatorSettings(max_split_bytes=32 * MIB)
+
+    def test_a_larger_block_is_not_split(self):
+        plain, limited = CachingAllocator(), CachingAllocator(settings=self.settings)
+        for allocator in (plain, limited):
+            allocator.free(allocator.malloc(100 * MIB))
+            allocator.malloc(12 * MIB)
+        assert (plain.reserved_bytes, limited.reserved_bytes) == (100 * MIB, 112 * MIB)
+
+    def test_it_is_kept_for_requests_of_about_its_size(self):
+        allocator = CachingAllocator(settings=self.settings)
+        allocator.free(allocator.malloc(100 * MIB))
+        handle = allocator.malloc(90 * MIB)
+        assert (allocator.reserved_bytes, allocator.allocated_bytes) == (100 * MIB, 100 * MIB)
+        allocator.free(handle)
+        allocator.malloc(80 * MIB)
+        assert allocator.reserved_bytes == 180 * MIB
+
+    def test_such_blocks_are_returned_before_all_others(self):
+        allocator = CachingAllocator(150 * MIB, self.settings)
+        small, large = allocator.malloc(20 * MIB), allocator.malloc(100 * MIB)
+        allocator.free(small)
+        allocator.free(large)
+        allocator.malloc(60 * MIB)
+        assert (allocator.reserved_bytes, allocator.num_retries) == (80 * MIB, 0)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, AllocatorSettings()),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, AllocatorSettings(True)),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb: 64, expandable_segments:False"},
+            AllocatorSettings(max_split_bytes=64 * MIB),
+        ),
+        # As torch 2.14.1 does on a virtual GPU: the second is not read at all.
+        (
+            {
+                "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64",
+                "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+            },
+            AllocatorSettings(max_split_bytes=64 * MIB),
+        ),
+    ],
+)
+def test_settings_of_the_environment(variables, expected, monkeypatch):
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(name, text)
+    assert AllocatorSettings.of_environment() == expected

@@ -167,10 +167,10 @@ def test_a_long_time_line_keeps_the_peak(num_steps):
 def test_what_the_allocator_is_asked_for(tape):
     blocks = [("input", 8), ("other", 0), ("other", 7)]
     changes = list(Peaks(tape.recording, blocks).changes())
-    assert [change for _, change in changes[:2]] == [8, 7]
-    assert [change for _, change in changes[2:]] == [e.change for e in tape.recording.events]
+    assert [change for _, change, _ in changes[:2]] == [8, 7]
+    assert [change for _, change, _ in changes[2:]] == [e.change for e in tape.recording.events]
     live: dict[int, int] = {}
-    for key, change in changes:
+    for key, change, _ in changes:
         live[key] = live.get(key, 0) + change
         assert live[key] >= 0
 

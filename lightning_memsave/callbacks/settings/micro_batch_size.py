@@ -420,6 +420,10 @@ class MicroBatchSetting(Setting):
         known: Proof | None,
     ) -> Proof:
         assert self.technique is not None, "there is something to run"
+        # The workspace of cuBLAS stays, and the proof's blocks go again: among blocks of the proof,
+        # no prediction could know where what comes next would lie.
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.current_blas_handle()
         is_sharded = is_strategy(trainer, "FSDPStrategy", "ModelParallelStrategy")
         with contextlib.ExitStack() as stack:
             if not is_sharded:
@@ -440,7 +444,9 @@ class MicroBatchSetting(Setting):
                 needs_split=not self.is_auto or (self.is_planned and self.size is not None),
                 room=room,
             )
-            return prove(check, functools.partial(all_reduce_min, trainer))
+            proof = prove(check, functools.partial(all_reduce_min, trainer))
+        torch.cuda.empty_cache()
+        return proof
 
     def _weighted(self) -> str:
         return self.proof.weightings[0].text if self.proof.weightings else ""

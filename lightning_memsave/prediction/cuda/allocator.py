@@ -1,140 +1,16 @@
 """Simulate the CUDA caching allocator."""
 
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
+from lightning_memsave.prediction.cuda.blocks import Block, Pool
 from lightning_memsave.units import MIB, format_bytes
 
-Key = tuple[int, int, "Block"]  # size and address, the order of free blocks; addresses are unique
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """A block of a segment.
-
-    Args:
-        address: Its first address.
-        size: Its size in bytes.
-        pool: The pool of its segment.
-        is_free: Whether it is free.
-        is_mapped: Whether the addresses are mapped to memory; false in the unused part of an
-            expandable segment.
-        previous: The previous block of the segment.
-        next: The next block of the segment.
-    """
-
-    address: int
-    size: int
-    pool: "Pool"
-    is_free: bool = True
-    is_mapped: bool = True
-    previous: "Block | None" = None
-    next: "Block | None" = None
-
-    @property
-    def room(self) -> int:
-        """Its size plus that of the unmapped block behind it."""
-        has_room = self.next is not None and not self.next.is_mapped
-        return self.size + (self.next.size if has_room and self.next is not None else 0)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is its whole segment."""
-        return self.previous is None and self.next is None
-
-    def and_following(self) -> Iterator["Block"]:
-        """Iterate over this block and all following ones of its segment."""
-        block: Block | None = self
-        while block is not None:
-            yield block
-            block = block.next
-
-    def cut(self, size: int) -> "Block":
-        """Split a block that is in no list.
-
-        Args:
-            size: Bytes that it keeps.
-
-        Returns:
-            The remainder, in no list either.
-        """
-        rest = Block(self.address + size, self.size - size, self.pool)
-        rest.is_mapped, rest.previous, rest.next = self.is_mapped, self, self.next
-        if rest.next is not None:
-            rest.next.previous = rest
-        self.next, self.size = rest, size
-        return rest
-
-    def joined(self) -> "Block":
-        """Merge a block that is in no list with free neighbours (``try_merge_blocks``).
-
-        Returns:
-            The merged block.
-        """
-        block = self
-        if self.next is not None and self._take_mergeable(self.next):
-            block = _merge(self, self.next)
-        if block.previous is not None and block._take_mergeable(block.previous):
-            block = _merge(block.previous, block)
-        return block
-
-    def _take_mergeable(self, neighbour: "Block") -> bool:
-        if not neighbour.is_free or neighbour.is_mapped != self.is_mapped:
-            return False
-        neighbour.pool.take(neighbour)
-        return True
-
-
-@dataclass(eq=False, slots=True)
-class Pool:
-    """The free list of one allocator pool.
-
-    Args:
-        is_small: Whether it serves small requests, not large ones.
-        page_bytes: Growth of an expandable segment.
-        heads: The first block of each segment.
-        free: Free blocks by size, then address (``BlockComparatorSize``).
-        unmapped: Blocks without memory, by address.
-    """
-
-    is_small: bool
-    page_bytes: int
-    heads: list[Block] = field(default_factory=list)
-    free: list[Key] = field(default_factory=list)
-    unmapped: list[Key] = field(default_factory=list)
-
-    def put(self, block: Block) -> None:
-        """Insert a block into its list."""
-        insort(self._list_of(block), _key(block))
-
-    def take(self, block: Block) -> None:
-        """Remove a block from its list."""
-        blocks = self._list_of(block)
-        del blocks[bisect_left(blocks, _key(block))]
-
-    def smallest_from(self, size: int) -> Iterator[Block]:
-        """Iterate over free blocks of at least ``size`` bytes, smallest first."""
-        # No address is 0, so this key sorts before all blocks of the size.
-        for index in range(bisect_left(self.free, (size, 0)), len(self.free)):
-            yield self.free[index][2]
-
-    def _list_of(self, block: Block) -> list[Key]:
-        return self.free if block.is_mapped else self.unmapped
-
-
-def _key(block: Block) -> Key:
-    return (block.size if block.is_mapped else 0, block.address, block)
-
-
-def _merge(left: Block, right: Block) -> Block:
-    left.size += right.size
-    left.next = right.next
-    if left.next is not None:
-        left.next.previous = left
-    return left
+Change = tuple[int, int] | tuple[int, int, str]
+"""Id of a storage, its change in bytes, and the stream on which it is allocated."""
 
 
 _MIN_BLOCK_BYTES = 512  # kMinBlockSize
@@ -143,7 +19,37 @@ _SMALL_SEGMENT_BYTES = 2 * MIB  # kSmallBuffer
 _LARGE_SEGMENT_BYTES = 20 * MIB  # large_segment_size
 _MIN_LARGE_BYTES = 10 * MIB  # kMinLargeAlloc: larger requests get a segment of their own
 _ROUND_LARGE_BYTES = 2 * MIB  # kRoundLarge
+_MAX_NON_SPLIT_BYTES = 20 * MIB  # max_non_split_rounding_size
+_NO_LIMIT = 2**63
 _ADDRESS_SPACE_BYTES = 2**36 * _LARGE_SEGMENT_BYTES  # of an expandable segment; no memory yet
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatorSettings:
+    """Settings of torch's allocator.
+
+    Args:
+        expandable_segments: One segment per pool that grows by pages, instead of many of fixed
+            size.
+        max_split_bytes: Larger blocks are not split; ``None`` for no limit.
+    """
+
+    expandable_segments: bool = False
+    max_split_bytes: int | None = None
+
+    @classmethod
+    def of_environment(cls) -> "AllocatorSettings":
+        """Read them as torch does: of two variables that are set, only the first counts."""
+        text = next((os.environ[name] for name in _VARIABLES if name in os.environ), "")
+        pairs = (item.partition(":")[::2] for item in text.replace(" ", "").split(","))
+        values = dict(pairs)
+        mib = values.get("max_split_size_mb", "")
+        return cls(
+            values.get("expandable_segments") == "True", int(mib) * MIB if mib.isdecimal() else None
+        )
+
+
+_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class CachingAllocator:
@@ -151,22 +57,22 @@ class CachingAllocator:
 
     Reserved bytes are those that other programs see a process use. They exceed the bytes of
     tensors, because requests are rounded up, segments are split into blocks, and freed blocks are
-    cached. Follows ``c10/cuda/CUDACachingAllocator.cpp`` with the constants of torch 2.13
-    (``c10/core/AllocatorConfig.h``), for one device and one stream.
+    cached, each for the stream on which it was allocated. Follows
+    ``c10/cuda/CUDACachingAllocator.cpp`` with the constants of torch 2.13
+    (``c10/core/AllocatorConfig.h``), for one device.
 
     Args:
         capacity_bytes: Device memory available to this allocator; ``None`` for no limit.
-        expandable_segments: As ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``: one segment
-            per pool that grows by pages, instead of many of fixed size.
+        settings: As in ``PYTORCH_CUDA_ALLOC_CONF``.
 
     Raises:
         ConfigurationError: If ``capacity_bytes`` is less than 1.
 
     Note:
-        Not modelled: several streams, graphs, private pools, and ``max_split_size_mb``,
-        ``roundup_power2_divisions`` and ``garbage_collection_threshold``, which are off by default.
-        The driver's choice of addresses is not known; here new segments get higher addresses,
-        which only matters between free blocks of equal size.
+        Not modelled: tensors that another stream uses (``record_stream``), graphs, private pools,
+        and ``roundup_power2_divisions`` and ``garbage_collection_threshold``, which are off by
+        default. The driver's choice of addresses is not known; here new segments get higher
+        addresses, which only matters between free blocks of equal size.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -179,7 +85,9 @@ class CachingAllocator:
     """
 
     def __init__(
-        self, capacity_bytes: int | None = None, *, expandable_segments: bool = False
+        self,
+        capacity_bytes: int | None = None,
+        settings: AllocatorSettings = AllocatorSettings(),
     ) -> None:
         if capacity_bytes is not None and capacity_bytes < 1:
             raise ConfigurationError(
@@ -187,15 +95,15 @@ class CachingAllocator:
                 "Use `None` for no limit."
             )
         self.capacity_bytes = capacity_bytes
-        self.expandable_segments = expandable_segments
+        self.expandable_segments = settings.expandable_segments
+        self._max_split_bytes = settings.max_split_bytes or _NO_LIMIT
         self.allocated_bytes = 0
         self.reserved_bytes = 0
         self.peak_allocated_bytes = 0
         self.peak_reserved_bytes = 0
         self.num_retries = 0
         self._used: dict[int, Block] = {}
-        self._small = Pool(is_small=True, page_bytes=_SMALL_SEGMENT_BYTES)
-        self._large = Pool(is_small=False, page_bytes=_LARGE_SEGMENT_BYTES)
+        self._pools: dict[tuple[str, bool], Pool] = {}  # by stream, and whether it is small
         self._next_address = _LARGE_SEGMENT_BYTES  # 0 is the null pointer
 
     @property
@@ -203,12 +111,13 @@ class CachingAllocator:
         """Reserved bytes outside of allocated blocks, now."""
         return self.reserved_bytes - self.allocated_bytes
 
-    def malloc(self, num_bytes: int) -> int:
+    def malloc(self, num_bytes: int, stream: str = "") -> int:
         """Allocate a free block if one fits, else a new segment (``malloc``).
 
         Args:
             num_bytes: Requested bytes. Allocated bytes grow by the size of the block, as in
                 ``torch.cuda.memory_allocated``.
+            stream: Name of the current stream.
 
         Returns:
             A handle for ``free``; 0 for a request of 0 bytes, like torch's null pointer.
@@ -222,8 +131,10 @@ class CachingAllocator:
         if num_bytes == 0:
             return 0
         size = _rounded_up(num_bytes, _MIN_BLOCK_BYTES)  # round_size
-        pool = self._small if size <= _SMALL_BYTES else self._large  # get_pool
+        pool = self._pool(stream, is_small=size <= _SMALL_BYTES)
         block = self._take_free(pool, size) or self._add(pool, size)
+        if block is None and self._release_oversized(pool, size):
+            block = self._add(pool, size)
         if block is None:
             self._release_cached_blocks()
             self.num_retries += 1
@@ -233,7 +144,9 @@ class CachingAllocator:
         remaining = block.size - size
         # should_split
         if remaining >= _MIN_BLOCK_BYTES and (
-            pool.is_small or self.expandable_segments or remaining > _SMALL_BYTES
+            pool.is_small
+            or self.expandable_segments
+            or (size < self._max_split_bytes and remaining > _SMALL_BYTES)
         ):
             pool.put(block.cut(size))
         block.is_free = False
@@ -262,24 +175,24 @@ class CachingAllocator:
         block.is_free = True
         block.pool.put(block.joined())
 
-    def replay(self, events: Iterable[tuple[int, int]]) -> None:
+    def replay(self, events: Iterable[Change]) -> None:
         """Replay the allocations and frees of a program.
 
         Args:
             events: Id of a storage and its change in bytes, in order: positive when allocated,
-                negative when freed. A resized storage gets its new block before the old one is
-                freed, as in ``resize_bytes_cuda``.
+                negative when freed; then the stream. A resized storage gets its new block before
+                the old one is freed, as in ``resize_bytes_cuda``.
 
         Raises:
             ConfigurationError: If the size of a storage becomes negative.
             MemoryExhaustedError: If it exceeds the capacity.
         """
         alive: dict[int, tuple[int, int]] = {}
-        for storage, change in events:
+        for storage, change, *stream in events:
             handle, num_bytes = alive.pop(storage, (0, 0))
             num_bytes += change
             if num_bytes:
-                alive[storage] = (self.malloc(num_bytes), num_bytes)
+                alive[storage] = (self.malloc(num_bytes, *stream), num_bytes)
             self.free(handle)
 
     def segments(self) -> list[list[tuple[int, int, bool]]]:
@@ -290,8 +203,17 @@ class CachingAllocator:
         """
         return [
             [(b.address, b.size, not b.is_free) for b in head.and_following() if b.is_mapped]
-            for head in (*self._small.heads, *self._large.heads)
+            for pool in self._pools.values()
+            for head in pool.heads
         ]
+
+    # get_pool
+    def _pool(self, stream: str, *, is_small: bool) -> Pool:
+        key = (stream, is_small)
+        if key not in self._pools:
+            page_bytes = _SMALL_SEGMENT_BYTES if is_small else _LARGE_SEGMENT_BYTES
+            self._pools[key] = Pool(is_small, page_bytes)
+        return self._pools[key]
 
     # get_free_block: best fit. The end of an expandable segment counts with the room to grow, so
     # that other blocks are filled first.
@@ -305,6 +227,10 @@ class CachingAllocator:
                 if other.room >= block.room:
                     break
                 block = other
+        # A block that is not split is kept for requests of about its size.
+        limit = self._max_split_bytes
+        if size < limit <= block.size or limit <= size <= block.size - _MAX_NON_SPLIT_BYTES:
+            return None
         pool.take(block)
         return block
 
@@ -372,16 +298,36 @@ class CachingAllocator:
         block.pool.put(block)
         return block
 
+    # release_available_cached_blocks: blocks that are not split, enough of them for the request.
+    def _release_oversized(self, pool: Pool, size: int) -> bool:
+        limit = self._max_split_bytes
+        if limit == _NO_LIMIT or self.expandable_segments:
+            return False
+        needed = max(size, limit)
+        chosen = [*pool.smallest_from(needed)][:1]
+        if not chosen:
+            for block in reversed([*pool.smallest_from(limit)]):
+                chosen.append(block)
+                if sum(b.size for b in chosen) >= needed:
+                    break
+        for block in chosen:
+            self._release(block)
+        return sum(b.size for b in chosen) >= needed
+
     # release_cached_blocks: return all free segments or pages.
     def _release_cached_blocks(self) -> None:
-        for pool in (self._large, self._small):
+        for pool in self._pools.values():
             for block in list(pool.smallest_from(0)):
                 if self.expandable_segments:
                     self._unmap(block)
                 elif block.is_whole:
-                    pool.take(block)
-                    pool.heads.remove(block)
-                    self.reserved_bytes -= block.size
+                    self._release(block)
+
+    # release_block
+    def _release(self, block: Block) -> None:
+        block.pool.take(block)
+        block.pool.heads.remove(block)
+        self.reserved_bytes -= block.size
 
     # unmap_block: the pages inside a block; segments begin at a multiple of their page.
     def _unmap(self, block: Block) -> None:
@@ -410,7 +356,12 @@ class CachingAllocator:
         )
 
 
-def least_capacity(events: Sequence[tuple[int, int]], low: int, high: int) -> int:
+def least_capacity(
+    events: Sequence[Change],
+    low: int,
+    high: int,
+    settings: AllocatorSettings = AllocatorSettings(),
+) -> int:
     """Find the smallest capacity with which the allocator can serve all requests.
 
     Before it raises, torch returns cached segments to the driver and retries, so this is less than
@@ -420,6 +371,7 @@ def least_capacity(events: Sequence[tuple[int, int]], low: int, high: int) -> in
         events: As for ``CachingAllocator.replay``.
         low: A lower bound in bytes: the peak of allocated bytes.
         high: A sufficient capacity in bytes, such as the peak of reserved bytes.
+        settings: Of the allocator.
 
     Returns:
         Bytes, exact to the larger of one small segment and 0.4 % of ``high``.
@@ -437,7 +389,7 @@ def least_capacity(events: Sequence[tuple[int, int]], low: int, high: int) -> in
         if middle <= low:
             break
         try:
-            CachingAllocator(middle).replay(events)
+            CachingAllocator(middle, settings).replay(events)
             high = middle
         except MemoryExhaustedError:
             low = middle

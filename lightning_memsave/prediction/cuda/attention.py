@@ -6,8 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 _HALF = (torch.float16, torch.bfloat16)
+# https://github.com/pytorch/pytorch/pull/191085
+_EFFICIENT_SHARES_HEADS = TorchVersion(torch.__version__) >= TorchVersion("2.14")
 _MASK_ALIGNMENT = 16  # of the efficient kernel, in elements
 KERNELS = ("flash", "efficient", "math")
 
@@ -49,9 +52,9 @@ class Attention:
     ) -> Tensor:
         """Run attention; arguments as in ``torch.nn.functional``."""
         if attn_mask is not None and attn_mask.dtype is torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(
-                attn_mask.logical_not(), -math.inf
-            )
+            is_kept = attn_mask
+            attn_mask = torch.full_like(is_kept, -math.inf, dtype=query.dtype)
+            attn_mask.masked_fill_(is_kept, 0)
         inputs = _Inputs(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         return _RUN[self.choose(inputs)](inputs)
 
@@ -122,7 +125,7 @@ class Attention:
             torch.backends.cuda.mem_efficient_sdp_enabled()
             and self._capability >= (5, 0)
             and (query.dtype in {torch.float32, torch.float16} or self._takes_bfloat16(query))
-            and _is_regular(inputs, may_share_heads=False)
+            and _is_regular(inputs, may_share_heads=_EFFICIENT_SHARES_HEADS)
             and all(t.size(-1) % alignment == 0 for t in (query, inputs.value))
             and (mask is None or mask.stride(-1) == 1)
         )

@@ -2,13 +2,14 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_memsave.core.memory import is_host
 from lightning_memsave.errors import MissingDependencyError
 
 Kernel = Callable[..., Any]
@@ -55,21 +56,24 @@ class Overrides:
 
         self._put(name, key, call)
 
-    def add_scratch(self, name: str, num_bytes: Callable[..., int]) -> None:
-        """Allocate scratch memory while an operator runs.
+    def add_scratch(self, name: str, sizes: Callable[..., Sequence[int]]) -> None:
+        """Allocate scratch memory while an operator runs, after its results.
 
         Args:
             name: As in ``add``.
-            num_bytes: Computes the bytes from the arguments of the operator.
+            sizes: Computes the bytes of each block from the arguments of the operator.
         """
         key = "AutogradCPU"
         of_torch = _kernel_of_torch(name, key)
         assert of_torch is not None, "every operator has a kernel there"
 
         def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-            size = num_bytes(*args) if any_fake(args) else 0
-            scratch = torch.empty(size, dtype=torch.uint8) if size else None
             result = of_torch(keyset, *args, **kwargs)
+            is_on_device = any_fake(args) and not is_host(args[0].untyped_storage())
+            scratch = [
+                torch.empty(size, dtype=torch.uint8)
+                for size in (sizes(*args, **kwargs) if is_on_device else ())
+            ]
             del scratch
             return result
 

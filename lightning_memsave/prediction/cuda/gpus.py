@@ -45,6 +45,7 @@ class Gpu:
             if only a size is given.
         compute_capability: Major and minor; ``None`` if only a size is given.
         throughput: From its data sheet; ``None`` if only a size is given.
+        num_multiprocessors: ``None`` if only a size is given.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Gpu:
     has_bf16: bool = True
     compute_capability: tuple[int, int] | None = None
     throughput: Throughput | None = None
+    num_multiprocessors: int | None = None
 
     @property
     def known_name(self) -> str:
@@ -64,12 +66,13 @@ BF16_CAPABILITY = (8, 0)
 EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 """What is said of bfloat16 on others."""
 
-# Name, `total_memory` in MiB, compute capability. `total_memory` comes from the output of
-# `torch.cuda.get_device_properties` in public logs and issues on GitHub (often the first line that
-# ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between drivers; these are the
-# smallest values found on Linux, so that "fits" holds for all of them. No value was found for the
-# last group: each has the smallest one above with the same size. Compute capabilities are those of
-# https://developer.nvidia.com/cuda-gpus.
+# Name, `total_memory` in MiB, compute capability, multiprocessors. `total_memory` comes from the
+# output of `torch.cuda.get_device_properties` in public logs and issues on GitHub (often the first
+# line that ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between drivers;
+# these are the smallest values found on Linux, so that "fits" holds for all of them. No value was
+# found for the last group: each has the smallest one above with the same size. Compute capabilities
+# are those of https://developer.nvidia.com/cuda-gpus, multiprocessors those of NVIDIA's white
+# papers.
 #
 # Then TFLOP/s of products in float32, TF32 (0: none) and float16, GB/s of memory and GB/s of PCIe.
 # TFLOP/s and memory as in NVIDIA's data sheets and architecture white papers, at boost clock, dense
@@ -77,62 +80,62 @@ EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 # and SXM, SXM, but the P100. bfloat16 is as fast as float16 where there is bfloat16. PCIe as pinned
 # copies reach it: 12, 24 and 52 for 16 lanes of generation 3, 4 and 5.
 _ROWS = (
-    ("T4", 14_930, (7, 5), 8.1, 0, 65, 320, 12),
-    ("P100-16GB", 16_269, (6, 0), 9.3, 0, 18.7, 732, 12),
-    ("V100-16GB", 16_130, (7, 0), 15.7, 0, 125, 900, 12),
-    ("V100-32GB", 32_510, (7, 0), 15.7, 0, 125, 900, 12),
-    ("A10G", 22_587, (8, 6), 31.5, 35, 70, 600, 24),
-    ("A40", 45_416, (8, 6), 37.4, 74.8, 149.7, 696, 24),
-    ("A100-40GB", 40_441, (8, 0), 19.5, 156, 312, 1_555, 24),
-    ("A100-80GB", 81_038, (8, 0), 19.5, 156, 312, 2_039, 24),
-    ("L4", 22_563, (8, 9), 30.3, 60, 121, 300, 24),
-    ("L40S", 45_495, (8, 9), 91.6, 183, 362, 864, 24),
-    ("H20-96GB", 97_285, (9, 0), 44, 74, 148, 4_000, 52),
-    ("H100-80GB", 81_008, (9, 0), 66.9, 494.7, 989, 3_352, 52),
-    ("H200", 143_156, (9, 0), 66.9, 494.7, 989, 4_800, 52),
-    ("B200", 182_631, (10, 0), 75, 1100, 2250, 7_700, 52),
-    ("GTX-1080", 8_118, (6, 1), 8.9, 0, 8.9, 320, 12),
-    ("GTX-1080-Ti", 11_172, (6, 1), 11.3, 0, 11.3, 484, 12),
-    ("GTX-1660-Ti", 5_936, (7, 5), 5.4, 0, 10.9, 288, 12),
-    ("RTX-2060", 5_918, (7, 5), 6.5, 0, 25.8, 336, 12),
-    ("RTX-2070", 7_949, (7, 5), 7.5, 0, 29.9, 448, 12),
-    ("RTX-2080-Ti", 11_019, (7, 5), 13.4, 0, 53.8, 616, 12),
-    ("TITAN-RTX", 24_212, (7, 5), 16.3, 0, 130.5, 672, 12),
-    ("RTX-8000", 48_380, (7, 5), 16.3, 0, 130.5, 672, 12),
-    ("RTX-3060-12GB", 11_931, (8, 6), 12.7, 12.7, 25.5, 360, 24),
-    ("RTX-3060-Ti", 7_833, (8, 6), 16.2, 16.2, 32.4, 448, 24),
-    ("RTX-3070", 7_753, (8, 6), 20.3, 20.3, 40.6, 448, 24),
-    ("RTX-3080-10GB", 10_002, (8, 6), 29.8, 29.8, 59.5, 760, 24),
-    ("RTX-3080-Ti", 11_910, (8, 6), 34.1, 34.1, 68.2, 912, 24),
-    ("RTX-3090", 24_259, (8, 6), 35.6, 35.6, 71.2, 936, 24),
-    ("RTX-A5000", 24_114, (8, 6), 27.8, 55.6, 111.1, 768, 24),
-    ("RTX-A6000", 48_676, (8, 6), 38.7, 77.4, 154.8, 768, 24),
-    ("RTX-4060", 7_807, (8, 9), 15.1, 15.1, 30.2, 272, 12),
-    ("RTX-4060-Ti-8GB", 7_806, (8, 9), 22.1, 22.1, 44.1, 288, 12),
-    ("RTX-4070", 11_994, (8, 9), 29.1, 29.1, 58.3, 504, 24),
-    ("RTX-4070-Ti", 12_007, (8, 9), 40.1, 40.1, 80.2, 504, 24),
-    ("RTX-4070-Ti-SUPER", 15_934, (8, 9), 44.1, 44.1, 88.2, 672, 24),
-    ("RTX-4080", 16_049, (8, 9), 48.7, 48.7, 97.5, 717, 24),
-    ("RTX-4090", 24_177, (8, 9), 82.6, 82.6, 165.2, 1_008, 24),
-    ("RTX-6000-Ada", 48_622, (8, 9), 91.1, 182.1, 364.2, 960, 24),
-    ("RTX-5060-Ti-16GB", 15_848, (12, 0), 23.7, 23.7, 47.4, 448, 26),
-    ("RTX-5080", 15_840, (12, 0), 56.3, 56.3, 112.6, 960, 52),
-    ("RTX-5090", 32_120, (12, 0), 104.8, 104.8, 209.5, 1_792, 52),
-    ("RTX-PRO-6000", 97_250, (12, 0), 125, 251.9, 503.8, 1_792, 52),
+    ("T4", 14_930, (7, 5), 40, 8.1, 0, 65, 320, 12),
+    ("P100-16GB", 16_269, (6, 0), 56, 9.3, 0, 18.7, 732, 12),
+    ("V100-16GB", 16_130, (7, 0), 80, 15.7, 0, 125, 900, 12),
+    ("V100-32GB", 32_510, (7, 0), 80, 15.7, 0, 125, 900, 12),
+    ("A10G", 22_587, (8, 6), 80, 31.5, 35, 70, 600, 24),
+    ("A40", 45_416, (8, 6), 84, 37.4, 74.8, 149.7, 696, 24),
+    ("A100-40GB", 40_441, (8, 0), 108, 19.5, 156, 312, 1_555, 24),
+    ("A100-80GB", 81_038, (8, 0), 108, 19.5, 156, 312, 2_039, 24),
+    ("L4", 22_563, (8, 9), 58, 30.3, 60, 121, 300, 24),
+    ("L40S", 45_495, (8, 9), 142, 91.6, 183, 362, 864, 24),
+    ("H20-96GB", 97_285, (9, 0), 78, 44, 74, 148, 4_000, 52),
+    ("H100-80GB", 81_008, (9, 0), 132, 66.9, 494.7, 989, 3_352, 52),
+    ("H200", 143_156, (9, 0), 132, 66.9, 494.7, 989, 4_800, 52),
+    ("B200", 182_631, (10, 0), 148, 75, 1100, 2250, 7_700, 52),
+    ("GTX-1080", 8_118, (6, 1), 20, 8.9, 0, 8.9, 320, 12),
+    ("GTX-1080-Ti", 11_172, (6, 1), 28, 11.3, 0, 11.3, 484, 12),
+    ("GTX-1660-Ti", 5_936, (7, 5), 24, 5.4, 0, 10.9, 288, 12),
+    ("RTX-2060", 5_918, (7, 5), 30, 6.5, 0, 25.8, 336, 12),
+    ("RTX-2070", 7_949, (7, 5), 36, 7.5, 0, 29.9, 448, 12),
+    ("RTX-2080-Ti", 11_019, (7, 5), 68, 13.4, 0, 53.8, 616, 12),
+    ("TITAN-RTX", 24_212, (7, 5), 72, 16.3, 0, 130.5, 672, 12),
+    ("RTX-8000", 48_380, (7, 5), 72, 16.3, 0, 130.5, 672, 12),
+    ("RTX-3060-12GB", 11_931, (8, 6), 28, 12.7, 12.7, 25.5, 360, 24),
+    ("RTX-3060-Ti", 7_833, (8, 6), 38, 16.2, 16.2, 32.4, 448, 24),
+    ("RTX-3070", 7_753, (8, 6), 46, 20.3, 20.3, 40.6, 448, 24),
+    ("RTX-3080-10GB", 10_002, (8, 6), 68, 29.8, 29.8, 59.5, 760, 24),
+    ("RTX-3080-Ti", 11_910, (8, 6), 80, 34.1, 34.1, 68.2, 912, 24),
+    ("RTX-3090", 24_259, (8, 6), 82, 35.6, 35.6, 71.2, 936, 24),
+    ("RTX-A5000", 24_114, (8, 6), 64, 27.8, 55.6, 111.1, 768, 24),
+    ("RTX-A6000", 48_676, (8, 6), 84, 38.7, 77.4, 154.8, 768, 24),
+    ("RTX-4060", 7_807, (8, 9), 24, 15.1, 15.1, 30.2, 272, 12),
+    ("RTX-4060-Ti-8GB", 7_806, (8, 9), 34, 22.1, 22.1, 44.1, 288, 12),
+    ("RTX-4070", 11_994, (8, 9), 46, 29.1, 29.1, 58.3, 504, 24),
+    ("RTX-4070-Ti", 12_007, (8, 9), 60, 40.1, 40.1, 80.2, 504, 24),
+    ("RTX-4070-Ti-SUPER", 15_934, (8, 9), 66, 44.1, 44.1, 88.2, 672, 24),
+    ("RTX-4080", 16_049, (8, 9), 76, 48.7, 48.7, 97.5, 717, 24),
+    ("RTX-4090", 24_177, (8, 9), 128, 82.6, 82.6, 165.2, 1_008, 24),
+    ("RTX-6000-Ada", 48_622, (8, 9), 142, 91.1, 182.1, 364.2, 960, 24),
+    ("RTX-5060-Ti-16GB", 15_848, (12, 0), 36, 23.7, 23.7, 47.4, 448, 26),
+    ("RTX-5080", 15_840, (12, 0), 84, 56.3, 56.3, 112.6, 960, 52),
+    ("RTX-5090", 32_120, (12, 0), 170, 104.8, 104.8, 209.5, 1_792, 52),
+    ("RTX-PRO-6000", 97_250, (12, 0), 188, 125, 251.9, 503.8, 1_792, 52),
     # Not found in any log.
-    ("A10", 22_563, (8, 6), 31.2, 62.5, 125, 600, 24),
-    ("L40", 45_416, (8, 9), 90.5, 90.5, 181, 864, 24),
-    ("RTX-2080", 7_753, (7, 5), 10.1, 0, 40.3, 448, 12),
-    ("RTX-3070-Ti", 7_753, (8, 6), 21.7, 21.7, 43.5, 608, 24),
-    ("RTX-3080-12GB", 11_910, (8, 6), 30.6, 30.6, 61.3, 912, 24),
-    ("RTX-3090-Ti", 24_114, (8, 6), 40, 40, 80, 1_008, 24),
-    ("RTX-4060-Ti-16GB", 15_840, (8, 9), 22.1, 22.1, 44.1, 288, 12),
-    ("RTX-4070-SUPER", 11_910, (8, 9), 35.5, 35.5, 71, 504, 24),
-    ("RTX-4080-SUPER", 15_840, (8, 9), 52.2, 52.2, 104.4, 736, 24),
-    ("RTX-5060-8GB", 7_753, (12, 0), 19.2, 19.2, 38.4, 448, 26),
-    ("RTX-5060-Ti-8GB", 7_753, (12, 0), 23.7, 23.7, 47.4, 448, 26),
-    ("RTX-5070", 11_910, (12, 0), 30.9, 30.9, 61.7, 672, 52),
-    ("RTX-5070-Ti", 15_840, (12, 0), 43.9, 43.9, 87.9, 896, 52),
+    ("A10", 22_563, (8, 6), 72, 31.2, 62.5, 125, 600, 24),
+    ("L40", 45_416, (8, 9), 142, 90.5, 90.5, 181, 864, 24),
+    ("RTX-2080", 7_753, (7, 5), 46, 10.1, 0, 40.3, 448, 12),
+    ("RTX-3070-Ti", 7_753, (8, 6), 48, 21.7, 21.7, 43.5, 608, 24),
+    ("RTX-3080-12GB", 11_910, (8, 6), 70, 30.6, 30.6, 61.3, 912, 24),
+    ("RTX-3090-Ti", 24_114, (8, 6), 84, 40, 40, 80, 1_008, 24),
+    ("RTX-4060-Ti-16GB", 15_840, (8, 9), 34, 22.1, 22.1, 44.1, 288, 12),
+    ("RTX-4070-SUPER", 11_910, (8, 9), 56, 35.5, 35.5, 71, 504, 24),
+    ("RTX-4080-SUPER", 15_840, (8, 9), 80, 52.2, 52.2, 104.4, 736, 24),
+    ("RTX-5060-8GB", 7_753, (12, 0), 30, 19.2, 19.2, 38.4, 448, 26),
+    ("RTX-5060-Ti-8GB", 7_753, (12, 0), 36, 23.7, 23.7, 47.4, 448, 26),
+    ("RTX-5070", 11_910, (12, 0), 48, 30.9, 30.9, 61.7, 672, 52),
+    ("RTX-5070-Ti", 15_840, (12, 0), 70, 43.9, 43.9, 87.9, 896, 52),
 )
 
 
@@ -152,8 +155,9 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
             capability >= BF16_CAPABILITY,
             capability,
             _throughput(capability, rates),
+            num_multiprocessors,
         )
-        for name, mib, capability, *rates in _ROWS
+        for name, mib, capability, num_multiprocessors, *rates in _ROWS
     }
 )
 """All known GPUs by name."""
@@ -243,7 +247,14 @@ def local_gpu(device: torch.device) -> Gpu:
     found = _find_by_name(properties.name)
     throughput = found[0].throughput if found else None
     has_bf16 = capability >= BF16_CAPABILITY
-    return Gpu(properties.name, properties.total_memory, has_bf16, capability, throughput)
+    return Gpu(
+        properties.name,
+        properties.total_memory,
+        has_bf16,
+        capability,
+        throughput,
+        properties.multi_processor_count,
+    )
 
 
 # "NVIDIA A100-SXM4-40GB" and "a100 40 GiB" are both "a10040gb".

@@ -16,6 +16,7 @@ from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.prediction.cuda.attention import KERNELS, Attention
 from lightning_memsave.prediction.cuda.autocast import add_autocast
 from lightning_memsave.prediction.cuda.dispatch import Overrides, operator_named
+from lightning_memsave.prediction.cuda.scratch import Multiprocessors, add_scratch
 
 _KEY = "AutogradCPU"
 
@@ -23,17 +24,22 @@ _KEY = "AutogradCPU"
 def add_operators(overrides: Overrides) -> None:
     """Override operators so that they save for backward what CUDA's kernels save."""
     overrides.add("dropout", _KEY, _dropout)
+    overrides.add("linear", _KEY, _linear)
     overrides.add("_fused_rms_norm", _KEY, _fused_rms_norm)
     for name in ("softmax", "log_softmax"):
         fused = operator_named(f"_{name}")
         overrides.add(f"{name}.int", _KEY, functools.partial(_softmax, fused))
 
 
-def add_scratch(overrides: Overrides) -> None:
-    """Override backward operators so that they allocate the scratch memory of CUDA's kernels."""
-    overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash_scratch)
-    overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient_scratch)
-    overrides.add_scratch("embedding_dense_backward", _embedding_scratch)
+# `linear` in Linear.cpp: a bias that no product takes along is added in place, but not to fake
+# tensors.
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    is_flat = input.dim() == 2 or (input.dim() == 3 and input.is_contiguous())
+    if bias is None or not is_flat:
+        product = input.matmul(weight.t())
+        return product if bias is None else product.add_(bias)
+    flat = torch.addmm(bias, input.reshape(-1, input.size(-1)), weight.t())
+    return flat.view(*input.shape[:-1], flat.size(-1))
 
 
 # native_dropout, `dropout` in Dropout.cpp: a mask of one byte per element.
@@ -87,41 +93,6 @@ class _RMSNorm(torch.autograd.Function):
         )
 
 
-# `mha_bwd` in flash_api.cpp: float32 sums of the query's gradient, and with grouped-query attention
-# gradients of keys and values per query head.
-def _flash_scratch(grad_out: Tensor, query: Tensor, key: Tensor, *_: Any) -> int:
-    batch, heads, tokens, size = query.shape
-    tokens = _rounded_up(tokens, 128)
-    num_bytes = 4 * batch * heads * tokens * (_rounded_up(size, 32) + 1)
-    if key.size(1) != heads:
-        num_bytes += 2 * batch * key.size(2) * heads * size * query.element_size()
-    return num_bytes
-
-
-# `workspace_size` in mem_eff_attention/kernel_backward.h, and the row sums ("delta").
-def _efficient_scratch(grad_out: Tensor, query: Tensor, *_: Any) -> int:
-    batch, heads, tokens, size = query.shape
-    return 4 * batch * heads * (_rounded_up(tokens, 64) * _rounded_up(size, 64) + tokens)
-
-
-# `embedding_dense_backward_cuda` in Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices,
-# and float32 partial sums over at most ten rows of each index.
-def _embedding_scratch(
-    grad: Tensor, indices: Tensor, num_weights: int, _: int, scale_grad_by_freq: bool
-) -> int:
-    num_indices = indices.numel()
-    if num_indices <= 3072 and not scale_grad_by_freq:
-        return 0
-    num_segments = min(num_indices, num_weights)
-    num_parts = num_indices // 10 + num_segments
-    num_columns = _rounded_up(grad.size(-1), 32)
-    return 16 * num_indices + 24 * num_segments + num_parts * (8 + 4 * num_columns)
-
-
-def _rounded_up(value: int, step: int) -> int:
-    return -(-value // step) * step
-
-
 _CHOICE = "_default_to_fused_or_foreach"
 
 Choice = Callable[..., tuple[bool, bool]]
@@ -167,20 +138,24 @@ ASSUMPTIONS: tuple[str, ...] = (
     "Autocast follows CUDA's lists: layer norm, softmax, powers, sums and losses in float32.",
     "Layer norm keeps its statistics in float32; RMS norm is a single kernel.",
     "Optimizers and gradient clipping use the `foreach` implementation unless set otherwise.",
-    "Backward of attention and of embeddings needs the scratch memory that torch 2.13 allocates.",
-    "Not counted: scratch memory of reductions, and allocations of libraries other than torch.",
+    "Sums, means, norms, and backward of attention and of embeddings need the scratch memory that "
+    "torch 2.14 allocates.",
+    "Not counted: scratch memory of other kernels, and allocations of libraries other than torch.",
 )
 
 
 @contextlib.contextmanager
 def cuda_kernels(
-    attention: str | None = None, *, capability: tuple[int, int] = (8, 0)
+    attention: str | None = None,
+    *,
+    capability: tuple[int, int] = (8, 0),
+    num_multiprocessors: int | None = None,
 ) -> Iterator[None]:
     """Let fake CPU tensors need the memory that they would need on CUDA.
 
     Changes what is saved for backward (dropout, attention, normalisation, casts of autocast) and
-    temporaries (optimizer, backward of attention and embeddings); see `ASSUMPTIONS`. Costs a few
-    microseconds per operator.
+    temporaries (optimizer, reductions, backward of attention and embeddings); see `ASSUMPTIONS`.
+    Costs a few microseconds per operator.
 
     Args:
         attention: The kernel of ``scaled_dot_product_attention`` to prefer: ``"flash"``,
@@ -188,6 +163,8 @@ def cuda_kernels(
             arguments, means torch's own choice on CUDA.
         capability: Compute capability of the device, for example ``(7, 5)`` for a T4, which has no
             flash kernel.
+        num_multiprocessors: Multiprocessors of the device; ``None`` for those of an A100. The
+            scratch memory of reductions depends on it.
 
     Yields:
         Nothing; everything is restored afterwards, also after an exception.
@@ -236,12 +213,14 @@ def cuda_kernels(
             overrides.add("scaled_dot_product_attention", "AutogradCPU", _attend)
             add_operators(overrides)
             add_autocast(overrides)
-            add_scratch(overrides)
+            number = num_multiprocessors or _NUM_MULTIPROCESSORS
+            add_scratch(overrides, Multiprocessors(number, capability))
             undo.enter_context(foreach_optimizers())
         undo.enter_context(emulating_cuda())
         yield
 
 
+_NUM_MULTIPROCESSORS = 108
 # One per active context, since contexts may be nested.
 _ATTENTION: list[Attention] = []
 

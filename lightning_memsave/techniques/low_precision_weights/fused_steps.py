@@ -155,6 +155,8 @@ def adam_8bit(
         start: Index of the first number.
     """
     codes1, codes2, absmax1, absmax2, qmap1, qmap2, bounds1, bounds2 = state
+    if codes1.size(1) == BLOCKSIZE:  # as a constant, so that the compiled form keeps whole blocks
+        codes1, codes2 = (codes.view(-1, BLOCKSIZE) for codes in (codes1, codes2))
     first = qmap1[codes1.int()] * absmax1.unsqueeze(1)
     second = qmap2[codes2.int()] * absmax2.unsqueeze(1)
     value, first, second = _adam(_load(param, rest), grad.float(), first, second, numbers)

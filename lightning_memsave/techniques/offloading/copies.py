@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
+from lightning_memsave.core.memory import (
+    host_copies,
+    is_fake,
+    mark_as_host,
+    on_cuda,
+    on_fake_stream,
+)
 from lightning_memsave.techniques.offloading.flat_memory import (
     aligned,
     empty_like_all,
@@ -181,6 +187,8 @@ class StreamCopies(Copies):
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
         """Start to copy tensors to the device."""
         if self._device is None:
+            for target, source in zip(targets, sources, strict=True):
+                self._convert_fake(target, source)
             return super().to_device(targets, sources)
         event = self._last_up = self._run_on(self._up, targets, sources)
 
@@ -256,6 +264,13 @@ class StreamCopies(Copies):
             oldest = self._held.pop(0)
             if oldest.event is not None:
                 torch.cuda.current_stream(self._device).wait_event(oldest.event)
+
+    # CUDA copies the source's bytes, and converts them on the device.
+    @staticmethod
+    def _convert_fake(target: Tensor, source: Tensor) -> None:
+        if target.dtype != source.dtype or not target.is_contiguous():
+            with on_fake_stream("up"):
+                torch.empty(source.shape, dtype=source.dtype)
 
     def _run_on(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
         stream.wait_stream(torch.cuda.current_stream(self._device))

@@ -310,9 +310,10 @@ class Part:
         elif self._are_split:
             self._convert_to_halves()
         else:
-            if not self._to_send:
-                self._to_send, chosen = self._memory.tensors_like(self._weights, self._dtypes), own
-            with host_copies():
+            with host_copies():  # also for the proof of the loss, which widens what is made in it
+                if not self._to_send:
+                    self._to_send = self._memory.tensors_like(self._weights, self._dtypes)
+                    chosen = own
                 for index in chosen:
                     self._to_send[index].copy_(self._weights[index])
         self._converted = self._versions()
