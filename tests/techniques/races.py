@@ -1,0 +1,343 @@
+"""A detector of races between the streams of a GPU and the threads of the host, on the CPU.
+
+Everything runs at once and in order, so that all numbers are right. What is checked is the order
+that waits and events *guarantee*: each stream and thread has a vector clock, as in
+``torch.cuda._sanitizer``, and each access to memory has to come after those that it conflicts with.
+Unlike there, host memory, host threads, and memory that is freed while another stream may still
+use it are checked, too.
+"""
+
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lightning_memsave.core.memory import HOST, category_in_context, host_copies, is_fake, is_host
+from lightning_memsave.techniques.chunked_cross_entropy import kernel
+from lightning_memsave.techniques.offloading import copies
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.optimizer_in_backward import held_gradients
+
+aten: Any = torch.ops.aten
+_ALLOCATIONS = {
+    *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),
+    *(aten.new_empty.default, aten.new_empty_strided.default),
+}
+_READ_BY_THE_HOST = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
+
+Clock = Counter[str]  # how far each actor has come, as far as somebody knows
+
+
+class _Actor:
+    """A thread of the host, or a stream with what is used of ``torch.cuda.Stream``."""
+
+    def __init__(self, races: "Races", name: str, *, is_host: bool = False) -> None:
+        self.races, self.name, self.is_host = races, name, is_host
+        self.clock: Clock = Counter()
+
+    def tick(self) -> None:
+        if not self.is_host:  # what is queued comes after what the host has done
+            self.clock |= self.races.host.clock
+        self.clock[self.name] += 1
+
+    def wait_stream(self, other: "_Actor") -> None:
+        self.wait_event(other.record_event())
+
+    def wait_event(self, event: "_Event") -> None:
+        self.clock |= event.clock
+
+    def record_event(self, event: "_Event | None" = None) -> "_Event":
+        event = _Event(self.races) if event is None else event
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        self.record_event().synchronize()
+
+
+class _Event:
+    """What is used of ``torch.cuda.Event``; one that was never recorded is done."""
+
+    def __init__(self, races: "Races") -> None:
+        self._races = races
+        self.clock: Clock = Counter()
+
+    def record(self, stream: _Actor | None = None) -> None:
+        stream = stream or self._races.stream
+        stream.tick()
+        self.clock = stream.clock.copy()
+
+    def wait(self, stream: _Actor | None = None) -> None:
+        (stream or self._races.stream).wait_event(self)
+
+    def synchronize(self) -> None:
+        self._races.host.clock |= self.clock
+
+
+class _Done(Future[None]):
+    """Of work on the host: done when somebody asks for it, or known to be done from the start."""
+
+    def __init__(self, races: "Races") -> None:
+        super().__init__()
+        self._races, self.clock = races, Counter[str]()
+
+    @override
+    def done(self) -> bool:
+        self._races.host.clock |= self.clock
+        return super().done()
+
+    @override
+    def result(self, timeout: float | None = None) -> None:
+        self._races.work_until(self)
+        self._races.host.clock |= self.clock
+        super().result(timeout)
+
+
+@dataclass(frozen=True)
+class _Access:
+    start: int
+    end: int
+    actor: _Actor
+    time: int
+    writes: bool
+    what: str
+
+    def is_known_by(self, clock: Clock) -> bool:
+        return clock[self.actor.name] >= self.time
+
+
+@dataclass
+class _Memory:
+    """A storage: on the host, or of a stream; and who used it last."""
+
+    is_host: bool
+    stream: _Actor
+    reference: "weakref.ref[UntypedStorage] | None" = None
+    accesses: dict[Any, _Access] = field(default_factory=dict)
+
+
+class Races(TorchDispatchMode):
+    """Looks for accesses whose order nothing guarantees.
+
+    Args:
+        is_late: Work on the host is done when somebody waits for it; otherwise at once.
+    """
+
+    def __init__(self, *, is_late: bool = False) -> None:
+        super().__init__()
+        self.problems: Counter[str] = Counter()
+        self.num_copies = 0
+        """Between host and device, beside the computation."""
+        self.host = self._main = _Actor(self, "main", is_host=True)
+        self._worker = _Actor(self, "worker", is_host=True)
+        self.stream = self._computation = _Actor(self, "computation")
+        self._is_late = is_late
+        self._waiting: list[tuple[Callable[[], None], _Done, Clock]] = []
+        self._memory: dict[int, _Memory] = {}
+        self._num_streams = 0
+
+    @contextmanager
+    def running(self, piece_bytes: int = 2048, held_bytes: int = 40_000) -> Iterator["Races"]:
+        """Let the CPU count as a GPU with streams, and copies go in small pieces.
+
+        Fails if there is any problem.
+        """
+        runtime = SimpleNamespace(
+            cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.cuda, "Stream", self._new_stream)
+            patch.setattr(torch.cuda, "Event", lambda **_: _Event(self))
+            patch.setattr(torch.cuda, "current_stream", lambda *_: self.stream)
+            patch.setattr(torch.cuda, "stream", self._in_stream)
+            patch.setattr(torch.cuda, "cudart", lambda: runtime)
+            patch.setattr(HostWorker, "submit", lambda _, work: self._submit(work))
+            for module in (copies, held_gradients, kernel):
+                patch.setattr(module, "on_cuda", lambda _: True)
+            patch.setattr(copies, "_PIECE_BYTES", piece_bytes)
+            patch.setattr(copies, "_MAX_HELD_BYTES", held_bytes)
+            with self:
+                yield self
+                self.work_until(None)
+            self._memory.clear()  # what is freed from now on is nobody's
+        assert not self.problems, "\n".join(f"{n} x {text}" for text, n in self.problems.items())
+
+    def _new_stream(self, *_: object) -> _Actor:
+        self._num_streams += 1
+        return _Actor(self, f"stream {self._num_streams}")
+
+    @contextmanager
+    def _in_stream(self, stream: _Actor) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def _submit(self, work: Callable[[], None]) -> "Future[None]":
+        done = _Done(self)
+        self._waiting.append((work, done, self.host.clock.copy()))
+        if not self._is_late:
+            self.work_until(done)
+        return done
+
+    def work_until(self, last: _Done | None) -> None:
+        """Do what was submitted, up to something, in a thread, whose context is its own."""
+        if last is not None and all(done is not last for _, done, _ in self._waiting):
+            return
+        while self._waiting:
+            work, done, clock = self._waiting.pop(0)
+            thread = threading.Thread(target=self._work, args=(work, done, clock))
+            thread.start()
+            thread.join()
+            if done is last:
+                return
+
+    def _work(self, work: Callable[[], None], done: _Done, clock: Clock) -> None:
+        before = self.host, self.stream
+        self.host, self.stream = self._worker, self._computation
+        self._worker.clock |= clock
+        error: BaseException | None = None
+        try:
+            with self, torch.no_grad(), host_copies():
+                work()
+        except BaseException as raised:
+            error = raised
+        self._worker.tick()
+        done.clock = self._worker.clock.copy()
+        self.host, self.stream = before
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        reads, writes = _operands(func, args, kwargs)
+        result = func(*args, **kwargs)
+        if any(map(is_fake, [*reads, *writes])):
+            return result
+        made = [each for each in _tensors(result) if _key(each) not in map(_key, reads + writes)]
+        if func in _ALLOCATIONS:
+            reads = []
+        elif made or writes or func in _READ_BY_THE_HOST:
+            pass
+        else:  # a view
+            return result
+        on_host = [self._find(tensor).is_host for tensor in (*reads, *writes)]
+        here = all(on_host) if on_host else category_in_context() == HOST
+        here = here or self.host is self._worker
+        for tensor in made:
+            self._find(tensor, here=here)
+        if func in _ALLOCATIONS and here:
+            return result
+        actor = self.host if here else self.stream
+        actor.tick()
+        for tensor in reads:
+            self._touch(tensor, actor, str(func), writes=False)
+        for tensor in (*writes, *made):
+            self._touch(tensor, actor, str(func), writes=True)
+        crosses = not here and any(on_host)
+        is_copy = func is aten.copy_.default
+        if crosses and is_copy and (kwargs.get("non_blocking") or args[2:] == (True,)):
+            self.num_copies += 1
+        elif crosses or func in _READ_BY_THE_HOST:
+            self.host.clock |= actor.clock
+        return result
+
+    def _find(self, tensor: Tensor, *, here: bool = False) -> _Memory:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._memory.get(key)
+        if found is None or found.reference is None or found.reference() is not storage:
+            found = self._memory[key] = _Memory(here, self.stream)
+
+            def free(_: Any, key: int = key, memory: _Memory = found) -> None:
+                self._free(key, memory, is_of_torch=is_of_torch)
+
+            # torch's own page-locked memory is used again only when no stream needs it any more.
+            is_of_torch = storage.resizable()
+            found.reference = weakref.ref(storage, free)
+        found.is_host = found.is_host or is_host(storage)
+        return found
+
+    def _touch(self, tensor: Tensor, actor: _Actor, what: str, *, writes: bool) -> None:
+        if not tensor.numel() or tensor.layout is not torch.strided:
+            return
+        memory = self._find(tensor)
+        start = int(tensor.storage_offset()) * tensor.element_size()
+        steps = zip(tensor.shape, tensor.stride(), strict=True)
+        length = sum((size - 1) * stride for size, stride in steps) + 1
+        end = start + length * tensor.element_size()
+        new = _Access(start, end, actor, actor.clock[actor.name], writes, f"{what} at {_place()}")
+        for old in memory.accesses.values():
+            overlaps = old.start < end and start < old.end
+            if overlaps and (writes or old.writes) and not old.is_known_by(actor.clock):
+                kind = "host" if memory.is_host else "device"
+                self._note(f"{kind} memory is {'written' if writes else 'read'} too early", old, new)
+        memory.accesses[start, end, actor.name, writes] = new
+
+    def _free(self, key: int, memory: _Memory, *, is_of_torch: bool) -> None:
+        if self._memory.get(key) is not memory:
+            return
+        del self._memory[key]
+        if memory.is_host and is_of_torch:
+            return
+        # What is allocated next is used after what the stream of the memory waits for.
+        known = self.host.clock if memory.is_host else memory.stream.clock | self.host.clock
+        for old in memory.accesses.values():
+            is_own = old.actor is memory.stream and not memory.is_host
+            if not is_own and not old.actor.is_host and not old.is_known_by(known):
+                self._note(f"{'host' if memory.is_host else 'device'} memory is freed too early", old)
+
+    def _note(self, problem: str, old: _Access, new: _Access | None = None) -> None:
+        by, then = f"{old.actor.name}: {old.what}", _place()
+        if new is not None:
+            then = f"{new.actor.name}: {new.what}"
+        self.problems[f"{problem}: {by}; then {then}"] += 1
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    several = values if isinstance(values, (list, tuple)) else [values]
+    return [each for each in several if isinstance(each, Tensor)]
+
+
+def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what an operator reads, and what it writes."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for index, argument in enumerate(func._schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_written else reads).extend(_tensors(value))
+    return reads, writes
+
+
+def _place() -> str:
+    """Return the innermost lines of the product that run."""
+    found: list[str] = []
+    frame: Any = sys._getframe(1)
+    while frame is not None and len(found) < 3:
+        name = frame.f_code.co_filename
+        if "/lightning_memsave/" in name:
+            found.append(f"{name.rpartition('/')[2]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(found) or "a test"
+
