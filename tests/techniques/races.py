@@ -112,7 +112,11 @@ class _Access:
     actor: _Actor
     time: int
     writes: bool
-    what: str
+    what: Any
+    place: str
+
+    def __str__(self) -> str:
+        return f"{self.what} of {self.actor.name} in {self.place}"
 
     def is_known_by(self, clock: Clock) -> bool:
         return clock[self.actor.name] >= self.time
@@ -138,7 +142,7 @@ class Races(TorchDispatchMode):
     def __init__(self, *, is_late: bool = False) -> None:
         super().__init__()
         self.problems: Counter[str] = Counter()
-        self.num_copies = 0
+        self.copied_bytes = 0
         """Between host and device, beside the computation."""
         self.host = self._main = _Actor(self, "main", is_host=True)
         self._worker = _Actor(self, "worker", is_host=True)
@@ -154,12 +158,10 @@ class Races(TorchDispatchMode):
 
         Fails if there is any problem.
         """
-        runtime = SimpleNamespace(
-            cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0
-        )
+        runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(torch.cuda, "Stream", self._new_stream)
-            patch.setattr(torch.cuda, "Event", lambda **_: _Event(self))
+            patch.setattr(torch.cuda, "Stream", self._class_of_streams())
+            patch.setattr(torch.cuda, "Event", self._class_of_events())
             patch.setattr(torch.cuda, "current_stream", lambda *_: self.stream)
             patch.setattr(torch.cuda, "stream", self._in_stream)
             patch.setattr(torch.cuda, "cudart", lambda: runtime)
@@ -174,9 +176,21 @@ class Races(TorchDispatchMode):
             self._memory.clear()  # what is freed from now on is nobody's
         assert not self.problems, "\n".join(f"{n} x {text}" for text, n in self.problems.items())
 
-    def _new_stream(self, *_: object) -> _Actor:
-        self._num_streams += 1
-        return _Actor(self, f"stream {self._num_streams}")
+    # Classes, as somebody may import meanwhile what has them in its annotations.
+    def _class_of_streams(races) -> type[_Actor]:  # noqa: N805
+        class Stream(_Actor):
+            def __init__(self, *_: object, **__: object) -> None:
+                races._num_streams += 1
+                super().__init__(races, f"stream {races._num_streams}")
+
+        return Stream
+
+    def _class_of_events(races) -> type[_Event]:  # noqa: N805
+        class Event(_Event):
+            def __init__(self, **_: object) -> None:
+                super().__init__(races)
+
+        return Event
 
     @contextmanager
     def _in_stream(self, stream: _Actor) -> Iterator[None]:
@@ -247,13 +261,13 @@ class Races(TorchDispatchMode):
         actor = self.host if here else self.stream
         actor.tick()
         for tensor in reads:
-            self._touch(tensor, actor, str(func), writes=False)
+            self._touch(tensor, actor, func, writes=False)
         for tensor in (*writes, *made):
-            self._touch(tensor, actor, str(func), writes=True)
+            self._touch(tensor, actor, func, writes=True)
         crosses = not here and any(on_host)
         is_copy = func is aten.copy_.default
         if crosses and is_copy and (kwargs.get("non_blocking") or args[2:] == (True,)):
-            self.num_copies += 1
+            self.copied_bytes += args[0].nbytes
         elif crosses or func in _READ_BY_THE_HOST:
             self.host.clock |= actor.clock
         return result
@@ -274,7 +288,7 @@ class Races(TorchDispatchMode):
         found.is_host = found.is_host or is_host(storage)
         return found
 
-    def _touch(self, tensor: Tensor, actor: _Actor, what: str, *, writes: bool) -> None:
+    def _touch(self, tensor: Tensor, actor: _Actor, what: Any, *, writes: bool) -> None:
         if not tensor.numel() or tensor.layout is not torch.strided:
             return
         memory = self._find(tensor)
@@ -282,12 +296,11 @@ class Races(TorchDispatchMode):
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         length = sum((size - 1) * stride for size, stride in steps) + 1
         end = start + length * tensor.element_size()
-        new = _Access(start, end, actor, actor.clock[actor.name], writes, f"{what} at {_place()}")
+        new = _Access(start, end, actor, actor.clock[actor.name], writes, what, _place())
         for old in memory.accesses.values():
             overlaps = old.start < end and start < old.end
             if overlaps and (writes or old.writes) and not old.is_known_by(actor.clock):
-                kind = "host" if memory.is_host else "device"
-                self._note(f"{kind} memory is {'written' if writes else 'read'} too early", old, new)
+                self._note(memory, "written" if writes else "read", old, new)
         memory.accesses[start, end, actor.name, writes] = new
 
     def _free(self, key: int, memory: _Memory, *, is_of_torch: bool) -> None:
@@ -301,13 +314,12 @@ class Races(TorchDispatchMode):
         for old in memory.accesses.values():
             is_own = old.actor is memory.stream and not memory.is_host
             if not is_own and not old.actor.is_host and not old.is_known_by(known):
-                self._note(f"{'host' if memory.is_host else 'device'} memory is freed too early", old)
+                self._note(memory, "freed", old)
 
-    def _note(self, problem: str, old: _Access, new: _Access | None = None) -> None:
-        by, then = f"{old.actor.name}: {old.what}", _place()
-        if new is not None:
-            then = f"{new.actor.name}: {new.what}"
-        self.problems[f"{problem}: {by}; then {then}"] += 1
+    def _note(self, memory: _Memory, what: str, old: _Access, new: _Access | None = None) -> None:
+        kind = "host" if memory.is_host else "device"
+        now = _place() if new is None else str(new)
+        self.problems[f"{kind} memory is {what} too early, after {old}: {now}"] += 1
 
 
 def _key(tensor: Tensor) -> int:
@@ -340,4 +352,3 @@ def _place() -> str:
             found.append(f"{name.rpartition('/')[2]}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(found) or "a test"
-

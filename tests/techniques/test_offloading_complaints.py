@@ -7,6 +7,7 @@ stashes that stay after an error (`test_offloaded_activations_limits`), only one
 (`test_contract`), strategies (`tests/callbacks/test_offload`).
 """
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -32,7 +33,7 @@ from tests.cases import make_batch, make_model
 from tests.helpers import adamw
 from tests.techniques.offloaded_chain import Block, Chain, Failing, batch_of
 from tests.techniques.offloaded_loops import assert_equal, clones
-from tests.techniques.simulated_copies import Simulation
+from tests.techniques.races import Races
 
 EVERYTHING = Offloading("parameters+activations", min_bytes=1)
 
@@ -64,7 +65,7 @@ def test_gradients_of_a_failed_pass_do_not_reach_the_next_step(in_backward, rese
         torch.manual_seed(0)
         model = Chain()
         optimizer = adamw(model)
-        with Simulation().running() if simulated else pytest.MonkeyPatch.context():
+        with Races(is_late=True).running() if simulated else contextlib.nullcontext():
             handle = Offloading("parameters").apply(model) if is_saving else None
             step(model, optimizer, batch_of(64))
             good = model.blocks[2].get_submodule("down")
@@ -184,7 +185,7 @@ class Runtime:
 
 @contextmanager
 def locked(runtime: Runtime) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, Simulation(locks=True).running():
+    with pytest.MonkeyPatch.context() as patch, Races().running():
         patch.setattr(torch.cuda, "cudart", lambda: runtime)
         yield
 
