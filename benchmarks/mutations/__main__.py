@@ -1,4 +1,4 @@
-"""Remove each wait of the product, and look for a test that fails: `python -m benchmarks.mutations`.
+"""Remove each wait, and look for a test that fails: `python -m benchmarks.mutations`.
 
 Places are found in the source, so that the list is never older than it. Each one is removed in a
 copy of the tree, where the tests of that file run until the first failure: first the one that
