@@ -193,7 +193,7 @@ class _ZerothOrder(torch.optim.SGD):
     """The gradient along a random direction, from two losses."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         params = [param for group in self.param_groups for param in group["params"]]
         directions = [torch.ones_like(param) for param in params]
         losses = []
