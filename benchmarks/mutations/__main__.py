@@ -1,12 +1,13 @@
 """Remove each wait, and look for a test that fails: `python -m benchmarks.mutations`.
 
 Places are found in the source, so that the list is never older than it. Each one is removed in a
-copy of the tree, where the tests of that file run until the first failure: first the one that
-failed last time, by the result file. What survives is equivalent, with the reason below, or a
-missing test.
+copy of the tree, where those tests run that run its line, until the first failure: first the one
+that failed last time, by the result file. What survives is equivalent, with the reason in
+`_equivalent.py`, or a missing test.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -16,8 +17,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
+from coverage import CoverageData
 
 from benchmarks._common import RESULTS, markdown_table, write_results
 from benchmarks.mutations._equivalent import EQUIVALENT
@@ -25,21 +31,16 @@ from benchmarks.mutations._sites import Site, find_sites
 
 ROOT = RESULTS.parents[1]
 NAME = "mutations"
-LIMIT_S = 240
-_TESTS = "tests/techniques"
-_RACES = (f"{_TESTS}/test_offloading_races.py",)
-_TABLES = (*_RACES, f"{_TESTS}/test_host_table.py")
-_WEIGHTS = (*_RACES, f"{_TESTS}/test_offloading.py", f"{_TESTS}/test_offloading_complaints.py")
-TESTS = {
-    "copies": _RACES,
-    "stashes": (*_RACES, f"{_TESTS}/test_offloaded_activations_limits.py"),
-    "activations": (*_RACES, f"{_TESTS}/test_offloaded_activations_limits.py"),
-    "host_table": _TABLES,
-    "row_updates": _TABLES,
-    "updates_in_backward": (*_RACES, f"{_TESTS}/test_offloaded_updates_in_backward.py"),
-    "held_gradients": (*_RACES, f"{_TESTS}/test_in_backward_limits.py"),
-    "kernel": (*_RACES, f"{_TESTS}/test_linear_cross_entropy.py"),
-}
+LIMIT_S = 200
+_FOLDER = "tests/techniques"
+TESTS = [
+    f"{_FOLDER}/test_{name}.py"
+    for name in (
+        *("offloading_races", "offloading", "offloading_complaints", "host_table"),
+        *("offloaded_activations_limits", "offloaded_updates_in_backward", "in_backward_limits"),
+    )
+]
+_OPTIONS = ["-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not gpu and not exhaustive"]
 
 
 @contextmanager
@@ -57,39 +58,67 @@ def copied_tree() -> Iterator[Path]:
         yield Path(folder)
 
 
-def failing_test(tree: Path, tests: Sequence[str], limit_s: float = LIMIT_S) -> str:
-    """Run tests until one fails.
+def failures(tree: Path, arguments: Sequence[str], limit_s: float = LIMIT_S) -> list[str]:
+    """Run pytest in a fork of this process, which has imported torch already.
 
     Args:
         tree: Where.
-        tests: Files or ids.
-        limit_s: Time after which they count as failed.
+        arguments: Files, ids or options.
+        limit_s: Time after which it is stopped, which is a failure, too.
 
     Returns:
-        The test that failed, empty if all pass.
+        The tests that fail.
 
     Raises:
         RuntimeError: If pytest itself cannot run them.
     """
-    options = ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not gpu and not exhaustive"]
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", *options, *tests],
-            cwd=tree,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"stopped after {limit_s:.0f} s"
-    if done.returncode == 0:
-        return ""
-    for line in done.stdout.splitlines():
-        if line.startswith(("FAILED ", "ERROR ")):
-            return line.split(" ", 1)[1].split(" - ")[0]
-    raise RuntimeError(f"no tests ran: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    output = tree / "output.txt"
+    process = get_context("fork").Process(target=_run_here, args=(tree, output, arguments))
+    process.start()
+    process.join(limit_s)
+    if process.is_alive():
+        process.kill()
+        process.join()
+        return [f"stopped after {limit_s:.0f} s"]
+    lines = output.read_text("utf-8").splitlines()
+    failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if process.exitcode and not failed:
+        raise RuntimeError(f"no tests ran: {lines[-20:]}")
+    return failed
+
+
+def _run_here(tree: Path, output: Path, arguments: Sequence[str]) -> None:
+    os.chdir(tree)
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    sys.dont_write_bytecode = True
+    with output.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
+        code = int(pytest.main([*_OPTIONS, *arguments]))
+        file.flush()
+    os._exit(code)
+
+
+def find_tests(tree: Path, sites: Sequence[Site]) -> dict[str, list[str]]:
+    """Run all tests, and note which ones run which line.
+
+    Args:
+        tree: Where.
+        sites: What will be removed.
+
+    Returns:
+        The tests of each place that pass, by its name, in the order in which they ran.
+    """
+    options = ["--cov=lightning_memsave", "--cov-context=test", "--cov-report="]
+    failed = failures(tree, [*options, *TESTS], limit_s=3600)
+    print(f"without a mutation, beside coverage, fail: {failed}", flush=True)
+    data = CoverageData(str(tree / ".coverage"))
+    data.read()
+    found = {}
+    for site in sites:
+        contexts = data.contexts_by_lineno(str((tree / site.file).resolve())).get(site.line, [])
+        names = {context.removesuffix("|run") for context in contexts if context.endswith("|run")}
+        names -= {*failed}
+        found[site.name] = sorted(names, key=lambda name: TESTS.index(name.partition("::")[0]))
+    return found
 
 
 def run(sites: Sequence[Site], known: dict[str, str]) -> list[dict[str, Any]]:
@@ -101,42 +130,21 @@ def run(sites: Sequence[Site], known: dict[str, str]) -> list[dict[str, Any]]:
 
     Returns:
         For each one its place, the test that failed, and a reason why it is equivalent.
-
-    Raises:
-        RuntimeError: If tests fail without a mutation.
     """
     found = []
     with copied_tree() as tree:
-        for tests in sorted({tests_of(site) for site in sites}):
-            if failed := failing_test(tree, tests):
-                raise RuntimeError(f"fails as it is: {failed}")
+        tests_of = find_tests(tree, sites)
         for site in sites:
             path, source = tree / site.file, (tree / site.file).read_bytes()
             path.write_bytes(site.mutate(source))
-            try:
-                killer = _killer(tree, site, known.get(site.name, ""))
-            finally:
-                path.write_bytes(source)
+            tests = tests_of[site.name]
+            tests.sort(key=lambda name: name != known.get(site.name, ""))
+            killer = next(iter(failures(tree, ["-x", *tests])), "") if tests else ""
+            path.write_bytes(source)
             reason = "" if killer else EQUIVALENT.get(site.name, "")
             found.append({"name": site.name, "killed_by": killer, "equivalent": reason})
-            print(f"{site.name}: {killer or reason or 'SURVIVES'}", flush=True)
+            print(f"{site.name}: {killer or reason or 'SURVIVES'} ({len(tests)})", flush=True)
     return found
-
-
-def tests_of(site: Site) -> tuple[str, ...]:
-    """Return the files of the tests of a place."""
-    return TESTS.get(Path(site.file).stem, _WEIGHTS)
-
-
-def _killer(tree: Path, site: Site, last: str) -> str:
-    name = last.partition("[")[0]
-    if name and (tree / name.partition("::")[0]).is_file():
-        try:
-            if killer := failing_test(tree, [name]):
-                return killer
-        except RuntimeError:
-            pass  # the test has another name by now
-    return failing_test(tree, tests_of(site))
 
 
 def _known(folder: Path) -> dict[str, str]:
@@ -169,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.list:
         print("\n".join(site.name for site in sites))
         return 0
+    torch.set_num_threads(1)
     found = run(sites, _known(RESULTS))
     survivors = [each for each in found if not each["killed_by"] and not each["equivalent"]]
     if not options.only:
@@ -199,7 +208,7 @@ def make_text(found: Sequence[dict[str, Any]]) -> str:
 
 def _said(found: dict[str, Any]) -> str:
     if found["killed_by"]:
-        name = found["killed_by"].removeprefix(f"{_TESTS}/")
+        name = found["killed_by"].removeprefix(f"{_FOLDER}/")
         return f"`{name}`" if "::" in name else str(name)
     return f"equivalent: {found['equivalent']}" if found["equivalent"] else "**none**"
 

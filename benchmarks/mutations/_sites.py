@@ -36,6 +36,7 @@ class Site:
         function: Qualified name of the function around it.
         text: The line, or the expression.
         number: Among those of the same text in this function.
+        line: Number of its first line.
         start: Offset in the file, in bytes.
         end: Its end.
         replacement: What stands there instead.
@@ -45,6 +46,7 @@ class Site:
     function: str
     text: str
     number: int
+    line: int
     start: int
     end: int
     replacement: str
@@ -91,7 +93,8 @@ def find_sites(root: Path) -> list[Site]:
             raise ValueError(f"{text!r} is there {source.count(text.encode())} times in {file}")
         start = source.index(text.encode())
         end = start + len(text.encode())
-        found.append(Site(file, "hold", text, 0, start, end, replacement))
+        line = source[:start].count(b"\n") + 1
+        found.append(Site(file, "hold", text, 0, line, start, end, replacement))
     return found
 
 
@@ -157,7 +160,8 @@ class _Finder(ast.NodeVisitor):
         assert node.end_col_offset is not None
         start = self._lines[node.lineno - 1] + node.col_offset
         end = self._lines[node.end_lineno - 1] + node.end_col_offset
-        self._found.append(Site(self._file, function, text, number, start, end, replacement))
+        line = node.lineno
+        self._found.append(Site(self._file, function, text, number, line, start, end, replacement))
 
 
 def _name_of(node: ast.expr) -> str:
