@@ -7,11 +7,12 @@ Unlike there, host memory, host threads, and memory that is freed while another 
 use it are checked, too.
 """
 
+import functools
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ from lightning_memsave.core.memory import HOST, category_in_context, host_copies
 from lightning_memsave.techniques.chunked_cross_entropy import kernel
 from lightning_memsave.techniques.offloading import copies
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.row_gradient import RowGradient
 from lightning_memsave.techniques.optimizer_in_backward import held_gradients
 
 aten: Any = torch.ops.aten
@@ -37,6 +39,7 @@ _ALLOCATIONS = {
 }
 _READ_BY_THE_HOST = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 
+_Tensors = Sequence[Tensor]
 Clock = Counter[str]  # how far each actor has come, as far as somebody knows
 
 
@@ -124,11 +127,12 @@ class _Access:
 
 @dataclass
 class _Memory:
-    """A storage: on the host, or of a stream; and who used it last."""
+    """Of the host, or of a stream; and who used it last."""
 
     is_host: bool
     stream: _Actor
-    reference: "weakref.ref[UntypedStorage] | None" = None
+    start: int
+    end: int
     accesses: dict[Any, _Access] = field(default_factory=dict)
 
 
@@ -149,7 +153,8 @@ class Races(TorchDispatchMode):
         self.stream = self._computation = _Actor(self, "computation")
         self._is_late = is_late
         self._waiting: list[tuple[Callable[[], None], _Done, Clock]] = []
-        self._memory: dict[int, _Memory] = {}
+        self._storages: dict[int, tuple[weakref.ref[UntypedStorage], _Memory]] = {}
+        self._locked: dict[int, _Memory] = {}  # pages, by their address
         self._num_streams = 0
 
     @contextmanager
@@ -158,7 +163,7 @@ class Races(TorchDispatchMode):
 
         Fails if there is any problem.
         """
-        runtime = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
+        runtime = SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "Stream", self._class_of_streams())
             patch.setattr(torch.cuda, "Event", self._class_of_events())
@@ -173,7 +178,7 @@ class Races(TorchDispatchMode):
             with self:
                 yield self
                 self.work_until(None)
-            self._memory.clear()  # what is freed from now on is nobody's
+            self._storages.clear()  # what is freed from now on is nobody's
         assert not self.problems, "\n".join(f"{n} x {text}" for text, n in self.problems.items())
 
     # Classes, as somebody may import meanwhile what has them in its annotations.
@@ -239,60 +244,72 @@ class Races(TorchDispatchMode):
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, RowGradient) for each in types):
+            return NotImplemented  # it says itself what it does
         kwargs = kwargs or {}
         reads, writes = _operands(func, args, kwargs)
         result = func(*args, **kwargs)
-        if any(map(is_fake, [*reads, *writes])):
-            return result
-        made = [each for each in _tensors(result) if _key(each) not in map(_key, reads + writes)]
+        known = {_key(tensor) for tensor in (*reads, *writes)}
+        made = [tensor for tensor in _tensors(result) if _key(tensor) not in known]
         if func in _ALLOCATIONS:
             reads = []
-        elif made or writes or func in _READ_BY_THE_HOST:
-            pass
-        else:  # a view
-            return result
+        if made or writes or func in _READ_BY_THE_HOST:  # otherwise, a view
+            is_async = func is aten.copy_.default and args[2:] == (True,)
+            self._note_accesses(func, reads, writes, made, is_async=is_async)
+        return result
+
+    def _note_accesses(
+        self, what: Any, reads: _Tensors, writes: _Tensors, made: _Tensors, *, is_async: bool
+    ) -> None:
         on_host = [self._find(tensor).is_host for tensor in (*reads, *writes)]
         here = all(on_host) if on_host else category_in_context() == HOST
         here = here or self.host is self._worker
         for tensor in made:
             self._find(tensor, here=here)
-        if func in _ALLOCATIONS and here:
-            return result
         actor = self.host if here else self.stream
         actor.tick()
         for tensor in reads:
-            self._touch(tensor, actor, func, writes=False)
+            self._touch(tensor, actor, what, writes=False)
         for tensor in (*writes, *made):
-            self._touch(tensor, actor, func, writes=True)
+            self._touch(tensor, actor, what, writes=True)
         crosses = not here and any(on_host)
-        is_copy = func is aten.copy_.default
-        if crosses and is_copy and (kwargs.get("non_blocking") or args[2:] == (True,)):
-            self.copied_bytes += args[0].nbytes
-        elif crosses or func in _READ_BY_THE_HOST:
+        if crosses and is_async:
+            self.copied_bytes += writes[0].nbytes
+        elif crosses or what in _READ_BY_THE_HOST:
             self.host.clock |= actor.clock
-        return result
+
+    def _lock(self, address: int, num_bytes: int, _: int) -> int:
+        made = self._locked[address] = _Memory(True, self.stream, address, address + num_bytes)
+        known = self._storages.items()
+        for key in [k for k, (_, m) in known if made.start <= m.start < made.end]:
+            del self._storages[key]
+        return 0
+
+    # When pages are unlocked, their memory goes. What is not locked, torch guards itself, or copies
+    # of it wait for the device.
+    def _unlock(self, address: int) -> int:
+        memory = self._locked.pop(address)
+        for old in memory.accesses.values():
+            if not old.is_known_by(self.host.clock):
+                self._note(memory, "freed", old)
+        return 0
 
     def _find(self, tensor: Tensor, *, here: bool = False) -> _Memory:
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        found = self._memory.get(key)
-        if found is None or found.reference is None or found.reference() is not storage:
-            found = self._memory[key] = _Memory(here, self.stream)
-
-            def free(_: Any, key: int = key, memory: _Memory = found) -> None:
-                self._free(key, memory, is_of_torch=is_of_torch)
-
-            # torch's own page-locked memory is used again only when no stream needs it any more.
-            is_of_torch = storage.resizable()
-            found.reference = weakref.ref(storage, free)
+        key, start = storage._cdata, storage.data_ptr()
+        reference, found = self._storages.get(key, (None, None))
+        if reference is None or found is None or reference() is not storage:
+            pages = (m for m in self._locked.values() if m.start <= start < m.end)
+            found = next(pages, None) or _Memory(here, self.stream, start, start + storage.nbytes())
+            free = functools.partial(self._free, key, found)
+            self._storages[key] = weakref.ref(storage, free), found
         found.is_host = found.is_host or is_host(storage)
         return found
 
     def _touch(self, tensor: Tensor, actor: _Actor, what: Any, *, writes: bool) -> None:
         if not tensor.numel() or tensor.layout is not torch.strided:
             return
-        memory = self._find(tensor)
-        start = int(tensor.storage_offset()) * tensor.element_size()
+        memory, start = self._find(tensor), tensor.data_ptr()
         steps = zip(tensor.shape, tensor.stride(), strict=True)
         length = sum((size - 1) * stride for size, stride in steps) + 1
         end = start + length * tensor.element_size()
@@ -303,17 +320,16 @@ class Races(TorchDispatchMode):
                 self._note(memory, "written" if writes else "read", old, new)
         memory.accesses[start, end, actor.name, writes] = new
 
-    def _free(self, key: int, memory: _Memory, *, is_of_torch: bool) -> None:
-        if self._memory.get(key) is not memory:
+    def _free(self, key: int, memory: _Memory, _: object) -> None:
+        if self._storages.get(key, (None, None))[1] is not memory:
             return
-        del self._memory[key]
-        if memory.is_host and is_of_torch:
+        del self._storages[key]
+        if memory.is_host:
             return
         # What is allocated next is used after what the stream of the memory waits for.
-        known = self.host.clock if memory.is_host else memory.stream.clock | self.host.clock
+        known = memory.stream.clock | self.host.clock
         for old in memory.accesses.values():
-            is_own = old.actor is memory.stream and not memory.is_host
-            if not is_own and not old.actor.is_host and not old.is_known_by(known):
+            if old.actor is not memory.stream and not old.is_known_by(known):
                 self._note(memory, "freed", old)
 
     def _note(self, memory: _Memory, what: str, old: _Access, new: _Access | None = None) -> None:
@@ -327,8 +343,10 @@ def _key(tensor: Tensor) -> int:
 
 
 def _tensors(values: Any) -> list[Tensor]:
+    """Return those that have memory."""
     several = values if isinstance(values, (list, tuple)) else [values]
-    return [each for each in several if isinstance(each, Tensor)]
+    tensors = [each for each in several if isinstance(each, Tensor)]
+    return [each for each in tensors if not each.is_meta and not is_fake(each)]
 
 
 def _operands(func: Any, args: Any, kwargs: Any) -> tuple[list[Tensor], list[Tensor]]:

@@ -17,7 +17,9 @@ def on_device() -> Tensor:
 
 
 def on_host() -> Tensor:
-    return HostMemory().tensors_like([torch.empty(8)])[0].fill_(2.0)
+    memory = HostMemory()
+    memory.lock()
+    return memory.tensors_like([torch.empty(8)])[0].fill_(2.0)
 
 
 def copy_on(stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> torch.cuda.Event:
