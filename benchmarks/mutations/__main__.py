@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ TESTS = [
         *("offloaded_activations_limits", "offloaded_updates_in_backward", "in_backward_limits"),
     )
 ]
+GPU_TESTS = [f"{_FOLDER}/test_offloading_complaints.py"]
 _OPTIONS = ["-q", "--tb=no", "-p", "no:cacheprovider", "-m", "not gpu and not exhaustive"]
 
 
@@ -80,11 +82,33 @@ def failures(tree: Path, arguments: Sequence[str], limit_s: float = LIMIT_S) -> 
         process.kill()
         process.join()
         return [f"stopped after {limit_s:.0f} s"]
-    lines = output.read_text("utf-8").splitlines()
-    failed = [line.split(" ")[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    text = output.read_text("utf-8")
+    failed = _failures_in(text)
     if process.exitcode and not failed:
-        raise RuntimeError(f"no tests ran: {lines[-20:]}")
+        raise RuntimeError(f"no tests ran: {text[-2000:]}")
     return failed
+
+
+def _failures_in(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return [line.split(" ", 1)[1].split(" - ")[0] for line in lines]
+
+
+def failures_on_gpu(tree: Path, command: Sequence[str]) -> list[str]:
+    """Run tests that need a GPU.
+
+    Args:
+        tree: Where.
+        command: What runs Python beside one.
+
+    Returns:
+        The tests that fail.
+    """
+    options = ["-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", "-m", "gpu"]
+    done = subprocess.run(
+        [*command, *options, *GPU_TESTS], cwd=tree, capture_output=True, text=True, check=False
+    )
+    return _failures_in(done.stdout)
 
 
 def _run_here(tree: Path, output: Path, arguments: Sequence[str]) -> None:
@@ -121,12 +145,15 @@ def find_tests(tree: Path, sites: Sequence[Site]) -> dict[str, list[str]]:
     return found
 
 
-def run(sites: Sequence[Site], known: dict[str, str]) -> list[dict[str, Any]]:
+def run(
+    sites: Sequence[Site], known: dict[str, str], gpu: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Remove one after the other.
 
     Args:
         sites: What to remove.
         known: The test that failed last time, by name.
+        gpu: What runs Python beside a GPU, for lines that no other test runs.
 
     Returns:
         For each one its place, the test that failed, and a reason why it is equivalent.
@@ -139,7 +166,11 @@ def run(sites: Sequence[Site], known: dict[str, str]) -> list[dict[str, Any]]:
             path.write_bytes(site.mutate(source))
             tests = tests_of[site.name]
             tests.sort(key=lambda name: name != known.get(site.name, ""))
-            killer = next(iter(failures(tree, ["-x", *tests])), "") if tests else ""
+            if tests:
+                failed = failures(tree, ["-x", *tests])
+            else:
+                failed = failures_on_gpu(tree, gpu) if gpu else []
+            killer = next(iter(failed), "")
             path.write_bytes(source)
             reason = "" if killer else EQUIVALENT.get(site.name, "")
             found.append({"name": site.name, "killed_by": killer, "equivalent": reason})
@@ -168,6 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("only", nargs="?", default="", help="part of the names of some places")
     parser.add_argument("--list", action="store_true", help="only list the places")
     parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--gpu", type=shlex.split, default=[], help="runs Python beside a GPU, also a virtual one"
+    )
     options = parser.parse_args(arguments)
     sites = find_sites(ROOT)
     names = [site.name for site in sites]
@@ -178,7 +212,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(site.name for site in sites))
         return 0
     torch.set_num_threads(1)
-    found = run(sites, _known(RESULTS))
+    found = run(sites, _known(RESULTS), options.gpu)
     survivors = [each for each in found if not each["killed_by"] and not each["equivalent"]]
     if not options.only:
         write_results(NAME, {"mutations": found}, make_text(found), folder=options.results)

@@ -230,6 +230,17 @@ def test_memory_that_cannot_be_locked_is_not_out_of_memory(room):
     assert_equal(model.state_dict(), plain.state_dict())
 
 
+@pytest.mark.gpu
+def test_memory_that_cannot_be_locked_is_no_error_of_the_next_kernel():
+    memory, runtime = HostMemory(), torch.cuda.cudart()
+    (made,) = memory.tensors_like([torch.empty(2**20, device="cuda")])
+    assert int(runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)) == 0
+    with pytest.warns(MemsaveWarning, match="page-locked"):
+        memory.lock()  # pages are locked once only
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    assert int(runtime.cudaHostUnregister(made.data_ptr())) == 0
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_threads_of_the_updates_are_those_that_were_asked_for_and_of_the_rest_as_before(fails):
     before, seen = torch.get_num_threads(), []

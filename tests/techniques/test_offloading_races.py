@@ -5,6 +5,7 @@
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,9 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 )
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
@@ -93,6 +97,22 @@ def test_training(kind, is_late):
         found = train(**ON_HOST[kind])
     assert_equal(found, trained_at_once(kind))
     assert races.copied_bytes > 0
+
+
+def test_gradients_on_their_way_to_the_host_do_not_fill_the_device():
+    with Races().running(piece_bytes=2048, held_bytes=40_000):
+        memory, worker = HostMemory(), HostWorker(in_background=True)
+        copies = StreamCopies(worker, memory, torch.device("cpu"))
+        seen = []
+        for _ in range(20):
+            source = torch.ones(2048)
+            copies.to_host(memory.tensors_like([source])[0], source, adds=False)
+            seen.append(weakref.ref(source.untyped_storage()))
+            del source
+        alive_bytes = sum(8192 for each in seen if each() is not None)
+        assert 0 < alive_bytes <= 40_000 + 8192
+        copies.finish()
+        assert all(each() is None for each in seen)
 
 
 class TestWeights:
