@@ -9,7 +9,6 @@ use it are checked, too.
 
 import functools
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from typing_extensions import override
 from lightning_memsave.core.memory import HOST, category_in_context, host_copies, is_fake, is_host
 from lightning_memsave.techniques.chunked_cross_entropy import kernel
 from lightning_memsave.techniques.offloading import copies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
 from lightning_memsave.techniques.optimizer_in_backward import held_gradients
@@ -158,11 +158,12 @@ class Races(TorchDispatchMode):
         self._num_streams = 0
 
     @contextmanager
-    def running(self, piece_bytes: int = 2048, held_bytes: int = 40_000) -> Iterator["Races"]:
+    def running(self, piece_bytes: int = 8192, held_bytes: int = 40_000) -> Iterator["Races"]:
         """Let the CPU count as a GPU with streams, and copies go in small pieces.
 
         Fails if there is any problem.
         """
+        lock = HostMemory.lock
         runtime = SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.cuda, "Stream", self._class_of_streams())
@@ -171,6 +172,9 @@ class Races(TorchDispatchMode):
             patch.setattr(torch.cuda, "stream", self._in_stream)
             patch.setattr(torch.cuda, "cudart", lambda: runtime)
             patch.setattr(HostWorker, "submit", lambda _, work: self._submit(work))
+            patch.setattr(
+                HostMemory, "lock", lambda memory, *_: lock(memory)
+            )  # for no other device
             for module in (copies, held_gradients, kernel):
                 patch.setattr(module, "on_cuda", lambda _: True)
             patch.setattr(copies, "_PIECE_BYTES", piece_bytes)
@@ -213,34 +217,20 @@ class Races(TorchDispatchMode):
         return done
 
     def work_until(self, last: _Done | None) -> None:
-        """Do what was submitted, up to something, in a thread, whose context is its own."""
+        """Do what was submitted, up to something, as a thread would."""
         if last is not None and all(done is not last for _, done, _ in self._waiting):
             return
-        while self._waiting:
+        is_done = False
+        while self._waiting and not is_done:
             work, done, clock = self._waiting.pop(0)
-            thread = threading.Thread(target=self._work, args=(work, done, clock))
-            thread.start()
-            thread.join()
-            if done is last:
-                return
-
-    def _work(self, work: Callable[[], None], done: _Done, clock: Clock) -> None:
-        before = self.host, self.stream
-        self.host, self.stream = self._worker, self._computation
-        self._worker.clock |= clock
-        error: BaseException | None = None
-        try:
-            with self, torch.no_grad(), host_copies():
-                work()
-        except BaseException as raised:
-            error = raised
-        self._worker.tick()
-        done.clock = self._worker.clock.copy()
-        self.host, self.stream = before
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+            before = self.host, self.stream
+            self.host, self.stream = self._worker, self._computation
+            self._worker.clock |= clock
+            _work_as_in_a_thread(work, done)
+            self._worker.tick()
+            done.clock = self._worker.clock.copy()
+            self.host, self.stream = before
+            is_done = done is last
 
     @override
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -336,6 +326,18 @@ class Races(TorchDispatchMode):
         kind = "host" if memory.is_host else "device"
         now = _place() if new is None else str(new)
         self.problems[f"{kind} memory is {what} too early, after {old}: {now}"] += 1
+
+
+# Whoever waits may be in autocast, or in inference mode.
+def _work_as_in_a_thread(work: Callable[[], None], done: _Done) -> None:
+    autocast = torch.autocast("cpu", enabled=False)
+    with torch.inference_mode(mode=False), torch.no_grad(), autocast, host_copies():
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
 
 
 def _key(tensor: Tensor) -> int:

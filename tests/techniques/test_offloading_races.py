@@ -53,7 +53,7 @@ def train(
     in_backward: bool = False,
     recomputes: bool = True,
 ) -> dict[str, Tensor]:
-    """Three steps, each with gradients of two batches if they are not used at once."""
+    """Two steps, each with gradients of two batches if they are not used at once."""
     model = make_model(name).train()
     if "embeddings" in (what or ""):
         ChunkedCrossEntropy(heads="head", chunk_size=2).apply(model)
@@ -73,7 +73,7 @@ def train(
         undo.append(technique.update_in_background(optimizer).undo)
     if in_backward:
         OptimizerInBackward().apply(optimizer)
-    for number in range(3):
+    for number in range(2):
         for part in range(1 if in_backward else 2):
             torch.manual_seed(number)
             run(make_batch(10 * number + part)).backward()
