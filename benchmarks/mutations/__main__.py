@@ -1,9 +1,9 @@
 """Remove each wait, and look for a test that fails: `python -m benchmarks.mutations`.
 
 Places are found in the source, so that the list is never older than it. Each one is removed in a
-copy of the tree, where those tests run that run its line, until the first failure: first the one
-that failed last time, by the result file. What survives is equivalent, with the reason in
-`_equivalent.py`, or a missing test.
+copy of the tree, where first the test runs that failed last time, by the result file; if there is
+none any more, all those that run its line, until the first failure. What survives is equivalent,
+with the reason in `_equivalent.py`, or a missing test.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def _run_here(tree: Path, output: Path, arguments: Sequence[str]) -> None:
     os._exit(code)
 
 
-def find_tests(tree: Path, sites: Sequence[Site]) -> dict[str, list[str]]:
+def find_tests(tree: Path, sites: Sequence[Site]) -> list[tuple[Site, list[str]]]:
     """Run all tests, and note which ones run which line.
 
     Args:
@@ -129,19 +129,20 @@ def find_tests(tree: Path, sites: Sequence[Site]) -> dict[str, list[str]]:
         sites: What will be removed.
 
     Returns:
-        The tests of each place that pass, by its name, in the order in which they ran.
+        Each place, and its tests that pass, in the order in which they ran.
     """
     options = ["--cov=lightning_memsave", "--cov-context=test", "--cov-report="]
     failed = failures(tree, [*options, *TESTS], limit_s=3600)
     print(f"without a mutation, beside coverage, fail: {failed}", flush=True)
     data = CoverageData(str(tree / ".coverage"))
     data.read()
-    found = {}
+    found = []
     for site in sites:
         contexts = data.contexts_by_lineno(str((tree / site.file).resolve())).get(site.line, [])
         names = {context.removesuffix("|run") for context in contexts if context.endswith("|run")}
         names -= {*failed}
-        found[site.name] = sorted(names, key=lambda name: TESTS.index(name.partition("::")[0]))
+        tests = sorted(names, key=lambda name: TESTS.index(name.partition("::")[0]))
+        found.append((site, tests))
     return found
 
 
@@ -158,24 +159,51 @@ def run(
     Returns:
         For each one its place, the test that failed, and a reason why it is equivalent.
     """
-    found = []
+    found: dict[str, str] = {}
     with copied_tree() as tree:
-        tests_of = find_tests(tree, sites)
+        chosen = sorted({known[site.name] for site in sites if site.name in known})
+        broken = {*failures(tree, chosen, limit_s=3600)} if chosen else set[str]()
         for site in sites:
-            path, source = tree / site.file, (tree / site.file).read_bytes()
-            path.write_bytes(site.mutate(source))
-            tests = tests_of[site.name]
-            tests.sort(key=lambda name: name != known.get(site.name, ""))
-            if tests:
-                failed = failures(tree, ["-x", *tests])
-            else:
-                failed = failures_on_gpu(tree, gpu) if gpu else []
-            killer = next(iter(failed), "")
-            path.write_bytes(source)
-            reason = "" if killer else EQUIVALENT.get(site.name, "")
-            found.append({"name": site.name, "killed_by": killer, "equivalent": reason})
-            print(f"{site.name}: {killer or reason or 'SURVIVES'} ({len(tests)})", flush=True)
-    return found
+            if (test := known.get(site.name)) and test not in broken:
+                with removed(tree, site):
+                    found[site.name] = _first_failure(tree, [test])
+                print(f"{site.name}: {found[site.name] or 'no longer ' + test}", flush=True)
+        others = [site for site in sites if not found.get(site.name)]
+        for site, tests in find_tests(tree, others) if others else ():
+            with removed(tree, site):
+                found[site.name] = _first_failure(tree, tests, gpu)
+            said = found[site.name] or EQUIVALENT.get(site.name, "SURVIVES")
+            print(f"{site.name}: {said} ({len(tests)} tests)", flush=True)
+    return [
+        {
+            "name": site.name,
+            "killed_by": found[site.name],
+            "equivalent": "" if found[site.name] else EQUIVALENT.get(site.name, ""),
+        }
+        for site in sites
+    ]
+
+
+@contextmanager
+def removed(tree: Path, site: Site) -> Iterator[None]:
+    """Remove something inside."""
+    path, source = tree / site.file, (tree / site.file).read_bytes()
+    path.write_bytes(site.mutate(source))
+    try:
+        yield
+    finally:
+        path.write_bytes(source)
+
+
+def _first_failure(tree: Path, tests: Sequence[str], gpu: Sequence[str] = ()) -> str:
+    if tests:
+        try:
+            failed = failures(tree, ["-x", *tests])
+        except RuntimeError:  # a test that is not there any more
+            failed = []
+    else:
+        failed = failures_on_gpu(tree, gpu) if gpu else []
+    return next(iter(failed), "")
 
 
 def _known(folder: Path) -> dict[str, str]:
@@ -183,7 +211,7 @@ def _known(folder: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     found = json.loads(path.read_text("utf-8"))["mutations"]
-    return {each["name"]: each["killed_by"] for each in found}
+    return {each["name"]: each["killed_by"] for each in found if "::" in each["killed_by"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
