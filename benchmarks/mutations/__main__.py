@@ -74,6 +74,18 @@ def failures(tree: Path, arguments: Sequence[str], limit_s: float = LIMIT_S) -> 
     Raises:
         RuntimeError: If pytest itself cannot run them.
     """
+    exit_code, text = _run_pytest(tree, arguments, limit_s)
+    if exit_code is None:
+        return [f"stopped after {limit_s:.0f} s"]
+    failed = _failures_in(text)
+    if exit_code and not failed:
+        raise RuntimeError(f"no tests ran: {text[-2000:]}")
+    return failed
+
+
+def _run_pytest(
+    tree: Path, arguments: Sequence[str], limit_s: float = LIMIT_S
+) -> tuple[int | None, str]:
     output = tree / "output.txt"
     process = get_context("fork").Process(target=_run_here, args=(tree, output, arguments))
     process.start()
@@ -81,12 +93,8 @@ def failures(tree: Path, arguments: Sequence[str], limit_s: float = LIMIT_S) -> 
     if process.is_alive():
         process.kill()
         process.join()
-        return [f"stopped after {limit_s:.0f} s"]
-    text = output.read_text("utf-8")
-    failed = _failures_in(text)
-    if process.exitcode and not failed:
-        raise RuntimeError(f"no tests ran: {text[-2000:]}")
-    return failed
+        return None, ""
+    return process.exitcode, output.read_text("utf-8")
 
 
 def _failures_in(text: str) -> list[str]:
@@ -161,13 +169,15 @@ def run(
     """
     found: dict[str, str] = {}
     with copied_tree() as tree:
-        chosen = sorted({known[site.name] for site in sites if site.name in known})
-        broken = {*failures(tree, chosen, limit_s=3600)} if chosen else set[str]()
+        chosen = {known[site.name] for site in sites if site.name in known}
+        chosen &= {*_run_pytest(tree, ["--collect-only", *TESTS])[1].splitlines()}
+        if chosen:
+            chosen -= {*failures(tree, sorted(chosen), limit_s=3600)}
         for site in sites:
-            if (test := known.get(site.name)) and test not in broken:
+            if (test := known.get(site.name)) in chosen:
                 with removed(tree, site):
-                    found[site.name] = _first_failure(tree, [test])
-                print(f"{site.name}: {found[site.name] or 'no longer ' + test}", flush=True)
+                    found[site.name] = _first_failure(tree, [test or ""])
+                print(f"{site.name}: {found[site.name] or f'no longer {test}'}", flush=True)
         others = [site for site in sites if not found.get(site.name)]
         for site, tests in find_tests(tree, others) if others else ():
             with removed(tree, site):
@@ -197,13 +207,8 @@ def removed(tree: Path, site: Site) -> Iterator[None]:
 
 def _first_failure(tree: Path, tests: Sequence[str], gpu: Sequence[str] = ()) -> str:
     if tests:
-        try:
-            failed = failures(tree, ["-x", *tests])
-        except RuntimeError:  # a test that is not there any more
-            failed = []
-    else:
-        failed = failures_on_gpu(tree, gpu) if gpu else []
-    return next(iter(failed), "")
+        return next(iter(failures(tree, ["-x", *tests])), "")
+    return next(iter(failures_on_gpu(tree, gpu)), "") if gpu else ""
 
 
 def _known(folder: Path) -> dict[str, str]:
