@@ -336,6 +336,9 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.offloading.host_updates": "_wrapped_by_lr_sched",
         "techniques.optimizer_tools": "_init_group",
     },
+    "a `GradScaler` has no other place to wait for its scale": {
+        "techniques.offloading.host_updates": "_unscale_grads_",
+    },
     "the allocator's history, which torch documents under these names": {
         "callbacks.oom_observer": "_record_memory_history _snapshot",
     },

@@ -237,7 +237,8 @@ def measure_rates(device: torch.device | str) -> Rates:
         )
         seconds = sum(_seconds(function, device) for function, _ in mixture)
         moved = x.nbytes * sum(num_tensors for _, num_tensors in mixture)
-        host = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        is_locked = device.type == "cuda"
+        host = torch.empty(64 * MIB, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
         copied = _seconds(lambda: host.to(device, copy=True), device)
     launch_s = _seconds(lambda: _tiny_pass(device), device) / (2 * _NUM_TINY)
     memory, link = moved / seconds, host.nbytes / copied
@@ -258,7 +259,7 @@ def host_memory_rate() -> float:
     Returns:
         Bytes/s that torch's fused AdamW reads and writes, as `WorkCounter` counts them.
     """
-    weight = nn.Parameter(torch.ones(_NUM_UPDATED))
+    weight = nn.Parameter(torch.ones(_NUM_UPDATED, device="cpu"))
     weight.grad = torch.ones_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)
     return 8 * weight.nbytes / _seconds(optimizer.step, weight.device)

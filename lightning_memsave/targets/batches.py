@@ -59,13 +59,14 @@ class TensorSpec:
         """
         if self.dtype.is_floating_point or self.dtype.is_complex:
             dtype = self.dtype if self.dtype.itemsize > 1 else torch.float32
-            return torch.randn(self.shape, dtype=dtype, generator=generator).to(self.dtype)
+            made = torch.randn(self.shape, dtype=dtype, generator=generator, device="cpu")
+            return made.to(self.dtype)
         bounds = (self.lower_bound, self.upper_bound)
         if self.upper_bound == self.lower_bound + 1:
             # Constants stay known in predictions, such as a mask of ones.
-            return torch.full(self.shape, self.lower_bound, dtype=self.dtype)
+            return torch.full(self.shape, self.lower_bound, dtype=self.dtype, device="cpu")
         dtype = torch.int64 if self.dtype is torch.bool else self.dtype
-        tensor = torch.randint(*bounds, self.shape, dtype=dtype, generator=generator)
+        tensor = torch.randint(*bounds, self.shape, dtype=dtype, generator=generator, device="cpu")
         tensor = tensor.to(self.dtype)
         mark_placeholder(tensor)
         return tensor

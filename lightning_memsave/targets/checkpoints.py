@@ -121,7 +121,9 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {
                 name: torch.empty(
-                    found.get_shape(), dtype=getattr(torch, SAFETENSORS_DTYPES[found.get_dtype()])
+                    found.get_shape(),
+                    dtype=getattr(torch, SAFETENSORS_DTYPES[found.get_dtype()]),
+                    device="cpu",
                 )
                 for name, found in slices.items()
             }

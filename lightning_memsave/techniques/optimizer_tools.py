@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -53,7 +53,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
             continue
         is_on_host = is_host(stateless[0].untyped_storage())
         try:
-            with host_copies() if is_on_host else contextlib.nullcontext():
+            with on_host() if is_on_host else contextlib.nullcontext():
                 _allocate(optimizer, index, group, stateless)
                 step = getattr(optimizer, "memsave_parameter_step", None)
                 if isinstance(step, RoundedStep):
@@ -64,6 +64,14 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
             for param in stateless:
                 optimizer.state.pop(param, None)
             raise
+
+
+# torch makes the count of steps on the default device, which may be a GPU.
+@contextlib.contextmanager
+def on_host() -> Iterator[None]:
+    """Let tensors that optimizers make inside be on the host, and count as memory there."""
+    with host_copies(), torch.device("cpu"):
+        yield
 
 
 def _allocate(
@@ -131,6 +139,27 @@ def choose_fused(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Non
     is_open = all(not group.get(k) for k in ("foreach", "differentiable", "capturable"))
     if type(optimizer) in _FUSED_ON_CPU and group.get("fused") is None and is_open:
         group["fused"] = True
+
+
+@contextlib.contextmanager
+def scaling_on_host(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let what a ``GradScaler`` gives to fused optimizers be on the host inside, once landed.
+
+    Args:
+        optimizer: Fused kernels of the host would copy its ``grad_scale`` and ``found_inf``
+            themselves, and read them before they have come.
+    """
+    own = vars(optimizer)
+    before = {
+        k: own[k] for k in ("grad_scale", "found_inf") if isinstance(own.get(k), torch.Tensor)
+    }
+    own.update({name: value.cpu() for name, value in before.items()})
+    if "found_inf" in before:  # a sum over devices, while kernels look for 1
+        own["found_inf"] = own["found_inf"].clamp(max=1.0)
+    try:
+        yield
+    finally:
+        own.update(before)
 
 
 Restore = Callable[[torch.optim.Optimizer], None]

@@ -15,6 +15,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.technique import Chunked
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import KIND_BY_WORD
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_bit_state_bytes
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.units import format_bytes
@@ -625,6 +626,7 @@ def test_state_of_tables_is_on_the_host():
     [
         ({}, 16),
         ({"low_precision_weights": "master"}, 18),
+        ({"low_precision_weights": LowPrecisionWeights("master")}, 18),
         ({"low_precision_weights": "master", "optimizer_in_backward": True}, 14),
         ({"optimizer": "8bit", "optimizer_in_backward": True}, 6),
         ({"low_precision_weights": "split", "optimizer": LowBitOptimizer()}, 10),

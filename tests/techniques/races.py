@@ -73,8 +73,8 @@ class _Actor:
 class _Event:
     """What is used of ``torch.cuda.Event``; one that was never recorded is done."""
 
-    def __init__(self, races: "Races") -> None:
-        self._races = races
+    def __init__(self, races: "Races", *, blocking: bool = False) -> None:
+        self._races, self._is_blocking = races, blocking
         self.clock: Clock = Counter()
 
     def record(self, stream: _Actor | None = None) -> None:
@@ -86,6 +86,7 @@ class _Event:
         (stream or self._races.stream).wait_event(self)
 
     def synchronize(self) -> None:
+        self._races.num_spins += not self._is_blocking
         self._races.host.clock |= self.clock
 
 
@@ -148,6 +149,8 @@ class Races(TorchDispatchMode):
         self.problems: Counter[str] = Counter()
         self.copied_bytes = 0
         """Between host and device, beside the computation."""
+        self.num_spins = 0
+        """How often the host waited for an event in a loop, which needs a core."""
         self.host = self._main = _Actor(self, "main", is_host=True)
         self._worker = _Actor(self, "worker", is_host=True)
         self.stream = self._computation = _Actor(self, "computation")
@@ -196,8 +199,8 @@ class Races(TorchDispatchMode):
 
     def _class_of_events(races) -> type[_Event]:  # noqa: N805
         class Event(_Event):
-            def __init__(self, **_: object) -> None:
-                super().__init__(races)
+            def __init__(self, *, blocking: bool = False, **_: object) -> None:
+                super().__init__(races, blocking=blocking)
 
         return Event
 

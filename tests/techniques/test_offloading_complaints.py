@@ -119,9 +119,9 @@ def test_nothing_grows_from_step_to_step(technique):
             step(model, optimizer, batch_of(64))
             handle.wait()
             if number % 10 == 3:
-                join_worker()
-                gc.collect()
                 assert handle.residence is not None
+                handle.residence.worker.close()
+                gc.collect()
                 pieces = len(handle.residence.memory._pieces)
                 counts.append(len(gc.get_objects()))
                 others.append((pieces, threading.active_count()))
@@ -253,19 +253,13 @@ def test_threads_of_the_updates_are_those_that_were_asked_for_and_of_the_rest_as
     worker = HostWorker(in_background=True, num_threads=before + 2)
     done = worker.submit(work)
     assert isinstance(done.exception(), KeyError) == fails
-    join_worker()
     assert seen == [before + 2]
     assert torch.get_num_threads() == before
     thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     thread.start()
     thread.join()
     assert seen[-1] == before
-
-
-def join_worker() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "memsave-host":
-            thread.join()
+    worker.close()
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, [7]), (3, [3])])
@@ -278,7 +272,7 @@ def test_updates_beside_a_gpu_do_not_run_on_one_core(threads, expected, monkeypa
         worker = HostWorker(in_background=True)
         worker.use_all_cores()
         worker.submit(lambda: seen.append(torch.get_num_threads())).result()
-        join_worker()
+        worker.close()
     finally:
         torch.set_num_threads(before)
     assert seen == expected

@@ -97,6 +97,7 @@ def test_training(kind, is_late):
         found = train(**ON_HOST[kind])
     assert_equal(found, trained_at_once(kind))
     assert races.copied_bytes > 0
+    assert races.num_spins == 0  # the core is for the updates
 
 
 def test_gradients_on_their_way_to_the_host_do_not_fill_the_device():

@@ -62,7 +62,8 @@ class _Counted:
             mark_as_host(landing)
             self._num_counted = landing.copy_(number, non_blocking=True)
         if on_cuda(counted):
-            self._event = torch.cuda.Event()
+            # Of this device, which need not be the current one.
+            self._event = torch.cuda.Event(blocking=True)
             self._event.record(torch.cuda.current_stream(counted.device))
 
 

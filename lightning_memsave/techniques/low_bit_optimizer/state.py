@@ -180,7 +180,7 @@ def _convert(
     if wants_8bit is None:
         converted = rounding | dict(zip(kind.state_keys, moments, strict=True))
         if kind.has_step_tensor:
-            converted["step"] = torch.tensor(float(step))
+            converted["step"] = torch.tensor(float(step), device="cpu")
         if group.get("amsgrad"):
             converted["max_exp_avg_sq"] = converted["exp_avg_sq"].clone()
         return converted

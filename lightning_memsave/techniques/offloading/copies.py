@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
-from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.host_worker import HostWorker, wait_for
 
 _MAX_HELD_BYTES = 2**25
 _PIECE_BYTES = 2**24
@@ -143,16 +143,14 @@ class StreamCopies(Copies):
             if held.event is not None:
                 held.event.synchronize()
         self._held.clear()
-        landings, self._landings = self._landings, []
-        for landing in landings:
-            landing.result()
+        wait_for(self._landings)
 
     # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
     def landing(self) -> Callable[[], None]:
         """Return a function that lets the host's thread wait for what `to_host` has begun."""
         if self._device is None:
             return _nothing_to_wait_for
-        event = self._down.record_event()
+        event = _record(self._down)
         return event.synchronize  # type: ignore[no-any-return]
 
     def send_to_host(
@@ -166,8 +164,8 @@ class StreamCopies(Copies):
     def synchronize(self) -> None:
         """Wait on the host until the device has done all copies."""
         if self._device is not None:
-            self._up.synchronize()
-            self._down.synchronize()
+            for stream in (self._up, self._down):
+                _record(stream).synchronize()
 
     def _let_go(self, num_bytes: int) -> None:
         while self._held and num_bytes + sum(h.tensor.nbytes for h in self._held) > _MAX_HELD_BYTES:
@@ -193,7 +191,7 @@ class StreamCopies(Copies):
                 target.copy_(source, non_blocking=True)
             else:
                 self._land(target, source, adds=adds)
-        return self._down.record_event()
+        return _record(self._down)
 
     # Through small pieces of page-locked memory, as the host has to convert or to add.
     def _land(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
@@ -209,7 +207,7 @@ class StreamCopies(Copies):
             memory = self._next_piece()
             piece = memory[: part.nbytes].view(part.dtype)
             piece.copy_(part, non_blocking=True)
-            event = self._down.record_event()
+            event = _record(self._down)
 
             def land(into: Tensor = into, piece: Tensor = piece, event: Any = event) -> None:
                 event.synchronize()
@@ -232,6 +230,11 @@ class StreamCopies(Copies):
         return memory
 
 
+# A host that waits for another event would spin, and take a core from the updates.
+def _record(stream: Any) -> Any:
+    return stream.record_event(torch.cuda.Event(blocking=True))
+
+
 def copies_for(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> Copies:
     """Make what copies between the host and the device of a tensor.
 
@@ -248,5 +251,6 @@ def copies_for(tensor: Tensor, worker: HostWorker, memory: HostMemory) -> Copies
     if is_fake(tensor):
         return StreamCopies(worker, memory, None)
     worker.use_all_cores()  # pragma: no cover (gpu)
-    memory.lock()  # pragma: no cover (gpu)
+    worker.device = tensor.device  # pragma: no cover (gpu)
+    memory.lock(tensor.device)  # pragma: no cover (gpu)
     return StreamCopies(worker, memory, tensor.device)  # pragma: no cover (gpu)

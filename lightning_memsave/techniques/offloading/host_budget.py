@@ -41,7 +41,8 @@ def host_bytes_per_parameter(arguments: Mapping[str, Any]) -> int:
     Returns:
         Bytes.
     """
-    weight = 6 if arguments.get("low_precision_weights") == "master" else 4
+    low = arguments.get("low_precision_weights")
+    weight = 6 if getattr(low, "rounding", low) == "master" else 4
     optimizer = arguments.get("optimizer")
     state = 2 if isinstance(optimizer, LowBitOptimizer) or "8bit" in str(optimizer) else 8
     gradient = 0 if arguments.get("optimizer_in_backward") else 4

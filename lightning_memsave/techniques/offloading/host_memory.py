@@ -1,9 +1,11 @@
 """Host memory in exact sizes, page-locked so that a GPU can copy it beside its computation."""
 
 import contextlib
+import mmap
+import os
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,23 @@ from lightning_memsave.errors import MemsaveWarning
 from lightning_memsave.units import format_bytes
 
 _ALIGNMENT_BYTES = 64
+_HUGE_PAGES_FROM_BYTES = 2**22  # as numpy
+# Windows has no private mappings, and does not fork.
+_PRIVATE: dict[str, Any] = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+)
+_LOCKED: "weakref.WeakValueDictionary[int, Any]" = weakref.WeakValueDictionary()  # by address
 
 
 class HostMemory:
-    """Allocates host memory, each time in one piece, without rounding sizes up.
+    """Allocates host memory, each time in one piece of whole pages.
 
     torch's own allocator of page-locked memory rounds each size up to a power of two.
     """
 
     def __init__(self) -> None:
         self._is_locked = self._is_warned = False
+        self._device: torch.device | None = None
         self._pieces: list[Any] = []  # weak references
         self.peak_bytes = 0
         """The most that was allocated at a time."""
@@ -52,18 +61,27 @@ class HostMemory:
         with torch.inference_mode(mode=False), host_copies():
             return [_empty(form) for form in forms] if _are_fake(tensors) else self._carve(forms)
 
-    def lock(self) -> None:
-        """Lock the pages of all memory, also of what is allocated later, for a GPU."""
+    def lock(self, device: torch.device | None = None) -> None:
+        """Lock the pages of all memory, also of what is allocated later, for a GPU.
+
+        A process that is forked from this one does not have this memory: the system would copy
+        locked pages at each fork, as the device knows where they are.
+
+        Args:
+            device: The GPU; ``None`` for the current one.
+        """
         if self._is_locked:
             return
-        self._is_locked = True
+        self._is_locked, self._device = True, device
         for reference in self._pieces:
             memory = reference()
             if memory is not None:
                 self._lock(memory)
 
     def _lock(self, memory: Any) -> None:
-        if _lock(memory) or self._is_warned:
+        with _current(self._device):
+            is_done = not memory.nbytes or _lock(memory, self._device)
+        if is_done or self._is_warned:
             return
         self._is_warned = True
         warnings.warn(
@@ -79,7 +97,7 @@ class HostMemory:
         for form in forms:
             offsets.append(end)
             end += -(-form.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        memory = np.empty(end, np.uint8)
+        memory = _pages(end)
         self._pieces = [each for each in self._pieces if each() is not None]
         self._pieces.append(weakref.ref(memory))
         num_bytes = sum(each().nbytes for each in self._pieces)
@@ -108,19 +126,67 @@ def _empty(form: Tensor) -> Tensor:
     return made
 
 
-def _lock(memory: Any) -> bool:
+# Pages of its own: CUDA locks whole pages, and none twice.
+def _pages(num_bytes: int) -> Any:
+    if not num_bytes:
+        return np.empty(0, np.uint8)
+    try:
+        pages = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    except OSError as error:
+        what = f"{format_bytes(num_bytes)} of host memory cannot be allocated"
+        raise MemoryError(what) from error
+    if num_bytes >= _HUGE_PAGES_FROM_BYTES:
+        _advise(pages, "MADV_HUGEPAGE")
+    # Weak references to an array end before its memory does, those to a mapping after it.
+    return np.frombuffer(pages, np.uint8)
+
+
+# Not every system knows every advice.
+def _advise(pages: mmap.mmap, name: str) -> None:
+    if hasattr(mmap, name):
+        with contextlib.suppress(OSError):
+            pages.madvise(getattr(mmap, name))
+
+
+def _lock(memory: Any, device: torch.device | None) -> bool:
     runtime, address = torch.cuda.cudart(), memory.ctypes.data
-    if not memory.nbytes:
-        return True
     if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) == 0:
-        weakref.finalize(memory, runtime.cudaHostUnregister, address)
+        unregister = runtime.cudaHostUnregister
+        weakref.finalize(memory, _unlock, unregister, address, device, os.getpid())
+        pages: Any = memoryview(memory.base).obj
+        _advise(pages, "MADV_DONTFORK")
+        _LOCKED[address] = memory
         return True
     if torch.cuda.is_available():  # pragma: no cover (gpu)
         _forget_error()
     return False
 
 
+def _unlock(
+    unregister: Callable[[int], object], address: int, device: torch.device | None, process: int
+) -> None:
+    if os.getpid() == process:
+        with _current(device):
+            unregister(address)
+
+
+# In a thread that has not chosen a device, the runtime would create a context on the first one.
+def _current(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if device is None else torch.cuda.device(device)
+
+
 # The runtime keeps it for the next launch of a kernel, which would report it as its own.
 def _forget_error() -> None:  # pragma: no cover (gpu)
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
+
+
+# A forked process may map other memory where it does not have this, and would unmap that if the
+# objects that stand for this were freed there.
+def _keep_all() -> None:
+    _KEPT.extend(_LOCKED.values())
+
+
+_KEPT: list[Any] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_all)

@@ -221,7 +221,7 @@ class HostTable(HostWeight):
             if is_fake(ids):  # as many as there can be
                 num = min(ids.numel(), len(self.weight))
                 return torch.empty(num, dtype=torch.int64, device="cpu"), places.zero_()
-            on_host = torch.empty(ids.shape, dtype=torch.int64).copy_(ids)
+            on_host = torch.empty(ids.shape, dtype=torch.int64, device="cpu").copy_(ids)
             found, inverse = torch.unique(on_host, return_inverse=True)
             if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < len(self.weight):
                 raise IndexError("index out of range in self")
@@ -286,7 +286,7 @@ class HostTable(HostWeight):
         if self._has_gradient is None:
             grad, whole = weight.grad, self._dense
             with torch.no_grad(), host_copies():
-                self._has_gradient = torch.full((len(weight),), grad is not None)
+                self._has_gradient = torch.full((len(weight),), grad is not None, device="cpu")
                 if isinstance(grad, RowGradient):
                     whole.zero_().index_copy_(0, grad.ids, grad.rows)
                 elif grad is not None and grad.data_ptr() != whole.data_ptr():
@@ -349,7 +349,7 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
         if param is not None and host_weight_of(param) is not None
     }
     for param in hidden.values():
-        converted = fn(torch.empty(0, dtype=param.dtype))
+        converted = fn(torch.empty(0, dtype=param.dtype, device="cpu"))
         if converted.dtype is not param.dtype:
             raise IncompatibleError("offloading", [_conversion(converted.dtype)])
     self._parameters.update(dict.fromkeys(hidden))

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as_host, on_cuda
-from lightning_memsave.core.patching import patch_method, previous_method
+from lightning_memsave.core.patching import PROCESS_WIDE, patch_method, previous_method
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import (
     is_tiled,
@@ -31,6 +32,8 @@ from lightning_memsave.techniques.optimizer_tools import (
     allocate_state,
     choose_fused,
     double_of,
+    on_host,
+    scaling_on_host,
     updates_each_alone,
 )
 
@@ -83,7 +86,7 @@ class HostUpdates:
         has_gradients = any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
         if has_gradients:  # otherwise all are updated in backward
             self._residence.finish()
-            with tables_apart(optimizer):
+            with scaling_on_host(optimizer), tables_apart(optimizer):
                 self._run(optimizer)
         if self._residence.is_watched:
             self._residence.wait()
@@ -121,7 +124,7 @@ class HostUpdates:
         params = [param for param in params if param.grad is not None]
         if not updates_each_alone(optimizer):
             self._residence.wait()
-            with host_copies():
+            with on_host():
                 step_without_hooks(optimizer)
             self._mark_state()
             self._residence.finish()
@@ -229,6 +232,39 @@ class HostUpdates:
             part.convert(gradients if is_converted else None)
 
         return update
+
+
+_unscale_at_once = GradScaler._unscale_grads_
+_num_landing = 0
+
+
+def let_scales_land() -> Callable[[], None]:
+    """Let each ``GradScaler`` of the process unscale gradients on the host when its scale is there.
+
+    Returns:
+        A function that restores torch's method, once all that were given have been called.
+    """
+    _count_landing(1)
+    return functools.partial(_count_landing, -1)
+
+
+def _count_landing(number: int) -> None:
+    global _num_landing  # noqa: PLW0603 - as the class, it is one for all
+    with PROCESS_WIDE:
+        _num_landing += number
+        method = _unscale_landed if _num_landing else _unscale_at_once
+        GradScaler._unscale_grads_ = method  # type: ignore[method-assign]
+
+
+# torch copies the scale from the GPU to the host without a wait, into memory that may hold any
+# value, as it does with the zero that gradients which are not finite replace.
+def _unscale_landed(
+    self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+) -> dict[torch.device, Tensor]:
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    if inv_scale.is_cuda and any(each is not None and each.is_cpu for each in gradients):
+        inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+    return _unscale_at_once(self, optimizer, inv_scale, found_inf, allow_fp16)
 
 
 def host_updates_of(optimizer: Optimizer) -> HostUpdates | None:

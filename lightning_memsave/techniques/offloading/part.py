@@ -12,6 +12,7 @@ from lightning_memsave.core.memory import counted_as, host_copies, mark_as
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 
 _Versions = tuple[int, list[tuple[int, int]]]
@@ -147,15 +148,7 @@ class Part:
 
     def wait(self) -> None:
         """Wait for the updates in the background, and raise what the first one has raised."""
-        updates, self._updates = self._updates, []
-        failed = []
-        for update in updates:
-            try:
-                update.result()
-            except Exception as error:
-                failed.append(error)
-        if failed:
-            raise failed[0]
+        wait_for(self._updates)
 
     @contextlib.contextmanager
     def on_host(self, params: Iterable[nn.Parameter], *, needs_type: bool) -> Iterator[None]:

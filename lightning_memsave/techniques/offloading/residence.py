@@ -374,7 +374,7 @@ class Residence:
             IncompatibleError: If it changes the type.
         """
         some = next(param for part in self.parts for param in part.params)
-        before = torch.empty(0, dtype=some.dtype)
+        before = torch.empty(0, dtype=some.dtype, device=self.device)
         after = convert(before)
         if after.dtype is not before.dtype:
             raise IncompatibleError(

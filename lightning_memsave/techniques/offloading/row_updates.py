@@ -25,6 +25,7 @@ from lightning_memsave.core.memory import (
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.offloading.host_table import HostTable
+from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.missed_steps import (
     MAX_MISSED,
     NUM_FIRST,
@@ -39,7 +40,11 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import (
     group_of,
     step_without_hooks,
 )
-from lightning_memsave.techniques.optimizer_tools import choose_fused, double_of
+from lightning_memsave.techniques.optimizer_tools import (
+    choose_fused,
+    double_of,
+    scaling_on_host,
+)
 
 _UPDATES: "weakref.WeakKeyDictionary[Optimizer, list[TableUpdates]]" = weakref.WeakKeyDictionary()
 _TILE_NUMEL = 2**17  # a step of so many elements, with its temporaries, fits a cache
@@ -154,7 +159,7 @@ class TableUpdates:
         self._steps: list[Settings] = []  # since all rows were up to date
         self._num_before = 0  # steps before these
         self._behind: Tensor | None = None  # number of these steps that a row has had (V,)
-        self._update: Future[None] | None = None
+        self._updates: list[Future[None]] = []  # that run, one at most
 
     def start(self, optimizer: Optimizer) -> list[Callable[[], None]]:
         """Register all hooks; returns functions that remove them."""
@@ -169,9 +174,7 @@ class TableUpdates:
 
     def wait(self) -> None:
         """Wait for the update that runs, and raise what it has raised."""
-        update, self._update = self._update, None
-        if update is not None:
-            update.result()
+        wait_for(self._updates)
 
     @torch.no_grad()
     def step(self, optimizer: Optimizer) -> None:
@@ -196,8 +199,9 @@ class TableUpdates:
             else:
                 self._step_all(double, settings, table, grad)
 
-        self._update = self.table.worker.submit(update)
-        if self._update.done():
+        done = self.table.worker.submit(update)
+        self._updates.append(done)
+        if done.done():
             self.wait()  # raises what it has raised
 
     @torch.no_grad()
@@ -221,7 +225,7 @@ class TableUpdates:
         if len(self._steps) >= MAX_MISSED:
             self._bring_all(double, table)
         if self._behind is None:
-            self._behind = torch.zeros(len(grad), dtype=torch.int16)
+            self._behind = torch.zeros(len(grad), dtype=torch.int16, device="cpu")
             mark_as_host(self._behind)
         self._bring(double, table, grad.ids)
         num_steps = self._num_before + len(self._steps)
@@ -243,7 +247,7 @@ class TableUpdates:
 
     def _bring_all(self, double: Optimizer, table: _Rows) -> None:
         if self._behind is not None and self._steps:
-            self._bring(double, table, torch.arange(len(self._behind)))
+            self._bring(double, table, torch.arange(len(self._behind), device="cpu"))
             self._behind.zero_()
         self._num_before += len(self._steps)
         self._steps = []
@@ -392,7 +396,7 @@ def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
     if closure is not None:
         with torch.enable_grad():
             loss = closure()
-    with tables_apart(self):
+    with scaling_on_host(self), tables_apart(self):
         previous_method(self, "step")()
     return loss
 
@@ -412,7 +416,7 @@ def _run(double: Optimizer, settings: Settings, rows: _Rows, grad: Tensor, num_s
     """Run a step of some rows, after so many steps, in place."""
     held: dict[str, Any] = dict(rows.state)
     if "exp_avg" in held:
-        held["step"] = torch.tensor(float(num_steps))
+        held["step"] = torch.tensor(float(num_steps), device="cpu")
     values = rows.values
     values.grad = grad
     double.param_groups = [{**settings, "params": [values]}]

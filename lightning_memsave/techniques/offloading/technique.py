@@ -22,7 +22,11 @@ from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_table import HostTable, table_problems
-from lightning_memsave.techniques.offloading.host_updates import HostUpdates, host_updates_of
+from lightning_memsave.techniques.offloading.host_updates import (
+    HostUpdates,
+    host_updates_of,
+    let_scales_land,
+)
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.residence import (
     Residence,
@@ -255,10 +259,12 @@ class Offloading(Technique[nn.Module]):
         residence: Residence | None = None
         changes: list[str] = []
         skipped: list[str] = []
-        undo: list[Callable[[], None]] = []
+        undo: list[Callable[[], None]] = [worker.close]
         tables = self._tables(target, worker)
         for table in tables:
             undo += table.start()
+        if tables or self.has_weights:
+            undo.append(let_scales_land())
         if tables:
             num_bytes = self._bytes_of([table.weight for table in tables])
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")

@@ -25,7 +25,7 @@ class _Slab:
     """Host memory for gradients, used again when an update has read them."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.num_used = 0
         self.update: Future[None] | None = None
 
@@ -146,7 +146,7 @@ class UpdatesInBackward(GradientUpdates):
         if slab.memory.nbytes < num_bytes:
             residence = self._residence()
             assert residence is not None, "its hook runs"
-            slab.memory = torch.empty(0, dtype=torch.uint8)  # freed before there is more
+            slab.memory = slab.memory.new_empty(0)  # freed before there is more
             like = torch.empty(num_bytes, dtype=torch.uint8, device="meta")
             slab.memory = residence.memory.tensors_like([like])[0]
         self._open = opened = _Open(part, slab, {})

@@ -255,7 +255,7 @@ class _HostMemory:
     """Host memory, page-locked for a GPU, in chunks whose sizes are powers of two."""
 
     def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.uint8)
+        self._free = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._chunk_bytes = _FIRST_CHUNK_BYTES
 
     def take(self, num_bytes: int, *, is_pinned: bool) -> Iterator[Tensor]:

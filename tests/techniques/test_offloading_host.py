@@ -1,0 +1,455 @@
+"""The host's side of offloading: its memory, its thread, and waits that somebody interrupts."""
+
+import contextlib
+import functools
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_memsave.targets.batches import parse_batch
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.offloading import host_worker
+from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.missed_steps import NUM_FIRST
+from lightning_memsave.techniques.offloading.technique import Offloading
+from tests.helpers import adamw, seed_torch
+from tests.techniques.in_backward import apply
+from tests.techniques.offloaded_chain import Chain, batch_of
+from tests.techniques.offloaded_loops import Offloaded, assert_equal, clones
+from tests.techniques.test_host_table import OPTIMIZERS, TiedModel, batch, on_host, pair
+
+PAGE = os.sysconf("SC_PAGESIZE")
+MANY = 2**24  # bytes
+
+
+class Runtime:
+    """Stands in for CUDA's, which locks whole pages, and none twice."""
+
+    def __init__(self) -> None:
+        self.pages = Counter[int]()
+        self.sizes = dict[int, int]()
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        own = pages_of(address, num_bytes)
+        if any(self.pages[page] for page in own):
+            return 712  # cudaErrorHostMemoryAlreadyRegistered
+        self.pages.update(own)
+        self.sizes[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.pages.subtract(pages_of(address, self.sizes.pop(address)))
+        return 0
+
+
+def pages_of(address: int, num_bytes: int) -> range:
+    return range(address // PAGE, (address + num_bytes - 1) // PAGE + 1)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
+    found = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    return found
+
+
+def bytes_like(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+
+def taken(num_bytes: int, *, locks: bool) -> tuple[HostMemory, Tensor]:
+    memory = HostMemory()
+    if locks:
+        memory.lock()
+    (tensor,) = memory.tensors_like([bytes_like(num_bytes)])
+    return memory, tensor.fill_(3)
+
+
+def in_child(function: Callable[[], int]) -> int:
+    """Run a function in a forked process, which ends at once; give what it has returned."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, Python 3.12
+        child = os.fork()
+    if not child:
+        status = 99
+        try:
+            status = function()
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def flags_at(address: int) -> list[str]:
+    """What the system says about the pages there: `dc` is "do not copy on fork"."""
+    is_inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition(" ")
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(number, 16) for number in first.split("-"))
+            is_inside = start <= address < end
+        elif is_inside and first == "VmFlags:":
+            return rest.split()
+    return []
+
+
+needs_smaps = pytest.mark.skipif(
+    not Path("/proc/self/smaps").exists(), reason="the system does not say what a fork copies"
+)
+
+
+class TestForks:
+    @needs_smaps
+    @pytest.mark.parametrize("locks", [False, True])
+    @pytest.mark.parametrize("num_bytes", [64, MANY])
+    def test_locked_pages_are_not_copied_to_workers(self, locks, num_bytes, runtime):
+        """Others are, as before: only pages that a device knows are copied at once."""
+        memory, tensor = taken(num_bytes, locks=locks)
+        assert len(runtime.sizes) == locks
+        address = tensor.data_ptr()
+        assert ("dc" in flags_at(address)) == locks
+        assert in_child(lambda: int(flags_at(address) == [])) == locks
+        assert memory.peak_bytes == num_bytes
+
+    @needs_smaps
+    def test_memory_from_before_it_is_locked(self, runtime):
+        memory, tensor = taken(MANY, locks=False)
+        memory.lock()
+        assert "dc" in flags_at(tensor.data_ptr())
+        assert runtime.sizes == {tensor.data_ptr(): MANY}
+
+    def test_a_worker_keeps_its_own_memory(self, runtime):
+        """It may lie where the locked one does not exist, and objects there still stand for it."""
+        held = [taken(MANY, locks=True)]
+
+        def work() -> int:
+            own = [np.full(MANY, 1, np.uint8) for _ in range(4)]  # OpenMP does not survive forks
+            held.clear()
+            gc.collect()
+            return int(sum(int(each[::PAGE].sum()) for each in own) != 4 * MANY // PAGE)
+
+        assert in_child(work) == 0
+        assert len(runtime.sizes) == 1, "the child has unlocked nothing"
+
+    def test_small_parts_do_not_share_pages(self, runtime):
+        """The second one would not be locked, and the warning would blame `ulimit`."""
+        memory = HostMemory()
+        memory.lock()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            tensors = [memory.tensors_like([bytes_like(size)])[0] for size in [40, 9, 4096] * 50]
+        assert len(runtime.sizes) == len(tensors)
+        del tensors
+        gc.collect()
+        assert runtime.sizes == {}
+
+    def test_nothing_is_mapped_for_tensors_without_elements(self, runtime):
+        memory = HostMemory()
+        memory.lock()
+        (tensor,) = memory.tensors_like([bytes_like(0)])
+        assert tensor.shape == (0,)
+        assert runtime.sizes == {}
+
+    def test_too_much_is_out_of_memory(self):
+        with pytest.raises(MemoryError, match="of host memory cannot be allocated"):
+            HostMemory().tensors_like([bytes_like(2**60)])
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of threads that start."""
+    names: list[str] = []
+    start = threading.Thread.start
+
+    def note(thread: threading.Thread) -> None:
+        names.append(thread.name)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", note)
+    return names
+
+
+def workers_alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "memsave-host"]
+
+
+class TestThread:
+    @pytest.mark.parametrize("in_backward", [False, True])
+    def test_one_thread_serves_all_steps(self, in_backward, started):
+        before = len(workers_alive())
+        model = Chain()
+        optimizer = adamw(model)
+        technique = Offloading("parameters")
+        undo = [technique.apply(model).undo]
+        if in_backward:
+            undo.append(apply(optimizer).undo)
+        undo.append(technique.update_in_background(optimizer).undo)
+        for _ in range(5):
+            model(batch_of(4)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.state_dict()  # waits: the thread has nothing to do then
+        assert started.count("memsave-host") == 1
+        for function in reversed(undo):
+            function()
+        assert len(workers_alive()) == before
+
+    def test_it_ends_after_seconds_without_work(self, monkeypatch):
+        monkeypatch.setattr(host_worker, "_IDLE_S", 1e-6)
+        worker, seen = HostWorker(in_background=True), list[Any]()
+        for _ in range(2):  # the second time another one
+            worker.submit(lambda: seen.append(threading.current_thread())).result()
+            seen[-1].join(60)
+            assert not seen[-1].is_alive()
+        assert len(set(seen)) == 2
+
+    def test_what_was_given_is_done_before_it_ends(self):
+        worker, seen, gate = HostWorker(in_background=True), list[int](), threading.Event()
+        worker.submit(functools.partial(gate.wait, 60))  # type: ignore[arg-type]
+        for number in range(3):
+            worker.submit(functools.partial(seen.append, number))
+        threading.Timer(0.01, gate.set).start()
+        worker.close()
+        assert seen == [0, 1, 2]
+        worker.close()
+        assert worker.submit(lambda: seen.append(3)).result() is None
+        worker.close()
+        assert seen[-1] == 3
+
+    def test_results_do_not_live_until_the_next_work(self):
+        worker, tensor = HostWorker(in_background=True), torch.ones(3)
+        weak = StorageWeakRef(tensor.untyped_storage())
+        worker.submit(functools.partial(tensor.add_, 1)).result()  # type: ignore[arg-type]
+        worker.submit(lambda: None).result()
+        del tensor
+        assert weak.expired()
+        worker.close()
+
+    def test_a_forked_process_has_a_thread_of_its_own(self):
+        worker = HostWorker(in_background=True)
+        worker.submit(lambda: None).result()
+
+        def work() -> int:
+            seen: list[int] = []
+            worker.submit(lambda: seen.append(1)).result(timeout=60)
+            worker.close()
+            return len(seen)
+
+        assert in_child(work) == 1
+        worker.close()
+
+    def test_updates_end_before_the_process_does(self, tmp_path):
+        """Python ends daemons wherever they are; memory is unlocked after that."""
+        code = """
+        import pathlib, sys, threading, time, weakref
+        from lightning_memsave.techniques.offloading.host_worker import HostWorker
+
+        class Memory: pass
+        memory, path = Memory(), pathlib.Path(sys.argv[1])
+        weakref.finalize(memory, lambda: path.write_text(path.read_text() + "unlocked "))
+        worker = HostWorker(in_background=True)
+        worker.submit(lambda: path.write_text(""))
+        def work():
+            time.sleep(0.2)
+            path.write_text(path.read_text() + "updated ")
+        worker.submit(work)
+        """
+        path = tmp_path / "done"
+        command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+        subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
+        assert path.read_text() == "updated unlocked "
+
+
+class Interrupted:
+    """Lets the user press Ctrl-C in the first wait for a worker, which goes on in the second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate, self._num_waits = threading.Event(), 0
+        wait = Future.result
+
+        def result(done: Any, timeout: float | None = None) -> Any:
+            self._num_waits += 1
+            if self._num_waits == 1:
+                raise KeyboardInterrupt
+            self.gate.set()
+            return wait(done, timeout)
+
+        monkeypatch.setattr(Future, "result", result)
+
+    def work(self) -> None:
+        assert self.gate.wait(60)
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interrupted]:
+    made = Interrupted(monkeypatch)
+    yield made
+    made.gate.set()
+
+
+class TestInterrupts:
+    """A wait that Ctrl-C ends is not over: the thread goes on, and who comes next waits for it."""
+
+    def test_weights(self, interrupted):
+        """Of the last update: waits for later ones would hide it."""
+        model = nn.Linear(4, 4)
+        technique, optimizer = Offloading("optimizer"), adamw(model)
+        handle = technique.apply(model)
+        updates = technique.update_in_background(optimizer)
+        assert handle.residence is not None
+        handle.residence.worker.submit(interrupted.work)
+        before = model.weight.detach().clone()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(1, 4))
+        handle.wait()
+        assert not torch.equal(before, model.weight), "the update has come meanwhile"
+        updates.undo()
+        handle.undo()
+
+    def test_tables(self, interrupted):
+        worker = HostWorker(in_background=True)
+        _, (ours, optimizer) = pair(OPTIMIZERS["adamw"], worker=worker)
+        worker.submit(interrupted.work)
+        ours(batch(0)).backward()
+        optimizer.step()
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        before = ours.table.weight.detach().clone()
+        ours.state_dict()
+        assert not torch.equal(before, ours.table.weight), "the update has come meanwhile"
+        worker.close()
+
+    def test_gradients_that_land(self, interrupted):
+        worker = HostWorker(in_background=True)
+        copies, landed = StreamCopies(worker, HostMemory(), None), torch.zeros(3)
+        worker.submit(interrupted.work)
+        copies._landings.append(worker.submit(functools.partial(landed.fill_, 1)))  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt):
+            copies.finish()
+        copies.finish()
+        assert torch.equal(landed, torch.ones(3))
+        worker.close()
+
+    def test_what_has_failed_is_said_once(self):
+        worker = HostWorker(in_background=False)
+        work = [worker.submit(each) for each in (lambda: None, fail(KeyError), fail(SystemExit))]
+        with pytest.raises(KeyError):
+            host_worker.wait_for(work)
+        assert work == []
+
+
+def fail(error: type[BaseException]) -> Callable[[], None]:
+    def work() -> None:
+        raise error
+
+    return work
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """New tensors are on another device unless told otherwise, as some users have it for CUDA."""
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def trained_weights(what: str, kind: Any, default: AbstractContextManager[None]) -> Any:
+    seed_torch(0)
+    model, batches = Chain(), [batch_of(4), batch_of(3)]
+    technique = Offloading(what, min_bytes=1)
+    with default:
+        handle = technique.apply(model)
+        optimizer = kind(model.parameters())
+        updates = technique.update_in_background(optimizer)
+        for batch in batches:
+            model(batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        state = clones(model.state_dict())
+        updates.undo()
+        handle.undo()
+    return state, optimizer.state_dict()["state"]
+
+
+class TestDefaultDevice:
+    @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+    @pytest.mark.parametrize("what", ["optimizer", "parameters+activations"])
+    def test_weights_and_state(self, what, kind):
+        """torch counts steps of some optimizers on the default device."""
+        expected, _ = trained_weights(what, kind, contextlib.nullcontext())
+        found, state = trained_weights(what, kind, elsewhere())
+        assert_equal(found, expected)
+        assert {str(value.device) for each in state.values() for value in each.values()} == {"cpu"}
+
+    @pytest.mark.parametrize("replays", [False, True])
+    @pytest.mark.parametrize("kind", ["adamw", "sgd"])
+    def test_tables(self, kind, replays):
+        batches = [batch(number) for number in range(NUM_FIRST + 4)]
+
+        def run(default: AbstractContextManager[None]) -> dict[str, Tensor]:
+            _, (ours, optimizer) = pair(OPTIMIZERS[kind], replays=replays)
+            with default:
+                for each in batches:
+                    ours(each).backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                return clones(ours.state_dict())
+
+        assert_equal(run(elsewhere()), run(contextlib.nullcontext()))
+
+    def test_tables_tied_to_a_head(self):
+        batches = [batch(number) for number in range(4)]
+
+        def run(default: Callable[[], AbstractContextManager[None]]) -> dict[str, Tensor]:
+            seed_torch(0)
+            model = TiedModel()
+            ChunkedCrossEntropy(heads="head").apply(model)
+            optimizer = OPTIMIZERS["adamw"](model.parameters())
+            undo = on_host(model, optimizer)
+            del undo
+            for each in batches:
+                loss = model(each)
+                with default():
+                    loss.backward()
+                    optimizer.step()
+                optimizer.zero_grad()
+            return clones(model.state_dict())
+
+        assert_equal(run(elsewhere), run(contextlib.nullcontext))
+
+    def test_batches_of_predictions(self):
+        spec = parse_batch("x=float32[2,3],y=int64[2]<10,mask=int64[2]<1")
+        expected = spec.build()
+        with elsewhere():
+            found = spec.build()
+        assert_equal(found, expected)
+
+    def test_a_conversion_without_a_device_leaves_the_device(self):
+        """It asked the conversion about a tensor of the default device."""
+        made = Offloaded()
+        made.residence.device = torch.device("meta")
+        made.model.float()
+        assert made.residence.device == torch.device("meta")
+        made.residence.device = torch.device("cpu")
+        made.close()
