@@ -293,7 +293,7 @@ class TestTables:
             table, _ = on_host(model, optimizer)
             model(batch(0)).backward()
             optimizer.step()
-            table.wait()
+            table.bring_up_to_date()
             optimizer.state[model.table.weight]["exp_avg"] = torch.zeros(3, 3)
             optimizer.step()
             with pytest.raises(IndexError):
