@@ -30,7 +30,7 @@ def wait_for(*updates):
 
 @pytest.fixture
 def sites(tmp_path, monkeypatch):
-    monkeypatch.setattr(_sites, "TECHNIQUES", "")
+    monkeypatch.setattr(_sites, "TECHNIQUES", ".")
     monkeypatch.setattr(_sites, "FILES", ("a.py",))
     monkeypatch.setattr(_sites, "HOLDS", (("a", "target], [source", "other], [source"),))
     (tmp_path / "a.py").write_bytes(SOURCE)

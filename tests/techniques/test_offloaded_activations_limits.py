@@ -18,6 +18,7 @@ from tests.helpers import gradients_of, snapshot
 from tests.techniques.offloaded_chain import (
     INPUT,
     NUM_BLOCKS,
+    WIDTH,
     Block,
     Chain,
     Failing,
@@ -205,6 +206,21 @@ def test_unpacking_upwards_does_not_fill_the_device():
             output.backward(retain_graph=True)
             num_bytes.append(live.breakdown.activation_bytes + live.breakdown.temporary_bytes)
         assert max(num_bytes) <= num_bytes[0]
+
+
+def test_what_came_in_vain_leaves_while_backward_runs():
+    """Of a block that backward leaves out."""
+    model, seen = Chain(), []
+    with LiveTensors(model) as live, offloading(model, None):
+        outputs = [block(torch.randn(1024, WIDTH)) for block in model.blocks]
+        loss = outputs[0].mean() + outputs[-1].mean()
+
+        def look(_: Tensor) -> None:
+            seen.append(live.breakdown.activation_bytes // INPUT)
+
+        model.blocks[0].up.weight.register_hook(look)
+        loss.backward()
+    assert seen == [NUM_BLOCKS + 1]  # all outputs, and what the block itself still needs
 
 
 def test_what_a_failed_backward_pass_fetched_leaves_with_the_next_block():
