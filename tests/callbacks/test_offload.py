@@ -196,6 +196,51 @@ class TestBitwise:
         assert "Clamp.on_train_batch_end" in rows_of(callback)["offload"].details[-1]
 
 
+class TestLossOutsideOfTheModel:
+    """Logits are used when the model has returned, and its weights could be gone."""
+
+    @staticmethod
+    def lit() -> Any:
+        lit = make_lit(model="classifier")
+
+        class Outside(type(lit)):  # type: ignore[misc]
+            def loss_of(self, x: Tensor) -> Tensor:
+                model, tokens = self.model, x.argsort(-1)[:, :8]
+                logits = model.head(model.run_blocks(model.embedding(tokens)))
+                return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+                return self.loss_of(batch)
+
+            def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+                self.log("val_loss", self.loss_of(batch))
+
+        lit.__class__ = Outside
+        return lit
+
+    @pytest.mark.parametrize("settings", ["plain", "bf16"])
+    @pytest.mark.parametrize("what", ["optimizer", "parameters", True])
+    def test_trains_and_validates(self, what, settings):
+        how: dict[str, Any] = SETTINGS["validated"] | SETTINGS[settings]
+        chunked = ChunkedCrossEntropy(heads="model.head")
+        saving = only(offload=what, chunked_cross_entropy=chunked)
+        plain = only(offload=None, chunked_cross_entropy=chunked)
+        one, other = fit(self.lit(), plain, **how), fit(self.lit(), saving, **how)
+        assert_same(one, other)
+        losses = [each[2].callback_metrics["val_loss"] for each in (one, other)]
+        assert torch.equal(*losses)
+        assert rows_of(saving)["chunked_cross_entropy"].status == "on"
+
+    def test_in_the_stack(self):
+        chunked = ChunkedCrossEntropy(heads="model.head")
+        callback = MemSaveCallback(
+            stack="offload", chunked_cross_entropy=chunked, predict=False, report=False
+        )
+        fit(self.lit(), callback, **SETTINGS["validated"])
+        assert rows_of(callback)["offload"].status == "on"
+        assert rows_of(callback)["chunked_cross_entropy"].status == "on"
+
+
 class TestOutOfMemory:
     @pytest.mark.filterwarnings("ignore:Out of memory with 4 samples")
     @pytest.mark.parametrize("what", ["optimizer", "parameters", True])

@@ -8,13 +8,18 @@ from torch import Tensor, nn
 
 from lightning_memsave.errors import IncompatibleError, MemsaveError
 from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import tiled_steps
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading import residence
+from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
-from tests.cases import make_batch, make_model
+from tests.cases import MODELS, Model, make_batch, make_model
 from tests.helpers import InAutocast
 from tests.techniques.in_backward import assert_same, assert_same_state
 from tests.techniques.races import Races
@@ -40,8 +45,10 @@ class Run:
         optimizer: str = "AdamW",
         rounding: str | None = None,
         in_background: bool = True,
+        device: str = "cpu",
     ) -> None:
-        self.model = make_model(name).train()
+        self.device = device
+        self.model = make_model(name).train().to(device)
         offloading = Offloading(what)
         self.handle = offloading.apply(self.model)
         if rounding is not None:
@@ -56,11 +63,11 @@ class Run:
 
     def step(self, number: int) -> Tensor:
         torch.manual_seed(number)
-        loss: Tensor = self.whole(make_batch(number))
+        loss: Tensor = self.whole(make_batch(number).to(self.device))
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.detach()
+        return loss.detach().cpu()
 
 
 def assert_bitwise(ours: Run, theirs: Run, num_steps: int = 4) -> None:
@@ -156,6 +163,73 @@ class TestBitwise:
         how: dict[str, Any] = {"what": what, "rounding": rounding}
         with Races(is_late=is_late).running():
             assert_bitwise(Run(**how), Run(**how, in_backward=False))
+
+
+class _OnAnotherDevice(Part):
+    """Data on another device drops the AccumulateGrad node, as data of another type does here."""
+
+    def leave(self) -> None:
+        super().leave()
+        for param in self.params:
+            data = param.data
+            param.data = torch.empty(0, dtype=torch.float64)
+            param.data = data
+
+
+class _CalledTwice(Model):
+    """As with two views of each sample."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.run_blocks(x), self.run_blocks(x.flip(0))
+        return self.head(one * other.detach() + one.square() - other).mean()
+
+
+class TestUsedTwice:
+    """Each use of a streamed block has its own gradient, and there is one update."""
+
+    @pytest.mark.parametrize("rounding", [None, "master", "split"])
+    @pytest.mark.parametrize("name", ["used_twice", "called twice"])
+    def test_as_updated_by_the_step(self, name, rounding, monkeypatch):
+        monkeypatch.setattr(residence, "Part", _OnAnotherDevice)
+        monkeypatch.setitem(MODELS, "called twice", _CalledTwice)
+        how: dict[str, Any] = {"what": "parameters", "rounding": rounding}
+        assert_bitwise(Run(name, **how), Run(name, **how, in_backward=False))
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("name", ["used_twice", "called twice"])
+    def test_on_a_gpu(self, name, monkeypatch):
+        monkeypatch.setitem(MODELS, "called twice", _CalledTwice)
+        how: dict[str, Any] = {"what": "parameters", "device": "cuda"}
+        assert_bitwise(Run(name, **how), Run(name, **how, in_backward=False))
+
+    @pytest.mark.parametrize("which", [None, "all"])
+    @pytest.mark.parametrize("name", ["used_twice", "called twice"])
+    def test_as_without_offloading(self, name, which, monkeypatch):
+        monkeypatch.setattr(residence, "Part", _OnAnotherDevice)
+        monkeypatch.setitem(MODELS, "called twice", _CalledTwice)
+        plain, ours = make_model(name).train(), Run(name, what="parameters")
+        if which is not None:
+            ActivationCheckpointing(which).apply(ours.model)
+        optimizer = OPTIMIZERS["AdamW"]([*plain.parameters()])
+        for number in range(3):
+            torch.manual_seed(number)
+            plain(make_batch(number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ours.step(number)
+        assert_same(ours.model, plain)
+
+    def test_once_again_in_the_next_step(self, monkeypatch):
+        """An evaluation in between is no use."""
+        monkeypatch.setattr(residence, "Part", _OnAnotherDevice)
+        made = Run("dropout", what="parameters")
+        for number in range(2):
+            with torch.no_grad():
+                made.model(make_batch(number))
+                made.model(make_batch(number))
+            made.model(make_batch(number)).backward()
+            assert all(param.grad is None for param in made.model.blocks.parameters())
+            made.optimizer.step()
 
 
 class TestMemory:

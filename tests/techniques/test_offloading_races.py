@@ -286,6 +286,18 @@ class TestTables:
             updates.undo()
             handle.undo()
 
+    def test_are_complete_when_they_come_back(self):
+        with Races(is_late=True).running():
+            model = make_model("classifier").train()
+            technique = Offloading("embeddings", min_table_bytes=1)
+            handle = technique.apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            technique.update_in_background(optimizer)
+            model(make_batch(0)).backward()
+            optimizer.step()
+            handle.undo()
+            clones(model.state_dict())
+
     def test_a_failed_update_is_told_by_the_next_step(self):
         with Races(is_late=True).running():
             model = Model()

@@ -3,7 +3,6 @@
 import functools
 import gc
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,13 +169,9 @@ def test_gradients_land_in_any_layout_and_type(shape, dtype, adds):
 class _Lagging(StreamCopies):
     """Its streams are busy with something else before each copy."""
 
-    def _run_on(self, stream: Any, *tensors: Any) -> Callable[[], None]:
+    def _run_on(self, stream: Any, *tensors: Any) -> Any:
         sleep(stream)
         return super()._run_on(stream, *tensors)
-
-    def _run_down(self, target: Tensor, source: Tensor, *, adds: bool) -> Any:
-        sleep(self._down)
-        return super()._run_down(target, source, adds=adds)
 
 
 def sleep(stream: Any) -> None:

@@ -3,12 +3,19 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
+from lightning_memsave.techniques.offloading.flat_memory import (
+    aligned,
+    empty_like_all,
+    in_order,
+    joined,
+    tensor_in,
+)
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker, wait_for
 
@@ -30,6 +37,22 @@ class Copies:
 
     def __init__(self, worker: HostWorker) -> None:
         self._worker = worker
+
+    def allocate(
+        self, forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> list[Tensor]:
+        """Allocate memory on the device for tensors that are copied together.
+
+        Args:
+            forms: Tensors on the host.
+            dtypes: Types of the results.
+            device: The device.
+
+        Returns:
+            Tensors with the shapes and the memory order of the forms.
+        """
+        pairs = zip(forms, dtypes, strict=True)
+        return [torch.empty_like(form, dtype=dtype, device=device) for form, dtype in pairs]
 
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
         """Start to copy tensors to the device.
@@ -63,6 +86,9 @@ class Copies:
 
     def finish(self) -> None:
         """Wait until all copies are done."""
+
+    def let_go(self) -> None:
+        """Let go of what `to_host` copies, without a wait of the host."""
 
     def landing(self) -> Callable[[], None]:
         """Return a function that lets the host's thread wait for what `to_host` has begun."""
@@ -99,11 +125,29 @@ class _Held:
     event: Any = None
 
 
+class _Moving(NamedTuple):
+    """A tensor of the device that waits for others, to go to the host with them."""
+
+    target: Tensor
+    source: Tensor
+    adds: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the host has nothing to compute."""
+        return not self.adds and self.source.dtype == self.target.dtype
+
+
 class StreamCopies(Copies):
     """Copies on streams of their own, which exist as long as this object.
 
-    A tensor that is copied to the host stays alive until later computations wait for the copy, as
-    its memory may be reused then. At most 32 MiB and one tensor wait at a time.
+    Tensors that lie one behind the other are copied at once. Small ones on their way to the host
+    wait for others, up to 16 MiB, and are put together on the device. What is copied to the host
+    stays alive until later computations wait for the copy, as its memory may be reused then: at
+    most 32 MiB and one tensor at a time.
+
+    The host waits only before it reads what has landed, or changes what may still be read, and one
+    wait is for all copies before it.
 
     Args:
         worker: What works on the host beside the computation.
@@ -115,43 +159,71 @@ class StreamCopies(Copies):
         super().__init__(worker)
         self._device = device
         self._memory = memory
+        self._waiting: list[_Moving] = []
         self._held: list[_Held] = []
         self._landings: list[Future[None]] = []
         self._pieces: list[tuple[Tensor, Future[None] | None]] = []
+        # Events of the last copies, as long as the host does not know that they are done.
+        self._last_up: Any = None
+        self._last_down: Any = None
+        # The last copy up for which the computation waits, now and when the last one down began.
+        self._awaited: Any = None
+        self._awaited_before: Any = None
         if device is not None:
             self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def allocate(
+        self, forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
+    ) -> list[Tensor]:
+        """Allocate memory on the device for tensors that are copied together: one piece."""
+        return empty_like_all(forms, dtypes, device)[1]
 
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
         """Start to copy tensors to the device."""
         if self._device is None:
             return super().to_device(targets, sources)
-        return self._run_on(self._up, targets, sources)
+        event = self._last_up = self._run_on(self._up, targets, sources)
+
+        def wait() -> None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+            self._awaited = event
+
+        return wait
 
     def to_host(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
         """Copy a tensor to the host; the result is there after `finish`."""
-        self._let_go(source.nbytes)
-        event = None
-        if self._device is None:
-            super().to_host(target, source, adds=adds)
+        num_bytes = aligned(source.nbytes)
+        waiting_bytes = sum(aligned(each.source.nbytes) for each in self._waiting)
+        if waiting_bytes + num_bytes > _PIECE_BYTES:
+            self._send_waiting()
+            waiting_bytes = 0
+        if num_bytes > _PIECE_BYTES:
+            self._let_go(source.nbytes)
+            self._send_alone(_Moving(target, source, adds))
         else:
-            event = self._run_down(target, source, adds=adds)
-        self._held.append(_Held(source, event))
+            self._let_go(2 * (waiting_bytes + num_bytes))  # again when they are put together
+            self._waiting.append(_Moving(target, source, adds))
 
     def finish(self) -> None:
         """Wait until all copies are done."""
-        for held in self._held:
-            if held.event is not None:
-                held.event.synchronize()
+        self._send_waiting()
+        self._wait_for_down()
         self._held.clear()
         wait_for(self._landings)
+
+    def let_go(self) -> None:
+        """Let later computations wait for the copies to the host, in the place of the host."""
+        self._send_waiting()
+        self._let_go(_MAX_HELD_BYTES)
+        while self._landings and self._landings[0].done():
+            self._landings.pop(0).result()
 
     # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
     def landing(self) -> Callable[[], None]:
         """Return a function that lets the host's thread wait for what `to_host` has begun."""
-        if self._device is None:
-            return _nothing_to_wait_for
-        event = _record(self._down)
-        return event.synchronize  # type: ignore[no-any-return]
+        self._send_waiting()
+        event = self._last_down
+        return _nothing_to_wait_for if event is None else event.synchronize
 
     def send_to_host(
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
@@ -159,13 +231,25 @@ class StreamCopies(Copies):
         """Start to copy tensors to the host, as they are."""
         if self._device is None:
             return super().send_to_host(targets, sources)
-        return self._run_on(self._down, targets, sources)
+        event = self._run_down(targets, sources)
+        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
 
     def synchronize(self) -> None:
         """Wait on the host until the device has done all copies."""
-        if self._device is not None:
-            for stream in (self._up, self._down):
-                _record(stream).synchronize()
+        self._send_waiting()
+        self._wait_for_down()
+        if self._last_up is not None:
+            self._last_up.synchronize()
+            self._last_up = None
+
+    # Copies up for which the computation had waited before are done, too.
+    def _wait_for_down(self) -> None:
+        if self._last_down is None:
+            return
+        self._last_down.synchronize()
+        self._last_down = None
+        if self._last_up is self._awaited_before:
+            self._last_up = None
 
     def _let_go(self, num_bytes: int) -> None:
         while self._held and num_bytes + sum(h.tensor.nbytes for h in self._held) > _MAX_HELD_BYTES:
@@ -173,52 +257,99 @@ class StreamCopies(Copies):
             if oldest.event is not None:
                 torch.cuda.current_stream(self._device).wait_event(oldest.event)
 
-    def _run_on(
-        self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]
-    ) -> Callable[[], None]:
+    def _run_on(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
         stream.wait_stream(torch.cuda.current_stream(self._device))
+        pairs = joined(targets, sources)
         with torch.cuda.stream(stream):
-            for target, source in zip(targets, sources, strict=True):
+            for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        event = stream.record_event()
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+        return _record(stream)
 
-    def _run_down(self, target: Tensor, source: Tensor, *, adds: bool) -> Any:
-        self._down.wait_stream(torch.cuda.current_stream(self._device))
-        is_plain = source.stride() == target.stride() and source.dtype == target.dtype
-        with torch.cuda.stream(self._down):
-            if is_plain and not adds:
-                target.copy_(source, non_blocking=True)
-            else:
-                self._land(target, source, adds=adds)
-        return _record(self._down)
+    def _run_down(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
+        self._last_down = self._run_on(self._down, targets, sources)
+        self._awaited_before = self._awaited
+        return self._last_down
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        plain = [each for each in waiting if each.is_plain]
+        self._send([plain[index] for index in in_order([each.target for each in plain])])
+        self._send([each for each in waiting if not each.is_plain])
+
+    def _send(self, moving: Sequence[_Moving]) -> None:
+        if len(moving) < 2:
+            for each in moving:
+                self._send_alone(each)
+            return
+        forms, sources = [each.target for each in moving], [each.source for each in moving]
+        dtypes = [source.dtype for source in sources]
+        piece, together = empty_like_all(forms, dtypes, sources[0].device)
+        for dtype in dict.fromkeys(dtypes):
+            own = [index for index, each in enumerate(dtypes) if each == dtype]
+            torch._foreach_copy_([together[i] for i in own], [sources[i] for i in own])
+        event = None
+        if self._device is None:
+            for each, source in zip(moving, together, strict=True):
+                super().to_host(each.target, source, adds=each.adds)
+        elif moving[0].is_plain:
+            event = self._run_down(forms, together)
+        else:
+            event = self._land_together(piece, moving, together)
+        self._held.append(_Held(piece, event))
+
+    def _send_alone(self, moving: _Moving) -> None:
+        target, source, adds = moving
+        event = None
+        if source.stride() != target.stride():
+            source = empty_like_all([target], [source.dtype], source.device)[1][0].copy_(source)
+        if self._device is None:
+            super().to_host(target, source, adds=adds)
+        elif moving.is_plain:
+            event = self._run_down([target], [source])
+        else:
+            event = self._land_alone(target, source, adds=adds)
+        self._held.append(_Held(source, event))
 
     # Through small pieces of page-locked memory, as the host has to convert or to add.
-    def _land(self, target: Tensor, source: Tensor, *, adds: bool) -> None:
-        if source.stride() != target.stride():
-            source = torch.empty_strided(
-                target.shape, target.stride(), dtype=source.dtype, device=source.device
-            ).copy_(source)
+    def _land_alone(self, target: Tensor, source: Tensor, *, adds: bool) -> Any:
         size = _PIECE_BYTES // source.element_size()
         flat_source, flat_target = (
             tensor.as_strided((tensor.numel(),), (1,)) for tensor in (source, target)
         )
         for part, into in zip(flat_source.split(size), flat_target.split(size), strict=True):
             memory = self._next_piece()
-            piece = memory[: part.nbytes].view(part.dtype)
-            piece.copy_(part, non_blocking=True)
-            event = _record(self._down)
+            landed = memory[: part.nbytes].view(part.dtype)
+            self._land(memory, landed, part, [_Moving(into, landed, adds)])
+        return self._last_down
 
-            def land(into: Tensor = into, piece: Tensor = piece, event: Any = event) -> None:
-                event.synchronize()
-                if adds:
-                    into.add_(piece.to(into.dtype))
+    def _land_together(
+        self, piece: Tensor, moving: Sequence[_Moving], together: Sequence[Tensor]
+    ) -> Any:
+        memory = self._next_piece()
+        landed = []
+        for each, source in zip(moving, together, strict=True):
+            start = int(source.storage_offset()) * source.element_size()
+            there = tensor_in(memory, start, source, source.dtype)
+            landed.append(_Moving(each.target, there, each.adds))
+        self._land(memory, memory[: piece.nbytes], piece, landed)
+        return self._last_down
+
+    def _land(
+        self, memory: Tensor, into: Tensor, source: Tensor, landed: Sequence[_Moving]
+    ) -> None:
+        event = self._run_down([into], [source])
+
+        def land() -> None:
+            event.synchronize()
+            for each in landed:
+                if each.adds:
+                    each.target.add_(each.source.to(each.target.dtype))
                 else:
-                    into.copy_(piece)
+                    each.target.copy_(each.source)
 
-            landing = self._worker.submit(land)
-            self._landings.append(landing)
-            self._pieces.append((memory, landing))
+        landing = self._worker.submit(land)
+        self._landings.append(landing)
+        self._pieces.append((memory, landing))
 
     def _next_piece(self) -> Tensor:
         if len(self._pieces) < _NUM_PIECES:

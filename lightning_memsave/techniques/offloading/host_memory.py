@@ -14,9 +14,9 @@ from torch import Tensor
 
 from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host
 from lightning_memsave.errors import MemsaveWarning
+from lightning_memsave.techniques.offloading.flat_memory import aligned, note_piece
 from lightning_memsave.units import format_bytes
 
-_ALIGNMENT_BYTES = 64
 _HUGE_PAGES_FROM_BYTES = 2**22  # as numpy
 # Windows has no private mappings, and does not fork.
 _PRIVATE: dict[str, Any] = (
@@ -53,12 +53,12 @@ class HostMemory:
             Tensors with the shapes and the memory order of the given ones, marked as host memory.
         """
         dtypes = [tensor.dtype for tensor in tensors] if dtypes is None else dtypes
-        # Without gaps, in the order of the given tensor.
-        forms = [
-            torch.empty_like(tensor, dtype=dtype, device="meta")
-            for tensor, dtype in zip(tensors, dtypes, strict=True)
-        ]
-        with torch.inference_mode(mode=False), host_copies():
+        with torch.inference_mode(mode=False), host_copies():  # also for modes that change types
+            # Without gaps, in the order of the given tensor.
+            forms = [
+                torch.empty_like(tensor, dtype=dtype, device="meta")
+                for tensor, dtype in zip(tensors, dtypes, strict=True)
+            ]
             return [_empty(form) for form in forms] if _are_fake(tensors) else self._carve(forms)
 
     def lock(self, device: torch.device | None = None) -> None:
@@ -96,7 +96,7 @@ class HostMemory:
         offsets, end = [], 0
         for form in forms:
             offsets.append(end)
-            end += -(-form.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end += aligned(form.nbytes)
         memory = _pages(end)
         self._pieces = [each for each in self._pieces if each() is not None]
         self._pieces.append(weakref.ref(memory))
@@ -104,15 +104,18 @@ class HostMemory:
         self.peak_bytes = max(self.peak_bytes, num_bytes)
         if self._is_locked:
             self._lock(memory)
+        piece = torch.frombuffer(memory, dtype=torch.uint8) if end else torch.empty(0)
+        mark_as_host(piece)
         return [
-            _view(memory, form, offset) if form.numel() else _empty(form)
+            _view(memory, form, offset, piece) if form.numel() else _empty(form)
             for form, offset in zip(forms, offsets, strict=True)
         ]
 
 
-def _view(memory: Any, form: Tensor, offset: int) -> Tensor:
+def _view(memory: Any, form: Tensor, offset: int, piece: Tensor) -> Tensor:
     flat = torch.frombuffer(memory, dtype=form.dtype, count=form.numel(), offset=offset)
     mark_as_host(flat)  # before a counter sees it
+    note_piece(flat, piece, offset)
     return flat.as_strided(form.shape, form.stride())
 
 

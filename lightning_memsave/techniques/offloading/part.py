@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_memsave.core.memory import counted_as, host_copies, mark_as
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.flat_memory import in_order
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
@@ -38,6 +39,8 @@ class Part:
         self.params = tuple(params)
         self.is_streamed = is_streamed
         self.is_on_device = False
+        self.num_uses = 0
+        """How often its block was called since the last backward pass."""
         self._memory = memory
         self._positions = {id(param): index for index, param in enumerate(self.params)}
         self._weights = memory.tensors_like(self.params)
@@ -114,10 +117,12 @@ class Part:
         """Return the type of the copy on the device."""
         return self._dtypes[self._positions[id(param)]]
 
+    # Data on another device gets another AccumulateGrad node, and each node calls the hooks.
     def sums_gradients_of(self, param: Tensor) -> bool:
-        """Return whether there are gradients from before, to which others are added."""
+        """Return whether a gradient is added to others: from before, or of other uses."""
         index = self._positions[id(param)]
-        return index in self._kept or index in self._received
+        is_used_again = self.is_streamed and self.num_uses > 1
+        return is_used_again or index in self._kept or index in self._received
 
     def set_device_dtype(
         self, param: nn.Parameter, dtype: torch.dtype, *, is_split: bool = False
@@ -185,18 +190,22 @@ class Part:
         self._adopt()
         if self._on_device and self._versions() == self._sent:
             return
+        self.convert()
         if not self._on_device:
             with counted_as("parameter"):
-                self._on_device = [
-                    torch.empty_like(form, dtype=dtype, device=device)
-                    for form, dtype in zip(self._forms, self._dtypes, strict=True)
-                ]
+                self._on_device = self._allocate(copies, device)
             for copy in self._on_device:
                 mark_as("parameter", copy)
             self._sole_owners = _num_owners(self._on_device)
-        self.convert()
         self._wait_for_copies = copies.to_device(self._on_device, self._to_send)
         self._sent = self._versions()
+
+    # In the order of host memory, so that all that is in one piece there is copied at once.
+    def _allocate(self, copies: Copies, device: torch.device) -> list[Tensor]:
+        order = in_order(self._to_send)
+        forms, dtypes = [self._to_send[i] for i in order], [self._dtypes[i] for i in order]
+        found = dict(zip(order, copies.allocate(forms, dtypes, device), strict=True))
+        return [found[index] for index in range(len(order))]
 
     def enter(self, copies: Copies, device: torch.device) -> None:
         """Let the parameters be on the device.

@@ -18,6 +18,8 @@ from lightning_memsave.core.blocks import Block
 from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
+from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import computed
+from lightning_memsave.techniques.chunked_cross_entropy.products import live_products
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
@@ -85,6 +87,7 @@ class Residence:
         self._came: list[Part] = []
         self._depth = 0
         self._has_graph = False
+        self._uses: list[weakref.ref[Any]] = []  # of weights, after the model has returned
         self._is_released = False
         self._task = _NO_TASK
         self._model = weakref.ref(model)
@@ -143,7 +146,10 @@ class Residence:
 
     def leave(self) -> None:
         """Let all parameters and gradients be on the host, complete but for updates that run."""
-        self.copies.finish()
+        if any(part.has_new_gradients for part in self.parts):
+            self.copies.finish()
+        else:
+            self.copies.let_go()
         for part in self.parts:
             part.leave()
             part.drop()
@@ -155,6 +161,12 @@ class Residence:
                 self.copies.synchronize()
                 self._note_change()
         self._came, self._depth, self._has_graph = [], 0, False
+
+    def end_pass(self) -> None:
+        """Let all parameters be on the host, as no graph needs them any more."""
+        self.leave()
+        for part in self.parts:
+            part.num_uses = 0
 
     def finish(self) -> None:
         """Finish all updates, and let all parameters be on the host.
@@ -265,7 +277,7 @@ class Residence:
         if task != self._task:
             self._task = task
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
-            queue(self.leave)
+            queue(self.end_pass)
 
     def _enter(self, part: Part, step: int) -> None:
         if torch.is_grad_enabled():
@@ -285,27 +297,33 @@ class Residence:
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
         part = self._by_block[block]
+        if torch._C._current_graph_task_id() == _NO_TASK:
+            part.num_uses += 1
         self._enter(part, 1)
         if part not in self._came:
             self._came.append(part)
 
-    def leave_block(self, block: nn.Module, output: Any) -> None:
+    def leave_block(self, block: nn.Module, output: Any) -> Any:
         """Let the parameters of a block be on the host until its backward pass.
 
         Args:
             block: The block.
             output: What its forward pass has returned; ``None`` if it has failed.
+
+        Returns:
+            The output, with logits of heads inside of the block materialized if it leaves.
         """
         part = self._by_block[block]
-        if not part.is_streamed:
-            if not self._has_graph:
-                part.leave()
-            return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and part.is_streamed:
             map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
             if part is self.parts[-1]:  # backward begins with it
-                return
+                return output
+        elif self._has_graph and not part.is_streamed:
+            return output
+        else:
+            output = computed(output)
         part.leave()
+        return output
 
     def _come_back(self, part: Part, output: Tensor) -> Tensor:
         if output.requires_grad:
@@ -325,6 +343,8 @@ class Residence:
         """Note that a module outside of blocks begins its forward pass."""
         if not self._depth and torch._C._current_graph_task_id() == _NO_TASK:
             self._forget_failed_pass()
+            if not self._has_graph and self.rest.is_on_device:
+                self.leave()  # weights that deferred logits have kept on the device
         self._depth += 1
         if not self.rest.is_on_device:
             self._watch_trained()
@@ -342,8 +362,19 @@ class Residence:
     def end(self) -> None:
         """Note that it ends."""
         self._depth = max(0, self._depth - 1)
-        if not self._depth and not self._has_graph:
-            self.leave()
+        self._leave_unless_used()
+
+    # Deferred logits are computed when a loss uses them, which may be after the model has returned.
+    def _leave_unless_used(self, *_: object) -> None:
+        if self._depth or self._has_graph:
+            return
+        self._uses = [
+            weakref.ref(product, self._leave_unless_used)
+            for product in live_products()
+            if any(self.part_of(weight) is not None for weight in product.operands.weights)
+        ]
+        if not self._uses:
+            self.end_pass()
 
     @contextlib.contextmanager
     def hidden(self) -> Iterator[None]:
@@ -406,7 +437,7 @@ def leave_device(module: nn.Module) -> None:
     """Let offloaded weights and gradients be on the host, as after a pass that has failed."""
     residence = _RESIDENCES.get(module)
     if residence is not None:
-        residence.leave()
+        residence.end_pass()
 
 
 def residence_with(param: Tensor) -> Residence | None:
@@ -447,10 +478,9 @@ def _before_block(module: nn.Module, _: object) -> None:
         residence.enter_block(module)
 
 
-def _after_block(module: nn.Module, _: object, output: Any) -> None:
+def _after_block(module: nn.Module, _: object, output: Any) -> Any:
     residence = _RESIDENCES.get(module)
-    if residence is not None:
-        residence.leave_block(module, output)
+    return output if residence is None else residence.leave_block(module, output)
 
 
 def _before_module(module: nn.Module, _: object) -> None:
