@@ -211,12 +211,10 @@ def _first_failure(tree: Path, tests: Sequence[str], gpu: Sequence[str] = ()) ->
     return next(iter(failures_on_gpu(tree, gpu)), "") if gpu else ""
 
 
-def _known(folder: Path) -> dict[str, str]:
+def _former(folder: Path) -> dict[str, dict[str, Any]]:
     path = folder / f"{NAME}.json"
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text("utf-8"))["mutations"]
-    return {each["name"]: each["killed_by"] for each in found if "::" in each["killed_by"]}
+    found = json.loads(path.read_text("utf-8"))["mutations"] if path.is_file() else []
+    return {each["name"]: each for each in found}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -229,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 if any mutation survives without a reason.
     """
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("only", nargs="?", default="", help="part of the names of some places")
+    parser.add_argument("only", nargs="*", help="parts of names; others stay as they were found")
     parser.add_argument("--list", action="store_true", help="only list the places")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument(
@@ -240,16 +238,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = [site.name for site in sites]
     if unknown := EQUIVALENT.keys() - {*names}:
         raise ValueError(f"equivalent, but not there: {sorted(unknown)}")
-    sites = [site for site in sites if options.only in site.name]
+    chosen = [site for site in sites if any(part in site.name for part in options.only or [""])]
     if options.list:
-        print("\n".join(site.name for site in sites))
+        print("\n".join(site.name for site in chosen))
         return 0
     torch.set_num_threads(1)
-    found = run(sites, _known(RESULTS), options.gpu)
-    survivors = [each for each in found if not each["killed_by"] and not each["equivalent"]]
-    if not options.only:
+    former = _former(options.results)
+    known = {n: each["killed_by"] for n, each in former.items() if "::" in each["killed_by"]}
+    former |= {each["name"]: each for each in run(chosen, known, options.gpu)}
+    found = [former[name] for name in names if name in former]
+    if len(found) == len(names):
         write_results(NAME, {"mutations": found}, make_text(found), folder=options.results)
-    return 1 if survivors else 0
+    return int(any(not each["killed_by"] and not each["equivalent"] for each in found))
 
 
 def make_text(found: Sequence[dict[str, Any]]) -> str:

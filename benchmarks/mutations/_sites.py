@@ -15,7 +15,7 @@ FILES = (
 # An identifier with one of these words waits, lets somebody wait later, or is what one waits for.
 _WORDS = {"wait", "finish", "synchronize", "landing", "result", "record", "queue", "finalize"}
 _NAMES = {
-    *("_let_go", "_let_all_go", "_end_leaving", "bring_up_to_date", "begin_update"),
+    *("_let_go", "let_go", "_let_all_go", "_end_leaving", "bring_up_to_date", "begin_update"),
     *("_forget_error",),
 }
 _NO_WAITS = {"_nothing_to_wait_for", "set_result"}

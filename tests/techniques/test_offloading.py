@@ -175,9 +175,13 @@ class TestUpdates:
         assert len(submitted) == len(order)
         handle.undo()
 
-    @pytest.mark.parametrize("look", ["state_dict", "of a submodule", "of the optimizer", "load"])
+    @pytest.mark.parametrize(
+        "look",
+        ["state_dict", "of a submodule", "of the optimizer", "load", "load into the optimizer"],
+    )
     def test_end_before_somebody_looks(self, offloaded, look):
         offloaded.step(0)
+        saved = copy.deepcopy(offloaded.optimizer.state_dict())
         gate = hold(offloaded)
         offloaded.step(1)
         assert any(part.is_updating for part in offloaded.residence.parts)
@@ -188,6 +192,8 @@ class TestUpdates:
             offloaded.model.blocks[3].up.state_dict()
         elif look == "of the optimizer":
             offloaded.optimizer.state_dict()
+        elif look == "load into the optimizer":
+            offloaded.optimizer.load_state_dict(saved)
         else:
             offloaded.model.load_state_dict(make_model("dropout").state_dict())
         assert not any(part.is_updating for part in offloaded.residence.parts)

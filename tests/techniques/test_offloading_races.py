@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_memsave.core.memory import is_host
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
@@ -187,23 +188,97 @@ class TestWeights:
         for name, value in found[0].items():
             torch.testing.assert_close(found[1][name], value)
 
-    def test_are_changed_between_two_calls_of_a_closure(self):
-        with Races().running():
-            model = make_model("dropout").eval()
-            optimizer = _ZerothOrder(model.parameters(), lr=1e-3)
+    def test_are_changed_by_an_optimizer_in_ways_that_torch_does_not_see(self):
+        """Between two calls of a closure, after an evaluation, or without any."""
+        for kind, has_closure in ((_ZerothOrder, True), (_Unseen, False)):
+            found = []
+            for races in (None, Races(is_late=True)):
+                with contextlib.nullcontext() if races is None else races.running():
+                    model = make_model("dropout").eval()
+                    optimizer, undo = kind(model.parameters(), lr=1e-3), []
+                    if races is not None:
+                        technique = Offloading()
+                        undo.append(technique.apply(model).undo)
+                        undo.append(technique.update_in_background(optimizer).undo)
+                    closure = functools.partial(evaluate, model)
+                    for _ in range(2):
+                        closure()
+                        model(make_batch(0)).backward()
+                        optimizer.step(*[closure] * has_closure)
+                        optimizer.zero_grad()
+                    for function in reversed(undo):
+                        function()
+                found.append(clones(model.state_dict()))
+            assert_equal(*found)
+
+    @pytest.mark.parametrize("end", ["wait", "undo", "undo of the updates"])
+    def test_are_complete_after(self, end):
+        with Races(is_late=True).running():
+            model = make_model("tied").train()
+            ChunkedCrossEntropy(heads="head").apply(model)
+            technique = Offloading("parameters+embeddings", min_table_bytes=1)
+            handle = technique.apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            updates = technique.update_in_background(optimizer)
+            model(make_batch(0)).backward()
+            optimizer.step()
+            {"wait": handle.wait, "undo": handle.undo}.get(end, updates.undo)()
+            for param in model.parameters():
+                param.detach().clone()
+
+    def test_of_two_optimizers_in_one_block(self):
+        """One converts all weights of the block in the background, the other changes some."""
+        with Races(is_late=True).running():
+            model = make_model("dropout").train()
             technique = Offloading()
             handle = technique.apply(model)
-            updates = technique.update_in_background(optimizer)
-
-            @torch.no_grad()
-            def closure() -> Tensor:
-                loss: Tensor = model(make_batch(0))
-                return loss
-
-            for _ in range(2):
-                optimizer.step(closure)
+            LowPrecisionWeights("master").apply(model)
+            params = [*model.parameters()]
+            matrices = torch.optim.AdamW([p for p in params if p.ndim > 1])
+            others = torch.optim.SGD([p for p in params if p.ndim == 1])
+            updates = technique.update_in_background(matrices)
+            for number in range(2):
+                InAutocast(model)(make_batch(number)).backward()
+                matrices.step()
+                others.step()
+                model.zero_grad()
             updates.undo()
             handle.undo()
+
+    def test_that_are_frozen_are_on_the_host_after_backward(self):
+        with Races().running():
+            made = Offloaded(what="parameters")
+            made.model.blocks.requires_grad_(False)
+            made.model.head.requires_grad_(False)
+            made.model(make_batch(0).requires_grad_()).backward()
+            params = made.model.parameters()
+            assert all(is_host(param.untyped_storage()) for param in params)
+            made.close()
+
+    def test_change_their_type_after_a_failed_pass(self):
+        """Which has begun to fetch what it did not use."""
+        with Races().running():
+            made = Offloaded()
+            hook = made.model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                made.model(make_batch(0))
+            hook.remove()
+            LowPrecisionWeights("master").apply(made.model)
+            made.close()
+
+
+def evaluate(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        loss: Tensor = model(make_batch(0))
+    return loss
+
+
+class _Unseen(torch.optim.SGD):
+    """As kernels of others, which count no version."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(param.grad, alpha=-1e-2)
 
 
 class _Coupled(torch.optim.AdamW):
@@ -211,20 +286,19 @@ class _Coupled(torch.optim.AdamW):
 
 
 class _ZerothOrder(torch.optim.SGD):
-    """The gradient along a random direction, from two losses."""
+    """From losses at two points, as MeZO."""
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        params = [param for group in self.param_groups for param in group["params"]]
-        directions = [torch.ones_like(param) for param in params]
         losses = []
         for factor in (1e-3, -2e-3):
-            for param, direction in zip(params, directions, strict=True):
-                param.add_(direction, alpha=factor)
-            losses.append(closure())
-        for param, direction in zip(params, directions, strict=True):
-            param.add_(direction, alpha=1e-3)
+            self._move(factor)
+            losses.append(closure().item())
+        self._move(1e-3 + losses[1] - losses[0])
         return losses[0]
+
+    def _move(self, factor: float) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(factor)
 
 
 def halve(model: nn.Module) -> None:
