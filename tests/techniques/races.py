@@ -160,6 +160,12 @@ class Races(TorchDispatchMode):
         self._locked: dict[int, _Memory] = {}  # pages, by their address
         self._num_streams = 0
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of all memory of the device that is alive."""
+        alive = {id(memory): memory for reference, memory in self._storages.values() if reference()}
+        return sum(m.end - m.start for m in alive.values() if not m.is_host)
+
     @contextmanager
     def running(self, piece_bytes: int = 8192, held_bytes: int = 40_000) -> Iterator["Races"]:
         """Let the CPU count as a GPU with streams, and copies go in small pieces.

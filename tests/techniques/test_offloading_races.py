@@ -5,7 +5,6 @@
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -101,20 +100,34 @@ def test_training(kind, is_late):
     assert races.num_spins == 0  # the core is for the updates
 
 
-def test_gradients_on_their_way_to_the_host_do_not_fill_the_device():
-    with Races().running(piece_bytes=2048, held_bytes=40_000):
+@pytest.mark.parametrize("num_bytes", [64, 8192])
+def test_gradients_on_their_way_to_the_host_do_not_fill_the_device(num_bytes):
+    piece_bytes, held_bytes = 2048, 10_000
+    with Races().running(piece_bytes, held_bytes) as races:
         memory, worker = HostMemory(), HostWorker(in_background=True)
         copies = StreamCopies(worker, memory, torch.device("cpu"))
-        seen = []
-        for _ in range(20):
-            source = torch.ones(2048)
-            copies.to_host(memory.tensors_like([source])[0], source, adds=False)
-            seen.append(weakref.ref(source.untyped_storage()))
-            del source
-        alive_bytes = sum(8192 for each in seen if each() is not None)
-        assert 0 < alive_bytes <= 40_000 + 8192
+        num_sources = 20 * held_bytes // num_bytes
+        targets = memory.tensors_like([torch.empty(num_bytes // 4)] * num_sources)
+        before, seen = races.device_bytes, []
+        for target in targets:
+            copies.to_host(target, torch.ones(num_bytes // 4), adds=False)
+            seen.append(races.device_bytes - before)
+        assert 0 < max(seen) <= held_bytes + 2 * piece_bytes + num_bytes
         copies.finish()
-        assert all(each() is None for each in seen)
+        assert races.device_bytes == before
+
+
+def test_no_gradient_is_on_the_device_after_a_pass_with_updates():
+    with Races(is_late=True).running() as races:
+        made = Offloaded(what="parameters")
+        OptimizerInBackward().apply(made.optimizer)
+        for number in range(2):
+            made.model(make_batch(number)).backward()
+            after_it = races.device_bytes
+            made.optimizer.step()
+            made.handle.wait()
+            assert races.device_bytes == after_it
+        made.close()
 
 
 class TestWeights:
