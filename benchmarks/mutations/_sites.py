@@ -18,7 +18,8 @@ _NAMES = {
     *("_let_go", "let_go", "_let_all_go", "_end_leaving", "bring_up_to_date", "begin_update"),
     *("_forget_error",),
 }
-_NO_WAITS = {"_nothing_to_wait_for", "set_result"}
+_NO_WAITS = {"_nothing_to_wait_for", "set_result", "_count_landing"}
+_COPIES = {"to_device", "send_to_host"}
 _NOTHING = "(lambda *_, **__: None)"
 _DONE = "(lambda *_, **__: __import__('torch').cuda.Event(blocking=True))"  # it is of nothing
 _IN_PLACE_OF = {
@@ -132,7 +133,8 @@ class _Finder(ast.NodeVisitor):
         name = _name_of(node.func)
         if _is_wait(name) or ast.unparse(node.func) == "torch.cuda.stream":
             self._add(node.func, ast.unparse(node), _IN_PLACE_OF.get(name, _NOTHING))
-        elif isinstance(node.func, ast.Call) and not node.args:  # a copy, and a wait for it
+        elif isinstance(node.func, ast.Call) and _name_of(node.func.func) in _COPIES:
+            # A copy, and a wait for it.
             self._add(node, ast.unparse(node), ast.unparse(node.func))
         else:
             self.visit(node.func)
