@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -277,6 +277,47 @@ class TestThread:
         assert path.read_text() == "updated unlocked "
 
 
+class WaitedFor(torch.cuda.Event):
+    """Notes of each event for which the host waits whether it lets the core do something else."""
+
+    is_blocking: bool
+    are_blocking: ClassVar[list[bool]] = []
+
+    def __new__(cls, **settings: Any) -> "WaitedFor":
+        made: WaitedFor = super().__new__(cls, **settings)
+        made.is_blocking = settings.get("blocking", False)
+        return made
+
+    def synchronize(self) -> None:
+        self.are_blocking.append(self.is_blocking)
+        super().synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_host_that_waits_for_a_gpu_does_not_spin(dtype, monkeypatch):
+    """The updates need the core."""
+    streams: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Event", WaitedFor)
+    monkeypatch.setattr(torch.cuda.streams, "Event", WaitedFor)
+    monkeypatch.setattr(torch.cuda.Stream, "synchronize", streams.append)
+    monkeypatch.setattr(WaitedFor, "are_blocking", [])
+    model = Chain().to("cuda", dtype)
+    technique, optimizer = Offloading(True, min_bytes=1), adamw(model)
+    handle = technique.apply(model)
+    updates = technique.update_in_background(optimizer)
+    for size in (4, 8):  # in the second step, activations need larger buffers
+        model(batch_of(size).to("cuda", dtype)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.load_state_dict(model.state_dict())
+    updates.undo()
+    handle.undo()
+    assert all(WaitedFor.are_blocking)
+    assert len(WaitedFor.are_blocking) > 10
+    assert streams == []
+
+
 class Interrupted:
     """Lets the user press Ctrl-C in the first wait for a worker, which goes on in the second."""
 
@@ -445,11 +486,13 @@ class TestDefaultDevice:
             found = spec.build()
         assert_equal(found, expected)
 
+    @pytest.mark.gpu
     def test_a_conversion_without_a_device_leaves_the_device(self):
         """It asked the conversion about a tensor of the default device."""
         made = Offloaded()
-        made.residence.device = torch.device("meta")
+        made.model.cuda()
         made.model.float()
-        assert made.residence.device == torch.device("meta")
-        made.residence.device = torch.device("cpu")
+        assert made.residence.device.type == "cuda"
+        made.model.cpu()
+        assert made.residence.device.type == "cpu"
         made.close()

@@ -215,6 +215,8 @@ def test_counts_of_another_gpu_than_the_current_one_have_landed():
     code = """
     import json, torch
     from lightning_memsave.techniques.chunked_cross_entropy.kernel import _Counted
+    torch.cuda.set_stream(torch.cuda.Stream("cuda:1"))
+    torch.cuda.set_device(0)
     latest, counted = _Counted(), torch.ones(8, dtype=torch.bool, device="cuda:1")
     latest.note(8, 8)
     latest.note(counted, 8)

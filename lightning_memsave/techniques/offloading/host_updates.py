@@ -257,7 +257,8 @@ def _count_landing(number: int) -> None:
 
 
 # torch copies the scale from the GPU to the host without a wait, into memory that may hold any
-# value, as it does with the zero that gradients which are not finite replace.
+# value, as it does with the zero that gradients which are not finite replace. For FSDP it is
+# mended in https://github.com/pytorch/pytorch/pull/176429; until it is here, too.
 def _unscale_landed(
     self: GradScaler, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor]:

@@ -405,7 +405,9 @@ class Residence:
             IncompatibleError: If it changes the type.
         """
         some = next(param for part in self.parts for param in part.params)
-        before = torch.empty(0, dtype=some.dtype, device=self.device)
+        # Where it is, as `float` leaves it there; but nothing can be moved from `meta`.
+        device = torch.device("cpu") if self.device.type == "meta" else self.device
+        before = torch.empty(0, dtype=some.dtype, device=device)
         after = convert(before)
         if after.dtype is not before.dtype:
             raise IncompatibleError(
