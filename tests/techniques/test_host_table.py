@@ -1,5 +1,6 @@
 """Embedding tables on the host: the same training, and only the rows of a batch on the device."""
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from lightning_memsave.techniques.offloading.missed_steps import NUM_FIRST, coef
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
 from lightning_memsave.techniques.offloading.row_updates import RowUpdates
 from tests.helpers import seed_torch
+from tests.techniques.simulated_copies import SimulatedCopies
 
 WORDS, WIDTH = 60, 32
 Make = Callable[[Any], Optimizer]
@@ -731,3 +733,21 @@ def test_what_would_change_zeros_of_a_row_gradient_is_refused():
     assert torch.equal(rows, torch.ones(2, 3))
     gradient.mul_(2.0)
     assert torch.equal(gradient.whole().sum(1), torch.tensor([0.0, 6.0, 0.0, 0.0, 6.0, 0.0]))
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_tiles_that_nobody_reads_have_come_before_their_memory_goes(is_read):
+    """As after running out of memory, which a repetition follows."""
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 4))
+    table = HostTable(model, model.get_parameter("0.weight"))
+    undo = table.start()
+    simulated = table._copies = SimulatedCopies(table.worker)
+    with contextlib.suppress(ZeroDivisionError):
+        for tile in table.tiles([slice(0, 32), slice(32, 64)], torch.device("cpu")):
+            assert tile.isfinite().all()
+            del tile
+            assert is_read or 1 / 0
+    simulated.synchronize()
+    assert simulated.problems == []
+    for each in reversed(undo):
+        each()

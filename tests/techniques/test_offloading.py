@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from lightning_memsave.core.memory import category_in_context, is_host
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
@@ -444,6 +445,13 @@ class TestMasters:
             LowPrecisionWeights("master").apply(make_model("dropout"))
 
 
+def run_checkpointed(self: Any, x: Tensor) -> Tensor:
+    """Run blocks as many projects do."""
+    for block in self.blocks:
+        x = checkpoint(block, x, use_reentrant=False)
+    return x
+
+
 class TestStreamedWeights:
     """Of a block, while it computes, and of the next one, which comes meanwhile."""
 
@@ -504,6 +512,30 @@ class TestStreamedWeights:
         assert forward == [(0, [0]), (1, [1]), (2, [2]), (3, [3])]
         assert backward == forward[::-1]
         made.close()
+
+    def test_the_users_own_checkpoint_brings_each_block_once(self, monkeypatch):
+        """In backward it calls blocks as forward does; as many bytes come as with ours."""
+        brought = []
+        for is_own in (True, False):
+            made = Offloaded(what="parameters")
+            if is_own:
+                ActivationCheckpointing().apply(made.model)
+            else:
+                monkeypatch.setattr(type(made.model), "run_blocks", run_checkpointed)
+            made.step(0)
+            bring, num_bytes = made.residence.copies.to_device, []
+
+            def count(targets: Any, sources: Any, bring: Any = bring, into: Any = num_bytes) -> Any:
+                into.append(sum(target.nbytes for target in targets))
+                return bring(targets, sources)
+
+            made.residence.copies.to_device = count  # type: ignore[method-assign]
+            loss = made.model(make_batch(1).requires_grad_())
+            num_bytes.clear()
+            loss.backward()
+            brought.append(sum(num_bytes))
+            made.close()
+        assert brought[0] == brought[1] > 0
 
     def test_a_block_that_is_left_out_does_not_stay(self):
         made = Offloaded(what="parameters")

@@ -263,7 +263,7 @@ class OffloadedActivations:
             if stash is not None and (stash.is_fetched or not unused):
                 stash.leave()
 
-    # At the end of backward, on the thread that called it.
+    # At the end of backward: on the thread that called it, or on CUDA that of the device.
     def _queue_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:

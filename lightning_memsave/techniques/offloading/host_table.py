@@ -151,15 +151,19 @@ class HostTable(HostWeight):
         for buffer in buffers:
             mark_as("parameter", buffer)
         waiting: list[Any] = []
-        for index in range(len(places) + 1):
-            if index < len(places):
-                place = places[index]
-                tile = buffers[index % 2][: place.stop - place.start]
-                waiting.append((tile, self._copies.to_device([tile], [host[place]])))
-            if index:
-                tile, wait = waiting.pop(0)
+        try:
+            for index in range(len(places) + 1):
+                if index < len(places):
+                    place = places[index]
+                    tile = buffers[index % 2][: place.stop - place.start]
+                    waiting.append((tile, self._copies.to_device([tile], [host[place]])))
+                if index:
+                    tile, wait = waiting.pop(0)
+                    wait()
+                    yield tile
+        finally:  # whoever uses the tiles may fail, and what comes is written to memory of others
+            for _, wait in waiting:
                 wait()
-                yield tile
 
     def add_gradient(self, place: slice, gradient: Tensor) -> None:
         """Add the gradient of a tile to that of the weight; call it in backward."""
@@ -239,7 +243,7 @@ class HostTable(HostWeight):
             queue: Any = torch.autograd.Variable._execution_engine.queue_callback
             queue(self._finish_backward)
 
-    # At the end of backward, on the thread that called it.
+    # At the end of backward: on the thread that called it, or on CUDA that of the device.
     @torch.no_grad()
     def _finish_backward(self) -> None:
         assert self._copies is not None, "there was a forward pass"

@@ -271,7 +271,7 @@ class Residence:
         if not any(taker.take(param, part) for taker in self.takers):
             part.receive_gradient(param, self.copies)
 
-    # At the end of backward, on the thread that called it.
+    # At the end of backward: on the thread that called it, or on CUDA that of the device.
     def _queue_end(self) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
@@ -297,9 +297,11 @@ class Residence:
     def enter_block(self, block: nn.Module) -> None:
         """Bring the parameters of a block to the device, and begin to bring the next ones."""
         part = self._by_block[block]
-        if torch._C._current_graph_task_id() == _NO_TASK:
+        if _is_in_backward():  # recomputed by somebody else's checkpoint, which calls the block
+            self._enter(part, -1)
+        else:
             part.num_uses += 1
-        self._enter(part, 1)
+            self._enter(part, 1)
         if part not in self._came:
             self._came.append(part)
 
@@ -316,7 +318,7 @@ class Residence:
         part = self._by_block[block]
         if torch.is_grad_enabled() and part.is_streamed:
             map_tensors(output, functools.partial(self._come_back, part), in_objects=True)
-            if part is self.parts[-1]:  # backward begins with it
+            if part is self.parts[-1] or _is_in_backward():  # where backward begins, or is
                 return output
         elif self._has_graph and not part.is_streamed:
             return output
@@ -341,7 +343,7 @@ class Residence:
 
     def begin(self) -> None:
         """Note that a module outside of blocks begins its forward pass."""
-        if not self._depth and torch._C._current_graph_task_id() == _NO_TASK:
+        if not self._depth and not _is_in_backward():
             self._forget_failed_pass()
             if not self._has_graph and self.rest.is_on_device:
                 self.leave()  # weights that deferred logits have kept on the device
@@ -424,6 +426,10 @@ class Residence:
         if after.device != self.device:
             self.device = after.device
             self.copies = copies_for(after, self.worker, self.memory)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != _NO_TASK)
 
 
 def _forget(module: nn.Module) -> None:

@@ -1,0 +1,103 @@
+"""How many copies and waits of the host a step with offloaded weights has."""
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
+from lightning_memsave.techniques.micro_batching.training_state import ModuleState
+from lightning_memsave.techniques.offloading import copies, flat_memory
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from tests.cases import make_batch, make_model
+from tests.techniques.simulated_streams import Streams
+from tests.techniques.test_simulated_offloading import streaming
+
+NUM_PARTS = 5  # four blocks and the head
+NUM_WEIGHTS = 4 * 6 + 2
+
+
+def run_steps(what: str, device: str, *, in_backward: bool) -> Iterator[int]:
+    """Train, and stop before each step."""
+    model, offloading = make_model("dropout").train().to(device), Offloading(what)
+    handles: list[Any] = [offloading.apply(model)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    if in_backward:
+        handles.append(OptimizerInBackward().apply(optimizer))
+    handles.append(offloading.update_in_background(optimizer))
+    for number in range(3):
+        yield number
+        model(make_batch(number).to(device)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for each in reversed(handles):
+        each.undo()
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_what_lies_together_is_copied_at_once(what, in_backward, monkeypatch):
+    """Weights to the device, and gradients from there."""
+    found: Counter[int] = Counter()
+    number = 0
+    join = flat_memory.joined
+
+    def count(*tensors: Any) -> Any:
+        pairs = join(*tensors)
+        found[number] += len(pairs)
+        return pairs
+
+    with streaming(Streams()):
+        monkeypatch.setattr(copies, "joined", count)
+        monkeypatch.setattr(copies, "_PIECE_BYTES", 2**24)
+        for number in run_steps(what, "cpu", in_backward=in_backward):  # noqa: B007
+            pass
+    assert found[1] == 2 * NUM_PARTS < NUM_WEIGHTS
+
+
+@contextmanager
+def counting_waits() -> Iterator[Counter[str]]:
+    """Count the host's waits for the GPU, by thread."""
+    found: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (torch.cuda.Event, torch.cuda.Stream):
+
+            def wait(self: Any, synchronize: Any = kind.synchronize) -> None:
+                is_main = threading.current_thread() is threading.main_thread()
+                found["main" if is_main else "other"] += 1
+                synchronize(self)
+
+            patch.setattr(kind, "synchronize", wait)
+        yield found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_the_host_waits_once_in_a_step(what):
+    """For all gradients, at the end of backward."""
+    with counting_waits() as found:
+        steps = run_steps(what, "cuda", in_backward=False)
+        before = [found.copy() for _ in steps]
+    assert sum((before[2] - before[1]).values()) == 1
+
+
+@pytest.mark.gpu
+def test_updates_in_backward_wait_once_for_each_part():
+    with counting_waits() as found:
+        steps = run_steps("optimizer", "cuda", in_backward=True)
+        before = [found.copy() for _ in steps]
+    assert sum((before[2] - before[1]).values()) <= 2 * NUM_PARTS
+
+
+def test_host_memory_keeps_its_type_inside_of_the_proof_of_a_loss():
+    """It outlives the proof, which computes in float32."""
+    forms = [torch.ones(3, 5), torch.ones(7)]
+    with LossProbe(ModuleState(make_model("dropout"), make_batch(0)), is_sharp=False):
+        made = HostMemory().tensors_like(forms, [torch.bfloat16, torch.float32])
+    assert [tensor.dtype for tensor in made] == [torch.bfloat16, torch.float32]
