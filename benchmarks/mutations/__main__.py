@@ -7,9 +7,11 @@ with the reason in `_equivalent.py`, or a missing test.
 """
 
 import argparse
+import compileall
 import contextlib
 import json
 import os
+import py_compile
 import shlex
 import shutil
 import subprocess
@@ -38,7 +40,12 @@ TESTS = [
     f"{_FOLDER}/test_{name}.py"
     for name in (
         *("offloading_races", "offloading", "offloading_complaints", "host_table"),
-        *("offloaded_activations_limits", "offloaded_updates_in_backward", "in_backward_limits"),
+        *(
+            "offloading_host",
+            "offloaded_activations_limits",
+            "offloaded_updates_in_backward",
+            "in_backward_limits",
+        ),
     )
 ]
 GPU_TESTS = [f"{_FOLDER}/test_offloading_complaints.py"]
@@ -57,6 +64,9 @@ def copied_tree() -> Iterator[Path]:
                 target = Path(folder, name)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(ROOT / name, target)
+        # Compiled files that are valid for the bytes of a source, not for its time and size.
+        mode = py_compile.PycInvalidationMode.CHECKED_HASH
+        compileall.compile_dir(Path(folder, "lightning_memsave"), quiet=2, invalidation_mode=mode)
         yield Path(folder)
 
 
@@ -122,7 +132,6 @@ def failures_on_gpu(tree: Path, command: Sequence[str]) -> list[str]:
 def _run_here(tree: Path, output: Path, arguments: Sequence[str]) -> None:
     os.chdir(tree)
     sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
-    sys.dont_write_bytecode = True
     with output.open("w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
         code = int(pytest.main([*_OPTIONS, *arguments]))
         file.flush()
