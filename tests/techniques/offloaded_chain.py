@@ -1,6 +1,6 @@
 """A chain of blocks whose saved bytes are easy to tell, and ways to offload them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +15,9 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
 from lightning_memsave.techniques.offloading.activations import OffloadedActivations
-from lightning_memsave.techniques.offloading.copies import Copies, copies_for
+from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from tests.techniques.simulated_copies import SimulatedCopies
 
 KINDS = (None, "all", "nested", "selective")
 WIDTH, NUM_BLOCKS = 32, 5
@@ -26,23 +25,20 @@ WIDTH, NUM_BLOCKS = 32, 5
 
 @dataclass(eq=False)
 class Offloads:
-    """As a technique, with copies that take their time."""
+    """As a technique, for what is in a block's memory on a CPU."""
 
-    seed: int | None = None
     num_kept: int = 1
-    make_copies: Callable[..., Copies] = SimulatedCopies
 
     def apply(self, model: nn.Module) -> Handle[nn.Module]:
-        worker = HostWorker(in_background=False)
-        self.copies: Any = self.make_copies(worker, self.seed)
-        self.offloaded = OffloadedActivations(
+        worker, memory = HostWorker(in_background=False), HostMemory()
+        offloaded = OffloadedActivations(
             find_blocks(model),
-            lambda _: self.copies,
-            HostMemory(),
+            lambda tensor: copies_for(tensor, worker, memory),
+            memory,
             min_bytes=0,
             num_kept=self.num_kept,
         )
-        return Handle(model, ["blocks"], undo=self.offloaded.start())
+        return Handle(model, ["blocks"], undo=offloaded.start())
 
 
 class Block(nn.Module):

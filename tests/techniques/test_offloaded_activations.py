@@ -32,60 +32,41 @@ from tests.techniques.offloaded_chain import (
     offloading,
     watch,
 )
-from tests.techniques.simulated_copies import SimulatedCopies
+from tests.techniques.races import Races
 
 
-def simulate(name: str, which: str | None, offloads: Any, wrap: Any = lambda model: model) -> None:
-    """Compare training with and without; also what simulated copies found."""
-    model = make_model(name)
-    own: list[Any] = [] if which is None else [ActivationCheckpointing(which)]
-    if not find_blocks(model):
-        own = []
+def simulate(
+    model: nn.Module,
+    which: str | None,
+    offloads: Offloads | None = None,
+    wrap: Any = lambda model: model,
+    make_batch: Callable[[int], Tensor] = make_batch,
+) -> Races:
+    """Compare training with and without, and look for races."""
+    own: list[Any] = (
+        [] if which is None or not find_blocks(model) else [ActivationCheckpointing(which)]
+    )
     plain = train(wrap(model), make_batch)
-    assert_bitwise_equal(train(wrap(model), make_batch, [*own, offloads]), plain)
-    offloads.copies.synchronize()
-    assert offloads.copies.problems == []
+    with Races().running() as races:
+        techniques: list[Any] = [*own, offloads or Offloads()]
+        found = train(wrap(model), make_batch, techniques)
+    assert_bitwise_equal(found, plain)
+    return races
 
 
 @pytest.mark.parametrize("which", KINDS)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.daily(5)
 def test_training_is_the_same_bit_for_bit(name, which):
-    offloads = Offloads()
-    simulate(name, which, offloads)
-    assert (offloads.copies.num_started > 0) == (name != "unrepeated")
-
-
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("which", KINDS)
-@pytest.mark.daily(3)
-def test_so_it_is_whenever_copies_happen(which, seed):
-    simulate("used_twice", which, Offloads(seed))
-    simulate("eager_bert", which, Offloads(seed, num_kept=2))
+    races = simulate(make_model(name), which)
+    assert (races.copied_bytes > 0) == (name != "unrepeated")
 
 
 @pytest.mark.parametrize("which", KINDS)
 @pytest.mark.daily(2)
-def test_so_it_is_in_autocast(which):
-    simulate("transformer", which, Offloads(), InAutocast)
-
-
-class _NobodyWaitsForDown(SimulatedCopies):
-    def send_to_host(self, targets: Any, sources: Any) -> Callable[[], None]:
-        super().send_to_host(targets, sources)
-        return lambda: None
-
-
-class _NobodyWaitsForUp(SimulatedCopies):
-    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
-        super().to_device(targets, sources)
-        return lambda: None
-
-
-@pytest.mark.parametrize("broken", [_NobodyWaitsForDown, _NobodyWaitsForUp])
-def test_a_missing_wait_would_be_seen(broken):
-    with pytest.raises(AssertionError):
-        simulate("dropout", "all", Offloads(make_copies=broken))
+def test_so_it_is_in_autocast_and_with_more_blocks_on_the_device(which):
+    simulate(make_model("transformer"), which, wrap=InAutocast)
+    simulate(make_model("eager_bert"), which, Offloads(num_kept=2))
 
 
 def test_the_last_input_alone_is_on_the_device_after_the_blocks():
@@ -261,23 +242,17 @@ class Views(Chain):
 @pytest.mark.parametrize("which", KINDS)
 def test_views_and_labels_are_what_they_were(which):
     seed_torch(1)
-    model = Views()
-    plain = train(model, lambda _: batch_of(64))
-    offloads = Offloads()
-    techniques: list[Any] = [] if which is None else [ActivationCheckpointing(which)]
-    techniques.append(offloads)
-    assert_bitwise_equal(train(model, lambda _: batch_of(64), techniques), plain)
-    offloads.copies.synchronize()
-    assert offloads.copies.problems == []
+    simulate(Views(), which, make_batch=lambda _: batch_of(64))
 
 
 @pytest.mark.parametrize("which", KINDS)
 def test_each_byte_crosses_once_in_each_direction(which):
-    model, offloads = Chain(), Offloads()
+    model = Chain()
+    num_saved = {"selective": 3, None: 2}.get(which, 1)
     checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
-    with offloads.apply(model):
+    with Races().running() as races, Offloads().apply(model):
         model(batch_of()).backward()
-        assert offloads.copies.num_started == 2 * (NUM_BLOCKS - 1)
+        assert races.copied_bytes == 2 * (NUM_BLOCKS - 1) * num_saved * INPUT
     if checkpointing is not None:
         checkpointing.undo()
 

@@ -3,12 +3,12 @@
 import copy
 import gc
 import pickle
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -18,6 +18,7 @@ from tests.helpers import gradients_of, snapshot
 from tests.techniques.offloaded_chain import (
     INPUT,
     NUM_BLOCKS,
+    WIDTH,
     Block,
     Chain,
     Failing,
@@ -26,18 +27,17 @@ from tests.techniques.offloaded_chain import (
     batch_of,
     offloading,
 )
-from tests.techniques.simulated_copies import SimulatedCopies
+from tests.techniques.races import Races
 
 
-@pytest.mark.parametrize("seed", [None, 1, 2])
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("which", ["all", "selective", None])
 @pytest.mark.daily(2)
-def test_memory_is_not_given_back_while_copies_of_it_run(which, error, seed):
-    model, offloads = Chain(), Offloads(seed)
+def test_memory_is_not_given_back_while_copies_of_it_run(which, error):
+    model = Chain()
     checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
     good = model.blocks[3].get_submodule("down")
-    with offloads.apply(model):
+    with Races().running(), Offloads().apply(model):
         for _ in range(2):
             loss = model(batch_of())
             # Backward stops in the middle: what was fetched for its next blocks is not used.
@@ -49,32 +49,35 @@ def test_memory_is_not_given_back_while_copies_of_it_run(which, error, seed):
                 with pytest.raises(error):
                     model(batch_of()).backward()
                 model.blocks[3].down = good
-            offloads.copies.synchronize()
-    assert offloads.copies.problems == []
     if checkpointing is not None:
         checkpointing.undo()
 
 
-class _FullAtFirst(SimulatedCopies):
-    """The device has no room for what comes back second."""
+class _FullAtFirst(TorchDispatchMode):
+    """The device has no room for what comes back first."""
 
-    def to_device(self, targets: Any, sources: Any) -> Callable[[], None]:
-        self.num_started += 1
-        if self.num_started == NUM_BLOCKS + 2:
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_failed = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_fetch = func is torch.ops.aten.empty.memory_format and args == ([INPUT],)
+        if is_fetch and torch._C._current_graph_task_id() != -1 and not self.has_failed:
+            self.has_failed = True
             raise torch.OutOfMemoryError
-        return super().to_device(targets, sources)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("which", ["all", None])
 def test_backward_can_be_repeated_after_out_of_memory(which):
-    model, offloads = Chain(), Offloads(make_copies=_FullAtFirst)
+    model = Chain()
     model(batch_of()).backward()
     expected = gradients_of(model)
     checkpointing = None if which is None else ActivationCheckpointing(which).apply(model)
-    with offloads.apply(model):
+    with Races().running(), Offloads().apply(model):
         loss = model(batch_of())
         model.zero_grad()
-        with pytest.raises(torch.OutOfMemoryError):
+        with pytest.raises(torch.OutOfMemoryError), _FullAtFirst():
             loss.backward(retain_graph=True)
         model.zero_grad()
         loss.backward()
@@ -203,6 +206,21 @@ def test_unpacking_upwards_does_not_fill_the_device():
             output.backward(retain_graph=True)
             num_bytes.append(live.breakdown.activation_bytes + live.breakdown.temporary_bytes)
         assert max(num_bytes) <= num_bytes[0]
+
+
+def test_what_came_in_vain_leaves_while_backward_runs():
+    """Of a block that backward leaves out."""
+    model, seen = Chain(), []
+    with LiveTensors(model) as live, offloading(model, None):
+        outputs = [block(torch.randn(1024, WIDTH)) for block in model.blocks]
+        loss = outputs[0].mean() + outputs[-1].mean()
+
+        def look(_: Tensor) -> None:
+            seen.append(live.breakdown.activation_bytes // INPUT)
+
+        model.blocks[0].up.weight.register_hook(look)
+        loss.backward()
+    assert seen == [NUM_BLOCKS]  # the outputs
 
 
 def test_what_a_failed_backward_pass_fetched_leaves_with_the_next_block():

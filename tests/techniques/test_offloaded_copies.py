@@ -16,8 +16,7 @@ from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from tests.cases import make_batch, make_model
-from tests.techniques.simulated_streams import Streams
-from tests.techniques.test_simulated_offloading import streaming
+from tests.techniques.races import Races
 
 NUM_PARTS = 5  # four blocks and the head
 NUM_WEIGHTS = 4 * 6 + 2
@@ -53,9 +52,8 @@ def test_what_lies_together_is_copied_at_once(what, in_backward, monkeypatch):
         found[number] += len(pairs)
         return pairs
 
-    with streaming(Streams()):
+    with Races().running(piece_bytes=2**24):
         monkeypatch.setattr(copies, "joined", count)
-        monkeypatch.setattr(copies, "_PIECE_BYTES", 2**24)
         for number in run_steps(what, "cpu", in_backward=in_backward):  # noqa: B007
             pass
     assert found[1] == 2 * NUM_PARTS < NUM_WEIGHTS

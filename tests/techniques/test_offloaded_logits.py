@@ -10,7 +10,7 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.helpers import seed_torch
-from tests.techniques.simulated_copies import Simulation
+from tests.techniques.races import Races
 
 LABELS = torch.zeros(4, dtype=torch.long)
 
@@ -75,12 +75,12 @@ def run(what: str | None) -> list[Tensor]:
 
 # Backward watches what blocks return, for which their logits have to be there.
 @pytest.mark.filterwarnings("ignore:.chunked_cross_entropy. saves nothing")
-@pytest.mark.parametrize("seed", [None, 1])
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("what", ["optimizer", "parameters"])
-def test_losses_are_those_without_offloading(what, seed):
+def test_losses_are_those_without_offloading(what, is_late):
     """But for the rounding of logits that are there against that of chunks."""
     expected = run(None)
-    with Simulation(seed).running():
+    with Races(is_late=is_late).running():
         found = run(what)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 

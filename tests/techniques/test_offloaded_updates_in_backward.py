@@ -1,8 +1,5 @@
 """Offloaded weights that are updated in backward: the same training without whole gradients."""
 
-import contextlib
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +14,7 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights import tiled_steps
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
-from lightning_memsave.techniques.offloading import residence, technique
-from lightning_memsave.techniques.offloading.copies import StreamCopies
-from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading import residence
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
@@ -27,9 +22,7 @@ from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UP
 from tests.cases import MODELS, Model, make_batch, make_model
 from tests.helpers import InAutocast
 from tests.techniques.in_backward import assert_same, assert_same_state
-from tests.techniques.simulated_copies import SimulatedCopies
-from tests.techniques.simulated_streams import Streams
-from tests.techniques.test_simulated_offloading import streaming
+from tests.techniques.races import Races
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1),
@@ -163,15 +156,13 @@ class TestBitwise:
                     run.model.load_state_dict(run.model.state_dict())
         assert_same(ours.model, theirs.model)
 
-    @pytest.mark.parametrize("seed", [None, 0, 1])
+    @pytest.mark.parametrize("is_late", [False, True])
     @pytest.mark.parametrize("rounding", [None, "master", "split"])
-    def test_with_copies_that_are_late(self, seed, rounding):
-        ours, theirs = Run(rounding=rounding), Run(rounding=rounding, in_backward=False)
-        assert ours.handle.residence is not None
-        residence = ours.handle.residence
-        residence.copies = SimulatedCopies(residence.worker, seed)
-        assert_bitwise(ours, theirs)
-        assert residence.copies.problems == []
+    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
+    def test_on_streams(self, what, rounding, is_late):
+        how: dict[str, Any] = {"what": what, "rounding": rounding}
+        with Races(is_late=is_late).running():
+            assert_bitwise(Run(**how), Run(**how, in_backward=False))
 
 
 class _OnAnotherDevice(Part):
@@ -239,33 +230,6 @@ class TestUsedTwice:
             made.model(make_batch(number)).backward()
             assert all(param.grad is None for param in made.model.blocks.parameters())
             made.optimizer.step()
-
-
-class _DoesNotWaitForGradients(StreamCopies):
-    def landing(self) -> Callable[[], None]:
-        return lambda: None
-
-
-class TestOnStreams:
-    """What is written for a GPU, though its streams and the worker are simulated."""
-
-    @pytest.mark.parametrize("seed", [None, 1, 2])
-    @pytest.mark.parametrize("rounding", [None, "master", "split"])
-    @pytest.mark.parametrize("what", ["optimizer", "parameters"])
-    def test_the_same_bits(self, what, rounding, seed):
-        how: dict[str, Any] = {"what": what, "rounding": rounding}
-        with streaming(Streams(seed)):
-            assert_bitwise(Run(**how), Run(**how, in_backward=False))
-
-    @pytest.mark.parametrize("waits", [True, False])
-    def test_a_missing_wait_is_seen(self, monkeypatch, waits):
-        """Where updates begin at once, before gradients have landed."""
-        of_copies = StreamCopies if waits else _DoesNotWaitForGradients
-        expected = contextlib.nullcontext() if waits else pytest.raises(AssertionError)
-        with expected, streaming(Streams(), of_copies):
-            at_once = functools.partial(HostWorker, in_background=False)
-            monkeypatch.setattr(technique, "HostWorker", lambda **_: at_once())
-            assert_bitwise(Run(), Run(in_backward=False))
 
 
 class TestMemory:

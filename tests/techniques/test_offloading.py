@@ -176,9 +176,13 @@ class TestUpdates:
         assert len(submitted) == len(order)
         handle.undo()
 
-    @pytest.mark.parametrize("look", ["state_dict", "of a submodule", "of the optimizer", "load"])
+    @pytest.mark.parametrize(
+        "look",
+        ["state_dict", "of a submodule", "of the optimizer", "load", "load into the optimizer"],
+    )
     def test_end_before_somebody_looks(self, offloaded, look):
         offloaded.step(0)
+        saved = copy.deepcopy(offloaded.optimizer.state_dict())
         gate = hold(offloaded)
         offloaded.step(1)
         assert any(part.is_updating for part in offloaded.residence.parts)
@@ -189,11 +193,13 @@ class TestUpdates:
             offloaded.model.blocks[3].up.state_dict()
         elif look == "of the optimizer":
             offloaded.optimizer.state_dict()
+        elif look == "load into the optimizer":
+            offloaded.optimizer.load_state_dict(saved)
         else:
             offloaded.model.load_state_dict(make_model("dropout").state_dict())
         assert not any(part.is_updating for part in offloaded.residence.parts)
 
-    @pytest.mark.parametrize("waits", ["forward", "state_dict", "step", "undo"])
+    @pytest.mark.parametrize("waits", ["forward", "state_dict", "step", "undo", "move"])
     def test_failures_come_to_who_waits_next(self, waits):
         """And name what failed, though the step that they are of has returned."""
         made = Offloaded()
@@ -209,6 +215,7 @@ class TestUpdates:
             "state_dict": made.model.state_dict,
             "step": made.optimizer.step,
             "undo": made.close,
+            "move": lambda: made.model.to("cpu"),
         }
         with pytest.raises(RuntimeError, match="size") as caught:
             use[waits]()
@@ -517,7 +524,8 @@ class TestStreamedWeights:
             else:
                 monkeypatch.setattr(type(made.model), "run_blocks", run_checkpointed)
             made.step(0)
-            bring, num_bytes = made.residence.copies.to_device, []
+            num_bytes: list[int] = []
+            bring = made.residence.copies.to_device
 
             def count(targets: Any, sources: Any, bring: Any = bring, into: Any = num_bytes) -> Any:
                 into.append(sum(target.nbytes for target in targets))

@@ -7,6 +7,7 @@ stashes that stay after an error (`test_offloaded_activations_limits`), only one
 (`test_contract`), strategies (`tests/callbacks/test_offload`).
 """
 
+import contextlib
 import gc
 import threading
 import warnings
@@ -31,7 +32,7 @@ from tests.cases import make_batch, make_model
 from tests.helpers import adamw
 from tests.techniques.offloaded_chain import Block, Chain, Failing, batch_of
 from tests.techniques.offloaded_loops import assert_equal, clones
-from tests.techniques.simulated_copies import Simulation
+from tests.techniques.races import Races
 
 EVERYTHING = Offloading("parameters+activations", min_bytes=1)
 
@@ -63,7 +64,7 @@ def test_gradients_of_a_failed_pass_do_not_reach_the_next_step(in_backward, rese
         torch.manual_seed(0)
         model = Chain()
         optimizer = adamw(model)
-        with Simulation().running() if simulated else pytest.MonkeyPatch.context():
+        with Races(is_late=True).running() if simulated else contextlib.nullcontext():
             handle = Offloading("parameters").apply(model) if is_saving else None
             step(model, optimizer, batch_of(64))
             good = model.blocks[2].get_submodule("down")
@@ -179,7 +180,7 @@ class Runtime:
 
 @contextmanager
 def locked(runtime: Runtime) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch, Simulation(locks=True).running():
+    with pytest.MonkeyPatch.context() as patch, Races().running():
         patch.setattr(torch.cuda, "cudart", lambda: runtime)
         yield
 
@@ -222,6 +223,17 @@ def test_memory_that_cannot_be_locked_is_not_out_of_memory(room):
     plain = make_model("dropout")
     step(plain, adamw(plain), make_batch(0))
     assert_equal(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_locked_is_no_error_of_the_next_kernel():
+    memory, runtime = HostMemory(), torch.cuda.cudart()
+    (made,) = memory.tensors_like([torch.empty(2**20, device="cuda")])
+    assert int(runtime.cudaHostRegister(made.data_ptr(), made.nbytes, 0)) == 0
+    with pytest.warns(MemsaveWarning, match="page-locked"):
+        memory.lock()  # pages are locked once only
+    assert torch.ones(3, device="cuda").sum().item() == 3
+    assert int(runtime.cudaHostUnregister(made.data_ptr())) == 0
 
 
 @pytest.mark.parametrize("fails", [False, True])

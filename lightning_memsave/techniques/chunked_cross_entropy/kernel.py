@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_memsave.core.label_counts import known_count
-from lightning_memsave.core.memory import is_fake, mark_as_host
+from lightning_memsave.core.memory import host_copies, is_fake, mark_as_host, on_cuda
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.call import Call, LossSettings, Operands
 from lightning_memsave.techniques.chunked_cross_entropy.chunks import Gradients, Results, run
@@ -56,12 +56,15 @@ class _Counted:
             self._num_counted = counted
             self._largest = max(self._largest, num_rows if _is_most(counted, num_rows) else 0)
             return
-        # Into pinned memory, if it is on a CUDA GPU.
-        self._num_counted = counted.sum().to("cpu", non_blocking=counted.is_cuda)
-        mark_as_host(self._num_counted)
-        if counted.is_cuda:  # pragma: no cover (gpu)
+        number = counted.sum()
+        with host_copies():
+            landing = torch.empty_like(number, device="cpu", pin_memory=number.is_cuda)
+            mark_as_host(landing)
+            self._num_counted = landing.copy_(number, non_blocking=True)
+        if on_cuda(counted):
             # Of this device, which need not be the current one.
-            self._event = torch.cuda.current_stream(counted.device).record_event()
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(torch.cuda.current_stream(counted.device))
 
 
 def _is_most(num_counted: int, num_rows: int) -> bool:

@@ -98,7 +98,6 @@ class Copies:
 
     def landing(self) -> Callable[[], None]:
         """Return a function that lets the host's thread wait for what `to_host` has begun."""
-        self.finish()
         return _nothing_to_wait_for
 
     def send_to_host(

@@ -28,10 +28,7 @@ class Updates(Protocol):
     """What updates a table, perhaps later than its optimizer steps."""
 
     def bring_up_to_date(self, ids: Tensor | None) -> None:
-        """Do the missed steps of some rows, or of all."""
-
-    def wait(self) -> None:
-        """Wait for the update that runs."""
+        """Do the missed steps of some rows, or of all, after the update that runs."""
 
 
 class HostTable(HostWeight):
@@ -101,17 +98,11 @@ class HostTable(HostWeight):
                 undo.append(patch_method(module, forward))
         return undo
 
-    def wait(self) -> None:
-        """Wait for the update that runs, and raise what it has raised."""
-        if self.updates is not None:
-            self.updates.wait()
-
     def bring_up_to_date(self) -> None:
         """Let all rows be as if they had been updated in each step.
 
         Needed before ``weight`` is read directly; ``state_dict`` and evaluation do it.
         """
-        self.wait()
         if self.updates is not None:
             self.updates.bring_up_to_date(None)
 
@@ -202,7 +193,6 @@ class HostTable(HostWeight):
         self._pieces.append((ids, landing))
 
     def _follow(self, tensor: Tensor) -> None:
-        self.wait()
         if torch._C._current_graph_task_id() == -1:  # otherwise, recomputation
             self._pieces.clear()  # of a backward pass that has failed
             self._has_gradient = None

@@ -1,0 +1,1 @@
+"""Whether a test fails for each wait that is missing."""

@@ -1,0 +1,3 @@
+"""What may be removed without any difference, and why."""
+
+EQUIVALENT: dict[str, str] = {}

@@ -1,0 +1,439 @@
+"""Short trainings on simulated streams: for each wait that is missing one of these fails.
+
+`python -m benchmarks.mutations` removes them one by one.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_memsave.core.memory import is_host
+from lightning_memsave.techniques.activation_checkpointing.technique import (
+    ActivationCheckpointing,
+)
+from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
+from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.offloading.copies import StreamCopies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
+from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
+from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
+from tests.cases import make_batch, make_model
+from tests.helpers import InAutocast
+from tests.techniques.offloaded_chain import Chain, Offloads, batch_of
+from tests.techniques.offloaded_loops import Offloaded, assert_equal, clones
+from tests.techniques.races import Races
+from tests.techniques.test_host_table import Model, TiedModel, batch, on_host
+
+ON_HOST: dict[str, Any] = {
+    "weights": {},
+    "in bfloat16": {"rounding": "master"},
+    "halves, in backward": {"rounding": "split", "in_backward": True},
+    "blocks": {"what": "parameters"},
+    "blocks, in backward": {"what": "parameters", "in_backward": True},
+    "blocks in bfloat16": {"what": "parameters", "rounding": "master"},
+    "everything": {"what": "parameters+activations"},
+    "all activations": {"what": "activations", "recomputes": False},
+    "table": {"what": "parameters+embeddings", "name": "tied"},
+    "rows": {"what": "embeddings", "name": "classifier"},
+}
+
+
+def train(
+    *,
+    name: str = "dropout",
+    what: str | None = "optimizer",
+    rounding: str | None = None,
+    in_backward: bool = False,
+    recomputes: bool = True,
+) -> dict[str, Tensor]:
+    """Two steps, each with gradients of two batches if they are not used at once."""
+    model = make_model(name).train()
+    if "embeddings" in (what or ""):
+        ChunkedCrossEntropy(heads="head", chunk_size=2).apply(model)
+    if recomputes:
+        ActivationCheckpointing().apply(model)
+    undo: list[Callable[[], None]] = []
+    if what is not None:
+        technique = Offloading(what, min_bytes=1, min_table_bytes=1)
+        handle = technique.apply(model)
+        undo.append(handle.undo)
+    run = model
+    if rounding is not None:
+        LowPrecisionWeights(rounding).apply(model)
+        run = InAutocast(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    if what not in (None, "activations"):
+        undo.append(technique.update_in_background(optimizer).undo)
+    if in_backward:
+        OptimizerInBackward().apply(optimizer)
+    for number in range(2):
+        for part in range(1 if in_backward else 2):
+            torch.manual_seed(number)
+            run(make_batch(10 * number + part)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for function in reversed(undo):
+        function()
+    return clones(model.state_dict())
+
+
+@functools.cache
+def trained_at_once(kind: str) -> dict[str, Tensor]:
+    """The same with copies that are done when they begin, which other tests compare."""
+    return train(**ON_HOST[kind])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("kind", ON_HOST)
+def test_training(kind, is_late):
+    with Races(is_late=is_late).running() as races:
+        found = train(**ON_HOST[kind])
+    assert_equal(found, trained_at_once(kind))
+    assert races.copied_bytes > 0
+    assert races.num_spins == 0  # the core is for the updates
+
+
+@pytest.mark.parametrize("num_bytes", [64, 8192])
+def test_gradients_on_their_way_to_the_host_do_not_fill_the_device(num_bytes):
+    piece_bytes, held_bytes = 2048, 10_000
+    with Races().running(piece_bytes, held_bytes) as races:
+        memory, worker = HostMemory(), HostWorker(in_background=True)
+        copies = StreamCopies(worker, memory, torch.device("cpu"))
+        num_sources = 20 * held_bytes // num_bytes
+        targets = memory.tensors_like([torch.empty(num_bytes // 4)] * num_sources)
+        before, seen = races.device_bytes, []
+        for target in targets:
+            copies.to_host(target, torch.ones(num_bytes // 4), adds=False)
+            seen.append(races.device_bytes - before)
+        assert 0 < max(seen) <= held_bytes + 2 * piece_bytes + num_bytes
+        copies.finish()
+        assert races.device_bytes == before
+
+
+def test_no_gradient_is_on_the_device_after_a_pass_with_updates():
+    with Races(is_late=True).running() as races:
+        made = Offloaded(what="parameters")
+        OptimizerInBackward().apply(made.optimizer)
+        with torch.no_grad():
+            made.model(make_batch(0))
+        before = races.device_bytes
+        for number in range(2):
+            made.model(make_batch(number)).backward()
+            assert races.device_bytes == before
+            made.optimizer.step()
+        made.close()
+
+
+class TestWeights:
+    def test_blocks_that_came_in_vain_leave(self):
+        """As in LayerDrop."""
+        with Races().running():
+            made = Offloaded(what="parameters")
+            made.step(0)
+            blocks = made.model.blocks
+            made.model.blocks = nn.ModuleList([*blocks.children()][::3])
+            made.step(1)
+            made.model.blocks = blocks
+            made.close()
+
+    @pytest.mark.parametrize("loads", [False, True])
+    def test_change_while_they_may_still_be_copied(self, loads):
+        """For a loss that nobody has read yet."""
+        with Races().running():
+            made = Offloaded()
+            made.residence.is_watched = not loads
+            made.step(0)
+            with torch.no_grad():
+                made.model(make_batch(1))
+            if loads:
+                made.model.load_state_dict(make_model("tuple_output").state_dict())
+            else:
+                halve(made.model)
+            made.step(2)
+            made.close()
+
+    def test_change_while_they_may_still_be_updated(self):
+        with Races(is_late=True).running():
+            made = Offloaded()
+            made.residence.is_watched = True
+            for number in range(2):
+                made.step(number)
+                halve(made.model)
+            made.close()
+
+    def test_gradients_of_a_failed_pass_are_not_added_to_those_of_the_next(self):
+        """Which lands first decides, as sums are made by the host."""
+        with Races(is_late=True).running():
+            made = Offloaded()
+            made.step(0)
+            made.model(make_batch(1)).backward()
+            hook = made.model.get_parameter("blocks.0.up.weight").register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                made.model(make_batch(2)).backward()
+            hook.remove()
+            made.optimizer.zero_grad()
+            made.step(3)
+            made.close()
+
+    def test_an_optimizer_that_couples_them_has_whole_ones(self):
+        found = []
+        for optimizer in (torch.optim.AdamW, _Coupled):
+            with Races(is_late=True).running():
+                model = make_model("dropout").train()
+                technique = Offloading()
+                handle = technique.apply(model)
+                LowPrecisionWeights("split").apply(model)
+                updates = technique.update_in_background(own := optimizer(model.parameters()))
+                for number in range(3):
+                    torch.manual_seed(number)
+                    InAutocast(model)(make_batch(number)).backward()
+                    own.step()
+                    own.zero_grad()
+                updates.undo()
+                handle.undo()
+            found.append(clones(model.state_dict()))
+        for name, value in found[0].items():
+            torch.testing.assert_close(found[1][name], value)
+
+    def test_are_changed_by_an_optimizer_in_ways_that_torch_does_not_see(self):
+        """Between two calls of a closure, after an evaluation, or without any."""
+        for kind, has_closure in ((_ZerothOrder, True), (_Unseen, False)):
+            found = []
+            for races in (None, Races(is_late=True)):
+                with contextlib.nullcontext() if races is None else races.running():
+                    model = make_model("dropout").eval()
+                    optimizer, undo = kind(model.parameters(), lr=1e-3), []
+                    if races is not None:
+                        technique = Offloading()
+                        undo.append(technique.apply(model).undo)
+                        undo.append(technique.update_in_background(optimizer).undo)
+                    closure = functools.partial(evaluate, model)
+                    for _ in range(2):
+                        closure()
+                        model(make_batch(0)).backward()
+                        optimizer.step(*[closure] * has_closure)
+                        optimizer.zero_grad()
+                    for function in reversed(undo):
+                        function()
+                found.append(clones(model.state_dict()))
+            assert_equal(*found)
+
+    @pytest.mark.parametrize("end", ["wait", "undo", "undo of the updates"])
+    def test_are_complete_after(self, end):
+        with Races(is_late=True).running():
+            model = make_model("tied").train()
+            ChunkedCrossEntropy(heads="head").apply(model)
+            technique = Offloading("parameters+embeddings", min_table_bytes=1)
+            handle = technique.apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            updates = technique.update_in_background(optimizer)
+            model(make_batch(0)).backward()
+            optimizer.step()
+            {"wait": handle.wait, "undo": handle.undo}.get(end, updates.undo)()
+            for param in model.parameters():
+                param.detach().clone()
+
+    def test_of_two_optimizers_in_one_block(self):
+        """One converts all weights of the block in the background, the other changes some."""
+        with Races(is_late=True).running():
+            model = make_model("dropout").train()
+            technique = Offloading()
+            handle = technique.apply(model)
+            LowPrecisionWeights("master").apply(model)
+            params = [*model.parameters()]
+            matrices = torch.optim.AdamW([p for p in params if p.ndim > 1])
+            others = torch.optim.SGD([p for p in params if p.ndim == 1])
+            updates = technique.update_in_background(matrices)
+            for number in range(2):
+                InAutocast(model)(make_batch(number)).backward()
+                matrices.step()
+                others.step()
+                model.zero_grad()
+            updates.undo()
+            handle.undo()
+
+    def test_that_are_frozen_are_on_the_host_after_backward(self):
+        with Races().running():
+            made = Offloaded(what="parameters")
+            made.model.blocks.requires_grad_(False)
+            made.model.head.requires_grad_(False)
+            made.model(make_batch(0).requires_grad_()).backward()
+            params = made.model.parameters()
+            assert all(is_host(param.untyped_storage()) for param in params)
+            made.close()
+
+    def test_change_their_type_after_a_failed_pass(self):
+        """Which has begun to fetch what it did not use."""
+        with Races().running():
+            made = Offloaded()
+            hook = made.model.blocks[0].register_forward_hook(lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                made.model(make_batch(0))
+            hook.remove()
+            LowPrecisionWeights("master").apply(made.model)
+            made.close()
+
+
+def evaluate(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        loss: Tensor = model(make_batch(0))
+    return loss
+
+
+class _Unseen(torch.optim.SGD):
+    """As kernels of others, which count no version."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(param.grad, alpha=-1e-2)
+
+
+class _Coupled(torch.optim.AdamW):
+    """Nobody knows what it does."""
+
+
+class _ZerothOrder(torch.optim.SGD):
+    """From losses at two points, as MeZO."""
+
+    def step(self, closure: Any = None) -> Any:
+        losses = []
+        for factor in (1e-3, -2e-3):
+            self._move(factor)
+            losses.append(closure().item())
+        self._move(1e-3 + losses[1] - losses[0])
+        return losses[0]
+
+    def _move(self, factor: float) -> None:
+        for param in self.param_groups[0]["params"]:
+            param.data.add_(factor)
+
+
+def halve(model: nn.Module) -> None:
+    """Change weights in a way that torch does not see, as a callback may."""
+    for param in model.parameters():
+        param.data.mul_(0.5)
+
+
+class TestActivations:
+    def test_host_memory_is_freed_after_copies_to_it(self):
+        """Of a graph that nobody needs any more, for a longer batch."""
+        model = Chain()
+        with Races().running(), Offloads().apply(model):
+            for size in (64, 128):
+                loss = model(batch_of(size))
+                del loss
+
+    def test_device_memory_stays_until_a_copy_is_done(self):
+        """The graph of a block dies while the next one runs."""
+        model = Chain()
+        with Races().running(), Offloads().apply(model):
+            graph = [model.blocks[0](model.stem(batch_of()))]
+            model.blocks[1].register_forward_pre_hook(lambda *_: graph.clear())
+            model.blocks[1](torch.ones(1024, 32))
+
+    def test_what_came_in_vain_leaves_after_it_came(self):
+        """Backward stops before it is used."""
+        model = Chain()
+        with Races().running(), Offloads().apply(model):
+            loss = model(batch_of())
+            torch.autograd.grad(loss, [*model.blocks[2].parameters()])
+            del loss
+            model(batch_of()).backward()
+
+
+class TestTables:
+    def test_zeros_are_written_after_copies_have_ended(self):
+        """Of the tiles of a head that serves as a classifier of some words, too."""
+        model = TiedModel([slice(0, 9), slice(5, 50)])
+        chunks = ChunkedCrossEntropy(heads="head", chunk_size=4)
+        with Races().running(piece_bytes=512), chunks.apply(model):
+            _, undo = on_host(model, None)
+            model(batch(0)).backward()
+            undo()
+
+    @pytest.mark.parametrize("beside", ["nothing", "weights"])
+    def test_gradients_become_zero_after_they_were_read(self, beside):
+        what = {"nothing": "embeddings", "weights": "parameters+embeddings"}[beside]
+        with Races(is_late=True).running():
+            model = make_model("tied").train()
+            ChunkedCrossEntropy(heads="head").apply(model)
+            technique = Offloading(what, min_table_bytes=1)
+            handle = technique.apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            updates = technique.update_in_background(optimizer)
+            for number in range(2):
+                model(make_batch(number)).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            updates.undo()
+            handle.undo()
+
+    def test_are_complete_when_they_come_back(self):
+        with Races(is_late=True).running():
+            model = make_model("classifier").train()
+            technique = Offloading("embeddings", min_table_bytes=1)
+            handle = technique.apply(model)
+            optimizer = torch.optim.AdamW(model.parameters())
+            technique.update_in_background(optimizer)
+            model(make_batch(0)).backward()
+            optimizer.step()
+            handle.undo()
+            clones(model.state_dict())
+
+    def test_a_failed_update_is_told_by_the_next_step(self):
+        with Races(is_late=True).running():
+            model = Model()
+            optimizer = torch.optim.AdamW(model.parameters())
+            table, _ = on_host(model, optimizer)
+            model(batch(0)).backward()
+            optimizer.step()
+            table.bring_up_to_date()
+            optimizer.state[model.table.weight]["exp_avg"] = torch.zeros(3, 3)
+            optimizer.step()
+            with pytest.raises(IndexError):
+                optimizer.step()
+
+
+class TestHeldGradients:
+    def test_are_copied_beside_backward(self):
+        found = []
+        for races in (None, Races()):
+            model = make_model("dropout").train()
+            optimizer = torch.optim.AdamW(model.parameters())
+            with contextlib.nullcontext() if races is None else races.running():
+                handle = OptimizerInBackward(clip_norm=0.1).apply(optimizer)
+                for number in range(3):
+                    torch.manual_seed(number)
+                    model(make_batch(number)).backward()
+                    optimizer.step()
+                handle.undo()
+            found.append(clones(model.state_dict()))
+        assert_equal(*found)
+
+    def test_are_discarded_after_they_were_copied(self):
+        model = make_model("dropout").train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Races().running():
+            handle = OptimizerInBackward(clip_norm=0.1).apply(optimizer)
+            hook = model.get_parameter("blocks.1.up.weight").register_hook(lambda _: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(make_batch(0)).backward()
+            hook.remove()
+            ACTIVE_UPDATES[optimizer].forget()
+            model(make_batch(1)).backward()
+            optimizer.step()
+            handle.undo()
+
+
+def test_rows_with_a_label_are_counted_before_the_next_call_needs_their_number():
+    model = TiedModel()
+    with Races().running(), ChunkedCrossEntropy(heads="head").apply(model):
+        for number in range(4):
+            model(batch(number)).backward()
