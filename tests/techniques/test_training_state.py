@@ -42,7 +42,7 @@ PLAIN: dict[str, Callable[[], Tensor]] = {
     ),
 }
 OTHERS: dict[str, Callable[[], Tensor]] = {
-    "coo": lambda: torch.eye(3).to_sparse(),
+    "coordinates": lambda: torch.eye(3).to_sparse(),
     "csr": lambda: torch.eye(3).to_sparse_csr(),
     "csc": lambda: torch.eye(3).to_sparse_csc(),
     "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),

@@ -1,6 +1,7 @@
 """The host's side of offloading on CUDA: scales of losses, devices, worker processes, waits."""
 
 import pytest
+
 from tests.virtual_gpu.processes import run_python
 
 pytestmark = pytest.mark.gpu

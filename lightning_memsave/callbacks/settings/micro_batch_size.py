@@ -186,15 +186,7 @@ class MicroBatchSetting(Setting):
             warn_of_batch_norm(trainer, pl_module, self.value)
 
     def start(self, trainer: Any, pl_module: Any) -> None:
-        """Find half-precision parameters of modules that are built after ``setup``.
-
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
-        Raises:
-            IncompatibleError: If there are any and a size was requested.
-        """
+        """Find half-precision parameters of modules that are built after ``setup``."""
         if self.technique is None or not self._undo:
             return
         self._probe = BatchProbe()
