@@ -175,6 +175,14 @@ def test_what_the_allocator_is_asked_for(tape):
         assert live[key] >= 0
 
 
+@pytest.mark.parametrize(("has_run", "first"), [(False, 3), (True, 1)])
+def test_workspaces_lie_where_the_first_products_make_them(tape, has_run, first):
+    tape.recording.events[0].op = ""  # there before the first batch
+    tape.recording.first_products = {"forward": 3, "backward": 5}
+    changes = Peaks(tape.recording, (), (7, 9), has_run=has_run).changes()
+    assert [at for at, (_, change, _) in enumerate(changes) if change in {7, 9}] == [first, 6]
+
+
 def test_a_category_that_was_claimed_later_counts_from_the_start():
     tape = Tape()
     tape.make("w", 100, "parameter", "a", "forward")

@@ -309,3 +309,46 @@ def test_tensors_without_data_are_followed_as_real_ones():
             highest = max(live, highest)
         peaks.append(highest)
     assert peaks[0] == peaks[1]
+
+
+class TestAllocations:
+    """As CUDA makes them: in its order, and none that only a mode or a fake tensor causes."""
+
+    def test_a_sum_of_gradients_in_place_is_the_storage_of_the_first(self):
+        x = torch.ones(3, 4, requires_grad=True)
+
+        def step():
+            y = x.exp()
+            (y.sin() + y.cos()).sum().backward()
+
+        changes = [(e.op, e.change) for e in record(nn.Module(), step).events]
+        assert not [change for op, change in changes if op == "aten.add" and change > 0][1:]
+        live: dict[int, int] = {}
+        for event in record(nn.Module(), step).events:
+            key = id(event.storage)
+            live[key] = live.get(key, 0) + event.change
+            assert live[key] >= 0
+
+    def test_the_gradient_of_an_index_is_written_into_zeros(self):
+        x = torch.ones(3, 4, requires_grad=True)
+        recording = record(nn.Module(), lambda: x[torch.tensor([0, 2])].sum().backward())
+        assert "aten.index_put" not in {e.op for e in recording.events if e.change > 0}
+        assert "aten.new_zeros" in {e.op for e in recording.events if e.change > 0}
+
+    def test_dropout_makes_its_mask_first(self):
+        recording = record(nn.Module(), lambda: torch.native_dropout(X, 0.5, True))
+        sizes = [e.change for e in recording.events if e.op == "aten.native_dropout"]
+        assert sizes[:2] == [X.numel(), X.nbytes]
+
+    def test_the_first_products_of_both_threads(self):
+        model = Net()
+        recording = record(model, lambda: model(X).backward())
+        names = [recording.events[at - 1].op for at in recording.first_products.values()]
+        assert list(recording.first_products) == ["forward", "backward"]
+        assert names == ["aten.mm", "aten.mm"]
+
+    def test_parameters_lie_in_the_order_in_which_a_model_is_moved(self):
+        model = Net()
+        model.register_parameter("last", nn.Parameter(torch.ones(5)))
+        events = record(model, lambda: None).events
+        assert [e.change for e in events][:3] == [4 * 32, 4 * 16, 4 * 5]

@@ -22,6 +22,9 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 )
 from lightning_memsave.techniques.chunked_cross_entropy.technique import ChunkedCrossEntropy
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
+from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
+from lightning_memsave.techniques.micro_batching.training_state import ModuleState
+from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.residence import leave_device
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -425,6 +428,24 @@ class TestMasters:
                 one.zero_grad()
         assert_equal(model.state_dict(), {n: masters[n].detach() for n in model.state_dict()})
         low.undo()
+        handle.undo()
+
+    def test_weights_first_sent_in_a_proof_of_the_loss_keep_their_type(self, monkeypatch):
+        """The proof widens half precision, but what it has sent is used in all later steps."""
+        sent, send = [], Copies.to_device
+        monkeypatch.setattr(
+            Copies,
+            "to_device",
+            lambda self, to, of: sent.extend(zip(to, of, strict=True)) or send(self, to, of),
+        )
+        model, batch = make_model("classifier").train(), make_batch(0)
+        handle = Offloading().apply(model)
+        LowPrecisionWeights("master").apply(model)
+        with torch.no_grad(), LossProbe(ModuleState(model, batch), is_sharp=False):
+            InAutocast(model)(batch)
+        InAutocast(model)(batch).backward()
+        assert {source.dtype for _, source in sent} == {torch.bfloat16, torch.float32}
+        assert all(target.dtype is source.dtype for target, source in sent)
         handle.undo()
 
     def test_device_has_two_bytes_per_weight(self):
