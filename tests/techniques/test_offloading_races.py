@@ -338,6 +338,15 @@ class TestActivations:
             model.blocks[1].register_forward_pre_hook(lambda *_: graph.clear())
             model.blocks[1](torch.ones(1024, 32))
 
+    def test_what_a_graph_fetched_comes_before_its_memory_goes(self):
+        """Of a block that backward leaves out; its graph dies meanwhile."""
+        model = Chain()
+        with Races().running(), Offloads().apply(model):
+            outputs = [block(torch.randn(1024, 32)) for block in model.blocks]
+            loss = outputs[0].mean() + outputs[-1].mean()
+            model.blocks[-1].up.weight.register_hook(lambda _: outputs.clear())
+            loss.backward()
+
     def test_what_came_in_vain_leaves_after_it_came(self):
         """Backward stops before it is used."""
         model = Chain()
