@@ -1,6 +1,7 @@
 """What all benchmarks share: provenance, result files, models, tables."""
 
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -53,7 +54,8 @@ def device_name() -> str:
         For example ``"NVIDIA H100 80GB HBM3"``.
     """
     if torch.cuda.is_available():
-        return str(torch.cuda.get_device_name())
+        is_virtual = "libvgpu" in os.environ.get("LD_PRELOAD", "")
+        return ("virtual " if is_virtual else "") + str(torch.cuda.get_device_name())
     info = Path("/proc/cpuinfo")
     if info.exists():
         for line in info.read_text(encoding="utf-8").splitlines():

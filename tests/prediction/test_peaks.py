@@ -270,3 +270,18 @@ def test_room_for_gradients_that_wait_below_the_peak():
                 tape.free("t", "backward")
         tape.end_batch()
         assert room_for_gradients(tape.recording, taken) == expected, temporary
+
+
+def test_reserved_memory_follows_the_allocators_settings(monkeypatch):
+    tape = Tape()
+    for name, mib in (("a", 12), ("b", 13)):
+        tape.make(name, mib * MIB, "activation", "a", "forward")
+        tape.free(name, "forward")
+    tape.end_batch()
+    found = []
+    for settings in ("", "expandable_segments:True"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", settings)
+        prediction = summarise(tape.recording, device="cuda", model="Net")
+        found.append((prediction.allocated_bytes, prediction.reserved_bytes))
+    # Two segments of fixed size, of which the rest of 1 MiB is not split off, or pages of 20 MiB.
+    assert found == [(14 * MIB, 26 * MIB), (13 * MIB, 20 * MIB)]
