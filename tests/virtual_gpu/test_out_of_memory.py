@@ -8,7 +8,7 @@ pytestmark = pytest.mark.gpu
 
 # Model, preset, place, owner of the rest, and the share of what is needed that is left.
 CASES = {
-    "the module does not fit": ("GPT-2", "classic", "start", "card", 0.05),
+    "the module does not fit": ("GPT-2", "classic", "start", "tensor", 0.05),
     "a longer batch, weights on the host": ("RoBERTa", "offload optimizer", "late", "tensor", 0.3),
     "updates in backward": ("GPT-2", "single_gpu", "late", "limit", 0.3),
     "validation": ("Llama", "bitwise", "validation", "card", 0.2),
