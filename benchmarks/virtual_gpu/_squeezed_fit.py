@@ -92,7 +92,8 @@ class SqueezedFit:
     def run(self) -> dict[str, Any]:
         """Train; give everything as plain values."""
         counters.set_memory(self.capacity_bytes)
-        torch._C._cuda_attach_out_of_memory_observer(self._observe)
+        attach: Any = torch._C  # untyped where torch is built without CUDA
+        attach._cuda_attach_out_of_memory_observer(self._observe)
         torch.manual_seed(0)
         self.lit = _Lit(self.build(), self)
         if self.squeeze is not None and self.squeeze.place == "start":
@@ -101,7 +102,7 @@ class SqueezedFit:
             observer = OOMObserver(folder, predict=False)
             self.memsave = None
             if self.settings is not None:
-                off = dict.fromkeys(("monitor", "predict", "report"), False)
+                off: Any = dict.fromkeys(("monitor", "predict", "report"), False)
                 self.memsave = MemSaveCallback(**self.settings, **off)
             error = self._fit([*filter(None, [self.memsave]), observer, _Phases(self)])
         report = observer.report
@@ -129,9 +130,10 @@ class SqueezedFit:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        loaders = [DataLoader(b, batch_size=None) for b in (self.batches, self.validation)]  # type: ignore[arg-type] # a list is a dataset
+        datasets: Any = (self.batches, self.validation)  # a list is a dataset
+        training, validation = (DataLoader(one, batch_size=None) for one in datasets)
         try:
-            trainer.fit(self.lit, *loaders)
+            trainer.fit(self.lit, training, validation)
         except Exception as error:
             return error
         return None

@@ -41,7 +41,8 @@ def _roberta(vocab_size: int, width: int, num_layers: int, num_heads: int) -> nn
         intermediate_size=4 * width,
         max_position_embeddings=514,
     )
-    return RobertaForMaskedLM(config).train()
+    model: nn.Module = RobertaForMaskedLM(config)
+    return model.train()
 
 
 def _llama(vocab_size: int, width: int, num_layers: int, num_heads: int) -> nn.Module:
@@ -52,7 +53,8 @@ def _llama(vocab_size: int, width: int, num_layers: int, num_heads: int) -> nn.M
         num_hidden_layers=num_layers,
         num_attention_heads=num_heads,
     )
-    return LlamaForCausalLM(config).train()
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.train()
 
 
 class _Words(nn.Module):

@@ -75,7 +75,7 @@ class _Attributed(StepCounter):
 def _num_launches() -> int:
     report = counters.report()
     library = sum(n for name, n in report["calls"].items() if name.startswith("library: "))
-    return int(report["launches"]) + library
+    return int(report["launches"] + library)
 
 
 class _OnDevice(_Counted):
@@ -104,7 +104,8 @@ class _OnDevice(_Counted):
         if self._counter is None:
             self.report = counters.report()
             self.state_bytes = host_state_bytes(self)  # Lightning moves all of it at the end
-            self.by_operator = getattr(counter, "launches", self.by_operator)
+            if isinstance(counter, _Attributed):
+                self.by_operator = counter.launches
 
 
 def count_on_device(

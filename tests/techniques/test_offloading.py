@@ -432,12 +432,14 @@ class TestMasters:
 
     def test_weights_first_sent_in_a_proof_of_the_loss_keep_their_type(self, monkeypatch):
         """The proof widens half precision, but what it has sent is used in all later steps."""
-        sent, send = [], Copies.to_device
-        monkeypatch.setattr(
-            Copies,
-            "to_device",
-            lambda self, to, of: sent.extend(zip(to, of, strict=True)) or send(self, to, of),
-        )
+        sent: list[tuple[Tensor, Tensor]] = []
+        send = Copies.to_device
+
+        def note(self: Copies, targets: Any, sources: Any) -> Any:
+            sent.extend(zip(targets, sources, strict=True))
+            return send(self, targets, sources)
+
+        monkeypatch.setattr(Copies, "to_device", note)
         model, batch = make_model("classifier").train(), make_batch(0)
         handle = Offloading().apply(model)
         LowPrecisionWeights("master").apply(model)
