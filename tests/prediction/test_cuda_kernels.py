@@ -29,6 +29,7 @@ from lightning_memsave.prediction.cuda.constants import (
 )
 from lightning_memsave.prediction.cuda.kernels import ASSUMPTIONS, cuda_kernels
 from lightning_memsave.prediction.fake.tensors import fake_tensors
+from lightning_memsave.prediction.fake.values import KnownValues
 from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 
@@ -781,7 +782,10 @@ def test_a_gpu_keeps_the_same(dtype, is_mixed):  # pragma: no cover (gpu)
             output.backward()
         return num_bytes
 
-    with fake_cuda(capability=torch.cuda.get_device_capability()):
+    # With the kernels of a prediction, which has norms keep their statistics in float32.
+    capability = torch.cuda.get_device_capability()
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake, KnownValues(fake), cuda_kernels(capability=capability):
         predicted = kept("cpu")
     assert predicted == pytest.approx(kept("cuda"), abs=64)
 

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -259,9 +258,7 @@ def recompute(
     buffers = ChangedBuffers(modules)
     if buffers.can_change:
         context_fn = functools.partial(buffers.contexts, context_fn)
-    output = checkpoint(
-        call, *call.tensors, use_reentrant=False, context_fn=context_fn, **_OWN_HOOKS
-    )
+    output = checkpoint(call, *call.tensors, use_reentrant=False, context_fn=context_fn)
     call.end_first()
     for results in kept:
         save_through_hooks(results)
@@ -383,12 +380,3 @@ def _held_by(value: Any, levels: int = 3) -> Iterator[tuple[Any, int]]:
     for _, item in (items_of(value) or attributes_of(value)) if levels else ():
         yield item, item._version if _is_saved(item) else 0
         yield from _held_by(item, levels - 1)
-
-
-# From torch 2.14 on it could save what "selective" keeps through the hooks around a checkpoint. As
-# that is done here for all versions, it must not do so, too, nor warn.
-_OWN_HOOKS: dict[str, Any] = (
-    {"respect_saved_tensors_hooks": False}
-    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-    else {}
-)

@@ -46,7 +46,11 @@ def keep_expensive_ops(_: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
 
 def selective_contexts(kept: list[dict[Any, dict[int, Any]]]) -> Contexts:
     """Return contexts for forward and recomputation; add what they keep to a list."""
+    forward: Any
     forward, recomputation = create_selective_checkpoint_contexts(keep_expensive_ops)
+    # From torch 2.14 on it could save what is kept through the hooks around a checkpoint, and warns
+    # that it will. As that is done here for all versions, it must not do so, too.
+    forward.respect_saved_tensors_hooks = False
     kept.append(getattr(forward, "storage", {}))
     states: list[RandomState | None] = []
     return (
