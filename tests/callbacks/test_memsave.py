@@ -556,10 +556,12 @@ def test_on_a_gpu_memory_falls_and_precision_is_chosen():
         fit(lit, callback, accelerator="gpu")
         peaks[key] = json.loads(Path("memsave_report.json").read_text())["measured"]["peak_bytes"]
     assert peaks["saving"] < 0.5 * peaks["plain"]
-    assert status(callback, "precision") == "on"
+    row = next(row for row in callback.rows if row.name == "precision")
+    # float16 overflows in models that bfloat16 trains: it has to be asked for.
     has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-    expected = "bf16-mixed" if has_bf16 else "16-mixed"
-    assert next(r.value for r in callback.rows if r.name == "precision") == expected
+    assert (row.status, row.value) == (
+        ("on", "bf16-mixed") if has_bf16 else ("unchanged", "32-true")
+    )
 
 
 @pytest.mark.parametrize("package", PACKAGES)
