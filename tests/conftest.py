@@ -118,7 +118,8 @@ def only_own_tensors() -> None:
 
 
 def _sync_debug_mode() -> int:
-    return torch.cuda.get_sync_debug_mode() if torch.cuda.is_initialized() else 0
+    is_in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # tests replace one
+    return torch.cuda.get_sync_debug_mode() if is_in_use else 0
 
 
 class ProcessState:

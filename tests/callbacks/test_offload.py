@@ -17,6 +17,7 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import low_b
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
+from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.units import format_bytes
 from tests.callbacks.lit import (
@@ -429,9 +430,9 @@ class TestMemory:
         assert callback.prediction.peak.host_bytes == host_bytes + temporary_bytes
         assert callback.monitor is not None
         assert callback.monitor.summary is not None
-        # Each tensor begins at a multiple of 64 bytes.
+        # Each tensor begins at a multiple of so many bytes.
         held_bytes = callback.monitor.summary.host_bytes
-        assert 0 <= held_bytes - host_bytes <= 64 * 4 * len(params)
+        assert 0 <= held_bytes - host_bytes <= ALIGNMENT_BYTES * 4 * len(params)
 
     @pytest.mark.parametrize(
         ("what", "model"),

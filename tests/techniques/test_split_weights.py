@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_memsave.core.memory import emulating_cuda, is_host, mark_as_host
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.low_precision_weights import tiled_steps
+from lightning_memsave.techniques.offloading.flat_memory import ALIGNMENT_BYTES
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
 from tests.cases import make_batch
 from tests.techniques.in_backward import assert_same, assert_same_state
@@ -180,7 +181,7 @@ class TestWholeWeights:
         num_bytes = sum(piece.nbytes for piece in pieces if piece is not None)
         params = [*made.model.parameters()]
         slabs = made.in_backward._updates.bytes_at_a_time
-        padding = 64 * 3 * len(params)
+        padding = ALIGNMENT_BYTES * 3 * len(params)
         assert num_bytes <= sum(4 * p.numel() for p in params) + slabs + padding
 
     def test_changes_of_weights_between_steps_count(self):

@@ -90,6 +90,9 @@ class Copies:
             else:
                 target.copy_(source)
 
+    def begin_group(self, group: object) -> None:
+        """Note to which tensors, such as the gradients of a block, the next ones belong."""
+
     def finish(self) -> None:
         """Wait until all copies are done."""
 
@@ -147,9 +150,9 @@ class StreamCopies(Copies):
     """Copies on streams of their own, which exist as long as this object.
 
     Tensors that lie one behind the other are copied at once. Small ones on their way to the host
-    wait for others, up to 16 MiB, and are put together on the device. What is copied to the host
-    stays alive until later computations wait for the copy, as its memory may be reused then: at
-    most 32 MiB and one tensor at a time.
+    wait for others of their group, up to 16 MiB, and are put together on the device. What is copied
+    to the host stays alive until later computations wait for the copy, as its memory may be reused
+    then: at most 32 MiB and one tensor at a time.
 
     The host waits only before it reads what has landed, or changes what may still be read, and one
     wait is for all copies before it.
@@ -165,6 +168,7 @@ class StreamCopies(Copies):
         self._device = device
         self._memory = memory
         self._waiting: list[_Moving] = []
+        self._group = 0
         self._held: list[_Held] = []
         self._landings: list[Future[None]] = []
         self._pieces: list[tuple[Tensor, Future[None] | None]] = []
@@ -210,6 +214,13 @@ class StreamCopies(Copies):
         else:
             self._let_go(2 * (waiting_bytes + num_bytes))  # again when they are put together
             self._waiting.append(_Moving(target, source, adds))
+
+    # Putting together needs the memory twice: not of several blocks at once.
+    def begin_group(self, group: object) -> None:
+        """Send what waits if it belongs to another group."""
+        if id(group) != self._group:
+            self._send_waiting()
+            self._group = id(group)
 
     def finish(self) -> None:
         """Wait until all copies are done."""

@@ -290,9 +290,12 @@ class Part:
         assert param.grad is not None, "hooks run when there is a gradient"
         index = self._positions[id(param)]
         adds = index in self._received or index in self._kept
+        copies.begin_group(self)
         copies.to_host(self._gradient_memory()[index], param.grad, adds=adds)
         param.grad = None
         self._received.add(index)
+        if self.is_streamed and len(self._received) == sum(p.requires_grad for p in self.params):
+            copies.begin_group(None)  # its weights leave, too
 
     def convert(self, changed: Iterable[Tensor] | None = None) -> None:
         """Convert weights that have changed to the types of the device.
