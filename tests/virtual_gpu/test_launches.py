@@ -16,7 +16,7 @@ GOLDEN = {
     "single_gpu": (483, 65, 2),
 }
 # Waits of the host, and copies to and from page-locked memory.
-OFFLOADED = {'offload="optimizer"': (2, 3, 3), 'offload="parameters"': (2, 3, 4)}
+OFFLOADED = {'offload="optimizer"': (2, 4, 3), 'offload="parameters"': (2, 4, 4)}
 
 
 @pytest.fixture(scope="module")
