@@ -193,7 +193,7 @@ def workers_alive() -> list[threading.Thread]:
 class TestThread:
     @pytest.mark.parametrize("in_backward", [False, True])
     def test_one_thread_serves_all_steps(self, in_backward, started):
-        before = len(workers_alive())
+        others = {*workers_alive()}  # of other tests, which end when they have been idle
         model = Chain()
         optimizer = adamw(model)
         technique = Offloading("parameters")
@@ -209,7 +209,7 @@ class TestThread:
         assert started.count("memsave-host") == 1
         for function in reversed(undo):
             function()
-        assert len(workers_alive()) == before
+        assert {*workers_alive()} <= others
 
     def test_it_ends_after_seconds_without_work(self, monkeypatch):
         monkeypatch.setattr(host_worker, "_IDLE_S", 1e-6)
