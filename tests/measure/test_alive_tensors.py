@@ -213,6 +213,7 @@ def test_weights_that_offloading_keeps_on_the_device_are_parameters(settings):
     with LiveTensors(model, [optimizer]) as live:
         model(torch.randn(BATCH, WIDTH)).backward()
         optimizer.step()
+        handle.wait()  # the update of a part has tensors of its own
         found = by_category(find_alive_tensors("cpu", model, [optimizer]))
         counted = live.breakdown.by_category()
     handle.undo()
