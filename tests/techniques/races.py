@@ -273,7 +273,7 @@ class Races(TorchDispatchMode):
             self._touch(tensor, actor, what, writes=True)
         crosses = not here and any(on_host)
         if crosses and is_async:
-            self.copied_bytes += writes[0].nbytes
+            self.copied_bytes += writes[0].nbytes * (actor is not self._computation)
         elif crosses or what in _READ_BY_THE_HOST:
             self.host.clock |= actor.clock
 

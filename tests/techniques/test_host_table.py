@@ -300,6 +300,19 @@ def test_schedulers_and_closures_work_as_usual():
     assert_same(*results)
 
 
+def test_missed_steps_keep_the_settings_that_they_had(monkeypatch):
+    """The closed form is that of one `eps`."""
+    monkeypatch.setattr(row_updates, "NUM_FIRST", 1)
+    results = []
+    for model, optimizer in pair(OPTIMIZERS["adamw"], Model().double()):
+        train(model, optimizer, range(15))
+        optimizer.param_groups[0]["eps"] = 1.0
+        train(model, optimizer, range(15, 30))
+        results.append(everything(model, optimizer))
+    for name, tensor in results[0].items():
+        assert torch.allclose(tensor, results[1][name], rtol=1e-5, atol=1e-9), name
+
+
 @pytest.mark.parametrize("starts_on_host", [True, False])
 def test_resumes_from_either_kind_of_checkpoint(starts_on_host):
     (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True)

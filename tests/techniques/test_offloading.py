@@ -830,7 +830,10 @@ class TestEmbeddings:
                 model(make_batch(number)).backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            runs.append({k: v.clone() for k, v in model.state_dict().items()})
+            if is_saving:
+                handle.wait()
+            # Not `state_dict`, which brings them up to date.
+            runs.append({k: v.detach().clone() for k, v in model.named_parameters()})
         for key, value in runs[0].items():
             assert torch.allclose(value, runs[1][key], rtol=1e-5, atol=1e-7), key
         handle.undo()

@@ -22,6 +22,7 @@ from lightning_memsave.techniques.offloading.copies import StreamCopies
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
 from tests.cases import make_batch, make_model
@@ -367,11 +368,14 @@ class TestTables:
             model(batch(0)).backward()
             undo()
 
-    @pytest.mark.parametrize("beside", ["nothing", "weights"])
+    @pytest.mark.parametrize("beside", ["nothing", "weights", "frozen weights"])
     def test_gradients_become_zero_after_they_were_read(self, beside):
-        what = {"nothing": "embeddings", "weights": "parameters+embeddings"}[beside]
+        what = "embeddings" if beside == "nothing" else "parameters+embeddings"
         with Races(is_late=True).running():
             model = make_model("tied").train()
+            if beside == "frozen weights":  # no update of theirs follows that of the table
+                model.requires_grad_(False)
+                model.get_parameter("embedding.weight").requires_grad_()
             ChunkedCrossEntropy(heads="head").apply(model)
             technique = Offloading(what, min_table_bytes=1)
             handle = technique.apply(model)
@@ -409,6 +413,18 @@ class TestTables:
             with pytest.raises(IndexError):
                 optimizer.step()
 
+    def test_a_failed_update_that_has_ended_is_told_at_once(self):
+        with Races().running():
+            model = Model()
+            optimizer = torch.optim.AdamW(model.parameters())
+            table, _ = on_host(model, optimizer)
+            model(batch(0)).backward()
+            optimizer.step()
+            table.bring_up_to_date()
+            optimizer.state[model.table.weight]["exp_avg"] = torch.zeros(3, 3)
+            with pytest.raises(IndexError):
+                optimizer.step()
+
 
 class TestHeldGradients:
     def test_are_copied_beside_backward(self):
@@ -425,6 +441,31 @@ class TestHeldGradients:
                 handle.undo()
             found.append(clones(model.state_dict()))
         assert_equal(*found)
+        num_bytes = sum(param.nbytes for param in model.parameters())
+        assert races is not None and races.copied_bytes == 3 * 2 * num_bytes
+
+    def test_that_were_discarded_are_not_on_the_device(self):
+        model = make_model("dropout").train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        with Races().running() as races:
+            handle = OptimizerInBackward(clip_norm=0.1).apply(optimizer)
+            found = []
+            for number in range(2):
+                model(make_batch(number)).backward()
+                optimizer.step()
+                found.append(races.device_bytes)
+            model(make_batch(2)).backward()
+            ACTIVE_UPDATES[optimizer].forget()
+            assert found == 2 * [races.device_bytes]
+            handle.undo()
+
+    def test_are_on_the_device_once_when_they_come_back(self):
+        parameter, held = nn.Parameter(torch.ones(64, 64)), HeldGradients(1.0)
+        with Races().running() as races:
+            parameter.grad = torch.ones(64, 64)
+            held.take([parameter])
+            for _ in held.give_back([[parameter]]):
+                assert races.device_bytes == parameter.grad.nbytes + 4  # its norm
 
     def test_are_discarded_after_they_were_copied(self):
         model = make_model("dropout").train()

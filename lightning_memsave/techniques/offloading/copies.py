@@ -233,8 +233,6 @@ class StreamCopies(Copies):
         """Let later computations wait for the copies to the host, in the place of the host."""
         self._send_waiting()
         self._let_go(_MAX_HELD_BYTES)
-        while self._landings and self._landings[0].done():
-            self._landings.pop(0).result()
 
     # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
     def landing(self) -> Callable[[], None]:

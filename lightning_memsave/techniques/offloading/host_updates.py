@@ -127,7 +127,6 @@ class HostUpdates:
             with on_host():
                 step_without_hooks(optimizer)
             self._mark_state()
-            self._residence.finish()
             return
         others = [param for param in params if self._residence.part_of(param) is None]
         if others:
@@ -159,7 +158,6 @@ class HostUpdates:
         with host_copies():
             found = step_without_hooks(optimizer, evaluate)
         self._mark_state()
-        self._residence.finish()
         return found
 
     def _stop(self, optimizer: Optimizer) -> None:
