@@ -442,7 +442,8 @@ class TestHeldGradients:
             found.append(clones(model.state_dict()))
         assert_equal(*found)
         num_bytes = sum(param.nbytes for param in model.parameters())
-        assert races is not None and races.copied_bytes == 3 * 2 * num_bytes
+        assert races is not None
+        assert races.copied_bytes == 3 * 2 * num_bytes
 
     def test_that_were_discarded_are_not_on_the_device(self):
         model = make_model("dropout").train()
