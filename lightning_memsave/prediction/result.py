@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.plain_text import as_plain_text, figure_table
+from lightning_memsave.prediction.cuda.allocator import AllocatorSettings
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.snapshot import StepTrace
 from lightning_memsave.prediction.work import Work
@@ -113,6 +114,8 @@ class GpuFit:
         """Advice if the result is close; empty if it is clear."""
         if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
             return "barely: the rest is smaller than the error of the prediction may be"
+        if AllocatorSettings.of_environment().expandable_segments:
+            return ""
         if self.fits and self.used_bytes > self.gpu.total_bytes:
             return (
                 f"torch would reserve {format_bytes(self.used_bytes)} with more memory; here it "

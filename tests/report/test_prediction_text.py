@@ -182,6 +182,13 @@ class TestFit:
         fit = self.fit("1GiB", reserved_bytes=3 * GIB)
         assert "expandable_segments:True" in fit.note
 
+    @pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+    def test_a_setting_is_not_advised_where_it_is_set(self, monkeypatch, variable):
+        monkeypatch.setenv(variable, "expandable_segments:True")
+        assert self.fit("1GiB", reserved_bytes=3 * GIB).note == ""
+        close = self.fit("1GiB", reserved_bytes=2 * GIB, least_reserved_bytes=GIB // 2)
+        assert close.note == ""
+
     def test_what_returning_the_cache_costs(self):
         fit = self.fit("1GiB", reserved_bytes=2 * GIB, least_reserved_bytes=GIB // 2)
         assert fit.fits
