@@ -173,7 +173,8 @@ def _calls(report: dict[str, Any], prefix: str) -> dict[str, int]:
 
 def simulate(setup: Setup) -> dict[str, Any]:
     """Count the step of a simulation on fake tensors."""
-    counts, prediction = count(setup)
+    with taken_to_work():  # a simulation asks this GPU for proofs too
+        counts, prediction = count(setup)
     return {"counts": as_plain(counts), "host_bytes": prediction.peak.host_bytes}
 
 
