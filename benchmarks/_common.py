@@ -65,7 +65,12 @@ def device_name() -> str:
 
 
 def write_results(
-    name: str, results: Mapping[str, Any], table: str, *, folder: Path = RESULTS
+    name: str,
+    results: Mapping[str, Any],
+    table: str,
+    *,
+    folder: Path = RESULTS,
+    put_together: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a result file for programs and one for people, both with their provenance.
 
@@ -74,23 +79,30 @@ def write_results(
         results: What was measured; must be serialisable as JSON.
         table: The same in Markdown.
         folder: Where to.
+        put_together: What to say of several runs instead of this one's command and device.
 
     Returns:
         Path of the JSON file.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    source = provenance()
+    source = provenance() | dict(put_together or {})
     path = folder / f"{name}.json"
     path.write_text(json.dumps({"provenance": source, **results}, indent=2) + "\n", "utf-8")
     versions = ", ".join(f"{package} {v}" for package, v in source["versions"].items() if v)
     lines = [
-        f"`{source['command']}`, {source['date']}, {source['device']}",
+        f"{_quoted(source['command'])}, {source['date']}, {source['device']}",
         f"({source['num_threads']} threads), Python {source['python']}, {versions}.",
         "",
         table,
     ]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", "utf-8")
     return path
+
+
+def _quoted(command: str) -> str:
+    """Mark a command as code, but for what is said of it in parentheses."""
+    typed, parenthesis, said = command.partition(" (")
+    return f"`{typed}`{parenthesis}{said}"
 
 
 def run_in_process(module: str, *arguments: str, limit_s: float) -> dict[str, Any]:

@@ -8,6 +8,7 @@ Each fit is written down as soon as it ends, and only fits that are not in the f
 """
 
 import argparse
+import collections
 import importlib
 import itertools
 import json
@@ -23,7 +24,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._common import RESULTS, markdown_table, provenance, write_results
 from benchmarks.virtual_gpu._architectures import ARCHITECTURES
 from lightning_memsave.units import MIB
 
@@ -295,13 +296,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = [] if options.fresh or not path.exists() else json.loads(path.read_text())["fits"]
     known = {Case(**{name: one[name] for name in Case.__annotations__}) for one in found}
     wanted = [case for case in all_cases() if case not in known and _is_chosen(case, options)]
+    commit = provenance()["commit"]
     for _, group in itertools.groupby(wanted, lambda case: (case.card, case.allocator)):
         cases = list(group)
         for case, result in zip(cases, run(cases), strict=False):
-            found.append(asdict(case) | result)
+            found.append(asdict(case) | result | {"commit": commit})
             print(_name(found[-1]), found[-1].get("error") or _cell(found[-1]), flush=True)
-            write_results(_PATH.stem, {"fits": found}, make_text(found), folder=options.results)
+            _write(found, options.results)
+    if not wanted:
+        _write(found, options.results)
     return 0
+
+
+def _write(found: Sequence[dict[str, Any]], folder: Path) -> None:
+    commits = collections.Counter(one["commit"] for one in found)
+    listed = ", ".join(f"{n} fits at {commit}" for commit, n in commits.items())
+    put_together = {
+        "command": f"python -m benchmarks.virtual_gpu accuracy (several runs: {listed})",
+        "device": "virtual " + ", ".join(CARDS[card] for card in {o["card"]: 0 for o in found}),
+    }
+    text = make_text(found)
+    write_results(_PATH.stem, {"fits": found}, text, folder=folder, put_together=put_together)
 
 
 def _is_chosen(case: Case, options: argparse.Namespace) -> bool:

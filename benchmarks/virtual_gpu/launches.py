@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks._common import RESULTS, markdown_table, write_results
+from benchmarks._common import RESULTS, markdown_table, provenance, write_results
 from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.faults._attack import in_process
 from benchmarks.launches.__main__ import ROWS, Model, Row, _gpt2_batch, _without_cache, setup_of
@@ -173,7 +173,8 @@ def _calls(report: dict[str, Any], prefix: str) -> dict[str, int]:
 
 def simulate(setup: Setup) -> dict[str, Any]:
     """Count the step of a simulation on fake tensors."""
-    counts, prediction = count(setup)
+    with taken_to_work():  # a simulation asks this GPU for proofs too
+        counts, prediction = count(setup)
     return {"counts": as_plain(counts), "host_bytes": prediction.peak.host_bytes}
 
 
@@ -316,12 +317,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _count_all(options: argparse.Namespace) -> dict[str, Any]:
     allow_forks()
+    commit = provenance()["commit"]
     found: dict[str, Any] = {}
     for model in options.models or MODELS:
         for name, row in {**ROWS, **OFFLOADED}.items():
             if options.rows and name not in options.rows:
                 continue
             one = compare({**MODELS, **DRY}[model], row, attributes=options.by_operator)
+            one["commit"] = commit
             found.setdefault(model, {})[name] = one
             print(model, name, json.dumps(one)[:300], sep=" | ", flush=True)
             if options.to is not None:
@@ -339,10 +342,20 @@ def _write(found: dict[str, Any], folder: Path) -> None:
         texts += ["Counted otherwise by the simulation:\n\n" + "\n".join(said)] if said else []
     texts += [per_operator(found), NOTES]
     text = "\n\n".join(filter(None, texts))
-    path = write_results("virtual_gpu_launches", {"counted": found}, text, folder=folder)
+    commits = collections.Counter(one["commit"] for rows in found.values() for one in rows.values())
+    listed = ", ".join(f"{n} steps at {commit}" for commit, n in commits.items())
+    command = f"python -m benchmarks.virtual_gpu launches (several runs: {listed})"
+    path = write_results(
+        "virtual_gpu_launches",
+        {"counted": found},
+        text,
+        folder=folder,
+        put_together={"command": command},
+    )
     print(f"{text}\n\nWritten to {path}")
 
 
 def is_counted(one: dict[str, Any]) -> bool:
     """Return whether both ran."""
-    return all(isinstance(side, dict) and "error" not in side for side in one.values())
+    sides = (one["simulated"], one["real"])
+    return all(isinstance(side, dict) and "error" not in side for side in sides)
