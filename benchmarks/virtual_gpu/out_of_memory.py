@@ -47,7 +47,8 @@ OUTCOMES = (
 )
 ENOUGH = "never ran out"  # the cache had enough, whatever was taken
 SHARE_RIGHT = 0.95
-LIMIT_S = 900  # a case takes 15 s; on a busy machine one took more than 180 and was called hung
+# Of the clock, as what waits for ever needs no processor. A case takes 15 s on a free machine.
+LIMIT_S = 900
 IS_EXACT = os.environ.get("VGPU_COMPUTE") == "1"
 OFF: dict[str, Any] = {"stack": "off"}
 BY_NAME: dict[str, Any] = {"optimizer": "8bit"}
