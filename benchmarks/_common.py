@@ -5,7 +5,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -97,6 +98,22 @@ def write_results(
     ]
     path.with_suffix(".md").write_text("\n".join(lines) + "\n", "utf-8")
     return path
+
+
+def several_runs(command: str, kind: str, found: Iterable[Mapping[str, Any]]) -> str:
+    """Say at which commits the parts of a result ran that are not of one run.
+
+    Args:
+        command: What was typed.
+        kind: Plural of what ran, such as ``"fits"``.
+        found: Each with its ``"commit"``.
+
+    Returns:
+        The command, and how many ran at which commit.
+    """
+    commits = Counter(one["commit"] for one in found)
+    listed = ", ".join(f"{number} {kind} at {commit}" for commit, number in commits.items())
+    return f"{command} (several runs: {listed})"
 
 
 def _quoted(command: str) -> str:

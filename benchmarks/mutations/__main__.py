@@ -258,7 +258,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     former |= {each["name"]: each for each in run(chosen, known, options.gpu)}
     found = [former[name] for name in names if name in former]
     if len(found) == len(names):
-        write_results(NAME, {"mutations": found}, make_text(found), folder=options.results)
+        # Not what was typed: others may be from an earlier run, and the GPU is of one machine.
+        said = {"command": "python -m benchmarks.mutations --gpu PYTHON"}
+        text = make_text(found)
+        write_results(NAME, {"mutations": found}, text, folder=options.results, put_together=said)
     return int(any(not each["killed_by"] and not each["equivalent"] for each in found))
 
 

@@ -8,7 +8,6 @@ Each fit is written down as soon as it ends, and only fits that are not in the f
 """
 
 import argparse
-import collections
 import importlib
 import itertools
 import json
@@ -24,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._common import RESULTS, markdown_table, provenance, write_results
+from benchmarks._common import RESULTS, markdown_table, provenance, several_runs, write_results
 from benchmarks.virtual_gpu._architectures import ARCHITECTURES
 from lightning_memsave.units import MIB
 
@@ -309,10 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _write(found: Sequence[dict[str, Any]], folder: Path) -> None:
-    commits = collections.Counter(one["commit"] for one in found)
-    listed = ", ".join(f"{n} fits at {commit}" for commit, n in commits.items())
     put_together = {
-        "command": f"python -m benchmarks.virtual_gpu accuracy (several runs: {listed})",
+        "command": several_runs("python -m benchmarks.virtual_gpu accuracy", "fits", found),
         "device": "virtual " + ", ".join(CARDS[card] for card in {o["card"]: 0 for o in found}),
     }
     text = make_text(found)

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from benchmarks._common import RESULTS, markdown_table, provenance, write_results
+from benchmarks._common import RESULTS, markdown_table, provenance, several_runs, write_results
 from benchmarks._models import BASE, OTHERS, TINY, masked_batch
 from benchmarks.faults._attack import in_process
 from benchmarks.launches.__main__ import ROWS, Model, Row, _gpt2_batch, _without_cache, setup_of
@@ -342,9 +342,8 @@ def _write(found: dict[str, Any], folder: Path) -> None:
         texts += ["Counted otherwise by the simulation:\n\n" + "\n".join(said)] if said else []
     texts += [per_operator(found), NOTES]
     text = "\n\n".join(filter(None, texts))
-    commits = collections.Counter(one["commit"] for rows in found.values() for one in rows.values())
-    listed = ", ".join(f"{n} steps at {commit}" for commit, n in commits.items())
-    command = f"python -m benchmarks.virtual_gpu launches (several runs: {listed})"
+    steps = [one for rows in found.values() for one in rows.values()]
+    command = several_runs("python -m benchmarks.virtual_gpu launches", "steps", steps)
     path = write_results(
         "virtual_gpu_launches",
         {"counted": found},

@@ -78,6 +78,7 @@ class Timeline:
 
 # Predictions for CUDA may be off by this share; see their assumptions.
 _TIGHT = 0.05
+_EXPANDABLE = ": try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +115,14 @@ class GpuFit:
         """Advice if the result is close; empty if it is clear."""
         if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
             return "barely: the rest is smaller than the error of the prediction may be"
-        if AllocatorSettings.of_environment().expandable_segments:
-            return ""
+        advice = "" if AllocatorSettings.of_environment().expandable_segments else _EXPANDABLE
         if self.fits and self.used_bytes > self.gpu.total_bytes:
             return (
                 f"torch would reserve {format_bytes(self.used_bytes)} with more memory; here it "
-                "has to return cached memory to the driver, which costs time: try "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+                "has to return cached memory to the driver, which costs time" + advice
             )
-        if not self.fits and self.tensor_bytes <= self.gpu.total_bytes:
-            return (
-                "its tensors would fit: try PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, "
-                "which leaves fewer gaps between allocations"
-            )
+        if not self.fits and self.tensor_bytes <= self.gpu.total_bytes and advice:
+            return f"its tensors would fit{advice}, which leaves fewer gaps between allocations"
         return ""
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -233,6 +234,9 @@ class StreamCopies(Copies):
         """Let later computations wait for the copies to the host, in the place of the host."""
         self._send_waiting()
         self._let_go(_MAX_HELD_BYTES)
+        landed = [*takewhile(Future.done, self._landings)]
+        del self._landings[: len(landed)]
+        wait_for(landed)  # raises what they have raised
 
     # The device's memory stays as it is. Pieces land in the host's thread, before what comes next.
     def landing(self) -> Callable[[], None]:
