@@ -1,11 +1,13 @@
 """A fit on the virtual GPU for which memory really runs out, and what was true when it did."""
 
+import contextlib
 import ctypes
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import torch
@@ -30,15 +32,16 @@ class Squeeze:
 
     place: str
     """``start``, ``late`` (after three steps), ``validation``, ``optimizer`` (before its first
-    step) or ``block`` (before a block, as it is fetched)."""
+    step), ``block`` (before a block, as it is fetched) or ``copy`` (as a copy on a stream beside
+    the computation's begins)."""
     owner: str
     """``card`` (it has no more), ``tensor`` (of this process, such as a dataset), ``outside``
     (memory that is not torch's), ``limit`` (of torch's allocator) or ``pieces`` (free memory lies
     between tensors)."""
     free_bytes: int
     """What is left free at that place."""
-    calls: int = 0
-    """For ``block``: how many calls of blocks before it."""
+    call: int = 0
+    """For ``block`` and ``copy``: at which of the calls of blocks, or of the copies."""
 
 
 @dataclass
@@ -86,7 +89,8 @@ class SqueezedFit:
     taken: list[Any] = field(default_factory=list)
     taken_bytes: int = 0
     """In tensors that hold memory for no purpose."""
-    num_calls: int = 0
+    num_calls: dict[str, int] = field(default_factory=dict)
+    """Of blocks, and of copies on streams beside the computation's."""
     has_taken: bool = False
 
     def run(self) -> dict[str, Any]:
@@ -118,6 +122,13 @@ class SqueezedFit:
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
         }
 
+    def take_at_call(self, place: str) -> None:
+        """Count a call at a place, and take memory if it is the one."""
+        call = self.num_calls[place] = self.num_calls.get(place, 0) + 1
+        squeeze = self.squeeze
+        if squeeze is not None and squeeze.place == place and squeeze.call == call:
+            self.take()
+
     def _fit(self, callbacks: list[Any]) -> Exception | None:
         trainer = pl.Trainer(
             accelerator="gpu",
@@ -133,7 +144,8 @@ class SqueezedFit:
         datasets: Any = (self.batches, self.validation)  # a list is a dataset
         training, validation = (DataLoader(one, batch_size=None) for one in datasets)
         try:
-            trainer.fit(self.lit, training, validation)
+            with _followed_streams(self):
+                trainer.fit(self.lit, training, validation)
         except Exception as error:
             return error
         return None
@@ -229,6 +241,21 @@ def said_by(error: BaseException | None) -> str:
     return "\n".join(said)
 
 
+@contextlib.contextmanager
+def _followed_streams(fit: SqueezedFit) -> Iterator[None]:
+    """Follow what begins on streams beside the computation's."""
+    plain = torch.cuda.stream
+
+    @contextlib.contextmanager
+    def stream(one: torch.cuda.Stream) -> Iterator[None]:
+        fit.take_at_call("copy")
+        with plain(one):
+            yield
+
+    with mock.patch("torch.cuda.stream", stream):
+        yield
+
+
 class _Lit(pl.LightningModule):
     def __init__(self, model: nn.Module, fit: SqueezedFit) -> None:
         super().__init__()
@@ -238,10 +265,7 @@ class _Lit(pl.LightningModule):
             block.module.register_forward_pre_hook(self._before_block)
 
     def _before_block(self, *_: Any) -> None:
-        fit = self.__dict__["fit"]
-        fit.num_calls += 1
-        if fit.squeeze is not None and fit.num_calls == fit.squeeze.calls:
-            fit.take()
+        self.__dict__["fit"].take_at_call("block")
 
     def training_step(self, batch: dict[str, Tensor]) -> Tensor:
         self.__dict__["fit"].phase = "forward"

@@ -1,12 +1,12 @@
 """Let memory really run out on the virtual GPU: `python -m benchmarks.virtual_gpu out_of_memory`.
 
 torch's own allocator raises each error. Of a GPU of 2 to 24 GiB some MiB are left: at the start,
-after three steps, in validation, before the optimizer's first step, or before a block as its
-weights are fetched. The rest belongs to tensors, to memory that is not torch's, to a limit, or is
-not there. A fit that goes on is right if its weights are, bit for bit, those of a fit with memory
-enough that was told the same micro-batch sizes. One that ends is judged by its advice, and by what
-its report says: the cause, the phase, and which tensors took most, each against what was seen
-beside the product.
+after three steps, in validation, before the optimizer's first step, before a block as its weights
+are fetched, or as a copy on another stream begins. The rest belongs to tensors, to memory that is
+not torch's, to a limit, or is not there. A fit that goes on is right if its weights are, bit for
+bit, those of a fit with memory enough that was told the same micro-batch sizes. One that ends is
+judged by its advice, and by what its report says: the cause, the phase, and which tensors took
+most, each against what was seen beside the product.
 
 With VGPU_COMPUTE=1 small models train and values count; with VGPU_COMPUTE=int large models fill
 the GPU and only errors and reports do.
@@ -62,11 +62,12 @@ PRESETS: dict[str, dict[str, Any] | None] = {
     "offload": {"stack": "offload", "offload": True, "low_precision_weights": "master"},
     "offload optimizer": {"offload": "optimizer", "optimizer": None},
     "offload activations": {"offload": "activations", "activation_checkpointing": None},
+    "budget": {"budget": "900MiB" if IS_EXACT else "3GiB"},
 }
 IN_BACKWARD = {"bitwise", "single_gpu", "in backward", "offload"}
 WORKSPACES = 2 * 8320 * 2**10  # of cuBLAS, which only C++ holds
 OWNERS = ("card", "tensor", "outside", "limit", "pieces")
-PLACES = ("start", "late", "validation", "optimizer", "block")
+PLACES = ("start", "late", "validation", "optimizer", "block", "copy")
 
 
 @dataclass(frozen=True)
@@ -82,19 +83,22 @@ class Case:
     share: float
     """Of what the fit needs at that place, that is left."""
     call: float
-    """For ``block``: where among the calls of blocks."""
+    """For ``block`` and ``copy``: where among the calls of blocks, or the copies."""
 
     def __str__(self) -> str:
         return f"{self.number}: {self.model}, {self.preset}, {self.place}, {self.owner}"
 
 
-def draw(number: int, seed: int, models: Sequence[str]) -> Case:
+def draw(
+    number: int, seed: int, models: Sequence[str], presets: Sequence[str], places: Sequence[str]
+) -> Case:
     """Draw a case: every preset and place in turn, the rest at random."""
     chance = random.Random(f"{seed} {number}")
-    names = list(PRESETS)
-    preset = names[number % len(names)]
-    place = PLACES[number // len(names) % len(PLACES)]
+    preset = presets[number % len(presets)]
+    place = places[number // len(presets) % len(places)]
     owner = chance.choice(OWNERS)
+    if preset == "budget" and owner in {"tensor", "pieces"}:  # its limit is for these too
+        owner = "card"
     return Case(
         number,
         models[number % len(models)],
@@ -159,10 +163,11 @@ class Attack:
 
 def _squeeze_for(case: Case, whole: dict[str, Any], share: float) -> Squeeze:
     needed = whole["peak_reserved_bytes"]
-    if case.place in {"optimizer", "block"}:
+    if case.place in {"optimizer", "block", "copy"}:
         needed //= 4
-    calls = 1 + int(case.call * (whole["num_calls"] - 1)) if case.place == "block" else 0
-    return Squeeze(case.place, case.owner, int(share * needed), calls)
+    calls = whole["num_calls"].get(case.place, 1)
+    call = 1 + int(case.call * (calls - 1))
+    return Squeeze(case.place, case.owner, int(share * needed), call)
 
 
 def _train(
@@ -312,6 +317,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=300, help="of cases; some never run out")
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--seed", type=int, default=0, help="of the cases")
+    parser.add_argument("--presets", nargs="*", choices=PRESETS, default=[*PRESETS], help="only")
+    parser.add_argument("--places", nargs="*", choices=PLACES, default=PLACES, help="only")
     parser.add_argument("--to", type=Path, help="a file to which results are added as they come")
     parser.add_argument("--read", type=Path, nargs="*", help="files that `--to` made: run nothing")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
@@ -325,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 judged["truth"], judged["report"], one["error"], one["preset"]
             )
     else:
-        found = _attack(options.first, options.number, options.seed, options.to)
+        found = _attack(options)
     found = [one for one in found if one["outcome"] != ENOUGH]
     claims = check_claims(found)
     said = [f"- {'' if holds else 'Does not hold: '}{claim}" for claim, holds in claims.items()]
@@ -347,16 +354,17 @@ def _shortened(one: dict[str, Any]) -> dict[str, Any]:
     return short
 
 
-def _attack(first: int, number: int, seed: int, to: Path | None) -> list[dict[str, Any]]:
+def _attack(options: argparse.Namespace) -> list[dict[str, Any]]:
     allow_forks()
     models = [name for name, model in MODELS.items() if model.is_small == IS_EXACT]
     attack, found = Attack(), []
-    for case in (draw(number, seed, models) for number in range(first, first + number)):
+    for number in range(options.first, options.first + options.number):
+        case = draw(number, options.seed, models, options.presets, options.places)
         one = attack.run(case)
         found.append(one)
         wrong = one.get("diagnosis", {}).get("wrong", "")
         print(case, one["outcome"], wrong, (one.get("error") or "")[:100], sep=" | ", flush=True)
-        if to is not None:
-            with to.open("a") as file:
+        if options.to is not None:
+            with options.to.open("a") as file:
                 file.write(json.dumps(one) + "\n")
     return found

@@ -190,7 +190,8 @@ def advise(
             *less,
         ],
         "limit": [
-            "Raise or remove `torch.cuda.set_per_process_memory_fraction`, or what sets it.",
+            "Raise or remove the limit: `MemSaveCallback(budget=...)` sets one, and so does "
+            "`torch.cuda.set_per_process_memory_fraction`.",
             *less,
             *allocator,
         ],

@@ -128,14 +128,16 @@ class HostUpdates:
                 step_without_hooks(optimizer)
             self._mark_state()
             return
-        others = [param for param in params if self._residence.part_of(param) is None]
-        if others:
-            plain_step(optimizer, others)
+        gradients: defaultdict[Part | None, dict[nn.Parameter, Tensor]] = defaultdict(dict)
+        for param in params:
+            if param.grad is not None:
+                gradients[self._residence.part_of(param)][param] = param.grad
+        if None in gradients:
+            plain_step(optimizer, [*gradients[None]])
         self._mark_state()  # of what micro-batches have allocated
         for part in self._residence.parts:
-            chosen = {p: p.grad for p in params if p in part and p.grad is not None}
-            if chosen:
-                self.submit(part, chosen)
+            if part in gradients:
+                self.submit(part, gradients[part])
 
     def run_with(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
         """Update all parameters at once, by a step that may run forward and backward several times.

@@ -72,6 +72,11 @@ class Part:
         return not all(update.done() for update in self._updates)
 
     @property
+    def has_copies(self) -> bool:
+        """Whether weights are on the device, or on their way there."""
+        return bool(self._on_device)
+
+    @property
     def is_converted(self) -> bool:
         """Whether `convert` has nothing to do."""
         return self._versions() == self._converted

@@ -85,6 +85,8 @@ class Residence:
         self._part_of = {id(param): part for part in self.parts for param in part.params}
         self._watched: dict[int, list[Callable[[], None]]] = {}
         self._came: list[Part] = []
+        self._following: list[Part] = []  # that were sent ahead
+        self._left: list[Part] = []  # in backward, while the graph may still have held weights
         self._depth = 0
         self._has_graph = False
         self._uses: list[weakref.ref[Any]] = []  # of weights, after the model has returned
@@ -287,9 +289,10 @@ class Residence:
         start = self.parts.index(part)
         indices = range(start + step, start + step * (1 + self._num_ahead), step)
         following = [self.parts[i] for i in indices if 0 <= i < len(self.parts)]
-        for other in self.parts:
+        for other in [*self._following, *self._left]:  # not all parts: blocks can be many
             if other not in following:
                 other.drop()
+        self._following, self._left = following, [each for each in self._left if each.has_copies]
         for other in following:
             if not other.is_on_device and not other.is_updating:
                 other.send(self.copies, self.device)
@@ -336,8 +339,9 @@ class Residence:
         if self._is_released:  # the graph is older
             return
         for other in self._by_block.values():
-            if other is not part:
+            if other is not part and other.is_on_device:
                 other.leave()
+                self._left.append(other)
         self._enter(part, -1)
         self._queue_end()
 
