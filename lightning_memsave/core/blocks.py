@@ -75,6 +75,25 @@ def find_blocks(
     return _outermost(named, known | _repeated_outside(named, known))
 
 
+def owners_of(
+    params: Sequence[nn.Parameter], model: nn.Module, blocks: Sequence[Block]
+) -> dict[nn.Parameter, Block | None]:
+    """Find the block of each parameter; those that several blocks share belong to none."""
+    found: dict[nn.Parameter, set[int | None]] = {param: set() for param in params}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in found:
+            found[param].add(
+                next(
+                    (i for i, block in enumerate(blocks) if name.startswith(f"{block.name}.")), None
+                )
+            )
+    owners: dict[nn.Parameter, Block | None] = {}
+    for param, indices in found.items():
+        index = next(iter(indices)) if len(indices) == 1 else None
+        owners[param] = None if index is None else blocks[index]
+    return owners
+
+
 def as_selectors(
     selectors: BlockSelector | Sequence[BlockSelector],
 ) -> tuple[BlockSelector, ...]:

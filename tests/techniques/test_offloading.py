@@ -25,8 +25,8 @@ from lightning_memsave.techniques.low_precision_weights.technique import LowPrec
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.module_hooks import leave_device
 from lightning_memsave.techniques.offloading.part import Part
-from lightning_memsave.techniques.offloading.residence import leave_device
 from lightning_memsave.techniques.offloading.technique import Offloading
 from tests.cases import make_batch, make_model
 from tests.helpers import InAutocast, adamw, gradients_of

@@ -42,7 +42,7 @@ from lightning_memsave.techniques.low_precision_weights.rounded_updates import (
     RoundedStep,
     install,
 )
-from lightning_memsave.techniques.offloading.residence import residence_with
+from lightning_memsave.techniques.offloading.module_hooks import residence_with
 from lightning_memsave.units import format_bytes
 
 _RULES = ("norm", "vector", "pattern", "shared memory")

@@ -45,7 +45,7 @@ from lightning_memsave.techniques.micro_batching.training_state import (
     batch_norm_on_running_statistics,
     full_precision,
 )
-from lightning_memsave.techniques.offloading.residence import leave_device
+from lightning_memsave.techniques.offloading.module_hooks import leave_device
 from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
 
 ComputeLoss = Callable[[Any], Tensor | None]

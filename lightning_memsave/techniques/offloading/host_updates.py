@@ -106,6 +106,7 @@ class HostUpdates:
         """
         optimizer = self._optimizer()
         assert optimizer is not None, "the caller holds it"
+        part.take_back()
         part.keep_halves()
         self._allocate(optimizer, part, gradients)
         landing = self._residence.copies.landing()

@@ -1,15 +1,18 @@
 """Parameters that wait on the host together."""
 
 import contextlib
+import functools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
-from lightning_memsave.core.blocks import Block
-from lightning_memsave.core.memory import counted_as, host_copies, mark_as
+from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.flat_memory import in_order
@@ -60,6 +63,12 @@ class Part:
         self._converted: _Versions | None = None
         self._sent: _Versions | None = None
         self._wait_for_copies: Callable[[], None] | None = None
+        self._entered: list[int] = []  # versions of the parameters when they came
+        self._is_taken_back = False
+        self._written: set[int] = set()  # positions of those that forward writes unseen
+        self.is_proven = False
+        """Whether a training pass has shown which parameters forward writes unseen."""
+        self._nodes: list[Any] = []
         self._updates: list[Future[None]] = []
         self._adopt()
 
@@ -228,16 +237,62 @@ class Part:
             self._wait_for_copies = None
         for param, copy in zip(self.params, self._on_device, strict=True):
             param.data = copy
-        self.is_on_device = True
+        self.is_on_device, self._is_taken_back = True, False
+        self._entered = [param._version for param in self.params]
+
+    def watch_gradients(self) -> None:
+        """Put gradients from before aside when autograd is about to add others to them."""
+        if self._nodes:
+            return
+        for param in self.params:
+            if param.requires_grad:
+                node = get_gradient_edge(param).node
+                # It holds the parameter, but the parameter does not hold it.
+                node.register_prehook(functools.partial(_keep, weakref.ref(self), param))
+                self._nodes.append(node)  # lest it is made anew before a graph holds it
 
     def leave(self) -> None:
         """Let the parameters be on the host again."""
         if not self.is_on_device:
             return
+        self.take_back()
+        self._nodes.clear()
         for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
         self.is_on_device = False
         self.drop()
+
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Take to the host what forward has written into weights on the device, before updates."""
+        if self._is_taken_back or not self.is_on_device:
+            return
+        self._is_taken_back = True
+        found = [(i, self.params[i].data, self._to_send[i]) for i in self._find_written()]
+        if not found:
+            return
+        self.join()
+        with host_copies():
+            for index, data, sent in found:
+                new, weight = data.cpu(), self._weights[index]
+                # Where it was not written, a weight keeps what its copy lacks.
+                weight.copy_(torch.where(new == sent, weight, new.to(weight.dtype)))
+        self.note_change()
+
+    def _find_written(self) -> list[int]:
+        for index, (param, sent) in enumerate(zip(self.params, self._to_send, strict=True)):
+            if not self.is_proven and not is_fake(param):
+                with host_copies():
+                    is_other = not torch.equal(param.data.cpu(), sent)
+                if is_other:  # by way of `param.data`, which torch does not count
+                    self._written.add(index)
+        both = enumerate(zip(self.params, self._entered, self._on_device, strict=True))
+        return [
+            index
+            for index, (param, version, copy) in both
+            if index in self._written or param._version != version or not _is_same(param, copy)
+        ]
 
     def drop(self) -> None:
         """Free what `send` has brought to the device, if it is streamed and not in use.
@@ -420,23 +475,12 @@ class Part:
         return self._num_changes, [(p._version, w._version) for p, w in pairs]
 
 
-def owners_of(
-    params: Sequence[nn.Parameter], model: nn.Module, blocks: Sequence[Block]
-) -> dict[nn.Parameter, Block | None]:
-    """Find the block of each parameter; those that several blocks share belong to none."""
-    found: dict[nn.Parameter, set[int | None]] = {param: set() for param in params}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param in found:
-            found[param].add(
-                next(
-                    (i for i, block in enumerate(blocks) if name.startswith(f"{block.name}.")), None
-                )
-            )
-    owners: dict[nn.Parameter, Block | None] = {}
-    for param, indices in found.items():
-        index = next(iter(indices)) if len(indices) == 1 else None
-        owners[param] = None if index is None else blocks[index]
-    return owners
+# Of the node that accumulates a gradient: hooks of the parameter are also called by
+# `torch.autograd.grad`, which accumulates none.
+def _keep(part: "weakref.ref[Part]", param: nn.Parameter, _: object) -> None:
+    own = part()
+    if own is not None:
+        own.keep_gradient(param)
 
 
 def _num_owners(tensors: Sequence[Tensor]) -> int:

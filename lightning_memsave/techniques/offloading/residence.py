@@ -14,19 +14,17 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from lightning_memsave.core.blocks import Block
+from lightning_memsave.core.blocks import Block, owners_of
 from lightning_memsave.core.nested import map_tensors
-from lightning_memsave.core.patching import patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import computed
 from lightning_memsave.techniques.chunked_cross_entropy.products import live_products
+from lightning_memsave.techniques.offloading import module_hooks
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.part import Part, owners_of
+from lightning_memsave.techniques.offloading.part import Part
 
-# By module, so that copies of a module do not move the parameters of the original.
-_RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
 _NO_TASK = -1
 
 
@@ -83,7 +81,7 @@ class Residence:
         self.parts = [self.rest, *self._by_block.values()]
         """In the order in which a step needs them."""
         self._part_of = {id(param): part for part in self.parts for param in part.params}
-        self._watched: dict[int, list[Callable[[], None]]] = {}
+        self._watched: dict[int, Callable[[], None]] = {}
         self._came: list[Part] = []
         self._following: list[Part] = []  # that were sent ahead
         self._left: list[Part] = []  # in backward, while the graph may still have held weights
@@ -105,28 +103,19 @@ class Residence:
         undo: list[Callable[[], None]] = []
         inside = {id(m) for block in self._by_block for m in block.modules()}
         for module in model.modules():
-            _RESIDENCES[module] = self
-            undo += [
-                functools.partial(_forget, module),
-                module.register_state_dict_pre_hook(_wait).remove,
-                module.register_load_state_dict_pre_hook(_wait).remove,
-            ]
             if module in self._by_block:
-                hooks: tuple[Any, Any] = (_before_block, _after_block)
+                hooks = module_hooks.OF_BLOCKS
             elif id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
-                hooks = (_before_module, _after_module)
+                hooks = module_hooks.OF_OTHERS
             else:
-                continue
-            undo += [
-                module.register_forward_pre_hook(hooks[0]).remove,
-                module.register_forward_hook(hooks[1], always_call=True).remove,
-            ]
+                hooks = ()
+            undo += module_hooks.register(module, self, hooks)
         self._watch_trained()
         return [
             *undo,
             self._stop_watching,
             *self._watch_steps(),
-            patch_method(model, _apply),
+            module_hooks.follow_moves(model),
         ]
 
     def part_of(self, param: Tensor) -> Part | None:
@@ -156,6 +145,7 @@ class Residence:
             part.leave()
             part.drop()
             part.show_gradients()
+            part.is_proven |= self._has_graph and part in self._came
         if self._came:
             others = [part for part in self.parts if part not in self._came]
             self.parts = [*self._came, *others]
@@ -245,18 +235,13 @@ class Residence:
                     self._watched[id(param)] = self._watch(param)
 
     def _stop_watching(self) -> None:
-        for remove in [each for removers in self._watched.values() for each in removers]:
+        for remove in self._watched.values():
             remove()
         self._watched.clear()
 
     # Torch does not find cycles through such hooks: they must not hold what holds the parameter.
-    def _watch(self, param: nn.Parameter) -> list[Callable[[], None]]:
-        residence, reference = weakref.ref(self), weakref.ref(param)
-
-        def before(_: Tensor) -> None:
-            own, found = residence(), reference()
-            if own is not None and found is not None:
-                own._part_of[id(found)].keep_gradient(found)
+    def _watch(self, param: nn.Parameter) -> Callable[[], None]:
+        residence = weakref.ref(self)
 
         def after(found: nn.Parameter) -> None:
             own = residence()
@@ -265,7 +250,7 @@ class Residence:
                 own._receive(found)
 
         register: Any = param.register_post_accumulate_grad_hook  # untyped in torch
-        return [param.register_hook(before).remove, register(after).remove]
+        return register(after).remove  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def _receive(self, param: nn.Parameter) -> None:
@@ -286,6 +271,8 @@ class Residence:
             self._has_graph = True
         if not part.is_on_device:
             part.enter(self.copies, self.device)
+        if torch.is_grad_enabled() or _is_in_backward():
+            part.watch_gradients()
         start = self.parts.index(part)
         indices = range(start + step, start + step * (1 + self._num_ahead), step)
         following = [self.parts[i] for i in indices if 0 <= i < len(self.parts)]
@@ -400,6 +387,9 @@ class Residence:
         finally:
             for owner, name, param in hidden:
                 owner[name] = param
+            for module in model.modules():
+                if isinstance(module, nn.RNNBase):  # it has a list of its weights besides
+                    module._init_flat_weights()
 
     def follow(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Follow the model to another device.
@@ -434,66 +424,3 @@ class Residence:
 
 def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != _NO_TASK)
-
-
-def _forget(module: nn.Module) -> None:
-    _RESIDENCES.pop(module, None)
-
-
-def residence_of(module: nn.Module) -> Residence | None:
-    """Return what moves the parameters of a module; ``None`` if they are not offloaded."""
-    return _RESIDENCES.get(module)
-
-
-def leave_device(module: nn.Module) -> None:
-    """Let offloaded weights and gradients be on the host, as after a pass that has failed."""
-    residence = _RESIDENCES.get(module)
-    if residence is not None:
-        residence.end_pass()
-
-
-def residence_with(param: Tensor) -> Residence | None:
-    """Return what moves a parameter; ``None`` if it is not offloaded."""
-    found = {*_RESIDENCES.values()}
-    return next((each for each in found if each.part_of(param) is not None), None)
-
-
-# Module-level functions, which copies of a module share without moving the original's parameters.
-def _wait(module: nn.Module, *_: object) -> None:
-    residence = _RESIDENCES.get(module)
-    if residence is not None:
-        residence.wait()
-
-
-def _before_block(module: nn.Module, _: object) -> None:
-    residence = _RESIDENCES.get(module)
-    if residence is not None:
-        residence.enter_block(module)
-
-
-def _after_block(module: nn.Module, _: object, output: Any) -> Any:
-    residence = _RESIDENCES.get(module)
-    return output if residence is None else residence.leave_block(module, output)
-
-
-def _before_module(module: nn.Module, _: object) -> None:
-    residence = _RESIDENCES.get(module)
-    if residence is not None:
-        residence.begin()
-
-
-def _after_module(module: nn.Module, *_: object) -> None:
-    residence = _RESIDENCES.get(module)
-    if residence is not None:
-        residence.end()
-
-
-def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-    """Convert what is not offloaded, and note the device; replaces ``Module._apply``."""
-    residence = _RESIDENCES.get(self)
-    if residence is None:
-        return previous_method(self, "_apply")(fn, recurse)
-    residence.finish()
-    residence.follow(fn)
-    with residence.hidden():
-        return previous_method(self, "_apply")(fn, recurse)

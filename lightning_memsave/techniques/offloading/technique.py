@@ -28,11 +28,8 @@ from lightning_memsave.techniques.offloading.host_updates import (
     let_scales_land,
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.residence import (
-    Residence,
-    residence_of,
-    residence_with,
-)
+from lightning_memsave.techniques.offloading.module_hooks import residence_of, residence_with
+from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.row_updates import RowUpdates
 from lightning_memsave.techniques.optimizer_in_backward.updates import all_in_backward
 from lightning_memsave.units import format_bytes

@@ -18,7 +18,8 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     is_low_bit,
     wrapper_problems,
 )
-from lightning_memsave.techniques.offloading.residence import Residence, residence_with
+from lightning_memsave.techniques.offloading.module_hooks import residence_with
+from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.updates_in_backward import UpdatesInBackward
 from lightning_memsave.techniques.optimizer_in_backward.held_gradients import HeldGradients
 from lightning_memsave.techniques.optimizer_in_backward.updates import (

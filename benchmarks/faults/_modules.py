@@ -1,0 +1,202 @@
+"""Awkward Lightning modules with every preset and technique: equal, refused, wrong or crashed."""
+
+import base64
+import functools
+import logging
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+
+from benchmarks._common import markdown_table
+from benchmarks.faults._attack import _REMEDY, in_process
+from benchmarks.faults._fits import digest
+from lightning_memsave import MemSaveCallback
+from lightning_memsave.callbacks.settings import setting
+from tests.awkward_projects import BATCH_SIZE, all_projects
+
+OUTCOMES = ("equal", "as declared", "refused", "wrong", "crashed")
+EXACT: dict[str, Any] = {"precision": None, "optimizer": None}
+OFF: dict[str, Any] = {"stack": "off"}
+CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": "all"}
+# Those after which weights may differ, by their relative error: what is recomputed in other tiles,
+# and what keeps weights or state in fewer bits.
+SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
+    "bitwise": ({"stack": "bitwise"}, 0),
+    "single_gpu in float32": (
+        {"stack": "single_gpu", **EXACT, "low_precision_weights": None},
+        1e-4,
+    ),
+    "offload in float32": ({"stack": "offload", **EXACT, "low_precision_weights": None}, 1e-4),
+    "single_gpu": ({"stack": "single_gpu"}, 0.5),
+    "offload": ({"stack": "offload"}, 0.5),
+    "offload optimizer": ({**OFF, "offload": "optimizer"}, 0),
+    "offload parameters": ({**OFF, "offload": "parameters"}, 0),
+    "offload parameters, checkpointed, in backward": (
+        {**OFF, **CHECKPOINTED, "offload": "parameters", "optimizer_in_backward": True},
+        0,
+    ),
+    "offload activations": ({**OFF, "offload": "activations"}, 0),
+    "offload embeddings": ({**OFF, "offload": "embeddings"}, 1e-4),
+    "in backward": ({**OFF, "optimizer_in_backward": True}, 0),
+    "micro-batches": ({**OFF, "micro_batch_size": BATCH_SIZE // 2}, 1e-4),
+    "block micro-batches": ({**OFF, **CHECKPOINTED, "block_micro_batch_size": 2}, 1e-4),
+}
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped": {"gradient_clip_val": 0.5},
+    "3 batches": {"accumulate_grad_batches": 3},
+    "resumed": {},
+}
+
+
+def run(
+    project: str, settings: dict[str, Any] | None, condition: str, *, drops: bool
+) -> dict[str, Any]:
+    """Train a project, with a callback unless ``None``; give its weights and how it ended."""
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning_memsave"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    callback = None
+    if settings is not None:
+        callback = MemSaveCallback(**settings, predict=False, report=False, monitor=False)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with mock.patch.object(setting, "SMALLEST_SAVING_BYTES", 0):
+            lit, steps, error = _fit(project, callback, condition, Path(folder), drops=drops)
+    return {
+        "weights": _as_text(lit),
+        "digest": digest(lit.cpu()),
+        "steps": steps,
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "has_advice": error is not None and bool(_REMEDY.search(_said(error))),
+        "rows": [] if callback is None else _rows_of(callback),
+    }
+
+
+def _fit(
+    project: str, callback: MemSaveCallback | None, condition: str, folder: Path, *, drops: bool
+) -> tuple[Any, int, Exception | None]:
+    epochs = (1, 2) if condition == "resumed" else (2,)
+    for max_epochs in epochs:
+        torch.manual_seed(0)
+        lit = all_projects()[project]()
+        for module in () if drops else lit.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0
+        trainer = pl.Trainer(
+            max_epochs=max_epochs,
+            callbacks=[
+                *filter(None, [callback]),
+                *(make() for make in lit.callbacks),
+                ModelCheckpoint(folder, save_last=True),
+            ],
+            **{} if not lit.automatic_optimization else CONDITIONS[condition],
+            default_root_dir=folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        try:
+            last = folder / "last.ckpt"
+            path = last if max_epochs != epochs[0] else None
+            trainer.fit(lit, lit.loader(1), lit.loader(2), ckpt_path=path, weights_only=False)
+        except Exception as error:
+            return lit, trainer.global_step, error
+    return lit, trainer.global_step, None
+
+
+def _as_text(lit: nn.Module) -> list[str]:
+    weights = [param.detach().float().cpu().numpy() for param in lit.parameters()]
+    return [base64.b64encode(weight.tobytes()).decode() for weight in weights]
+
+
+def _rows_of(callback: MemSaveCallback) -> list[str]:
+    return [str(row) for row in callback.table] if hasattr(callback, "table") else []
+
+
+def _said(error: BaseException | None) -> str:
+    said = ""
+    while error is not None:
+        said += "\n".join([str(error), *getattr(error, "__notes__", ())])
+        error = error.__cause__ or error.__context__
+    return said
+
+
+class Cells:
+    """Runs cells of the table, and remembers what plain training gives."""
+
+    def __init__(self) -> None:
+        self._plain: dict[tuple[str, str, bool], Any] = {}
+
+    def run(self, project: str, name: str, condition: str) -> dict[str, Any]:
+        """Run one cell."""
+        settings, tolerance = SETTINGS[name]
+        drops = not name.endswith("micro-batches")  # of other tensors it drops others
+        key = project, condition, drops
+        if key not in self._plain:
+            self._plain[key] = in_process(
+                functools.partial(run, project, None, condition, drops=drops)
+            )
+            if self._plain[key] is None or self._plain[key]["error"] is not None:
+                raise RuntimeError(f"{key} alone: {(self._plain[key] or {}).get('error')}")
+        found = in_process(functools.partial(run, project, settings, condition, drops=drops))
+        cell = {"project": project, "settings": name, "condition": condition}
+        return {**cell, **_judge(found, self._plain[key], tolerance)}
+
+
+def _judge(found: Any, plain: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        return {"outcome": "crashed", "error": str(found)}
+    if found["error"] is not None:
+        is_refused = not found["steps"] and found["has_advice"]
+        return {"outcome": "refused" if is_refused else "crashed", "error": found["error"][:600]}
+    if found["digest"] == plain["digest"]:
+        return {"outcome": "equal"}
+    deviation = max(
+        (
+            _relative(one, other)
+            for one, other in zip(found["weights"], plain["weights"], strict=True)
+        ),
+        default=0.0,
+    )
+    is_declared = deviation <= tolerance
+    return {"outcome": "as declared" if is_declared else "wrong", "deviation": deviation}
+
+
+def _relative(one: str, other: str) -> float:
+    found, expected = (np.frombuffer(base64.b64decode(text), np.float32) for text in (one, other))
+    return float(np.linalg.norm(found - expected)) / max(float(np.linalg.norm(expected)), 1e-3)
+
+
+def attack(projects: Sequence[str], names: Sequence[str], conditions: Sequence[str]) -> list[Any]:
+    """Run all cells."""
+    cells, found = Cells(), []
+    for project in projects:
+        for condition in conditions:
+            for name in names:
+                one = cells.run(project, name, condition)
+                found.append(one)
+                if one["outcome"] in OUTCOMES[3:]:
+                    shown = str(one.get("error") or one.get("deviation"))[:200].replace("\n", " ")
+                    print(project, name, condition, one["outcome"], shown, sep=" | ", flush=True)
+    return found
+
+
+def make_table(found: list[dict[str, Any]]) -> str:
+    """Count the outcomes, by project and by settings."""
+    rows = []
+    for kind in ("project", "settings", "condition"):
+        for name in dict.fromkeys(one[kind] for one in found):
+            outcomes = [one["outcome"] for one in found if one[kind] == name]
+            rows.append([name, str(len(outcomes)), *(str(outcomes.count(o)) for o in OUTCOMES)])
+    outcomes = [one["outcome"] for one in found]
+    rows.append(["all", str(len(found)), *(str(outcomes.count(o)) for o in OUTCOMES)])
+    return markdown_table(["cells", "number", *OUTCOMES], rows)

@@ -1,0 +1,145 @@
+"""Hooks of modules whose parameters are offloaded."""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+from lightning_memsave.core.patching import patch_method, previous_method
+
+if TYPE_CHECKING:
+    from lightning_memsave.techniques.offloading.residence import Residence
+
+# By module, so that copies of a module do not move the parameters of the original.
+_RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
+
+
+def register(
+    module: nn.Module, residence: "Residence", hooks: tuple[Any, ...]
+) -> list[Callable[[], None]]:
+    """Let hooks of a module move its parameters.
+
+    Args:
+        module: Any module with offloaded parameters, or around or inside of one.
+        residence: What moves them.
+        hooks: `OF_BLOCKS`, `OF_OTHERS` or none.
+
+    Returns:
+        Functions that remove the hooks.
+    """
+    _RESIDENCES[module] = residence
+    undo = [
+        functools.partial(_forget, module),
+        module.register_state_dict_pre_hook(_wait).remove,
+        module.register_load_state_dict_pre_hook(_wait).remove,
+    ]
+    if hooks:
+        undo += [
+            module.register_forward_pre_hook(hooks[0]).remove,
+            module.register_forward_hook(hooks[1], always_call=True).remove,
+        ]
+    return undo
+
+
+def _forget(module: nn.Module) -> None:
+    _RESIDENCES.pop(module, None)
+
+
+def residence_of(module: nn.Module) -> "Residence | None":
+    """Return what moves the parameters of a module; ``None`` if they are not offloaded."""
+    return _RESIDENCES.get(module)
+
+
+def leave_device(module: nn.Module) -> None:
+    """Let offloaded weights and gradients be on the host, as after a pass that has failed."""
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.end_pass()
+
+
+def residence_with(param: Tensor) -> "Residence | None":
+    """Return what moves a parameter; ``None`` if it is not offloaded."""
+    found = {*_RESIDENCES.values()}
+    return next((each for each in found if each.part_of(param) is not None), None)
+
+
+# Module-level functions, which copies of a module share without moving the original's parameters.
+def _wait(module: nn.Module, *_: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        residence.wait()
+
+
+def _before_block(module: nn.Module, _: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        with _outside_of_transforms():
+            residence.enter_block(module)
+
+
+# In a transform of `torch.func` the weights stay on the device: it runs a backward pass of its own.
+def _after_block(module: nn.Module, _: object, output: Any) -> Any:
+    residence = _RESIDENCES.get(module)
+    if residence is None or _is_in_transform():
+        return output
+    return residence.leave_block(module, output)
+
+
+def _before_module(module: nn.Module, _: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        with _outside_of_transforms():
+            residence.begin()
+
+
+def _after_module(module: nn.Module, *_: object) -> None:
+    residence = _RESIDENCES.get(module)
+    if residence is not None:
+        with _outside_of_transforms():
+            residence.end()
+
+
+def _is_in_transform() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@contextlib.contextmanager
+def _outside_of_transforms() -> Iterator[None]:
+    """Move weights as they are, and not what `torch.func` transforms."""
+    if _is_in_transform():
+        with temporarily_clear_interpreter_stack(), torch.no_grad():
+            yield
+    else:
+        yield
+
+
+def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    """Convert what is not offloaded, and note the device; replaces ``Module._apply``."""
+    residence = _RESIDENCES.get(self)
+    if residence is None:
+        return previous_method(self, "_apply")(fn, recurse)
+    residence.finish()
+    residence.follow(fn)
+    with residence.hidden():
+        return previous_method(self, "_apply")(fn, recurse)
+
+
+def follow_moves(model: nn.Module) -> Callable[[], None]:
+    """Let the offloaded parameters of a model stay on the host when it is moved.
+
+    Args:
+        model: The module whose ``to`` users call.
+
+    Returns:
+        A function that restores its methods.
+    """
+    return patch_method(model, _apply)
+
+
+OF_BLOCKS: tuple[Any, ...] = (_before_block, _after_block)
+OF_OTHERS: tuple[Any, ...] = (_before_module, _after_module)
