@@ -260,6 +260,7 @@ FOREIGN_PRIVATE_NAMES = {
         "targets.checkpoints": "_subclasses",
         "techniques.activation_checkpointing": "_pytree _C _are_functorch_transforms_active "
         "_autograd _top_saved_tensors_default_hooks _python_dispatch _disable_current_modes",
+        "techniques.offloading.module_hooks": "_C _are_functorch_transforms_active _functorch",
         "techniques.offloading.activations": "_C _are_functorch_transforms_active _autograd "
         "_top_saved_tensors_default_hooks _current_graph_task_id _execution_engine _base",
         "techniques.chunked_cross_entropy": "_C _pytree _python_dispatch _disable_current_modes "
@@ -317,7 +318,7 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.low_bit_optimizer.state_precision": "_ConvNd",
         "techniques.low_precision_weights.technique": "_forward_pre_hooks",
         "techniques.offloading.host_table": "_parameters",
-        "techniques.block_micro_batching.separability": "_BatchNorm _buffers",
+        "techniques.block_micro_batching.separability": "_BatchNorm",
         "techniques.micro_batching.training_state": "_BatchNorm _parameters "
         "_non_persistent_buffers_set",
         "techniques.offloading.residence": "_parameters",

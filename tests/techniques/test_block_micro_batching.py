@@ -252,6 +252,7 @@ class Mixing(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
         self.kind = kind
+        self.outputs: list[Tensor] = []
         self.seen: Tensor
         self.register_buffer("seen", torch.zeros(()))
 
@@ -259,6 +260,17 @@ class Mixing(nn.Module):
         y = self.second(self.first(x).relu())
         if self.kind == "buffer":
             self.seen += 1
+        if self.kind == "weight":
+            with torch.no_grad():
+                self.first.weight.mul_(0.9)
+        if self.kind == "hidden write":
+            self.first.weight.data.mul_(0.9)
+        if self.kind == "other weight":
+            self.first.weight.data = self.first.weight.data * 0.9
+        if self.kind == "attribute":
+            self.auxiliary = y.mean()
+        if self.kind == "list":
+            self.outputs.append(y)
         if self.kind == "in place":
             x.add_(1)
         outputs = {
@@ -275,7 +287,12 @@ class Mixing(nn.Module):
 REASONS = {
     "mean": "depends on the others in the batch",
     "number": "depends on how many there are",
-    "buffer": "it changes buffers",
+    "buffer": "it changes `seen`",
+    "weight": "it changes `first.weight`",
+    "hidden write": "it changes `first.weight`",
+    "other weight": "it replaces `first.weight`",
+    "attribute": "it keeps what it computes in `auxiliary`",
+    "list": "it keeps what it computes in `outputs`",
     "scalar": r"it returns a tensor of shape \(\) for two samples",
     "dimension": r"it returns a tensor of shape \(8, 2, 32\) for two samples",
     "float": "it returns a `float`",
@@ -289,6 +306,7 @@ class TestCheck:
     def test_blocks_that_mix_samples_are_refused(self, kind):
         model = Batched(lambda: Mixing(kind))
         BlockMicroBatching(4, blocks=Mixing).apply(model)
+        before = copy.deepcopy(model.state_dict())
         state, batch = torch.get_rng_state(), sequences()
         fix = r"`block_micro_batch_size=4` with `blocks.0`, a `Mixing`: .*`micro_batch_size=4`"
         with pytest.raises(IncompatibleError, match=f"{REASONS[kind]}") as refusal:
@@ -296,14 +314,20 @@ class TestCheck:
         assert refusal.match(fix)
         assert torch.equal(torch.get_rng_state(), state)
         assert torch.equal(batch, sequences())
-        assert model.blocks[0].seen == 0
+        block = model.blocks[0]
+        assert block.seen == 0
+        assert not block.outputs
+        assert not hasattr(block, "auxiliary")
+        assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
 
     @pytest.mark.parametrize("kind", ["batch_norm", "spectral_norm"])
     def test_normalisation_over_the_batch_is_refused(self, kind):
         model = make_model(kind)
         before = copy.deepcopy(model.state_dict())
         BlockMicroBatching(4).apply(model)
-        with pytest.raises(IncompatibleError, match=r"statistics of the whole|changes buffers"):
+        with pytest.raises(
+            IncompatibleError, match=r"statistics of the whole|changes `\S*_u`"
+        ):
             model(make_batch(0))
         assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
         model.eval()

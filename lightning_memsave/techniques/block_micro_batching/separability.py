@@ -11,6 +11,8 @@ from lightning_memsave.core.memory import is_fake
 from lightning_memsave.core.nested import items_of, map_tensors
 from lightning_memsave.core.out_of_memory import is_out_of_memory
 from lightning_memsave.core.saved_state import RandomState
+from lightning_memsave.techniques.micro_batching.loss_probe import SavesBeforeWrites
+from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 
 Call = Callable[..., Any]
 """The forward function of a block."""
@@ -63,19 +65,28 @@ class _Trial:
 
     def why_mixed(self) -> str:
         """Compare what is computed for a sample beside two others."""
-        with _buffers_restored(self._block) as has_changed:
-            one, is_kept = self._call(2)
-            other, _ = self._call(2, _with_other_second)
-            if has_changed():
-                return "it changes buffers, and would do so once for each part"
+        state = _State(self._block)
+        try:
+            with state.watch:
+                one, is_kept = self._call(2)
+                kept = state.kept()
+                other, _ = self._call(2, _with_other_second)
+            if why := state.why_changed() or _why_kept(kept, state.kept()):
+                return why
+        finally:
+            state.restore()
         return _why_different(one, other) if is_kept else "it changes its arguments"
 
     def why_dependent_on_size(self) -> str:
         """Compare with the sample alone: what is split may be another dimension of that size."""
         if self._is_fake:
             return ""
-        with _in_evaluation(self._block), _buffers_restored(self._block):
-            outputs = [self._call(number)[0] for number in (2, 1)]
+        state = _State(self._block)
+        try:
+            with _in_evaluation(self._block), state.watch:
+                outputs = [self._call(number)[0] for number in (2, 1)]
+        finally:
+            state.restore()
         for both, alone in zip(*map(tensors_in, outputs), strict=True):
             if alone.shape != (1, *both.shape[1:]) or not _is_close(both[0], alone[0]):
                 return "what it computes for a sample depends on how many there are"
@@ -122,6 +133,18 @@ def _why_different(one: Any, other: Any) -> str:
     return ""
 
 
+# What does not depend on the samples, such as a table of positions, is the same for each part.
+def _why_kept(one: dict[str, list[Tensor]], other: dict[str, list[Tensor]]) -> str:
+    for name, tensors in one.items():
+        is_same = len(tensors) == len(other.get(name, ())) and all(
+            a.shape == b.shape and (is_fake(a) or torch.equal(_bits(a), _bits(b)))
+            for a, b in zip(tensors, other[name], strict=True)
+        )
+        if not is_same:
+            return f"it keeps what it computes in `{name}`, which would be that of the last part"
+    return ""
+
+
 def _is_close(one: Tensor, other: Tensor) -> bool:
     if not one.is_floating_point():
         return True
@@ -155,29 +178,50 @@ def _without_cast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(is_enabled)
 
 
-@contextlib.contextmanager
-def _buffers_restored(block: nn.Module) -> Iterator[Callable[[], bool]]:
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in block.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+class _State:
+    """What a block holds: weights, buffers and attributes, to be restored."""
 
-    def has_changed() -> bool:
-        return any(
-            module._buffers[name] is not buffer
-            or (not is_fake(buffer) and not torch.equal(buffer, before))
-            for module, name, buffer, before in buffers
-        )
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._state = ModuleState(block, ())
+        self._data = [(param, param.data) for param in block.parameters()]
+        self._known = [t for m in block.modules() for t in tensors_in(_attributes_of(m))]
+        self.watch = SavesBeforeWrites(self._state)
 
-    try:
-        yield has_changed
-    finally:
-        for module, name, buffer, before in buffers:
-            module._buffers[name] = buffer
-            if not is_fake(buffer) and not torch.equal(buffer, before):
-                buffer.copy_(before)
+    def why_changed(self) -> str:
+        """Say what a call has changed, as a clause; empty if it has changed nothing."""
+        named = [*self._block.named_parameters(), *self._block.named_buffers()]
+        for name, tensor in named:
+            if self._state.has_other_values(tensor):
+                return f"it changes `{name}`, and would do so once for each part"
+        names = {id(param): name for name, param in self._block.named_parameters()}
+        for param, data in self._data:
+            if param.data_ptr() != data.data_ptr():
+                return f"it replaces `{names[id(param)]}`, and would do so once for each part"
+        return ""
+
+    def kept(self) -> dict[str, list[Tensor]]:
+        """List the tensors that the block has now, and had not before."""
+        known = {id(tensor) for tensor in self._known}
+        return {
+            f"{name}.{attribute}".lstrip("."): found
+            for name, module in self._block.named_modules()
+            for attribute, value in _attributes_of(module).items()
+            if (found := [t.detach() for t in tensors_in(value) if id(t) not in known])
+        }
+
+    def restore(self) -> None:
+        """Restore all of it."""
+        for param, data in self._data:
+            param.data = data
+        self._state.restore()
+
+
+def _attributes_of(module: nn.Module) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+
+
+_OF_TORCH = {"_parameters", "_buffers", "_modules"}
 
 
 @contextlib.contextmanager

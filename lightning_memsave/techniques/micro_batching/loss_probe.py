@@ -26,7 +26,39 @@ _COPIES = (
 )
 
 
-class LossProbe(TorchDispatchMode):
+class SavesBeforeWrites(TorchDispatchMode):
+    """Saves tensors of a state before they are written to.
+
+    Args:
+        state: The state.
+    """
+
+    def __init__(self, state: ModuleState) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._state = state
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _, written, _ = _facts_of(func)
+        if written:
+            self.save_written(written, dict(_bound(func, args, kwargs)))
+        return func(*args, **kwargs)
+
+    def save_written(self, written: frozenset[str], values: dict[str, Any]) -> None:
+        """Save the tensors among an operator's arguments that it writes to.
+
+        Args:
+            written: Names of its arguments.
+            values: All of them.
+        """
+        for name in written & values.keys():
+            value = values[name]
+            for tensor in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(tensor, Tensor):
+                    self._state.save_before_write(tensor)
+
+
+class LossProbe(SavesBeforeWrites):
     """Makes the loss of some samples a deterministic function of these samples, in float32.
 
     Dropout is the identity, random numbers are the same for each sample, half precision is computed
@@ -34,7 +66,7 @@ class LossProbe(TorchDispatchMode):
     """
 
     def __init__(self, state: ModuleState, *, is_sharp: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(state)
         self.denominators: list[Tensor] = []
         """Denominators of mean cross-entropies."""
         self.ignored: set[int] = set()
@@ -42,7 +74,7 @@ class LossProbe(TorchDispatchMode):
         self.class_weights: list[Tensor] = []
         self.has_logits = False
         """Whether a loss has logits, which can be scaled to make losses of samples differ."""
-        self._state, self._is_sharp = state, is_sharp
+        self._is_sharp = is_sharp
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -50,7 +82,7 @@ class LossProbe(TorchDispatchMode):
             return func(*args, **kwargs)
         name, written, has_aliases = _facts_of(func)
         if written:
-            self._save_written(written, dict(_bound(func, args, kwargs)))
+            self.save_written(written, dict(_bound(func, args, kwargs)))
         # What is written to fixes the type: sums in float32 take factors in float32.
         is_wide = written and getattr(args[0], "dtype", None) is torch.float32
         if is_wide or not (has_aliases or name in _COPIES):
@@ -74,13 +106,6 @@ class LossProbe(TorchDispatchMode):
             and not torch.is_grad_enabled()
             and self._state.owns(args[0])
         )
-
-    def _save_written(self, written: frozenset[str], values: dict[str, Any]) -> None:
-        for name in written & values.keys():
-            value = values[name]
-            for tensor in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(tensor, Tensor):
-                    self._state.save_before_write(tensor)
 
     def _look(self, name: str, args: Any) -> None:
         self.has_logits |= name in _LOGITS

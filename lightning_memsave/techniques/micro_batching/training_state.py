@@ -336,6 +336,15 @@ class ModuleState:
         if key in self._storages and key not in self._saved:
             self._saved[key] = self._storages[key].clone()
 
+    def has_other_values(self, tensor: Tensor) -> bool:
+        """Return whether the storage of a tensor has other bytes; never of a fake tensor."""
+        saved = None if is_fake(tensor) else self._saved.get(_key_of(tensor) or 0)
+        if saved is None:
+            return False
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        now = empty.clone().set_(tensor.untyped_storage())
+        return not torch.equal(now, empty.set_(saved))
+
     def has_changed(self) -> bool:
         """Return whether a tensor was written to or a container was changed."""
         return bool(self._saved) or not all(is_same(*pair) for pair in self._containers)

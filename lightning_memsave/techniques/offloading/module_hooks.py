@@ -4,53 +4,57 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from lightning_memsave.core.patching import patch_method, previous_method
-
-if TYPE_CHECKING:
-    from lightning_memsave.techniques.offloading.residence import Residence
+from lightning_memsave.techniques.offloading.residence import Residence
 
 # By module, so that copies of a module do not move the parameters of the original.
 _RESIDENCES: "weakref.WeakKeyDictionary[nn.Module, Residence]" = weakref.WeakKeyDictionary()
 
 
-def register(
-    module: nn.Module, residence: "Residence", hooks: tuple[Any, ...]
-) -> list[Callable[[], None]]:
-    """Let hooks of a module move its parameters.
+def move_with(model: nn.Module, residence: Residence) -> list[Callable[[], None]]:
+    """Let the passes of a model move its parameters.
 
     Args:
-        module: Any module with offloaded parameters, or around or inside of one.
+        model: The model.
         residence: What moves them.
-        hooks: `OF_BLOCKS`, `OF_OTHERS` or none.
 
     Returns:
-        Functions that remove the hooks.
+        Functions that undo it.
     """
-    _RESIDENCES[module] = residence
-    undo = [
-        functools.partial(_forget, module),
-        module.register_state_dict_pre_hook(_wait).remove,
-        module.register_load_state_dict_pre_hook(_wait).remove,
-    ]
-    if hooks:
+    undo: list[Callable[[], None]] = []
+    blocks = [module for module in model.modules() if residence.is_block(module)]
+    inside = {id(m) for block in blocks for m in block.modules()}
+    for module in model.modules():
+        _RESIDENCES[module] = residence
+        undo += [
+            functools.partial(_forget, module),
+            module.register_state_dict_pre_hook(_wait).remove,
+            module.register_load_state_dict_pre_hook(_wait).remove,
+        ]
+        if residence.is_block(module):
+            hooks: tuple[Any, Any] = (_before_block, _after_block)
+        elif id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
+            hooks = (_before_module, _after_module)
+        else:
+            continue
         undo += [
             module.register_forward_pre_hook(hooks[0]).remove,
             module.register_forward_hook(hooks[1], always_call=True).remove,
         ]
-    return undo
+    return [*undo, patch_method(model, _apply)]
 
 
 def _forget(module: nn.Module) -> None:
     _RESIDENCES.pop(module, None)
 
 
-def residence_of(module: nn.Module) -> "Residence | None":
+def residence_of(module: nn.Module) -> Residence | None:
     """Return what moves the parameters of a module; ``None`` if they are not offloaded."""
     return _RESIDENCES.get(module)
 
@@ -62,7 +66,7 @@ def leave_device(module: nn.Module) -> None:
         residence.end_pass()
 
 
-def residence_with(param: Tensor) -> "Residence | None":
+def residence_with(param: Tensor) -> Residence | None:
     """Return what moves a parameter; ``None`` if it is not offloaded."""
     found = {*_RESIDENCES.values()}
     return next((each for each in found if each.part_of(param) is not None), None)
@@ -105,7 +109,7 @@ def _after_module(module: nn.Module, *_: object) -> None:
 
 
 def _is_in_transform() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
+    return bool(torch._C._are_functorch_transforms_active())
 
 
 @contextlib.contextmanager
@@ -127,19 +131,3 @@ def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> A
     residence.follow(fn)
     with residence.hidden():
         return previous_method(self, "_apply")(fn, recurse)
-
-
-def follow_moves(model: nn.Module) -> Callable[[], None]:
-    """Let the offloaded parameters of a model stay on the host when it is moved.
-
-    Args:
-        model: The module whose ``to`` users call.
-
-    Returns:
-        A function that restores its methods.
-    """
-    return patch_method(model, _apply)
-
-
-OF_BLOCKS: tuple[Any, ...] = (_before_block, _after_block)
-OF_OTHERS: tuple[Any, ...] = (_before_module, _after_module)

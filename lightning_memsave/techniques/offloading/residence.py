@@ -19,7 +19,6 @@ from lightning_memsave.core.nested import map_tensors
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy.deferred_logits import computed
 from lightning_memsave.techniques.chunked_cross_entropy.products import live_products
-from lightning_memsave.techniques.offloading import module_hooks
 from lightning_memsave.techniques.offloading.copies import copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
@@ -93,30 +92,17 @@ class Residence:
         self._model = weakref.ref(model)
 
     def start(self) -> list[Callable[[], None]]:
-        """Register all hooks.
+        """Watch gradients and optimizers.
 
         Returns:
-            Functions that remove them.
+            Functions that end it.
         """
-        model = self._model()
-        assert model is not None, "the caller holds it"
-        undo: list[Callable[[], None]] = []
-        inside = {id(m) for block in self._by_block for m in block.modules()}
-        for module in model.modules():
-            if module in self._by_block:
-                hooks = module_hooks.OF_BLOCKS
-            elif id(module) not in inside and not isinstance(module, torch.jit.ScriptModule):
-                hooks = module_hooks.OF_OTHERS
-            else:
-                hooks = ()
-            undo += module_hooks.register(module, self, hooks)
         self._watch_trained()
-        return [
-            *undo,
-            self._stop_watching,
-            *self._watch_steps(),
-            module_hooks.follow_moves(model),
-        ]
+        return [self._stop_watching, *self._watch_steps()]
+
+    def is_block(self, module: nn.Module) -> bool:
+        """Return whether a module is one of the blocks."""
+        return module in self._by_block
 
     def part_of(self, param: Tensor) -> Part | None:
         """Return the part of a parameter; ``None`` if it is not offloaded."""
@@ -375,21 +361,18 @@ class Residence:
         model = self._model()
         assert model is not None, "one of its methods runs"
         hidden = [
-            (module._parameters, name, param)
+            (module, name, param)
             for module in model.modules()
             for name, param in module._parameters.items()
             if param is not None and self.part_of(param) is not None
         ]
-        for owner, name, _ in hidden:
-            owner[name] = None
+        for module, name, _ in hidden:
+            setattr(module, name, None)
         try:
             yield
         finally:
-            for owner, name, param in hidden:
-                owner[name] = param
-            for module in model.modules():
-                if isinstance(module, nn.RNNBase):  # it has a list of its weights besides
-                    module._init_flat_weights()
+            for module, name, param in hidden:
+                setattr(module, name, param)  # as recurrent layers have a list of them besides
 
     def follow(self, convert: Callable[[Tensor], Tensor]) -> None:
         """Follow the model to another device.

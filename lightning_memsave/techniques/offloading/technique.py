@@ -28,7 +28,11 @@ from lightning_memsave.techniques.offloading.host_updates import (
     let_scales_land,
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.module_hooks import residence_of, residence_with
+from lightning_memsave.techniques.offloading.module_hooks import (
+    move_with,
+    residence_of,
+    residence_with,
+)
 from lightning_memsave.techniques.offloading.residence import Residence
 from lightning_memsave.techniques.offloading.row_updates import RowUpdates
 from lightning_memsave.techniques.optimizer_in_backward.updates import all_in_backward
@@ -280,7 +284,7 @@ class Offloading(Technique[nn.Module]):
             )
             if is_streamed:
                 changes.append(f"weights of {len(blocks)} blocks on the device when they compute")
-            undo += [residence.release, *residence.start()]
+            undo += [residence.release, *residence.start(), *move_with(target, residence)]
         if self.has_weights and (left or not params):
             skipped.append(f"weights on the device: {left or 'none is trained'}")
         if "activations" in self._kinds and blocks:
