@@ -77,7 +77,6 @@ def run(
         "steps": steps,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "has_advice": error is not None and bool(_REMEDY.search(_said(error))),
-        "rows": [] if callback is None else _rows_of(callback),
     }
 
 
@@ -116,10 +115,6 @@ def _fit(
 def _as_text(lit: nn.Module) -> list[str]:
     weights = [param.detach().float().cpu().numpy() for param in lit.parameters()]
     return [base64.b64encode(weight.tobytes()).decode() for weight in weights]
-
-
-def _rows_of(callback: MemSaveCallback) -> list[str]:
-    return [str(row) for row in callback.table] if hasattr(callback, "table") else []
 
 
 def _said(error: BaseException | None) -> str:

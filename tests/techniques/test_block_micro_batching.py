@@ -325,9 +325,7 @@ class TestCheck:
         model = make_model(kind)
         before = copy.deepcopy(model.state_dict())
         BlockMicroBatching(4).apply(model)
-        with pytest.raises(
-            IncompatibleError, match=r"statistics of the whole|changes `\S*_u`"
-        ):
+        with pytest.raises(IncompatibleError, match=r"statistics of the whole|changes `\S*_u`"):
             model(make_batch(0))
         assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
         model.eval()

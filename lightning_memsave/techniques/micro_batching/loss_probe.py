@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_memsave.core.memory import category_in_context
-from lightning_memsave.techniques.micro_batching.training_state import ModuleState
+from lightning_memsave.techniques.micro_batching.training_state import ModuleState, key_of
 
 _HALF = (torch.float16, torch.bfloat16)
 _MEAN = 1  # `reduction="mean"`, as torch's operators number it
@@ -72,6 +72,10 @@ class LossProbe(SavesBeforeWrites):
         self.ignored: set[int] = set()
         """Integers that losses ignore, or that the step compares tensors with."""
         self.class_weights: list[Tensor] = []
+        self.watched: dict[int, str] = {}
+        """Names of tensors by the identities of their storages."""
+        self.read: set[str] = set()
+        """Names of those that an operator has had as an argument."""
         self.has_logits = False
         """Whether a loss has logits, which can be scaled to make losses of samples differ."""
         self._is_sharp = is_sharp
@@ -81,6 +85,11 @@ class LossProbe(SavesBeforeWrites):
         if category_in_context():  # what offloading moves keeps its type: it outlives the proof
             return func(*args, **kwargs)
         name, written, has_aliases = _facts_of(func)
+        if self.watched:
+            keys = {
+                key_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+            }
+            self.read |= {name for key, name in self.watched.items() if key in keys}
         if written:
             self.save_written(written, dict(_bound(func, args, kwargs)))
         # What is written to fixes the type: sums in float32 take factors in float32.

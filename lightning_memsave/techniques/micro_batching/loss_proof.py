@@ -44,6 +44,7 @@ from lightning_memsave.techniques.micro_batching.training_state import (
     ModuleState,
     batch_norm_on_running_statistics,
     full_precision,
+    key_of,
 )
 from lightning_memsave.techniques.offloading.module_hooks import leave_device
 from lightning_memsave.techniques.optimizer_in_backward.updates import ACTIVE_UPDATES
@@ -293,6 +294,9 @@ def _confirm_with(check: LossCheck, proof: Proof, samples: _Samples, state: Modu
         return Proof()  # a later batch may have a loss
     if not any(seen.losses):
         return Proof(reason="the loss of its first samples is 0, so nothing can be proven")
+    if seen.carried:
+        names = ", ".join(f"`{name}`" for name in sorted(seen.carried))
+        return Proof(reason=f"{check.subject} {_CARRIED}: {names}")
     held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
     if held:
         return replace(proof, weightings=tuple(held))
@@ -316,6 +320,8 @@ class _Observed:
     ignored: list[int]
     class_weights: list[Tensor]
     has_logits: bool
+    carried: frozenset[str] = frozenset()
+    """State that the second sample has read and that is other than after both together."""
 
 
 def _find(check: LossCheck, samples: _Samples, state: ModuleState, whole: Whole) -> Proof:
@@ -344,7 +350,7 @@ def _observe_with_graph_if_needed(
     is_carried: bool = False,
 ) -> _Observed | None:
     observe = functools.partial(
-        _observe, check.compute_loss, samples, state, is_sharp=is_sharp, is_carried=is_carried
+        _observe, check, samples, state, is_sharp=is_sharp, is_carried=is_carried
     )
     try:
         with torch.no_grad():
@@ -371,7 +377,7 @@ def _own_gradients(module: nn.Module) -> Iterator[None]:
 
 
 def _observe(
-    compute_loss: ComputeLoss,
+    check: LossCheck,
     samples: _Samples,
     state: ModuleState,
     *,
@@ -380,15 +386,22 @@ def _observe(
 ) -> _Observed | None:
     probe = LossProbe(state, is_sharp=is_sharp)
     losses, denominators = [], []
+    now: dict[str, Tensor] = {}
+    left: list[dict[str, Tensor]] = []
     for part in samples:
         probe.denominators = []
         # Micro-batches see state changed by earlier ones; random numbers are reset nevertheless.
         if is_carried and part is samples.other:
             state.restore_random()
+            keys = {name: key_of(tensor) for name, tensor in now.items()}
+            probe.watched = {key: name for name, key in keys.items() if key is not None}
         else:
             state.restore()
         with probe:
-            loss = compute_loss(part)
+            loss = check.compute_loss(part)
+        if is_carried:
+            now = state.left_in(check.module)
+            left.append({name: tensor.clone() for name, tensor in now.items()})
         if loss is None:
             return None
         losses.append(loss.detach())
@@ -401,7 +414,14 @@ def _observe(
         sorted(probe.ignored),
         probe.class_weights[:1],
         probe.has_logits,
+        frozenset(name for name in probe.read if _is_other(left[0].get(name), left[2].get(name))),
     )
+
+
+def _is_other(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None or one.shape != other.shape:
+        return one is not other
+    return not torch.allclose(one.double(), other.double(), rtol=1e-5, atol=1e-8)
 
 
 def _holds(weighting: Weighting, weights: Sequence[float], seen: _Observed) -> bool:

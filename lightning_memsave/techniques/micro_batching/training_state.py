@@ -328,22 +328,37 @@ class ModuleState:
 
     def owns(self, tensor: Tensor) -> bool:
         """Return whether the tensor's storage belongs to the module or the batch."""
-        return _key_of(tensor) in self._storages
+        return key_of(tensor) in self._storages
 
     def save_before_write(self, tensor: Tensor) -> None:
         """Save the values of a tensor that is about to be written to."""
-        key = _key_of(tensor)
+        key = key_of(tensor)
         if key in self._storages and key not in self._saved:
             self._saved[key] = self._storages[key].clone()
 
     def has_other_values(self, tensor: Tensor) -> bool:
         """Return whether the storage of a tensor has other bytes; never of a fake tensor."""
-        saved = None if is_fake(tensor) else self._saved.get(_key_of(tensor) or 0)
+        saved = None if is_fake(tensor) else self._saved.get(key_of(tensor) or 0)
         if saved is None:
             return False
         empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         now = empty.clone().set_(tensor.untyped_storage())
         return not torch.equal(now, empty.set_(saved))
+
+    def left_in(self, module: nn.Module) -> dict[str, Tensor]:
+        """Return the buffers and tensors of attributes, by name, that are not what they were."""
+        held = {
+            f"{name}.{'.'.join(map(str, path))}".lstrip("."): tensor
+            for name, owner in module.named_modules()
+            if not _is_metric(owner)
+            for path, tensor in leaves_of({**owner._buffers, **dict(_own(owner))})
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter)
+        }
+        return {
+            name: tensor.detach()
+            for name, tensor in held.items()
+            if not self.owns(tensor) or self.has_other_values(tensor)
+        }
 
     def has_changed(self) -> bool:
         """Return whether a tensor was written to or a container was changed."""
@@ -419,7 +434,8 @@ def full_precision() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-def _key_of(tensor: Tensor) -> int | None:
+def key_of(tensor: Tensor) -> int | None:
+    """Return what tells a storage apart from all others that are alive; ``None`` without one."""
     storage = _storage_of(tensor)
     return None if storage is None else int(storage._cdata)
 
