@@ -1,9 +1,12 @@
 """Seeds, turns of two packages, and a check after each test that nothing global was left behind."""
 
-import datetime
+import functools
 import gc
 import importlib
+import importlib.metadata
 import os
+import shutil
+import subprocess
 import threading
 import warnings
 from collections import Counter
@@ -22,6 +25,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Fake tensors come and go by the thousand in a prediction: the collector runs twice as long with
 # Python's own threshold of 700.
 gc.set_threshold(50_000, 20, 50)
+# Each Trainer reads the metadata of all packages, which takes longer than all the rest of it.
+importlib.metadata.entry_points = functools.cache(importlib.metadata.entry_points)  # type: ignore[assignment]
 
 PACKAGES = ("lightning", "lightning.pytorch", "pytorch_lightning")  # as ids of tests name them
 
@@ -33,13 +38,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason=reason))
     take_turns(items)
-    leave_for_other_days(items, datetime.date.today().toordinal())
+    leave_for_other_commits(items, number_of_commit(Path(__file__).parent))
     # Two processes run the scenarios of these meanwhile.
     items.sort(key=_has_scenarios)
 
 
 def _has_scenarios(item: pytest.Item) -> bool:
     return hasattr(getattr(item, "module", None), "SCENARIOS")
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton calls what is still frozen when the process ends a leak
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -65,7 +74,17 @@ def take_turns(items: Sequence[pytest.Item]) -> None:
         pair[turn % 2].add_marker(pytest.mark.exhaustive)
 
 
-def leave_for_other_days(items: Sequence[pytest.Item], today: int) -> None:
+def number_of_commit(folder: Path) -> int:
+    """Read the hash of what is committed there as a number; 0 outside of a repository."""
+    git = shutil.which("git")
+    if git is None:
+        return 0
+    command = [git, "-C", str(folder), "rev-parse", "--verify", "--quiet", "HEAD^{tree}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return int(found.stdout, 16) if found.returncode == 0 else 0
+
+
+def leave_for_other_commits(items: Sequence[pytest.Item], commit: int) -> None:
     """Of tests that are marked ``daily(n)``, leave all cases but each n-th one to `test-all`."""
     numbers: Counter[str] = Counter()
     for item in items:
@@ -73,7 +92,7 @@ def leave_for_other_days(items: Sequence[pytest.Item], today: int) -> None:
         if marker is None or item.get_closest_marker("exhaustive") is not None:
             continue
         name = item.nodeid.partition("[")[0]
-        if (numbers[name] + today) % marker.args[0]:
+        if (numbers[name] + commit) % marker.args[0]:
             item.add_marker(pytest.mark.exhaustive)
         numbers[name] += 1
 

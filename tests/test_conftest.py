@@ -1,5 +1,8 @@
 """One failing test never fails another."""
 
+import shutil
+import subprocess
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,8 +12,13 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from lightning_memsave.measure.live_tensors import LiveTensors
 from tests.analysis.architectures import Architecture, Lit
 from tests.analysis.counting import count
-from tests.conftest import ProcessState, leave_for_other_days, take_turns
-from tests.helpers import ResidentGrowth, nothing_waits
+from tests.conftest import (
+    ProcessState,
+    leave_for_other_commits,
+    number_of_commit,
+    take_turns,
+)
+from tests.helpers import IN_CI, ResidentGrowth, nothing_waits
 
 
 class _Fails(Lit):
@@ -81,8 +89,8 @@ def test_of_two_tests_with_a_package_each_one_is_left_to_test_all(request) -> No
     ]
 
 
-def test_every_case_has_its_day(request) -> None:
-    def chosen(today: int) -> list[str]:
+def test_every_case_has_its_commit(request) -> None:
+    def chosen(commit: int) -> list[str]:
         items = [
             pytest.Function.from_parent(
                 request.node.parent, name=f"{name}[{n}]", callobj=lambda: None
@@ -92,13 +100,43 @@ def test_every_case_has_its_day(request) -> None:
         ]
         for item in items[:5]:
             item.add_marker(pytest.mark.daily(2))
-        leave_for_other_days(items, today)
+        leave_for_other_commits(items, commit)
         return [item.name for item in items if item.get_closest_marker("exhaustive") is None]
 
     others = [f"test_b[{n}]" for n in range(5)]
     assert chosen(0) == ["test_a[0]", "test_a[2]", "test_a[4]", *others]
     assert chosen(1) == ["test_a[1]", "test_a[3]", *others]
     assert chosen(2) == chosen(0)
+
+
+@pytest.mark.skipif(shutil.which("git") is None and not IN_CI, reason="needs git")
+def test_the_cases_of_a_commit_are_always_the_same(tmp_path) -> None:
+    def git(*arguments: str) -> str:
+        command = [
+            "git",
+            "-C",
+            str(tmp_path),
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a",
+            *arguments,
+        ]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def committed(text: str) -> int:
+        (tmp_path / "file").write_text(text)
+        git("add", ".")
+        git("commit", "-m", "A change")
+        return number_of_commit(tmp_path)
+
+    assert number_of_commit(tmp_path) == 0
+    git("init")
+    assert number_of_commit(tmp_path) == 0  # nothing is committed
+    first, second = committed("1"), committed("2")
+    assert 0 != first != second
+    assert committed("1") == first  # by what is in it, not by when it was made
+    assert first == int(git("rev-parse", "HEAD^{tree}"), 16)
 
 
 def test_memory_that_is_there_for_a_moment_is_seen() -> None:

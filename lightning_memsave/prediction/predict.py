@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import math
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,10 +180,16 @@ def predict(step: TrainingStep) -> MemoryPrediction:
     return dataclasses.replace(prediction, seconds=time.monotonic() - start_s)
 
 
+_others_freeze = threading.Event()
+
+
 # Each full collection of garbage would visit all objects of the process: a seventh of the time.
 @contextlib.contextmanager
 def _older_objects_left_alone() -> Iterator[None]:
-    if gc.get_freeze_count():  # somebody else's, which would be unfrozen too
+    # What somebody else froze would be unfrozen too. They are counted one by one, which takes as
+    # long as the prediction of a small step: once.
+    if _others_freeze.is_set() or gc.get_freeze_count():
+        _others_freeze.set()
         yield
         return
     gc.freeze()

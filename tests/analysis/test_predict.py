@@ -3,7 +3,8 @@
 import contextlib
 import functools
 import gc
-from typing import Any
+import threading
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -478,16 +479,33 @@ def test_refuses_an_output_without_loss() -> None:
         predict_memory(_Words(2, 2), torch.ones(1, 2))
 
 
-def test_garbage_that_somebody_froze_stays_frozen() -> None:
+class _Frozen(nn.Linear):
+    """Counts what garbage collection leaves alone."""
+
+    counts: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts.append(gc.get_freeze_count())
+        return super().forward(x)
+
+
+def test_garbage_that_somebody_froze_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    others = threading.Event()
+    monkeypatch.setattr("lightning_memsave.prediction.predict._others_freeze", others)
     gc.freeze()
     frozen = gc.get_freeze_count()
     try:
         predict_memory(nn.Linear(4, 4), torch.ones(1, 4))
         assert gc.get_freeze_count() >= 0.9 * frozen
+        assert others.is_set()  # and so they are not counted again
     finally:
         gc.unfreeze()
-    predict_memory(nn.Linear(4, 4), torch.ones(1, 4))
-    assert gc.get_freeze_count() == 0
+    for may_freeze in (False, True):
+        _Frozen.counts.clear()
+        predict_memory(_Frozen(4, 4), torch.ones(1, 4))
+        assert (max(_Frozen.counts) > 0) is may_freeze
+        assert gc.get_freeze_count() == 0
+        others.clear()
 
 
 def test_leaves_module_and_random_numbers_as_they_were() -> None:

@@ -15,11 +15,9 @@ from lightning_memsave.techniques.registry import techniques
 def test_text(capsys):
     assert main(["env"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.split() == ["torch", torch.__version__] for line in lines)
-    assert any(
-        line.split() == ["bitsandbytes", importlib.metadata.version("bitsandbytes")]
-        for line in lines
-    )
+    for package in ("torch", "bitsandbytes"):
+        version = importlib.metadata.version(package)
+        assert any(line.split() == [package, version] for line in lines)
     shown = lines[lines.index("Techniques") + 1 :]
     assert [line.split()[0] for line in shown] == [t.name for t in techniques()]
     low_bit = next(line for line in shown if "low_bit_optimizer" in line)

@@ -137,7 +137,7 @@ def test_takes_layers_not_the_experts_inside():
 def test_lazy_layers_and_torchscript_are_no_obstacle():
     lazy = [nn.Sequential(nn.LazyLinear(8), nn.ReLU()) for _ in range(3)]
     assert find_blocks(nn.Sequential(*lazy, *[Mlp(8) for _ in range(2)])) != []
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         scripted = [torch.jit.script(nn.Sequential(nn.Linear(8, 8))) for _ in range(3)]
     assert find_blocks(nn.Sequential(*scripted)) == []
 

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,10 +114,24 @@ def what_if_of(name: str, device: str = "cpu", **settings: Any) -> WhatIf:
     return make_what_if(it.model, it.batch, settings={**settings}, device=device)
 
 
-def search_of(name: str, device: str = "cpu", open_arguments: tuple[str, ...] = OPEN) -> PlanSearch:
+def with_nothing_on(name: str, device: str, open_arguments: tuple[str, ...]) -> WhatIf:
     what_if = what_if_of(name, device)
     off = dict.fromkeys(sorted(_ALL - set(open_arguments)))
     what_if.step = what_if.step.with_settings({**off, "early_release": True, "stack": None})
+    return what_if
+
+
+_shared = functools.cache(with_nothing_on)
+
+
+def search_of(
+    name: str,
+    device: str = "cpu",
+    open_arguments: tuple[str, ...] = OPEN,
+    make: Callable[..., WhatIf] = _shared,
+) -> PlanSearch:
+    """Search plans, with the predictions of earlier searches, unless another ``make`` is given."""
+    what_if = make(name, device, open_arguments)
     return PlanSearch(Variants(what_if, open_arguments, Exactness.APPROXIMATE, RATES))
 
 
@@ -133,15 +147,16 @@ def all_plans(name: str, device: str = "cpu") -> Iterator[tuple[int, float, Mapp
     Yields:
         Bytes on the device, seconds, and the settings.
     """
-    it, what_if = planned(name), what_if_of(name, device)
-    off = {**dict.fromkeys(sorted(_ALL)), "early_release": True, "stack": None}
+    it, what_if = planned(name), _shared(name, device, OPEN)
     for kinds in dict.fromkeys(_assignments(it.num_blocks, it.kinds)):
         for is_in_backward in (None, True):
             changes = {
                 "activation_checkpointing": value_of(kinds),
                 "optimizer_in_backward": is_in_backward,
             }
-            prediction = what_if.predict({**off, **changes})
+            # As a search asks, so that both predict a plan once.
+            unused = {} if changes["activation_checkpointing"] else {"blocks": None}
+            prediction = what_if.predict(changes | unused)
             yield prediction.device_bytes, step_time(prediction.work, RATES).seconds, changes
 
 

@@ -21,6 +21,7 @@ from tests.planning.plans import (
     planned,
     search_of,
     what_if_of,
+    with_nothing_on,
 )
 
 SHARES = (0.25, 0.4, 0.55, 0.7, 0.9)
@@ -92,7 +93,7 @@ def test_the_frontier_goes_down_and_the_ladder_holds_everything_else():
 
 
 def test_few_predictions_are_enough():
-    search = search_of("bert")
+    search = search_of("bert", make=with_nothing_on)
     found = search.find(10**9)
     assert planned("bert").num_blocks == 8
     assert found.num_predictions <= 8

@@ -683,7 +683,7 @@ def test_a_cache_that_is_given_is_filled_over_several_calls(argument):
 
 
 def test_torchscript_blocks_are_left_alone():
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit"):
         blocks = [torch.jit.script(nn.Sequential(nn.Linear(8, 8))) for _ in range(2)]
     model = nn.Sequential(*blocks)
     with pytest.warns(NoEffectWarning, match="2 of 2 blocks are TorchScript"):

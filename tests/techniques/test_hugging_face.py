@@ -1,8 +1,8 @@
 """Every architecture family of transformers trains with the bare callback and `stack="bitwise"`."""
 
 import contextlib
-import datetime
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from lightning_memsave.errors import IncompatibleError, NoEffectWarning
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
+from tests.conftest import number_of_commit
 from tests.helpers import assert_bitwise_equal, seed_all, train
 from tests.techniques.hugging_face import CLASSES, FAMILIES, NOT_TRAINED, Tiny, caches_off
 from tests.techniques.hugging_face_inputs import make_inputs
@@ -27,9 +28,9 @@ STEPS = 3
 # They crashed in the first step once: layers of the first three keep a state that a cache would
 # hold, and the last reads a cache that it asks an inner model for.
 ALWAYS = ("bamba", "lfm2", "recurrent_gemma", "pi0")
-# `make test` tries some of the others, other ones each day.
+# `make test` tries some of the others, other ones for each commit.
 NUM_SLICES = math.ceil(len(FAMILIES) / 3)
-TODAY = FAMILIES[datetime.date.today().toordinal() % NUM_SLICES :: NUM_SLICES]
+SOME = FAMILIES[number_of_commit(Path(__file__).parent) % NUM_SLICES :: NUM_SLICES]
 # Micro-batches are compared in evaluation, where nothing is dropped.
 NOT_IN_EVALUATION = {
     **dict.fromkeys(
@@ -43,7 +44,7 @@ NOT_IN_EVALUATION = {
     "tvp": "two batches of its one sample do not make one",
 }
 PARAMS = [
-    pytest.param(family, marks=() if family in (*ALWAYS, *TODAY) else pytest.mark.exhaustive)
+    pytest.param(family, marks=() if family in (*ALWAYS, *SOME) else pytest.mark.exhaustive)
     for family in FAMILIES
 ]
 

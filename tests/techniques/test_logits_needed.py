@@ -200,7 +200,7 @@ class TestInATrainer:
         assert type(lit.model()) is Tensor
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own use
 def test_forward_mode(model, deferring):
     found = []
     for net in (model, deferring):

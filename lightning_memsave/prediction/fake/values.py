@@ -141,6 +141,8 @@ class KnownValues(TorchDispatchMode):
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
+        if "device" in kwargs:
+            _refuse_missing_gpu(kwargs["device"])
         inputs = [*operands(args), *operands(kwargs.values())]
         # Tensors made from Python numbers are known.
         is_constant = func is aten.lift_fresh.default and not isinstance(args[0], FakeTensor)
@@ -304,6 +306,13 @@ class KnownInFunctions(TorchFunctionMode):
         elif getattr(func, "__name__", "") == "_pad_packed_sequence":
             return padded_sequence(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+# A torch that is built with CUDA takes fake tensors to a GPU that is not there, without counting
+# them, and fails in backward if at all.
+def _refuse_missing_gpu(device: torch.device | None) -> None:
+    if device is not None and device.type == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("No CUDA GPUs are available")
 
 
 def _number_of(tensor: Tensor) -> Any:
