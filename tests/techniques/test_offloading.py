@@ -179,6 +179,17 @@ class TestUpdates:
         assert len(submitted) == len(order)
         handle.undo()
 
+    def test_keep_their_order_in_evaluation_of_single_blocks(self):
+        model = make_model("dropout")
+        handle = Offloading("parameters").apply(model)
+        before = list(handle.residence.parts)
+        with torch.no_grad():
+            for block in (model.blocks[3], model.blocks[1]):
+                block(torch.zeros(2, block.norm.weight.numel()))
+                handle.residence.end_pass()
+        assert handle.residence.parts == before
+        handle.undo()
+
     @pytest.mark.parametrize(
         "look",
         ["state_dict", "of a submodule", "of the optimizer", "load", "load into the optimizer"],

@@ -155,8 +155,9 @@ class Residence:
             part.drop()
             part.show_gradients()
         if self._came:
-            others = [part for part in self.parts if part not in self._came]
-            self.parts = [*self._came, *others]
+            if self._has_graph:  # without one, modules called one by one are a pass each
+                others = [part for part in self.parts if part not in self._came]
+                self.parts = [*self._came, *others]
             if self.is_watched:
                 self.copies.synchronize()
                 self._note_change()
