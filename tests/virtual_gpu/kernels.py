@@ -177,6 +177,10 @@ class _Written(threading.local):
 _written = _Written()
 
 
+def _is_wanted(tensor: Tensor) -> bool:
+    return not (ONLY_INTEGERS and tensor.is_floating_point())
+
+
 class _Operator:
     """One operator: its CUDA code, then its values."""
 
@@ -215,7 +219,8 @@ class _Operator:
             return []
         given = [args[i] for i in self._writes if i < len(args)]
         given += [kwargs[name] for name in self._writes_to if name in kwargs]
-        return [tensor for tensor in _tensors(given) if tensor.is_cuda]
+        # Python's view of the storage of a gradient would keep autograd from adding in place.
+        return [tensor for tensor in _tensors(given) if tensor.is_cuda and _is_wanted(tensor)]
 
     def _random_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Random:
         values = (*args, *kwargs.values())
@@ -241,7 +246,7 @@ class _Operator:
         if self._compute is _no_values and _written.of_operators:
             return True  # the operator whose CUDA code calls this one computes
         tensors = _tensors((result, *args, *kwargs.values()))
-        return ONLY_INTEGERS and any(tensor.is_floating_point() for tensor in tensors)
+        return not all(map(_is_wanted, tensors))
 
     def _values(self, random: Random | None, args: Any, kwargs: dict[str, Any]) -> Any:
         generator = random.generator if random else None
