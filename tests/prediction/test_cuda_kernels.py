@@ -647,7 +647,7 @@ class TestScratch:
         with fake_cuda():
             assert temporary_bytes(3000) == 0  # a kernel for few
             parts = 400 + 1000
-            expected = 16 * 4000 + 24 * 1000 + parts * (8 + 64 * 4)
+            expected = 24 * 4000 + 16 * 1000 + 2 * 8 + parts * (8 + 64 * 4)
             assert temporary_bytes(4000) == expected
 
     def test_second_derivatives_still_work(self):
