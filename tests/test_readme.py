@@ -99,6 +99,15 @@ def test_the_picture_is_that_of_the_result_files():
     assert PICTURE.read_text() == draw(), "run `make readme`"
 
 
+def test_a_remedy_on_the_long_page_is_what_its_prediction_says():
+    """The table is not made anew by a test, as it takes minutes; the prediction is."""
+    text = LONG.read_text()
+    remedy = re.search(r"([\d.]+ GiB)  x [\d.]+ +yes +stack single_gpu", text)
+    predicted = re.findall(r"^total +([\d.]+ GiB)$", text, re.MULTILINE)
+    assert remedy is not None
+    assert remedy[1] == predicted[-1]
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 

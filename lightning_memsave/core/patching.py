@@ -72,12 +72,16 @@ def patch_method(
 
 
 def unpatch(owner: object) -> None:
-    """Undo all patches of an object, such as a copy of a patched one.
+    """Undo all patches of an object, such as a copy of a patched one, and this package's hooks.
 
     Args:
         owner: Any object; methods that were later set over patches stay.
     """
     attributes = vars(owner)
+    # A copy of a module has the hooks of the original: added again, they would run twice.
+    for hooks in (attributes.get(name, {}) for name in _HOOKS):
+        for key in [key for key, hook in hooks.items() if _is_of_this_package(hook)]:
+            del hooks[key]
     for prefix in (_INSIDE.format(""), _PREVIOUS.format("")):
         for key in [key for key in attributes if key.startswith(prefix)]:
             name, previous = key.removeprefix(prefix), attributes.pop(key)
@@ -87,6 +91,14 @@ def unpatch(owner: object) -> None:
                 del attributes[name]
             else:
                 attributes[name] = previous
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+def _is_of_this_package(hook: Any) -> bool:
+    function = getattr(hook, "func", hook)  # of a partial one
+    return str(getattr(function, "__module__", "")).startswith("lightning_memsave.")
 
 
 def previous_method(owner: object, name: str, *, is_outer: bool = False) -> Callable[..., Any]:

@@ -176,7 +176,7 @@ class StepProfile(LiveTensors):
 
     @override
     def _note_call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        if _name_of(func) in _PRODUCTS:
+        if _name_of(func).rstrip("_") in _PRODUCTS:  # also in place
             phase = "backward" if in_backward() else "forward"
             self.recording.first_products.setdefault(phase, len(self.recording.events))
         in_step = self._num_running_steps > self._num_running_closures or is_updating()

@@ -25,6 +25,9 @@ from lightning_memsave.errors import (
     IncompatibleError,
     MemsaveWarning,
 )
+from lightning_memsave.measure.live_tensors import LiveTensors
+from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
+from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from tests.callbacks.lit import fit, make_lit
 
 VOCABULARY, WIDTH, TOKENS, SAMPLES, CLASSES = 13, 8, 6, 7, 4
@@ -910,6 +913,30 @@ class TestTheProof:
         cls.train_dataloader = lambda self: loader_of([text()])
         fit(lit, callback)
         assert SHIFTED in row(callback).details[1]
+
+    @pytest.mark.parametrize("form", ["mm", "addmm", "addmm_", "addmm.out", "linear"])
+    def test_does_not_convert_the_whole_weight_of_a_head(self, form):
+        """It may be frozen in bfloat16; in float32 it could need more memory than the step."""
+        head = nn.Linear(512, 20_000).bfloat16()
+        hidden, logits, bias = torch.randn(2, 512), torch.randn(2, 20_000), torch.randn(20_000)
+        product: dict[str, Callable[[Tensor], Tensor]] = {
+            "mm": lambda weight: hidden @ weight.t(),
+            "addmm": lambda weight: torch.addmm(bias, hidden, weight.t(), beta=2),
+            "addmm_": lambda weight: logits.clone().addmm_(hidden, weight.t(), alpha=3),
+            "addmm.out": lambda weight: torch.addmm(bias, hidden, weight.t(), out=logits.clone()),
+            "linear": lambda weight: F.linear(hidden[None].bfloat16(), weight, bias.bfloat16()),
+        }
+        weight = head.weight.detach()
+        probe = LossProbe(ModuleState(head, {}), is_sharp=False)
+        with LiveTensors(head) as live, probe:
+            result = product[form](weight)
+        assert live.peak.total_bytes - live.breakdown.total_bytes < 2 * weight.nbytes * 0.6
+        if form == "linear":  # the probe casts to float32 instead
+            expected = F.linear(hidden[None], weight.float(), bias)
+        else:
+            expected = product[form](weight.float())
+        assert result.dtype is torch.float32
+        torch.testing.assert_close(result, expected)
 
     def test_untrained_models_are_told_apart(self):
         """Their losses differ by little, and so do weights of long sequences."""

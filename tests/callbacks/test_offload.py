@@ -118,7 +118,7 @@ class TestBitwise:
         assert row.exactness == "approximate"
 
     def test_embeddings_are_predicted(self):
-        """Beforehand nobody knows how many rows of a table differ: it counts as many as can be."""
+        """Which rows these are depends on floats here: it counts as many as can be."""
         lit = make_lit(model="classifier")
         callback = only(
             offload=Offloading("embeddings", min_table_bytes=2**12), monitor=True, predict=60

@@ -9,6 +9,8 @@ from lightning_memsave.core.patching import (
     previous_method,
     unpatch,
 )
+from lightning_memsave.techniques.offloading.technique import Offloading
+from tests.cases import make_batch, make_model
 
 
 class Counter:
@@ -125,6 +127,23 @@ def test_unpatch_leaves_what_others_have_put_there():
     unpatch(counter)
     assert counter.add is earlier
     assert vars(counter) == {"start": 1, "add": earlier}
+
+
+def test_unpatch_takes_hooks_of_this_package_off_a_copy():
+    """Applied to the copy again, a technique would do everything twice."""
+    seen: list[str] = []
+    model = make_model("dropout")
+    model.register_forward_hook(lambda *_: seen.append("of the user"))
+    handle = Offloading(True, min_bytes=1).apply(model)
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        unpatch(module)
+    before = [hook for module in twin.modules() for hook in module._forward_pre_hooks.values()]
+    after = [hook for module in twin.modules() for hook in module._forward_hooks.values()]
+    assert (len(before), len(after)) == (0, 1)
+    twin(make_batch(0))
+    assert seen == ["of the user"]
+    handle.undo()
 
 
 @pytest.mark.parametrize("is_undone_before", [True, False])

@@ -339,6 +339,16 @@ class TestAutocast:
             x = torch.zeros(4, 4, dtype=torch.bfloat16, requires_grad=True)
             assert function(x).dtype is dtype
 
+    @pytest.mark.parametrize("join", [torch.cat, torch.stack])
+    def test_tensors_of_several_types_are_joined_without_a_copy(self, join):
+        """CUDA's kernel converts while it copies; the CPU's autocast casts before."""
+        with fake_cuda(), torch.autocast("cpu", torch.bfloat16):
+            parts = [torch.zeros(8, 8), torch.zeros(8, 8, dtype=torch.bfloat16)]
+            with LiveTensors() as live:
+                joined = join(parts)
+        assert joined.dtype is torch.float32
+        assert live.peak.total_bytes == joined.nbytes + sum(part.nbytes for part in parts)
+
     def test_each_operator_of_cuda_has_a_rule(self):
         table = _cuda_autocast
         known = {*table._FLOAT32, *table._FLOAT32_RESULT, *table._FLOAT32_NORM}
@@ -646,7 +656,7 @@ class TestScratch:
         with fake_cuda():
             assert temporary_bytes(3000) == 0  # a kernel for few
             parts = 400 + 1000
-            expected = 16 * 4000 + 24 * 1000 + parts * (8 + 64 * 4)
+            expected = 24 * 4000 + 16 * 1000 + 2 * 8 + parts * (8 + 64 * 4)
             assert temporary_bytes(4000) == expected
 
     def test_second_derivatives_still_work(self):

@@ -352,3 +352,17 @@ class TestAllocations:
         model.register_parameter("last", nn.Parameter(torch.ones(5)))
         events = record(model, lambda: None).events
         assert [e.change for e in events][:3] == [4 * 32, 4 * 16, 4 * 5]
+
+
+@pytest.mark.parametrize("product", ["mm", "addmm", "addmm_", "baddbmm_"])
+def test_the_first_product_is_noted_in_place_too(product):
+    """There cuBLAS takes its workspace."""
+    x = torch.ones(4, 4) if "b" not in product else torch.ones(2, 4, 4)
+
+    def step() -> None:
+        y = x.exp()
+        getattr(y, product)(*([x] if product == "mm" else [x, x]))
+
+    recording = record(Net(), step)
+    op = recording.events[recording.first_products["forward"] - 1].op
+    assert op == ("aten.exp" if product.endswith("_") else f"aten.{product}")

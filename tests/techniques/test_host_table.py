@@ -644,7 +644,6 @@ class TestTiedHead:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_prediction_of_a_step_counts_the_same_bytes(is_tied):
-    """Exact where all ids differ; otherwise as if they did."""
     model: Any = TiedModel() if is_tied else Model()
     ids = torch.arange(24).view(2, 12)
 
@@ -664,6 +663,24 @@ def test_prediction_of_a_step_counts_the_same_bytes(is_tied):
         predicted = peak(fakes.copy_module(model), fakes.copy_batch(ids))
         assert fakes.guesses == ()
     assert predicted == peak(model, ids)
+
+
+def test_prediction_of_a_look_up_counts_the_rows_of_its_ids():
+    """Ids of a batch are known, and rows that come twice count once."""
+    ids = torch.arange(24).view(2, 12) % 7
+
+    def peak(model: nn.Module, ids: Tensor) -> int:
+        _, take_back = on_host(model, None)
+        with LiveTensors(model) as live:
+            live.track_input(ids)
+            model.table(ids)
+        take_back()
+        return live.peak.total_bytes
+
+    with fake_tensors() as fakes:
+        predicted = peak(fakes.copy_module(Model()), fakes.copy_batch(ids))
+        assert fakes.guesses == ()
+    assert predicted == peak(Model(), ids)
 
 
 @pytest.mark.parametrize(

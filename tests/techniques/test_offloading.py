@@ -5,6 +5,7 @@ import io
 import pickle
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from lightning_memsave.core.memory import category_in_context, is_host
+from lightning_memsave.core.memory import category_in_context, emulating_cuda, is_host
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.measure.storages import storages_of, tensors_in
+from lightning_memsave.prediction.fake.tensors import fake_tensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
 )
@@ -25,6 +27,7 @@ from lightning_memsave.techniques.low_precision_weights.technique import LowPrec
 from lightning_memsave.techniques.micro_batching.loss_probe import LossProbe
 from lightning_memsave.techniques.micro_batching.training_state import ModuleState
 from lightning_memsave.techniques.offloading.copies import Copies
+from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.module_hooks import leave_device
 from lightning_memsave.techniques.offloading.part import Part
 from lightning_memsave.techniques.offloading.technique import Offloading
@@ -177,6 +180,31 @@ class TestUpdates:
         order = [names[id(part.params[0])] for part in residence.parts]
         assert order == ["head.weight", *(f"blocks.{i}.norm.weight" for i in range(4))]
         assert len(submitted) == len(order)
+        handle.undo()
+
+    def test_in_a_prediction_for_cuda_they_run_until_somebody_waits(self):
+        """There the host launches the block before in less time than an update takes."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        with fake_tensors() as fakes:
+            model = fakes.copy_module(make_model("dropout"))
+            part = Part([*model.parameters()], HostMemory())
+            part.begin_update(done)
+            assert not part.is_updating  # as on a CPU
+            with emulating_cuda():
+                assert part.is_updating
+                part.wait()
+                assert not part.is_updating
+
+    def test_keep_their_order_in_evaluation_of_single_blocks(self):
+        model = make_model("dropout")
+        handle = Offloading("parameters").apply(model)
+        before = list(handle.residence.parts)
+        with torch.no_grad():
+            for block in (model.blocks[3], model.blocks[1]):
+                block(torch.zeros(2, block.norm.weight.numel()))
+                handle.residence.end_pass()
+        assert handle.residence.parts == before
         handle.undo()
 
     @pytest.mark.parametrize(

@@ -177,6 +177,10 @@ class _Written(threading.local):
 _written = _Written()
 
 
+def _is_wanted(tensor: Tensor) -> bool:
+    return not (ONLY_INTEGERS and tensor.is_floating_point())
+
+
 class _Operator:
     """One operator: its CUDA code, then its values."""
 
@@ -215,7 +219,8 @@ class _Operator:
             return []
         given = [args[i] for i in self._writes if i < len(args)]
         given += [kwargs[name] for name in self._writes_to if name in kwargs]
-        return [tensor for tensor in _tensors(given) if tensor.is_cuda]
+        # Python's view of the storage of a gradient would keep autograd from adding in place.
+        return [tensor for tensor in _tensors(given) if tensor.is_cuda and _is_wanted(tensor)]
 
     def _random_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Random:
         values = (*args, *kwargs.values())
@@ -235,14 +240,13 @@ class _Operator:
 
     def _is_done(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the virtual GPU itself moves the bytes, or only integers are wanted."""
-        if self._name == "copy_" and args[0].dtype == args[1].dtype:
-            return bool(args[0].is_contiguous() and args[1].is_contiguous())
-        if self._name == "zero_" and args[0].is_contiguous():
+        moved = {"copy_": args[:2], "zero_": args[:1]}.get(self._name, ())
+        if moved and all(m.is_contiguous() and m.dtype == moved[0].dtype for m in moved):
             return True
         if self._compute is _no_values and _written.of_operators:
             return True  # the operator whose CUDA code calls this one computes
         tensors = _tensors((result, *args, *kwargs.values()))
-        return ONLY_INTEGERS and any(tensor.is_floating_point() for tensor in tensors)
+        return not all(map(_is_wanted, tensors))
 
     def _values(self, random: Random | None, args: Any, kwargs: dict[str, Any]) -> Any:
         generator = random.generator if random else None

@@ -61,7 +61,8 @@ class Overrides:
 
         Args:
             name: As in ``add``.
-            sizes: Computes the bytes of each block from the arguments of the operator.
+            sizes: Computes the bytes of each block from the arguments of the operator; -1 frees the
+                first block before the next is allocated, -2 the second.
         """
         key = "AutogradCPU"
         of_torch = _kernel_of_torch(name, key)
@@ -70,10 +71,12 @@ class Overrides:
         def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             result = of_torch(keyset, *args, **kwargs)
             is_on_device = any_fake(args) and not is_host(args[0].untyped_storage())
-            scratch = [
-                torch.empty(size, dtype=torch.uint8)
-                for size in (sizes(*args, **kwargs) if is_on_device else ())
-            ]
+            scratch: list[Any] = []
+            for size in sizes(*args, **kwargs) if is_on_device else ():
+                if size < 0:
+                    scratch[-1 - size] = None
+                else:
+                    scratch.append(torch.empty(size, dtype=torch.uint8))
             del scratch
             return result
 

@@ -71,8 +71,10 @@ EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 # line that ultralytics prints), looked up in 2026. It differs by some 0.1 GiB between drivers;
 # these are the smallest values found on Linux, so that "fits" holds for all of them. No value was
 # found for the last group: each has the smallest one above with the same size. Compute capabilities
-# are those of https://developer.nvidia.com/cuda-gpus, multiprocessors those of NVIDIA's white
-# papers.
+# are those of https://developer.nvidia.com/cuda-gpus. Multiprocessors: as public logs of devices
+# have them for T4, V100, A10G, A40, A100, H100, GTX 1080 Ti and 1660 Ti, RTX 2080 Ti, 3060, 3090,
+# 4060 Ti, 4090 and 5090; for the others NVIDIA's number of cores by the cores of each. All agree
+# with TFLOP/s and boost clock.
 #
 # Then TFLOP/s of products in float32, TF32 (0: none) and float16, GB/s of memory and GB/s of PCIe.
 # TFLOP/s and memory as in NVIDIA's data sheets and architecture white papers, at boost clock, dense

@@ -1,5 +1,6 @@
 """Sizes of the scratch memory that CUDA's kernels take from torch's allocator while they run."""
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ def add_scratch(overrides: Overrides, processors: Multiprocessors) -> None:
     """Override operators so that they allocate the scratch memory of CUDA's kernels."""
     overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash)
     overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient)
-    overrides.add_scratch("embedding_dense_backward", _embedding)
+    overrides.add_scratch("embedding_dense_backward", functools.partial(_embedding, processors))
 
     def of_sum(input: Tensor, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
         return reduction_scratch(input, dim, processors)
@@ -140,26 +141,40 @@ def _flash(grad_out: Tensor, query: Tensor, key: Tensor, *_: Any, **__: Any) -> 
 
 
 # The row sums ("delta"), and `workspace_size` in mem_eff_attention/kernel_backward.h: for each 64
-# tokens a tile of the query's gradient in float32 and a lock of 16 bytes.
+# tokens a tile of the query's gradient in float32 and a lock of 16 bytes. In float32 the sums are
+# not the kernel's: a product of the size of the output is summed, and the sums are transposed.
 def _efficient(grad_out: Tensor, query: Tensor, *_: Any, **__: Any) -> list[int]:
     batch, heads, tokens, size = query.shape
-    num_tiles = batch * heads * _divided_up(tokens, 64)
-    return [4 * batch * heads * tokens, num_tiles * (16 + 4 * 64 * _rounded_up(size, 64))]
+    num_rows, num_tiles = batch * heads * tokens, batch * heads * _divided_up(tokens, 64)
+    sums, workspace = 4 * num_rows, num_tiles * (16 + 4 * 64 * _rounded_up(size, 64))
+    if grad_out.element_size() < _SIZE_OF_FLOAT:
+        return [sums, workspace]
+    product = 4 * num_rows * grad_out.size(-1)
+    return [product, sums, sums, -2, -1, workspace]
 
 
 # `embedding_dense_backward_cuda` in Embedding.cu and EmbeddingBackwardKernel.cu: sorted indices,
-# and float32 partial sums over at most ten rows of each index.
+# and float32 partial sums over at most ten rows of each index. Where few indices occur often, sums
+# of each index, if the gradient is not in float32 itself; when that is was found by trying.
 def _embedding(
-    grad: Tensor, indices: Tensor, num_weights: int, _: int, scale_grad_by_freq: bool
+    processors: Multiprocessors,
+    grad: Tensor,
+    indices: Tensor,
+    num_weights: int,
+    _: int,
+    scale_grad_by_freq: bool,
 ) -> list[int]:
     num_indices = indices.numel()
     if num_indices <= 3072 and not scale_grad_by_freq:
         return []
     num_segments = min(num_indices, num_weights)
     num_parts = num_indices // 10 + num_segments
-    num_columns = _rounded_up(grad.size(-1), 32)
-    of_parts = [8 * num_parts, 4 * num_parts * num_columns]
-    return [*[8 * num_indices] * 2, *[8 * num_segments] * 3, *of_parts]
+    is_dense = num_segments < 4 * processors.number and num_parts >= 4 * num_segments
+    sums = _SIZE_OF_FLOAT * grad.size(-1) * (num_segments if is_dense else num_parts)
+    of_parts = [8 * num_parts, 8 * num_parts] if is_dense else [8 * num_parts]
+    if not is_dense or grad.element_size() < _SIZE_OF_FLOAT:
+        of_parts.append(sums)
+    return [*[8 * num_indices] * 3, 8, *[8 * num_segments] * 2, 8, *of_parts]
 
 
 def _power_of_2(number: int) -> int:

@@ -24,6 +24,8 @@ _COPIES = (
     *("aten::embedding", "aten::index_select", "aten::index", "aten::gather"),
     *("aten::_to_copy", "aten::clone"),
 )
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::addmm_")
+_MAX_CONVERTED = 2**22  # elements of a factor that are in float32 at the same time
 
 
 class SavesBeforeWrites(TorchDispatchMode):
@@ -95,6 +97,8 @@ class LossProbe(SavesBeforeWrites):
         # What is written to fixes the type: sums in float32 take factors in float32.
         is_wide = written and getattr(args[0], "dtype", None) is torch.float32
         if is_wide or not (has_aliases or name in _COPIES):
+            if name in _PRODUCTS and _is_large_half(args[-1]):
+                return _product_in_pieces(name, *args, **kwargs)
             args, kwargs = tree_map(_float, args), tree_map(_float, kwargs)
         if kwargs.get("dtype") in _HALF:
             kwargs = {**kwargs, "dtype": torch.float32}
@@ -151,6 +155,30 @@ def _bound(func: Any, args: Any, kwargs: Any) -> list[tuple[str, Any]]:
 def _float(value: Any) -> Any:
     is_half = isinstance(value, Tensor) and value.dtype in _HALF
     return value.float() if is_half else value
+
+
+def _is_large_half(value: Any) -> bool:
+    is_half = isinstance(value, Tensor) and value.dtype in _HALF
+    return is_half and value.numel() > _MAX_CONVERTED
+
+
+# The weight of a head in float32 may need more memory than a training step.
+def _product_in_pieces(
+    name: str, *factors: Tensor, out: Tensor | None = None, **scales: float
+) -> Tensor:
+    """Multiply by a weight in half precision, of which a few columns at a time are in float32."""
+    *summand, factor, weight = factors
+    factor, num_columns = _float(factor), weight.shape[1]
+    if name == "aten::addmm_":
+        total = summand[0]
+    else:
+        shape = (len(factor), num_columns)
+        total = factor.new_empty(shape) if out is None else out
+        total.copy_(summand[0]) if summand else total.zero_()
+    size = max(1, _MAX_CONVERTED // len(weight))
+    for columns, part in zip(total.split(size, 1), weight.split(size, 1), strict=True):
+        columns.addmm_(factor, part.float(), **scales)
+    return total
 
 
 def _without_randomness(func: Any, args: Any, kwargs: Any) -> Any:

@@ -212,9 +212,9 @@ class HostTable(HostWeight):
         """Return the distinct ids, on the host, and the place of each id among them."""
         places = torch.empty_like(ids, dtype=torch.int32)
         with torch.no_grad(), host_copies():
-            if is_fake(ids):  # as many as there can be
-                num = min(ids.numel(), len(self.weight))
-                return torch.empty(num, dtype=torch.int64, device="cpu"), places.zero_()
+            if is_fake(ids):  # where ids are not known, as many as there can be
+                found = torch.unique(ids)[: len(self.weight)]
+                return found, places.zero_()
             on_host = torch.empty(ids.shape, dtype=torch.int64, device="cpu").copy_(ids)
             found, inverse = torch.unique(on_host, return_inverse=True)
             if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < len(self.weight):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as
+from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
 from lightning_memsave.techniques.offloading.flat_memory import in_order
@@ -78,6 +78,9 @@ class Part:
     @property
     def is_updating(self) -> bool:
         """Whether an update runs in the background."""
+        # In a prediction for CUDA until somebody waits: an update takes longer than launches do.
+        if self._updates and is_fake(self.params[0]) and on_cuda(self.params[0]):
+            return True
         return not all(update.done() for update in self._updates)
 
     @property

@@ -133,8 +133,9 @@ class Residence:
             part.show_gradients()
             part.is_proven |= self._has_graph and part in self._came
         if self._came:
-            others = [part for part in self.parts if part not in self._came]
-            self.parts = [*self._came, *others]
+            if self._has_graph:  # without one, modules called one by one are a pass each
+                others = [part for part in self.parts if part not in self._came]
+                self.parts = [*self._came, *others]
             if self.is_watched:
                 self.copies.synchronize()
                 self._note_change()
