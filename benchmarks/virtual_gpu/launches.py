@@ -160,6 +160,7 @@ def as_plain(counts: Counts) -> dict[str, Any]:
     return {
         "operators": dict(counts.operators),
         "waits": dict(counts.waits),
+        "waits_beside": counts.waits_beside,
         "recomputed": counts.recomputed,
         "to_host_bytes": counts.to_host_bytes,
         "from_host_bytes": counts.from_host_bytes,
@@ -203,7 +204,7 @@ def _or_error(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 HEADER = (
-    *("step", "operators", "simulated", "launches", "products", "waits", "simulated"),
+    *("step", "operators", "simulated", "launches", "products", "waits", "simulated", "beside"),
     *("copies", "to host, MiB", "from host, MiB", "page-locked, MiB", "state, MiB"),
     "host, predicted",
 )
@@ -219,8 +220,9 @@ def as_line(name: str, one: dict[str, Any]) -> list[str]:
         f"{sum(simulated['counts']['operators'].values()):,}",
         f"{real['launches']:,}",
         f"{real['library']:,}",
-        str(sum(real["waits"].values())),
+        str(waits_of(real)),
         str(sum(simulated["counts"]["waits"].values())),
+        str(beside(real["counts"])),
         str(to_host[0] + from_host[0]),
         f"{to_host[1] / MIB:,.0f}",
         f"{from_host[1] / MIB:,.0f}",
@@ -228,6 +230,16 @@ def as_line(name: str, one: dict[str, Any]) -> list[str]:
         f"{real.get('state_bytes', 0) / MIB:,.0f}",
         f"{simulated['host_bytes'] / MIB:,.0f}",
     ]
+
+
+def waits_of(real: dict[str, Any]) -> int:
+    """Count the waits of the training thread."""
+    return int(sum(real["waits"].values())) - beside(real["counts"])
+
+
+def beside(counts: dict[str, Any]) -> int:
+    """Count the waits of the thread that updates."""
+    return int(counts.get("waits_beside", 0))
 
 
 def copied(real: dict[str, Any], way: str) -> tuple[int, int]:
@@ -247,10 +259,12 @@ def differences(one: dict[str, Any]) -> list[str]:
         for name in sorted({*counted, *expected})
         if counted[name] != expected[name]
     ]
-    waits = sum(one["real"]["waits"].values()), sum(simulated["waits"].values())
+    waits = waits_of(one["real"]), sum(simulated["waits"].values())
     if waits[0] != waits[1]:
         kinds = ", ".join(f"{n} x {name}" for name, n in one["real"]["waits"].items())
         found.append(f"{waits[0]} waits ({kinds}) instead of {waits[1]}")
+    if beside(real) != beside(simulated):
+        found.append(f"{beside(real)} waits beside instead of {beside(simulated)}")
     for way, key in (("d2h pinned", "to_host_bytes"), ("h2d pinned", "from_host_bytes")):
         num_bytes = copied(one["real"], way)[1]
         if abs(num_bytes - simulated[key]) > MIB:
