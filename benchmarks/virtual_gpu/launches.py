@@ -284,11 +284,20 @@ def _by_name(operators: dict[str, int]) -> collections.Counter[str]:
 
 
 NOTES = """\
-Products are calls of cuBLAS. Of copies to the host, those of single numbers are not counted. The
-simulation sees neither waits for events (two in a block at most, for offloading) nor what runs in
-the host's thread of updates. Where it counts more `copy_`, it copies tensor by tensor what a GPU
-gets in one buffer for each block. Beside 2 batches, the second one comes to the device. What a fit
-sums, the labels that count, a simulation finds with `nonzero`."""
+Products are calls of cuBLAS. Of copies to the host, those of single numbers are not counted, and
+what the host computes is not among the operators. Waits are those of the training thread; those
+beside it are of the thread that updates, one for each piece of up to 16 MiB of gradients in another
+type than their weights, which it has to convert.
+
+Each step waits once because of the model: transformers looks whether its mask is all ones. A loss
+in tiles waits for the number of labels that count, which decides shapes. With offloaded weights the
+host waits once at the end of backward, as clipping and the optimizer's step may read gradients.
+With a table on the host it waits in forward, too, for the ids, of which it looks up the rows.
+Nothing else waits.
+
+Beside 2 batches, the second one comes to the device. The labels that count are read from the call
+before where nearly all count, which a simulation finds with `nonzero`. It takes each token of a
+batch for another word, so that more rows of a table come than in a real step."""
 
 
 def per_operator(found: dict[str, Any]) -> str:
