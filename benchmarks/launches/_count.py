@@ -1,9 +1,11 @@
 """Count what a training step would ask of a GPU: operators, waits, copies and FLOP."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
+from unittest import mock
 
 import torch
 from lightning.pytorch import LightningModule
@@ -14,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightning_memsave import predict_memory
-from lightning_memsave.core.memory import is_host
+from lightning_memsave.core.memory import HOST, category_in_context, is_fake, is_host
 from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.work import NO_KERNEL, flop_formula
+from lightning_memsave.techniques.offloading.copies import FakeEvent
 
 # What gives a number to Python, or a tensor whose size depends on values.
 WAITING = ("_local_scalar_dense", "nonzero", "_unique2", "unique_dim", "masked_select")
@@ -31,7 +34,9 @@ class Counts:
 
     Args:
         operators: Kernels by name of the operator; a ``foreach`` over many tensors counts once.
-        waits: By name of the operator or method.
+            What the host computes is not among them.
+        waits: Of the training thread, by name of the operator or method.
+        waits_beside: For events, where the host works beside the computation.
         recomputed: Operators of forward passes that ran again in backward.
         to_host_bytes: Copied from the device to memory that a technique keeps on the host.
         from_host_bytes: Copied back.
@@ -40,6 +45,7 @@ class Counts:
 
     operators: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
+    waits_beside: int = 0
     recomputed: int = 0
     to_host_bytes: int = 0
     from_host_bytes: int = 0
@@ -68,6 +74,7 @@ class StepCounter(TorchDispatchMode):
         self.counts = Counts()
         self._optimizers = list(optimizers)
         self._methods = _MethodCounter(self.counts.waits)
+        self._events = contextlib.ExitStack()
 
     def __torch_dispatch__(
         self,
@@ -80,7 +87,7 @@ class StepCounter(TorchDispatchMode):
         name = func._schema.name.rpartition("::")[2]
         if (name in WAITING or _has_mask(name, args)) and not self._is_there(args[0]):
             self.counts.waits[name] += 1
-        if name not in NO_KERNEL and not func.is_view:
+        if name not in NO_KERNEL and not func.is_view and not _is_of_host(args):
             self.counts.operators[name] += 1
             self.counts.recomputed += in_backward() and torch.is_grad_enabled()
         if name == "copy_":
@@ -90,6 +97,9 @@ class StepCounter(TorchDispatchMode):
         return result
 
     def __enter__(self) -> Self:
+        for kind in (torch.cuda.Event, FakeEvent):
+            wait = self._counting(kind.synchronize, is_fake=kind is FakeEvent)
+            self._events.enter_context(mock.patch.object(kind, "synchronize", wait))
         self._methods.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -97,6 +107,18 @@ class StepCounter(TorchDispatchMode):
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._methods.__exit__(*error)  # type: ignore[no-untyped-call]
+        self._events.close()
+
+    # Waits of a GPU's training thread are not only those of Python.
+    def _counting(self, wait: Callable[[Any], None], *, is_fake: bool) -> Callable[[Any], None]:
+        def count_and_wait(event: Any) -> None:
+            if category_in_context() == HOST:
+                self.counts.waits_beside += 1
+            elif is_fake:
+                self.counts.waits["synchronize"] += 1
+            wait(event)
+
+        return count_and_wait
 
     # Host memory was copied while the device went on.
     def _is_there(self, tensor: Any) -> bool:
@@ -124,6 +146,15 @@ class _MethodCounter(TorchFunctionMode):
         if func in _METHODS:
             self.waits[func.__name__] += 1
         return func(*args, **(kwargs or {}))
+
+
+# What is computed while host copies are made, but for the copies.
+def _is_of_host(args: tuple[Any, ...]) -> bool:
+    if category_in_context() != HOST:
+        return False
+    tensors = [each for each in args[:2] if isinstance(each, Tensor)]
+    is_here = all(each.is_cpu and not is_fake(each) for each in tensors)
+    return is_here or len({is_host(each.untyped_storage()) for each in tensors}) < 2
 
 
 def _has_mask(name: str, args: tuple[Any, ...]) -> bool:

@@ -160,6 +160,7 @@ def as_plain(counts: Counts) -> dict[str, Any]:
     return {
         "operators": dict(counts.operators),
         "waits": dict(counts.waits),
+        "waits_beside": counts.waits_beside,
         "recomputed": counts.recomputed,
         "to_host_bytes": counts.to_host_bytes,
         "from_host_bytes": counts.from_host_bytes,
@@ -203,7 +204,7 @@ def _or_error(job: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 HEADER = (
-    *("step", "operators", "simulated", "launches", "products", "waits", "simulated"),
+    *("step", "operators", "simulated", "launches", "products", "waits", "simulated", "beside"),
     *("copies", "to host, MiB", "from host, MiB", "page-locked, MiB", "state, MiB"),
     "host, predicted",
 )
@@ -219,8 +220,9 @@ def as_line(name: str, one: dict[str, Any]) -> list[str]:
         f"{sum(simulated['counts']['operators'].values()):,}",
         f"{real['launches']:,}",
         f"{real['library']:,}",
-        str(sum(real["waits"].values())),
+        str(waits_of(real)),
         str(sum(simulated["counts"]["waits"].values())),
+        str(beside(real["counts"])),
         str(to_host[0] + from_host[0]),
         f"{to_host[1] / MIB:,.0f}",
         f"{from_host[1] / MIB:,.0f}",
@@ -228,6 +230,16 @@ def as_line(name: str, one: dict[str, Any]) -> list[str]:
         f"{real.get('state_bytes', 0) / MIB:,.0f}",
         f"{simulated['host_bytes'] / MIB:,.0f}",
     ]
+
+
+def waits_of(real: dict[str, Any]) -> int:
+    """Count the waits of the training thread."""
+    return int(sum(real["waits"].values())) - beside(real["counts"])
+
+
+def beside(counts: dict[str, Any]) -> int:
+    """Count the waits of the thread that updates."""
+    return int(counts.get("waits_beside", 0))
 
 
 def copied(real: dict[str, Any], way: str) -> tuple[int, int]:
@@ -247,10 +259,12 @@ def differences(one: dict[str, Any]) -> list[str]:
         for name in sorted({*counted, *expected})
         if counted[name] != expected[name]
     ]
-    waits = sum(one["real"]["waits"].values()), sum(simulated["waits"].values())
+    waits = waits_of(one["real"]), sum(simulated["waits"].values())
     if waits[0] != waits[1]:
         kinds = ", ".join(f"{n} x {name}" for name, n in one["real"]["waits"].items())
         found.append(f"{waits[0]} waits ({kinds}) instead of {waits[1]}")
+    if beside(real) != beside(simulated):
+        found.append(f"{beside(real)} waits beside instead of {beside(simulated)}")
     for way, key in (("d2h pinned", "to_host_bytes"), ("h2d pinned", "from_host_bytes")):
         num_bytes = copied(one["real"], way)[1]
         if abs(num_bytes - simulated[key]) > MIB:
@@ -270,11 +284,20 @@ def _by_name(operators: dict[str, int]) -> collections.Counter[str]:
 
 
 NOTES = """\
-Products are calls of cuBLAS. Of copies to the host, those of single numbers are not counted. The
-simulation sees neither waits for events (two in a block at most, for offloading) nor what runs in
-the host's thread of updates. Where it counts more `copy_`, it copies tensor by tensor what a GPU
-gets in one buffer for each block. Beside 2 batches, the second one comes to the device. What a fit
-sums, the labels that count, a simulation finds with `nonzero`."""
+Products are calls of cuBLAS. Of copies to the host, those of single numbers are not counted, and
+what the host computes is not among the operators. Waits are those of the training thread; those
+beside it are of the thread that updates, one for each piece of up to 16 MiB of gradients in another
+type than their weights, which it has to convert.
+
+Each step waits once because of the model: transformers looks whether its mask is all ones. A loss
+in tiles waits for the number of labels that count, which decides shapes. With offloaded weights the
+host waits once at the end of backward, as clipping and the optimizer's step may read gradients.
+With a table on the host it waits in forward, too, for the ids, of which it looks up the rows.
+Nothing else waits.
+
+Beside 2 batches, the second one comes to the device. The labels that count are read from the call
+before where nearly all count, which a simulation finds with `nonzero`. It takes each token of a
+batch for another word, so that more rows of a table come than in a real step."""
 
 
 def per_operator(found: dict[str, Any]) -> str:

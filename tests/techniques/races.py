@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from lightning_memsave.core.memory import HOST, category_in_context, host_copies, is_fake, is_host
 from lightning_memsave.techniques.chunked_cross_entropy import kernel
-from lightning_memsave.techniques.offloading import copies
+from lightning_memsave.techniques.offloading import copies, host_table
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
@@ -184,7 +184,7 @@ class Races(TorchDispatchMode):
             patch.setattr(
                 HostMemory, "lock", lambda memory, *_: lock(memory)
             )  # for no other device
-            for module in (copies, held_gradients, kernel):
+            for module in (copies, held_gradients, host_table, kernel):
                 patch.setattr(module, "on_cuda", lambda _: True)
             patch.setattr(copies, "_PIECE_BYTES", piece_bytes)
             patch.setattr(copies, "_MAX_HELD_BYTES", held_bytes)

@@ -225,3 +225,36 @@ def test_counts_of_another_gpu_than_the_current_one_have_landed():
     """
     found = run_python(code, VGPU_COMPUTE="1", VGPU_LATE="1", VGPU_DEVICES="2")
     assert found == [0, True]
+
+
+def test_a_step_with_tables_copies_through_page_locked_memory_only():
+    """A copy from or to other memory stops the thread that launches, whatever it is called."""
+    code = """
+    import json, torch
+    from torch import nn
+    from lightning_memsave import Offloading
+    from tests.virtual_gpu import counters
+
+    torch.manual_seed(0)
+    layers = [nn.Embedding(64, 32), *[nn.Linear(32, 32) for _ in range(3)], nn.Linear(32, 4)]
+    model = nn.Sequential(*layers).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    technique = Offloading("parameters+embeddings", blocks="Linear", min_table_bytes=1)
+    handle = technique.apply(model)
+    updates = technique.update_in_background(optimizer)
+    for number in range(3):
+        ids = torch.arange(number, number + 8, dtype=torch.int32).cuda()
+        torch.cuda.synchronize()
+        counters.reset()
+        model(ids).square().mean().backward()
+        optimizer.step()
+        report = counters.report()
+        optimizer.zero_grad()
+    waits = {k: n for k, n in report["calls"].items() if k.startswith("wait: ")}
+    print(json.dumps([waits, sorted(report["copies"])]))
+    updates.undo()
+    handle.undo()
+    """
+    waits, copies = run_python(code, VGPU_COMPUTE="1")
+    assert waits == {"wait: cudaEventSynchronize": 2}  # for the ids, and for all gradients
+    assert set(copies) <= {"d2d async", "d2h pinned async", "h2d pinned async"}

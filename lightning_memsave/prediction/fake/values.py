@@ -396,7 +396,8 @@ def _is_computable(func: Any, result: Any) -> bool:
     if "empty" in func._schema.name and any(t.is_floating_point() for t in tensors):
         return False
     return bool(tensors) and all(
-        isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL for t in tensors
+        isinstance(t, FakeTensor) and t.numel() <= MAX_KNOWN_NUMEL and t.fake_device.type != "meta"
+        for t in tensors
     )
 
 

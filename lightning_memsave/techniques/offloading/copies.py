@@ -14,7 +14,6 @@ from lightning_memsave.core.memory import (
     is_fake,
     mark_as_host,
     on_cuda,
-    on_fake_stream,
 )
 from lightning_memsave.techniques.offloading.flat_memory import (
     aligned,
@@ -131,7 +130,7 @@ class _Held:
     """A device tensor that a copy reads."""
 
     tensor: Tensor
-    event: Any = None
+    event: Any
 
 
 class _Moving(NamedTuple):
@@ -145,6 +144,13 @@ class _Moving(NamedTuple):
     def is_plain(self) -> bool:
         """Whether the host has nothing to compute."""
         return not self.adds and self.source.dtype == self.target.dtype
+
+
+class FakeEvent:
+    """The event of a copy of fake tensors, which is done when it has begun."""
+
+    def synchronize(self) -> None:
+        """Wait for it, as the host would for that of a GPU."""
 
 
 class StreamCopies(Copies):
@@ -179,8 +185,9 @@ class StreamCopies(Copies):
         # The last copy up for which the computation waits, now and when the last one down began.
         self._awaited: Any = None
         self._awaited_before: Any = None
-        if device is not None:
-            self._up, self._down = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._up, self._down = (
+            None if device is None else torch.cuda.Stream(device) for _ in range(2)
+        )
 
     def allocate(
         self, forms: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
@@ -190,14 +197,10 @@ class StreamCopies(Copies):
 
     def to_device(self, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Callable[[], None]:
         """Start to copy tensors to the device."""
-        if self._device is None:
-            for target, source in zip(targets, sources, strict=True):
-                self._convert_fake(target, source)
-            return super().to_device(targets, sources)
         event = self._last_up = self._run_on(self._up, targets, sources)
 
         def wait() -> None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+            self._let_computation_wait(event)
             self._awaited = event
 
         return wait
@@ -249,10 +252,8 @@ class StreamCopies(Copies):
         self, targets: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> Callable[[], None]:
         """Start to copy tensors to the host, as they are."""
-        if self._device is None:
-            return super().send_to_host(targets, sources)
         event = self._run_down(targets, sources)
-        return lambda: torch.cuda.current_stream(self._device).wait_event(event)
+        return lambda: self._let_computation_wait(event)
 
     def synchronize(self) -> None:
         """Wait on the host until the device has done all copies."""
@@ -274,19 +275,19 @@ class StreamCopies(Copies):
     def _let_go(self, num_bytes: int) -> None:
         while self._held and num_bytes + sum(h.tensor.nbytes for h in self._held) > _MAX_HELD_BYTES:
             oldest = self._held.pop(0)
-            if oldest.event is not None:
-                torch.cuda.current_stream(self._device).wait_event(oldest.event)
+            self._let_computation_wait(oldest.event)
 
-    # CUDA copies the source's bytes, and converts them on the device.
-    @staticmethod
-    def _convert_fake(target: Tensor, source: Tensor) -> None:
-        if target.dtype != source.dtype or not target.is_contiguous():
-            with on_fake_stream("up"):
-                torch.empty(source.shape, dtype=source.dtype)
+    def _let_computation_wait(self, event: Any) -> None:
+        if self._device is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def _run_on(self, stream: Any, targets: Sequence[Tensor], sources: Sequence[Tensor]) -> Any:
-        stream.wait_stream(torch.cuda.current_stream(self._device))
         pairs = joined(targets, sources)
+        if self._device is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return FakeEvent()
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
@@ -314,11 +315,7 @@ class StreamCopies(Copies):
         for dtype in dict.fromkeys(dtypes):
             own = [index for index, each in enumerate(dtypes) if each == dtype]
             torch._foreach_copy_([together[i] for i in own], [sources[i] for i in own])
-        event = None
-        if self._device is None:
-            for each, source in zip(moving, together, strict=True):
-                super().to_host(each.target, source, adds=each.adds)
-        elif moving[0].is_plain:
+        if moving[0].is_plain:
             event = self._run_down(forms, together)
         else:
             event = self._land_together(piece, moving, together)
@@ -326,12 +323,9 @@ class StreamCopies(Copies):
 
     def _send_alone(self, moving: _Moving) -> None:
         target, source, adds = moving
-        event = None
         if source.stride() != target.stride():
             source = empty_like_all([target], [source.dtype], source.device)[1][0].copy_(source)
-        if self._device is None:
-            super().to_host(target, source, adds=adds)
-        elif moving.is_plain:
+        if moving.is_plain:
             event = self._run_down([target], [source])
         else:
             event = self._land_alone(target, source, adds=adds)

@@ -1,6 +1,7 @@
 """Host memory in exact sizes, page-locked so that a GPU can copy it beside its computation."""
 
 import contextlib
+import itertools
 import mmap
 import os
 import warnings
@@ -59,7 +60,7 @@ class HostMemory:
                 torch.empty_like(tensor, dtype=dtype, device="meta")
                 for tensor, dtype in zip(tensors, dtypes, strict=True)
             ]
-            return [_empty(form) for form in forms] if _are_fake(tensors) else self._carve(forms)
+            return _fake(forms) if _are_fake(tensors) else self._carve(forms)
 
     def lock(self, device: torch.device | None = None) -> None:
         """Lock the pages of all memory, also of what is allocated later, for a GPU.
@@ -93,10 +94,7 @@ class HostMemory:
         )
 
     def _carve(self, forms: Sequence[Tensor]) -> list[Tensor]:
-        offsets, end = [], 0
-        for form in forms:
-            offsets.append(end)
-            end += aligned(form.nbytes)
+        offsets, end = _places(forms)
         memory = _pages(end)
         self._pieces = [each for each in self._pieces if each() is not None]
         self._pieces.append(weakref.ref(memory))
@@ -110,6 +108,23 @@ class HostMemory:
             _view(memory, form, offset, piece) if form.numel() else _empty(form)
             for form, offset in zip(forms, offsets, strict=True)
         ]
+
+
+def _places(forms: Sequence[Tensor]) -> tuple[list[int], int]:
+    """Return where tensors begin in one piece of memory, and where it ends."""
+    starts = [0, *itertools.accumulate(aligned(form.nbytes) for form in forms)]
+    return starts[:-1], starts[-1]
+
+
+# Their memory is not in one piece, but copied as if it were: a tensor on `meta` does not count.
+def _fake(forms: Sequence[Tensor]) -> list[Tensor]:
+    offsets, end = _places(forms)
+    piece = torch.empty(end, dtype=torch.uint8, device="meta")
+    mark_as_host(piece)
+    found = [_empty(form) for form in forms]
+    for made, offset in zip(found, offsets, strict=True):
+        note_piece(made, piece, offset)
+    return found
 
 
 def _view(memory: Any, form: Tensor, offset: int, piece: Tensor) -> Tensor:

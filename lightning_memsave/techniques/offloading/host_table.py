@@ -6,7 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.memory import host_copies, is_fake, mark_as, mark_as_host
+from lightning_memsave.core.memory import host_copies, is_fake, mark_as, mark_as_host, on_cuda
 from lightning_memsave.core.patching import is_patched_with, patch_method, previous_method
 from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.chunked_cross_entropy import technique, tied_embedding
@@ -18,6 +18,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.host_weight import (
 from lightning_memsave.techniques.offloading.copies import Copies, copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.residence import residence_of
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
 
 aten: Any = torch.ops.aten
@@ -196,30 +197,42 @@ class HostTable(HostWeight):
         if torch._C._current_graph_task_id() == -1:  # otherwise, recomputation
             self._pieces.clear()  # of a backward pass that has failed
             self._has_gradient = None
-        if self._copies is None or tensor.device != self.device:
-            self.device = tensor.device
+        residence = residence_of(self._modules[0])
+        if residence is not None and residence.device == tensor.device:
+            self._copies = residence.copies  # so that the host waits for all gradients at once
+            if on_cuda(tensor) and not is_fake(tensor):
+                self.memory.lock(tensor.device)
+        elif self._copies is None or tensor.device != self.device:
             self._copies = copies_for(tensor, self.worker, self.memory)
+        self.device = tensor.device
 
-    # Page-locked, where copies are beside the computation: torch keeps such memory for later ones.
+    # Page-locked, where copies are beside the computation: torch keeps such memory for later ones,
+    # in sizes that are powers of two.
     def _transfer_memory(self, like: Tensor) -> Tensor:
         with torch.inference_mode(mode=False), host_copies():
+            num_bytes = like.nbytes
+            if on_cuda(like) and num_bytes:
+                num_bytes = 1 << (num_bytes - 1).bit_length()
             is_locked = like.is_cuda
-            made = torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=is_locked)
+            made = torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
         mark_as_host(made)
-        return made
+        return made[: like.nbytes].view(like.dtype).view(like.shape)
 
     def _distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the distinct ids, on the host, and the place of each id among them."""
-        places = torch.empty_like(ids, dtype=torch.int32)
+        assert self._copies is not None, "it has followed"
+        on_host, places = self._transfer_memory(ids), torch.empty_like(ids, dtype=torch.int32)
+        self._copies.to_host(on_host, ids, adds=False)
+        self._copies.landing()()  # which rows these are says the host
         with torch.no_grad(), host_copies():
+            source = self._transfer_memory(places)
             if is_fake(ids):  # where ids are not known, as many as there can be
                 found = torch.unique(ids)[: len(self.weight)]
-                return found, places.zero_()
-            on_host = torch.empty(ids.shape, dtype=torch.int64, device="cpu").copy_(ids)
-            found, inverse = torch.unique(on_host, return_inverse=True)
-            if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < len(self.weight):
-                raise IndexError("index out of range in self")
-            source = self._transfer_memory(places).copy_(inverse)
+            else:
+                found, inverse = torch.unique(on_host.long(), return_inverse=True)
+                if len(found) and not 0 <= int(found[0]) <= int(found[-1]) < len(self.weight):
+                    raise IndexError("index out of range in self")
+                source.copy_(inverse)
         places.copy_(source, non_blocking=places.is_cuda)
         return found, places
 
