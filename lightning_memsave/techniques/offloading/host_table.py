@@ -18,7 +18,7 @@ from lightning_memsave.techniques.chunked_cross_entropy.host_weight import (
 from lightning_memsave.techniques.offloading.copies import Copies, copies_for
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
-from lightning_memsave.techniques.offloading.residence import residence_of
+from lightning_memsave.techniques.offloading.module_hooks import residence_of
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
 
 aten: Any = torch.ops.aten
