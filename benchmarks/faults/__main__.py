@@ -3,7 +3,8 @@
 A fit for which memory ran out is right if its parameters are, bit for bit, those of a fit that was
 told to use the smaller size from that batch on, or of one that never ran out; a fit that was killed
 and resumed, if they are those of a fit that was not. Disk, log folder, output, checkpoint and
-driver that fail have a table of their own. CPU only: what fails is injected.
+driver that fail have a table of their own. CPU only: what fails is injected. Nothing is injected
+with `--modules`: awkward Lightning modules with every preset beside plain training.
 """
 
 import argparse
@@ -15,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._common import RESULTS, markdown_table, write_results
-from benchmarks.faults import _plans
+from benchmarks.faults import _modules, _plans
 from benchmarks.faults._attack import Injections, kill_and_resume
 from benchmarks.faults._environment import FAULTS, disturb
 from benchmarks.faults._fits import all_cases
+from tests.awkward_projects import all_projects
 
 OF_MEMORY_AND_KILLS = ("right", "wrong", "hung", "lost with advice", "lost without advice")
 OF_ENVIRONMENT = ("went on", "clear error", "wrong", "hung", "lost")
@@ -32,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     parser.add_argument("--plans", action="store_true", help="attack fits with a budget instead")
+    parser.add_argument("--modules", action="store_true", help="train awkward modules instead")
     parser.add_argument("--injections", type=int, help="over all cases; 360, of plans 300")
     parser.add_argument("--kills", type=int, help="over all cases; 100, of plans 20")
     parser.add_argument("--environment", type=int, default=120, help="faults of it, over all cases")
@@ -43,6 +46,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     kills = kills if arguments.kills is None else arguments.kills
     if arguments.plans:
         _attack_plans(injections, kills, arguments)
+        return
+    if arguments.modules:
+        cells = _modules.attack([*all_projects()], [*_modules.SETTINGS], [*_modules.CONDITIONS])
+        table = _modules.make_table(cells)
+        path = write_results(
+            "faults_modules_cpu", {"cells": cells}, table, folder=arguments.results
+        )
+        print(f"{table}\n\nWritten to {path}")
         return
     cases = all_cases()
     attacks: list[dict[str, Any]] = []

@@ -180,7 +180,7 @@ def test_out_of_memory_changes_to_the_next_plan_and_not_the_training(num_failure
 @pytest.mark.predicts
 def test_after_the_last_plan_the_run_ends(plain):
     callback = MemSaveCallback(budget=plain[2], exactness="bitwise")
-    why = r"(?s)micro-batches would change results.*Use a smaller `budget=`"
+    why = r"(?s)micro-batches would change results.*Use `budget=\"auto\"`"
     with pytest.raises(MemoryExhaustedError, match=why):
         fit(encoder(), callback, FailsAt(2, 100))
 

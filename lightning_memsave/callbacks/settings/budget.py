@@ -177,7 +177,7 @@ class BudgetSetting(Setting):
 
     def _advise(self) -> str:
         made, smaller = self._made, self._smaller()
-        budget = "a smaller `budget=`"
+        budget = '`budget="auto"`, which plans for the memory that is free'
         if made is not None and smaller is not None:
             num_bytes = smaller.device_bytes + made.margin_bytes
             budget = f"a smaller budget, such as {_as_budget(num_bytes)}"
