@@ -118,7 +118,7 @@ def test_gradients_of_tables_and_of_weights_are_waited_for_at_once(device):
             with counting_waits() as found:
                 loss.backward()
                 optimizer.step()
-            assert found["main"] == 1
+            assert found.total() == 1  # in the thread that ends backward: on CUDA, any
             optimizer.zero_grad()
         for each in reversed(handles):
             each.undo()
