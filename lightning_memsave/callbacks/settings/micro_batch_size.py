@@ -210,10 +210,7 @@ class MicroBatchSetting(Setting):
             runner.size = None if self.is_kept_whole else self.size
         runner.may_shrink = not self.is_kept_whole
         if self.is_in_budget:
-            runner.advice = (
-                'Use `budget="auto"`, which plans for the memory that is free, shorter samples or '
-                "a smaller model."
-            )
+            runner.advice = 'Use `budget="auto"`, shorter samples or a smaller model.'
         runner.needs_proof = runner.may_shrink
         runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
