@@ -2,7 +2,6 @@
 
 import base64
 import functools
-import logging
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -62,8 +61,6 @@ def run(
     project: str, settings: dict[str, Any] | None, condition: str, *, drops: bool
 ) -> dict[str, Any]:
     """Train a project, with a callback unless ``None``; give its weights and how it ended."""
-    for name in ("lightning.pytorch", "lightning.fabric", "lightning_memsave"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     callback = None
     if settings is not None:
         callback = MemSaveCallback(**settings, predict=False, report=False, monitor=False)

@@ -294,7 +294,7 @@ def _confirm_with(check: LossCheck, proof: Proof, samples: _Samples, state: Modu
         return Proof()  # a later batch may have a loss
     if not any(seen.losses):
         return Proof(reason="the loss of its first samples is 0, so nothing can be proven")
-    if seen.carried:
+    if seen.carried and check.module.training:
         names = ", ".join(f"`{name}`" for name in sorted(seen.carried))
         return Proof(reason=f"{check.subject} {_CARRIED}: {names}")
     held = [weighting for weighting, weights in pairs if _holds(weighting, weights, seen)]
