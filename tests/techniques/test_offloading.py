@@ -190,11 +190,12 @@ class TestUpdates:
             model = fakes.copy_module(make_model("dropout"))
             part = Part([*model.parameters()], HostMemory())
             part.begin_update(done)
-            assert not part.is_updating  # as on a CPU
+            seen = [part.is_updating]  # as on a CPU
             with emulating_cuda():
-                assert part.is_updating
+                seen.append(part.is_updating)
                 part.wait()
-                assert not part.is_updating
+                seen.append(part.is_updating)
+        assert seen == [False, True, False]
 
     def test_keep_their_order_in_evaluation_of_single_blocks(self):
         model = make_model("dropout")
