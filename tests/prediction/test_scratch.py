@@ -126,3 +126,26 @@ def test_backward_of_attention(dtype, expected):
         )
 
     assert _scratch_of(backward)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(
+    ("is_behind", "expected"),
+    [
+        ([True, True], [196_608, 12_582_912]),
+        ([False, True], [6_291_456, 196_608, 12_582_912]),
+        ([False, False], [6_291_456, 6_291_456, 196_608, 12_582_912]),
+    ],
+)
+def test_flash_attention_copies_what_has_not_its_heads_behind_its_tokens(is_behind, expected):
+    """As the gradient of `nn.MultiheadAttention`, which has the tokens first."""
+
+    def backward() -> Any:
+        x = torch.ones(32, 128, 12, 64, dtype=torch.bfloat16).transpose(1, 2)
+        other = torch.ones(128, 32, 12, 64, dtype=torch.bfloat16).permute(1, 2, 0, 3)
+        grad, out = (x if each else other for each in is_behind)
+        rows, seed = torch.ones(32, 12, 128), torch.zeros((), dtype=torch.int64)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            grad, x, x, x, out, rows, None, None, 128, 128, 0.0, False, seed, seed
+        )
+
+    assert _scratch_of(backward)[: len(expected)] == expected

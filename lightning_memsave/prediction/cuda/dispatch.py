@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -56,28 +57,36 @@ class Overrides:
 
         self._put(name, key, call)
 
-    def add_scratch(self, name: str, sizes: Callable[..., Sequence[int]]) -> None:
-        """Allocate scratch memory while an operator runs, after its results.
+    def add_scratch(
+        self,
+        name: str,
+        sizes: Callable[..., Sequence[int]],
+        before: Callable[..., Sequence[int]] = lambda *_, **__: (),
+    ) -> None:
+        """Allocate scratch memory while an operator runs.
 
         Args:
             name: As in ``add``.
-            sizes: Computes the bytes of each block from the arguments of the operator; -1 frees the
-                first block before the next is allocated, -2 the second.
+            sizes: Computes from the arguments of the operator the bytes of each block that comes
+                after its results; -1 frees the first before the next is allocated, -2 the second.
+            before: The same for blocks that come before.
         """
         key = "AutogradCPU"
         of_torch = _kernel_of_torch(name, key)
         assert of_torch is not None, "every operator has a kernel there"
 
         def call(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            if not any_fake(args) or is_host(args[0].untyped_storage()):
+                return of_torch(keyset, *args, **kwargs)
+            first = [_block(size) for size in before(*args, **kwargs)]
             result = of_torch(keyset, *args, **kwargs)
-            is_on_device = any_fake(args) and not is_host(args[0].untyped_storage())
-            scratch: list[Any] = []
-            for size in sizes(*args, **kwargs) if is_on_device else ():
+            scratch: list[Tensor | None] = []
+            for size in sizes(*args, **kwargs):
                 if size < 0:
                     scratch[-1 - size] = None
                 else:
-                    scratch.append(torch.empty(size, dtype=torch.uint8))
-            del scratch
+                    scratch.append(_block(size))
+            del scratch, first
             return result
 
         self._put(name, key, call)
@@ -90,6 +99,10 @@ class Overrides:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns once per process of an override
             self._library.impl(name, function, key, with_keyset=True)
+
+
+def _block(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def operator_named(name: str) -> Any:

@@ -37,7 +37,7 @@ class Multiprocessors:
 
 def add_scratch(overrides: Overrides, processors: Multiprocessors) -> None:
     """Override operators so that they allocate the scratch memory of CUDA's kernels."""
-    overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash)
+    overrides.add_scratch("_scaled_dot_product_flash_attention_backward", _flash, _flash_copies)
     overrides.add_scratch("_scaled_dot_product_efficient_attention_backward", _efficient)
     overrides.add_scratch("embedding_dense_backward", functools.partial(_embedding, processors))
 
@@ -127,6 +127,14 @@ def _split_axes(
         elif size > 1:
             part.append((size, stride))
     return found
+
+
+# `_flash_attention_backward` in attention_backward.cu copies the output and its gradient, if heads
+# are not behind tokens in memory.
+def _flash_copies(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *_: Any, **__: Any
+) -> list[int]:
+    return [t.nbytes for t in (grad_out, out) if not t.transpose(1, 2).is_contiguous()]
 
 
 # `mha_bwd` in flash_api.cpp: row sums, float32 sums of the query's gradient, and with grouped-query
