@@ -147,7 +147,6 @@ HOST = "host"
 
 class _Context(threading.local):
     category = ""
-    stream = ""
 
 
 _context = _Context()
@@ -166,24 +165,6 @@ def counted_as(category: str) -> Iterator[None]:
 def category_in_context() -> str:
     """Return the category inside `counted_as`; empty outside."""
     return _context.category
-
-
-@contextlib.contextmanager
-def on_fake_stream(name: str) -> Iterator[None]:
-    """Let fake tensors that this thread makes inside belong to a stream of their own.
-
-    torch's CUDA allocator keeps the memory of each stream apart.
-    """
-    before, _context.stream = _context.stream, name
-    try:
-        yield
-    finally:
-        _context.stream = before
-
-
-def stream_in_context() -> str:
-    """Return the name inside `on_fake_stream`; empty outside."""
-    return _context.stream
 
 
 def host_copies() -> contextlib.AbstractContextManager[None]:

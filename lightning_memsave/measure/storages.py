@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightning_memsave.core.memory import stream_in_context
 from lightning_memsave.core.nested import attributes_of, items_of
 
 if TYPE_CHECKING:
@@ -23,7 +22,7 @@ class LiveStorage:
         born: Number of storages that existed before, as a clock.
     """
 
-    __slots__ = ("born", "category", "node", "num_bytes", "origin", "ref", "stream")
+    __slots__ = ("born", "category", "node", "num_bytes", "origin", "ref")
 
     def __init__(self, category: str, born: int) -> None:
         self.ref: weakref.ref[torch.UntypedStorage] | None = None
@@ -32,8 +31,6 @@ class LiveStorage:
         self.num_bytes = 0
         self.node = -1
         """The autograd node that ran when it was allocated; see ``current_node``."""
-        self.stream = stream_in_context()
-        """Name of the stream on which it was allocated; empty for the current one."""
         self.origin: Any = None
         """Information of subclasses on the allocation."""
 

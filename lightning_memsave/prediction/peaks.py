@@ -148,21 +148,21 @@ class Peaks:
         before = [("", "")] * len(there)
         return StepTrace(tuple(storages), (*there, *changes), (*before, *places))
 
-    def changes(self) -> Iterator[tuple[int, int, str]]:
+    def changes(self) -> Iterator[tuple[int, int]]:
         """Iterate over the requests to an allocator.
 
         Yields:
-            Id of a storage, its change in bytes, negative when freed, and its stream.
+            Id of a storage, and its change in bytes, negative when freed.
         """
-        places: dict[int, list[tuple[int, int, str]]] = {}
+        places: dict[int, list[tuple[int, int]]] = {}
         num_others = len(self.blocks) - len(self._workspace_places)
         firsts = [*[0] * num_others, *self._workspace_places]
         for number, (at, (_, num_bytes)) in enumerate(zip(firsts, self.blocks, strict=True)):
             if num_bytes:
-                places.setdefault(at, []).append((-1 - number, num_bytes, ""))
+                places.setdefault(at, []).append((-1 - number, num_bytes))
         for position, event in enumerate(self.events):
             yield from places.get(position, ())
-            yield id(event.storage), event.change, event.storage.stream
+            yield id(event.storage), event.change
         yield from places.get(len(self.events), ())
 
     def _breakdown(self, at: int) -> MemoryBreakdown:

@@ -65,28 +65,20 @@ class _Trial:
 
     def why_mixed(self) -> str:
         """Compare what is computed for a sample beside two others."""
-        state = _State(self._block)
-        try:
-            with state.watch:
-                one, is_kept = self._call(2)
-                kept = state.kept()
-                other, _ = self._call(2, _with_other_second)
+        with _restored(self._block) as state:
+            one, is_kept = self._call(2)
+            kept = state.kept()
+            other, _ = self._call(2, _with_other_second)
             if why := state.why_changed() or _why_kept(kept, state.kept()):
                 return why
-        finally:
-            state.restore()
         return _why_different(one, other) if is_kept else "it changes its arguments"
 
     def why_dependent_on_size(self) -> str:
         """Compare with the sample alone: what is split may be another dimension of that size."""
         if self._is_fake:
             return ""
-        state = _State(self._block)
-        try:
-            with _in_evaluation(self._block), state.watch:
-                outputs = [self._call(number)[0] for number in (2, 1)]
-        finally:
-            state.restore()
+        with _in_evaluation(self._block), _restored(self._block):
+            outputs = [self._call(number)[0] for number in (2, 1)]
         for both, alone in zip(*map(tensors_in, outputs), strict=True):
             if alone.shape != (1, *both.shape[1:]) or not _is_close(both[0], alone[0]):
                 return "what it computes for a sample depends on how many there are"
@@ -215,6 +207,16 @@ class _State:
         for param, data in self._data:
             param.data = data
         self._state.restore()
+
+
+@contextlib.contextmanager
+def _restored(block: nn.Module) -> Iterator[_State]:
+    state = _State(block)
+    try:
+        with state.watch:
+            yield state
+    finally:
+        state.restore()
 
 
 def _attributes_of(module: nn.Module) -> dict[str, Any]:

@@ -68,6 +68,7 @@ class Part:
         self._written: set[int] = set()  # positions of those that forward writes unseen
         self.is_proven = False
         """Whether a training pass has shown which parameters forward writes unseen."""
+        self._is_checked = False  # in training passes only: it copies all weights to the host
         self._nodes: list[Any] = []
         self._updates: list[Future[None]] = []
         self._adopt()
@@ -245,6 +246,7 @@ class Part:
 
     def watch_gradients(self) -> None:
         """Put gradients from before aside when autograd is about to add others to them."""
+        self._is_checked = not self.is_proven
         if self._nodes:
             return
         for param in self.params:
@@ -259,6 +261,7 @@ class Part:
         if not self.is_on_device:
             return
         self.take_back()
+        self._is_checked = False
         self._nodes.clear()
         for param, weight in zip(self.params, self._weights, strict=True):
             param.data = weight
@@ -285,7 +288,7 @@ class Part:
 
     def _find_written(self) -> list[int]:
         for index, (param, sent) in enumerate(zip(self.params, self._to_send, strict=True)):
-            if not self.is_proven and not is_fake(param):
+            if self._is_checked and not is_fake(param):
                 with host_copies():
                     is_other = not torch.equal(param.data.cpu(), sent)
                 if is_other:  # by way of `param.data`, which torch does not count
