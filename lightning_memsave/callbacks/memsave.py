@@ -368,7 +368,8 @@ class MemSaveCallback(CallbackBase):
                     callback.write_before_undo(trainer, pl_module, exception)
         if error is None and not self._has_trained:
             with attempted(trainer, "There is no advice on the start"):
-                add_start_advice(exception, trainer.ckpt_path, self.rows)
+                rows = self.rows if self._has_started else ()
+                add_start_advice(exception, trainer.ckpt_path, rows)
         with attempted(trainer, "What was measured is lost"):
             if self._reported is not None:
                 self._reported.on_exception(trainer, pl_module, exception)

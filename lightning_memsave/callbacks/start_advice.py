@@ -27,7 +27,7 @@ def add_start_advice(exception: BaseException, checkpoint: object, rows: Sequenc
     Args:
         exception: What ended a run before its first batch was done, but for lack of memory.
         checkpoint: Its ``ckpt_path``.
-        rows: The table of settings, empty before there is one.
+        rows: The table of settings, empty before it is shown.
     """
     _add_advice_on_checkpoint(exception, checkpoint)
     _add_advice_on_settings(exception, rows)
