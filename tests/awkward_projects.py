@@ -391,10 +391,14 @@ class OtherOrder(Project):
 
 
 class LayerDrop(Project):
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip = nn.Dropout(0.4)  # what draws otherwise for other parts is switched off there
+
     def hidden(self, tokens: Tensor) -> Tensor:
         x = self.table(tokens)
         for block in self.blocks:
-            if not self.training or torch.rand(()).item() > 0.4:
+            if not self.training or torch.rand(()).item() >= self.skip.p:
                 x = block(x)
         return cast(Tensor, x)
 

@@ -309,7 +309,7 @@ class MemSaveCallback(CallbackBase):
                 self._use_prediction()
         if self._reported is not None:
             self._reported.compare(self._prediction, self._settings.find(OffloadSetting).held_bytes)
-        self._has_started, self._has_trained = True, False
+        self._has_started = True
         if self.arguments["report"] and trainer.is_global_zero:
             with attempted(trainer, "The table cannot be printed to standard output"):
                 _report.print_table(self.rows)
@@ -387,7 +387,7 @@ class MemSaveCallback(CallbackBase):
         self._write_report(trainer)
 
     def _undo(self, trainer: Any) -> None:
-        self._outside = None
+        self._outside, self._has_trained = None, False
         if self._undo_planning is not None:
             self._undo_planning()
             self._undo_planning = None

@@ -33,6 +33,7 @@ from tests.cases import (
     INDEPENDENT_OF_THE_BATCH,
     MODELS,
     ON_CUDA_TOO,
+    REFUSED_IN_PARTS,
     fused,
     make_batch,
     make_model,
@@ -87,7 +88,7 @@ ROUNDING = in_some_precisions(
     "eager_bert",
 )
 APPROXIMATE = in_some_precisions(lambda t: t.exactness is Exactness.APPROXIMATE, "unrepeated")
-IN_PARTS = in_some_precisions(lambda t: isinstance(t, MicroBatching), "new_tensors")
+IN_PARTS = in_some_precisions(lambda t: isinstance(t, MicroBatching), "mutating")
 
 
 def in_turns(is_long: Callable[[Technique[Any]], bool]) -> list[Any]:
@@ -125,13 +126,19 @@ def plain_run(name: str, **options: Any) -> Run:
     return train(make_model(name), make_batch, **options)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES[MicroBatching.name].only_on)
 def test_micro_batches_are_a_loop_over_parts(name):
     """Dropout on: other parts draw other masks, so this loop is the truth to compare with."""
     model = make_model(name)
     saving = train(model, make_batch, MicroBatching(6))
     by_hand = train(model, make_batch, run_step_of=lambda m: in_parts(m, (6, 6, 4)))
     assert_bitwise_equal(by_hand, saving)
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_PARTS)
+def test_losses_that_cannot_be_split_are_refused(name):
+    with pytest.raises(IncompatibleError, match="its loss cannot be split"):
+        train(make_model(name), make_batch, MicroBatching(6))
 
 
 @pytest.mark.parametrize("name", INDEPENDENT_OF_THE_BATCH)

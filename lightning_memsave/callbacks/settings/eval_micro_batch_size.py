@@ -298,7 +298,7 @@ class EvalMicroBatchSetting(Setting):
             proof = prove(check)
             reason = proof.reason or step.difference(proof)
         if not reason:
-            return proof if step.has_numbers else replace(proof, weightings=())
+            return proof if step.has_numbers else replace(proof, weightings=proof.weightings[:1])
         problem = Problem(f"`{name}` with `{self.name}={self.value}`", reason, proof.fix or _FIX)
         if self._runner.is_auto:
             raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")

@@ -310,7 +310,7 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class ModuleState:
-    """Attributes of modules, the contents of their containers, and random states.
+    """Attributes of modules, the contents of their containers, random states, and what is trained.
 
     Tensors are copied only before something writes to them: see `save_before_write`.
     """
@@ -321,6 +321,7 @@ class ModuleState:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._saved: dict[int, torch.UntypedStorage] = {}
         self._seen: set[int] = set()
+        self._trained = [(param, param.requires_grad) for param in module.parameters()]
         self._visit(module)
         for _, leaf in leaves_of(batch):
             self._visit(leaf)
@@ -372,6 +373,8 @@ class ModuleState:
         for container, contents in reversed(self._containers):
             if not is_same(container, contents):
                 refill(container, contents)
+        for param, is_trained in self._trained:
+            param.requires_grad = is_trained
         self.restore_random()
 
     def restore_random(self) -> None:
