@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
 from lightning_memsave.callbacks.settings.micro_batches import (
     PROBED_STEPS,
     BatchProbe,
@@ -16,6 +15,7 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     describe_failed_step,
     describe_failed_window,
     find_conflicts,
+    has_batch_norm,
     part_passer,
     read_micro_batching,
     refusal_of,
@@ -135,6 +135,11 @@ class MicroBatchSetting(Setting):
         return setting
 
     @property
+    def is_passing(self) -> bool:
+        """Whether batches pass here, in parts or not."""
+        return self.technique is not None and bool(self._undo)
+
+    @property
     def is_auto(self) -> bool:
         """Whether it yields to conflicts."""
         return self.technique is not None and self.technique.micro_batch_size == "auto"
@@ -240,14 +245,19 @@ class MicroBatchSetting(Setting):
             )
         ]
 
-    def _pass_batch(
-        self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts, is_fresh: bool
-    ) -> None:
+    def prove_once(self, trainer: Any, pl_module: Any, parts: BatchParts) -> MicroBatchRunner:
+        """Prove how losses are weighted, unless that is known or will not matter."""
         if self.runner is None:
             self.runner = self._make_runner(trainer, pl_module)
         is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
-        if is_open and self._may_be_split(trainer, batch):
-            self._start_proof(trainer, pl_module, batch, parts)
+        if is_open and self._may_be_split(trainer, parts.batch):
+            self._start_proof(trainer, pl_module, parts)
+        return self.runner
+
+    def _pass_batch(
+        self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts, is_fresh: bool
+    ) -> None:
+        self.prove_once(trainer, pl_module, parts)
         if self.proof.reason and not self.is_kept_whole:
             parts(batch, 1.0, None)
         else:
@@ -345,9 +355,9 @@ class MicroBatchSetting(Setting):
         is_large = self.is_auto or num_samples is None or (size or 0) < num_samples
         return all_reduce_min(trainer, int(not is_large)) == 0
 
-    def _start_proof(self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts) -> None:
+    def _start_proof(self, trainer: Any, pl_module: Any, parts: BatchParts) -> None:
         """Prove how the losses of micro-batches are weighted, or yield."""
-        runner = self.runner
+        runner, batch = self.runner, parts.batch
         assert runner is not None, "batches pass with a runner"
         tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(batch))]
         if any(map(is_fake, tensors)):  # for a prediction
@@ -355,7 +365,7 @@ class MicroBatchSetting(Setting):
             runner.weightings = [Weighting("weighted equally", lambda part: 1.0)]
             runner.needs_proof = False
             return
-        proof = self._prove(trainer, pl_module, parts, batch, None)
+        proof = self.prove(trainer, pl_module, parts, None)
         if proof.reason and not self.is_auto:
             raise IncompatibleError(
                 self.name, [refusal_of(f"micro_batch_size={self.value}", proof)]
@@ -387,30 +397,29 @@ class MicroBatchSetting(Setting):
         """Prove again, with a batch whose micro-batches get other weights by what is known."""
         if all_reduce_min(trainer, int(not differ)):
             return True
-        proof = self._prove(trainer, pl_module, parts, batch, self.proof)
+        proof = self.settle(trainer, pl_module, parts)
         if proof.reason:
             problem = refusal_of(f"micro_batch_size={self.value}", proof)
             if self.is_auto:
                 raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
             raise IncompatibleError(self.name, [problem])
+        return bool(proof.weightings)
+
+    def settle(self, trainer: Any, pl_module: Any, parts: BatchParts) -> Proof:
+        """Keep the weightings that a further batch allows, to which they give other weights."""
+        proof = self.prove(trainer, pl_module, parts, self.proof)
         if proof.weightings:
-            assert self.runner is not None, "batches pass with a runner"
+            assert self.runner is not None, "the first proof has made it"
             self.proof, self.runner.weightings = proof, proof.weightings
             others = [w.text for w in proof.weightings[1:]]
             self._tie = (
                 f"its samples cannot tell this from losses that are {others[0]}" if others else ""
             )
             self._show(trainer, pl_module)
-        return bool(proof.weightings)
+        return proof
 
-    def _prove(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        parts: BatchParts,
-        batch: Any,
-        known: Proof | None,
-    ) -> Proof:
+    def prove(self, trainer: Any, pl_module: Any, parts: BatchParts, known: Proof | None) -> Proof:
+        """Find the weightings of the loss of a batch, among those that are known."""
         assert self.technique is not None, "there is something to run"
         # The workspace of cuBLAS stays, and the proof's blocks go again: among blocks of the proof,
         # no prediction could know where what comes next would lie.
@@ -427,9 +436,7 @@ class MicroBatchSetting(Setting):
                 peak = PeakMemory(pl_module, trainer.optimizers, trainer.strategy.root_device)
                 room = PlannedRoom(peak, self.peak_bytes)
             check = LossCheck(
-                parts.compute_loss,
-                batch,
-                pl_module,
+                *(parts.compute_loss, parts.batch, pl_module),
                 loss_weight=self.technique.loss_weight,
                 split_batch=self.technique.split_batch,
                 known=known,

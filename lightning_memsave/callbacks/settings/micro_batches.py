@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
 from lightning_memsave.core.out_of_memory import first_line
@@ -317,3 +316,15 @@ def _extent(batch: Any) -> tuple[int, int]:
     return sum(t.numel() for t in tensors), max(
         (max(t.shape, default=1) for t in tensors), default=0
     )
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Say whether a module takes statistics over the samples of a batch.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if it has a layer of batch normalisation.
+    """
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())

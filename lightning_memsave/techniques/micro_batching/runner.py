@@ -181,8 +181,14 @@ class MicroBatchRunner:
             [samples_of(part, self.whole) for part, _ in kept],
         )
 
+    def weightings_for(self, batch: Any) -> Sequence[Weighting]:
+        """Return what losses are weighted by: what is proven, else what was given."""
+        if self.weightings or self._loss_weight == "auto":
+            return self.weightings
+        return weightings_of(self._loss_weight, batch)
+
     def _shares(self, batch: Any, parts: Sequence[Any]) -> list[float] | None:
-        weightings = self.weightings or weightings_of(self._loss_weight, batch)
+        weightings = self.weightings_for(batch)
         asks = self.tell_apart is not None and (self.asks_together or len(parts) > 1)
         if len(parts) == 1 and not asks:
             return None
