@@ -368,7 +368,11 @@ class MicroBatchSetting(Setting):
             self._show(trainer, pl_module)
         elif proof.reason:
             self.proof = proof
-            self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
+            # "None" is what it is now.
+            fix = proof.fix.partition(", or set ")[0]
+            self.rows = [
+                Row(self.name, self.value, "off", tuple(filter(None, (proof.reason, fix))))
+            ]
         elif proof.weightings:
             self.proof = proof
             runner.weightings, runner.whole = proof.weightings, proof.whole
