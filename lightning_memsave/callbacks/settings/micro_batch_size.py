@@ -209,8 +209,9 @@ class MicroBatchSetting(Setting):
         if self.is_auto:
             runner.size = None if self.is_kept_whole else self.size
         runner.may_shrink = not self.is_kept_whole
-        if self.is_in_budget:
-            runner.advice = 'Use `budget="auto"`, shorter samples or a smaller model.'
+        # What the other settings can still do is written below the error, when it is raised.
+        budget = '`budget="auto"`, ' if self.is_in_budget else ""
+        runner.advice = f"Use {budget}shorter samples or a smaller model."
         runner.needs_proof = runner.may_shrink
         runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
@@ -368,11 +369,9 @@ class MicroBatchSetting(Setting):
             self._show(trainer, pl_module)
         elif proof.reason:
             self.proof = proof
-            # "None" is what it is now.
-            fix = proof.fix.partition(", or set ")[0]
-            self.rows = [
-                Row(self.name, self.value, "off", tuple(filter(None, (proof.reason, fix))))
-            ]
+            fix = proof.fix.partition(", or set ")[0]  # what it is now
+            details = (proof.reason, fix) if fix else (proof.reason,)
+            self.rows = [Row(self.name, self.value, "off", details)]
         elif proof.weightings:
             self.proof = proof
             runner.weightings, runner.whole = proof.weightings, proof.whole
@@ -388,7 +387,7 @@ class MicroBatchSetting(Setting):
     def _tell_apart(
         self, trainer: Any, pl_module: Any, parts: BatchParts, batch: Any, differ: bool
     ) -> bool:
-        """Prove again, with a batch whose micro-batches get other weights by what is known."""
+        """Prove again, with a batch whose micro-batches get other weights."""
         if all_reduce_min(trainer, int(not differ)):
             return True
         proof = self._prove(trainer, pl_module, parts, batch, self.proof)

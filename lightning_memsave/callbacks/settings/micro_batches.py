@@ -186,6 +186,8 @@ def describe_failed_step(
         'Its state needs less with `optimizer="8bit"`, or host memory with '
         '`optimizer="paged_8bit"`; micro-batches do not help here.'
     )
+    if type(optimizer).__module__.startswith("bitsandbytes."):  # its state is 8-bit
+        fix = 'Its state is in host memory with `offload="optimizer"`; micro-batches do not help.'
     return (
         f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
         f"complete: {first_line(error)}\n{advise() if advise else fix}"
