@@ -381,7 +381,7 @@ def _items_of(value: Any) -> Iterator[Any]:
 def _stored_attributes(value: object) -> Iterator[tuple[str, Any]]:
     for cls in type(value).__mro__:
         own = vars(cls)
-        descriptor = own.get("__dict__")
+        descriptor: Any = own.get("__dict__")
         # A property of this name would be code.
         if type(descriptor) in (GetSetDescriptorType, MemberDescriptorType):
             yield from list(dict.items(descriptor.__get__(value)))

@@ -209,7 +209,7 @@ class MicroBatchSetting(Setting):
         if self.is_auto:
             runner.size = None if self.is_kept_whole else self.size
         runner.may_shrink = not self.is_kept_whole
-        # What the other settings can still do is written below the error, when it is raised.
+        # The note below the error says what the other settings can still do.
         budget = '`budget="auto"`, ' if self.is_in_budget else ""
         runner.advice = f"Use {budget}shorter samples or a smaller model."
         runner.needs_proof = runner.may_shrink
@@ -369,9 +369,8 @@ class MicroBatchSetting(Setting):
             self._show(trainer, pl_module)
         elif proof.reason:
             self.proof = proof
-            fix = proof.fix.partition(", or set ")[0]  # what it is now
-            details = (proof.reason, fix) if fix else (proof.reason,)
-            self.rows = [Row(self.name, self.value, "off", details)]
+            details = (proof.reason, proof.fix.partition(", or set ")[0])
+            self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
         elif proof.weightings:
             self.proof = proof
             runner.weightings, runner.whole = proof.weightings, proof.whole
