@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from lightning_memsave.core.technique import Row
 from lightning_memsave.explain.oom_message import OutOfMemory, own_and_others
 from lightning_memsave.measure.alive_tensors import OWNED, AliveTensor
+from lightning_memsave.techniques.registry import entries
 from lightning_memsave.units import MIB, format_bytes
 
 # Memory that torch's allocator keeps without a tensor in it counts as fragmentation from this share
@@ -275,25 +276,12 @@ def _suite(run: RunFacts) -> list[str]:
         ]
     if run.status_of("budget") == "on":  # it has planned all of them
         return ["Use a smaller `budget=`: settings are then planned that need less."]
-    advice = []
-    for settings, what in _LEVERS:
-        is_open = [f"`{name}={value!r}`" for name, value in settings.items() if run.is_open(name)]
-        if is_open:
-            names = ", ".join(is_open).replace("'", '"')
-            advice.append(f"Add to `MemSaveCallback` {what}: {names}.")
-    return advice
-
-
-_LEVERS = (
-    (
-        {"activation_checkpointing": "all", "optimizer": "8bit", "micro_batch_size": "auto"},
-        "what is neither on nor refused in its table",
-    ),
-    (
-        {"low_precision_weights": "stochastic", "offload": "parameters"},
-        "what takes weights off the device",
-    ),
-)
+    values = {entry.argument: entry.offers[-1].value for entry in entries() if entry.offers}
+    values["micro_batch_size"] = "auto"
+    is_open = [f"`{name}={value!r}`" for name, value in values.items() if run.is_open(name)]
+    names = ", ".join(is_open).replace("'", '"')
+    what = "Add to `MemSaveCallback` what is neither on nor refused in its table"
+    return [f"{what}: {names}."] if is_open else []
 
 
 def _smaller_batch(run: RunFacts) -> list[str]:
