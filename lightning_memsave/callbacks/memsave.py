@@ -361,11 +361,11 @@ class MemSaveCallback(CallbackBase):
         self._user = None
         error = out_of_memory_in(exception, self._outside)
         if error is not None:
-            with attempted(trainer, "There is no advice on memory"):
-                add_advice(trainer, exception, error)
             for callback in trainer.callbacks:
                 if hasattr(callback, "write_before_undo"):
                     callback.write_before_undo(trainer, pl_module, exception)
+            with attempted(trainer, "There is no advice on memory"):
+                add_advice(trainer, pl_module, exception, error)
         if error is None and not self._has_trained:
             with attempted(trainer, "There is no advice on the start"):
                 rows = self.rows if self._has_started else ()

@@ -140,11 +140,7 @@ _FIX = (
     "micro-batch that gives what the mean is over; or use a smaller batch in that DataLoader and "
     "`eval_micro_batch_size=None`."
 )
-# There is no backward pass whose memory could be saved.
-_ADVICE = (
-    'Use `precision="bf16-mixed"`, shorter samples or a smaller model, or return less from the '
-    "step, such as no logits."
-)
+_ADVICE = "Use shorter samples or a smaller model, or return less from the step, such as no logits."
 
 
 class EvalMicroBatchSetting(Setting):

@@ -11,6 +11,7 @@ from lightning_memsave.callbacks.settings.micro_batches import (
     PROBED_STEPS,
     BatchProbe,
     PlannedRoom,
+    batch_norm_problems,
     describe_failed_rank,
     describe_failed_step,
     describe_failed_window,
@@ -197,7 +198,7 @@ class MicroBatchSetting(Setting):
         self._probe = BatchProbe()
         self.runner = self._make_runner(trainer, pl_module)
         problems = [] if self._allows_half_precision else self.technique.check_module(pl_module)
-        problems += self._batch_norm_problems(pl_module)
+        problems += batch_norm_problems(pl_module, self.value, self.limit)
         if problems and self.is_asked:
             raise IncompatibleError(self.name, problems)
         if problems:
@@ -214,8 +215,9 @@ class MicroBatchSetting(Setting):
         if self.is_auto:
             runner.size = None if self.is_kept_whole else self.size
         runner.may_shrink = not self.is_kept_whole
-        if self.is_in_budget:
-            runner.advice = 'Use `budget="auto"`, shorter samples or a smaller model.'
+        # The note below the error says what the other settings can still do.
+        budget = '`budget="auto"`, ' if self.is_in_budget else ""
+        runner.advice = f"Use {budget}shorter samples or a smaller model."
         runner.needs_proof = runner.may_shrink
         runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
@@ -230,20 +232,7 @@ class MicroBatchSetting(Setting):
         conflicts = find_conflicts(
             trainer, pl_module, self.technique, allows_half_precision=self._allows_half_precision
         )
-        return conflicts + self._batch_norm_problems(pl_module)
-
-    def _batch_norm_problems(self, pl_module: Any) -> list[Problem]:
-        if self.limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
-            return []
-        return [
-            Problem(
-                f"`micro_batch_size={self.value}`",
-                "batch normalisation computes its statistics from each micro-batch alone, which is "
-                f"approximate, and `exactness={self.limit.value!r}` does not allow that",
-                'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
-                "`nn.GroupNorm`, or `micro_batch_size=None`.",
-            )
-        ]
+        return conflicts + batch_norm_problems(pl_module, self.value, self.limit)
 
     def prove_once(self, trainer: Any, pl_module: Any, parts: BatchParts) -> MicroBatchRunner:
         """Prove how losses are weighted, unless that is known or will not matter."""
@@ -378,7 +367,8 @@ class MicroBatchSetting(Setting):
             self._show(trainer, pl_module)
         elif proof.reason:
             self.proof = proof
-            self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
+            details = (proof.reason, proof.fix.partition(", or set ")[0])
+            self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
         elif proof.weightings:
             self.proof = proof
             runner.weightings, runner.whole = proof.weightings, proof.whole
@@ -394,7 +384,7 @@ class MicroBatchSetting(Setting):
     def _tell_apart(
         self, trainer: Any, pl_module: Any, parts: BatchParts, batch: Any, differ: bool
     ) -> bool:
-        """Prove again, with a batch whose micro-batches get other weights by what is known."""
+        """Prove again, with a batch whose micro-batches get other weights."""
         if all_reduce_min(trainer, int(not differ)):
             return True
         proof = self.settle(trainer, pl_module, parts)

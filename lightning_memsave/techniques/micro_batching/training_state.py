@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_memsave.core.memory import host_copies, is_fake
 from lightning_memsave.core.nested import leaves_of
@@ -369,6 +370,9 @@ class ModuleState:
         """Restore everything."""
         for key, values in self._saved.items():
             self._storages[key].copy_(values)
+        for param, _ in self._trained:  # where it is offloaded, the device has other values
+            if self._saved and key_of(param) in self._saved:
+                increment_version(param)
         self._saved.clear()
         for container, contents in reversed(self._containers):
             if not is_same(container, contents):
