@@ -302,8 +302,12 @@ def test_a_plain_module_and_one_with_an_attribute_like_our_wrapper() -> None:
             super().__init__()
             self.wrapped = self.net
 
-    found = check_training(Outer, environment={})
-    assert (found.model, len(found.problems)) == ("Outer", 1)
+    class Wrapped(trap_steps.KeptLoss):
+        pass
+
+    for cls in (Outer, Wrapped):
+        found = check_training(cls, environment={})
+        assert (found.model, len(found.problems)) == (cls.__name__, 1)
     assert check_training(nn.Linear(2, 2), environment={}).model == "Linear"
 
 
