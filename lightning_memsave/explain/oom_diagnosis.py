@@ -172,7 +172,7 @@ def advise(
 
     Args:
         oom: The figures of the message.
-        cause: Why memory ran out, as in ``oom_causes.CAUSES``.
+        cause: Why memory ran out, a key of `CAUSES`.
         allocator_settings: Settings of torch's allocator in that run; empty if not known.
         has_memsave: Whether `MemSaveCallback` was on.
 
@@ -329,7 +329,7 @@ class Diagnosis:
 
     Args:
         oom: The figures of the message.
-        cause: A key of ``oom_causes.CAUSES``.
+        cause: A key of `CAUSES`.
         shares: How the memory of the device divides, in bytes; what is not known is left out.
             ``allocated`` (tensors), ``unallocated`` (kept by torch's allocator), ``outside``
             (of it, in this process), ``others`` (processes), ``not_told`` and ``free``.
