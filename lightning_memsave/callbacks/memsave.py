@@ -11,7 +11,6 @@ from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
-from lightning_memsave.callbacks.resume_advice import add_resume_advice, describe_open_window
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
@@ -24,6 +23,7 @@ from lightning_memsave.callbacks.settings.modules import (
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
+from lightning_memsave.callbacks.start_advice import add_start_advice, describe_open_window
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
@@ -200,7 +200,7 @@ class MemSaveCallback(CallbackBase):
         self._reported: GPUMemoryMonitor | None = None
         # Known from setup to the end; asking the Trainer for it needs all ranks.
         self._directory: str | None = None
-        self._has_started = False
+        self._has_started = self._has_trained = False
         self._outside: BaseException | None = None  # what is handled where the fit was started
 
     def __repr__(self) -> str:
@@ -294,10 +294,6 @@ class MemSaveCallback(CallbackBase):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Change what exists only now, and show the table.
 
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
         Raises:
             IncompatibleError: If a value that was given finds nothing to change.
         """
@@ -313,7 +309,7 @@ class MemSaveCallback(CallbackBase):
                 self._use_prediction()
         if self._reported is not None:
             self._reported.compare(self._prediction, self._settings.find(OffloadSetting).held_bytes)
-        self._has_started = True
+        self._has_started, self._has_trained = True, False
         if self.arguments["report"] and trainer.is_global_zero:
             with attempted(trainer, "The table cannot be printed to standard output"):
                 _report.print_table(self.rows)
@@ -333,6 +329,7 @@ class MemSaveCallback(CallbackBase):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the time of the optimizer, and change the plan where memory was short."""
+        self._has_trained = True
         if self.plan is not None:
             self._budget.end_batch(trainer)
 
@@ -369,9 +366,10 @@ class MemSaveCallback(CallbackBase):
             for callback in trainer.callbacks:
                 if hasattr(callback, "write_before_undo"):
                     callback.write_before_undo(trainer, pl_module, exception)
-        if not self._has_started:
-            with attempted(trainer, "There is no advice on the checkpoint"):
-                add_resume_advice(exception, trainer.ckpt_path)
+        if error is None and not self._has_trained:
+            with attempted(trainer, "There is no advice on the start"):
+                rows = self.rows if self._has_started else ()
+                add_start_advice(exception, trainer.ckpt_path, rows)
         with attempted(trainer, "What was measured is lost"):
             if self._reported is not None:
                 self._reported.on_exception(trainer, pl_module, exception)
