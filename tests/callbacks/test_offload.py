@@ -752,7 +752,7 @@ def test_a_stack_keeps_updates_in_backward_beside_tables_on_the_host():
     torch.manual_seed(0)
     lit = make_lit(model=nn.Sequential(nn.Embedding(512, 8), nn.Linear(8, 8)))
     type(lit).training_step = lambda self, batch, index: (
-        self.model(batch.abs().long()).square().mean()
+        self.model(batch.long().clamp(0, 511)).square().mean()
     )
     make_trainer(LIGHTNING, callback, max_steps=2).fit(lit, loader())
     rows = rows_of(callback)

@@ -79,8 +79,9 @@ EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 # Then TFLOP/s of products in float32, TF32 (0: none) and float16, GB/s of memory and GB/s of PCIe.
 # TFLOP/s and memory as in NVIDIA's data sheets and architecture white papers, at boost clock, dense
 # and with sums in float32, which halves the rate of GeForce cards; of models that exist with PCIe
-# and SXM, SXM, but the P100 and the H100 with PCIe in its name. bfloat16 is as fast as float16 where
-# there is bfloat16. PCIe as pinned copies reach it: 12, 24 and 52 for 16 lanes of generation 3, 4, 5.
+# and SXM, SXM, but the P100 and the H100 with PCIe in its name. bfloat16 is as fast as float16
+# where there is bfloat16. PCIe as pinned copies reach it: 12, 24 and 52 for 16 lanes of generation
+# 3, 4 and 5.
 _ROWS = (
     ("T4", 14_930, (7, 5), 40, 8.1, 0, 65, 320, 12),
     ("P100-16GB", 16_269, (6, 0), 56, 9.3, 0, 18.7, 732, 12),
