@@ -211,11 +211,8 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
     values = values_of(stack)
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
     offload = arguments["offload"]
-    what = getattr(offload, "what", offload)
-    if what not in ("auto", None, False, "activations"):
+    if getattr(offload, "what", offload) not in ("auto", None, False, "activations"):
         off = ("optimizer_in_backward",)
-        if what is not True and {"optimizer", "parameters"}.isdisjoint(str(what).split("+")):
-            off = ("low_precision_weights",)  # rows of tables are updated as torch does, in float32
         instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
         missing |= instead | dict.fromkeys((n for n in off if n in missing), None)
     # The stack's `force_8bit` applies to every 8-bit optimizer chosen by name, unless the user set

@@ -746,20 +746,6 @@ class TestStack:
         assert "its output is computed with the whole table" in row.details[-2]
 
 
-def test_a_stack_keeps_updates_in_backward_beside_tables_on_the_host():
-    tables = Offloading("embeddings", min_table_bytes=4)
-    callback = only(stack="single_gpu", offload=tables, precision=None)
-    torch.manual_seed(0)
-    lit = make_lit(model=nn.Sequential(nn.Embedding(512, 8), nn.Linear(8, 8)))
-    type(lit).training_step = lambda self, batch, index: (
-        self.model(batch.long().clamp(0, 511)).square().mean()
-    )
-    make_trainer(LIGHTNING, callback, max_steps=2).fit(lit, loader())
-    rows = rows_of(callback)
-    assert (rows["offload"].status, rows["optimizer_in_backward"].status) == ("on", "on")
-    assert "low_precision_weights" not in rows or rows["low_precision_weights"].status != "on"
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["optimizer", "parameters+activations"])
 def test_updates_on_the_host_of_a_gpu_round_otherwise(package, what):
