@@ -2,6 +2,7 @@ import functools
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_state_in_fewer_bits_is_never_shown_as_a_cost():
         changes = candidate.variant.changes
         return 32 if "optimizer" not in changes else 8 if "force_8bit" in changes else 16
 
-    by_rest = {}
+    by_rest: dict[object, list[Any]] = {}
     for candidate in search._candidates:
         key = (candidate.variant.but_optimizer, candidate.kinds)
         by_rest.setdefault(key, []).append(candidate)
