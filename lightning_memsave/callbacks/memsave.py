@@ -414,7 +414,7 @@ class MemSaveCallback(CallbackBase):
             self.plan = RunPlan.from_state(state_dict.get("plan"))
         size = state_dict.get("micro_batch_size") if isinstance(state_dict, Mapping) else state_dict
         if type(size) is int and size >= 1:
-            self._micro_batches.size = size
+            self._micro_batches.size = size if self._micro_batches.is_auto else None  # or given
         elif size is not None:
             warnings.warn(
                 f"The checkpoint has `micro_batch_size={size!r}` for `{self.state_key}`, which is "

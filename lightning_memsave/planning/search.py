@@ -65,8 +65,8 @@ class PlanSearch:
         self._variants, self._what_if = variants, variants.what_if
         self._margin_of, self._given = margin_of, given
         self._verified: dict[int, MemoryPrediction | None] = {}
-        # By how much whole predictions were higher than estimates.
-        self._corrections: dict[Variant, int] = {}
+        # By how much whole predictions were higher than estimates, also with another optimizer.
+        self._corrections: dict[object, int] = {}
         self._host_corrections: dict[Variant, int] = {}
         self._too_large: set[Variant] = set()  # they were preferred, and did not fit
         self._slack_bytes = 0.0
@@ -322,7 +322,8 @@ class PlanSearch:
         self._verified[id(candidate)] = prediction
         if prediction is not None:
             correction = prediction.device_bytes - candidate.estimated_bytes
-            self._corrections[candidate.variant] = correction
+            variant = candidate.variant.but_optimizer
+            self._corrections |= {variant: correction, (variant, candidate.kinds): correction}
             on_host = prediction.peak.host_bytes - candidate.host_bytes
             self._host_corrections[candidate.variant] = on_host
 
@@ -338,12 +339,15 @@ class PlanSearch:
         estimate = self._estimate(candidate) + self._slack_bytes
         costs = candidate.variant.costs
         is_rough = costs is not None and costs.overhead_bytes > 0
-        if is_rough and candidate.variant not in self._corrections:
+        if is_rough and candidate.variant.but_optimizer not in self._corrections:
             return estimate * (1 + reserve)
         return estimate
 
     def _estimate(self, candidate: _Candidate) -> int:
-        return candidate.estimated_bytes + self._corrections.get(candidate.variant, 0)
+        variant = candidate.variant.but_optimizer
+        latest = self._corrections.get(variant, 0)
+        correction = self._corrections.get((variant, candidate.kinds), latest)
+        return candidate.estimated_bytes + correction
 
     def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
         return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room

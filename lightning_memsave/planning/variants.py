@@ -27,6 +27,7 @@ RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
 OFFLOAD = "offload"
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
+_OPTIMIZER = ("optimizer", "force_8bit")
 _FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
 # What may be on the host, that which leaves the least on the device last.
@@ -69,6 +70,11 @@ class Variant:
     def is_offloaded(self) -> bool:
         """Whether something is on the host."""
         return OFFLOAD in self.beside
+
+    @property
+    def but_optimizer(self) -> str:
+        """What is on beside an optimizer: estimates of its blocks are wrong by the same bytes."""
+        return repr(sorted((n, v) for n, v in self.changes.items() if n not in _OPTIMIZER))
 
     @property
     def moves_weights(self) -> bool:

@@ -358,9 +358,9 @@ class OptimizerSetting(Setting):
             return
         yields = not self.is_asked
         technique = self.technique
-        is_weighed = yields and not self.saves_all and isinstance(technique, LowBitOptimizer)
         # Those that are unfrozen later count, too.
-        if is_weighed and not unfreezes_later(trainer):
+        is_weighed = yields and not (self.saves_all or unfreezes_later(trainer))
+        if is_weighed and isinstance(technique, LowBitOptimizer):
             technique = dataclasses.replace(
                 technique, min_saved_bytes=_setting.SMALLEST_SAVING_BYTES
             )
