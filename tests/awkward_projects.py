@@ -622,7 +622,8 @@ class GrowingBuffer(Project):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("seen", torch.zeros(0, WIDTH))
+        # In a checkpoint its size would be another than that of the new module.
+        self.register_buffer("seen", torch.zeros(0, WIDTH), persistent=False)
 
     def loss(self, batch: Any) -> Tensor:
         loss = super().loss(batch)
@@ -710,6 +711,23 @@ class DetectionBatches(Project):
         sizes = torch.tensor([len(each["boxes"]) for each in batch["labels"]])
         logits = self(batch["tokens"]).mean((1, 2))
         return mse_loss(logits, sizes.to(logits.device, logits.dtype))
+
+
+def _as_tensordict(batch: dict[str, Tensor]) -> Any:
+    from tensordict import TensorDict
+
+    return TensorDict(batch, batch_size=[len(batch["tokens"])])
+
+
+class TensorDictBatches(Project):
+    wrap = staticmethod(_as_tensordict)
+
+    def loader(self, seed: int) -> Any:
+        return DataLoader(super().loader(seed).dataset, batch_size=None, collate_fn=_unchanged)
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 class CombinedBatches(Project):

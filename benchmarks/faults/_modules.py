@@ -27,7 +27,9 @@ EXACT: dict[str, Any] = {"precision": None, "optimizer": None}
 OFF: dict[str, Any] = {"stack": "off"}
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": "all"}
 # Those after which weights may differ, by their relative error: what is recomputed in other tiles,
-# and what keeps weights or state in fewer bits.
+# and what keeps weights or state in fewer bits. With the latter the loss counts as well: an expert
+# that gets other tokens has other weights.
+APPROXIMATE, MAX_LOSS = 0.5, 0.02
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
     "bitwise": ({"stack": "bitwise"}, 0),
     "single_gpu in float32": (
@@ -35,8 +37,8 @@ SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
         1e-4,
     ),
     "offload in float32": ({"stack": "offload", **EXACT, "low_precision_weights": None}, 1e-4),
-    "single_gpu": ({"stack": "single_gpu"}, 0.5),
-    "offload": ({"stack": "offload"}, 0.5),
+    "single_gpu": ({"stack": "single_gpu"}, APPROXIMATE),
+    "offload": ({"stack": "offload"}, APPROXIMATE),
     "offload optimizer": ({**OFF, "offload": "optimizer"}, 0),
     "offload parameters": ({**OFF, "offload": "parameters"}, 0),
     "offload parameters, checkpointed, in backward": (
@@ -70,6 +72,7 @@ def run(
             lit, steps, error = _fit(project, callback, condition, Path(folder), drops=drops)
     return {
         "weights": _as_text(lit),
+        "loss": float(lit.trainer.callback_metrics.get("loss", 0.0)),
         "digest": digest(lit.cpu()),
         "steps": steps,
         "error": None if error is None else f"{type(error).__name__}: {error}",
@@ -160,6 +163,8 @@ def _judge(found: Any, plain: dict[str, Any], tolerance: float) -> dict[str, Any
         default=0.0,
     )
     is_declared = deviation <= tolerance
+    if tolerance == APPROXIMATE:
+        is_declared |= plain["loss"] > 0 and abs(found["loss"] / plain["loss"] - 1) <= MAX_LOSS
     return {"outcome": "as declared" if is_declared else "wrong", "deviation": deviation}
 
 
@@ -169,16 +174,15 @@ def _relative(one: str, other: str) -> float:
 
 
 def attack(projects: Sequence[str], names: Sequence[str], conditions: Sequence[str]) -> list[Any]:
-    """Run all cells."""
+    """Run each project with each of the settings, under the conditions in turn."""
     cells, found = Cells(), []
-    for project in projects:
-        for condition in conditions:
-            for name in names:
-                one = cells.run(project, name, condition)
-                found.append(one)
-                if one["outcome"] in OUTCOMES[3:]:
-                    shown = str(one.get("error") or one.get("deviation"))[:200].replace("\n", " ")
-                    print(project, name, condition, one["outcome"], shown, sep=" | ", flush=True)
+    for row, project in enumerate(projects):
+        for column, name in enumerate(names):
+            one = cells.run(project, name, conditions[(row + column) % len(conditions)])
+            found.append(one)
+            if one["outcome"] in OUTCOMES[3:]:
+                shown = str(one.get("error") or one.get("deviation"))[:200].replace("\n", " ")
+                print(project, name, one["condition"], one["outcome"], shown, sep=" | ", flush=True)
     return found
 
 

@@ -134,9 +134,10 @@ def count_samples(batch: Any, whole: frozenset[Path] = frozenset()) -> int:
     """Count the samples of a batch.
 
     Args:
-        batch: Tensors of shape (samples, ...) and lists of strings or numbers, one per sample, in
-            any nesting of lists, tuples, named tuples, mappings and dataclasses. Scalars and
-            strings are shared by all samples.
+        batch: Tensors of shape (samples, ...) and lists of strings, numbers or unequal mappings
+            (what is in an image), one per sample, in any nesting of lists, tuples, named tuples,
+            mappings and dataclasses; also what splits itself by its samples (`TensorDict`, PyG's
+            `Batch`). Scalars and strings are shared by all samples.
         whole: Paths of further leaves that are shared by all samples.
 
     Returns:
@@ -216,6 +217,8 @@ def pick_samples(batch: Any, indices: Sequence[int], whole: frozenset[Path] = fr
     def pick(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf[torch.tensor([*indices], device=leaf.device)]
+        if _num_of_own(leaf) is not None:
+            return leaf[torch.tensor([*indices])]
         return type(leaf)(leaf[index] for index in indices)
 
     return _map(batch, pick, whole)
@@ -361,12 +364,17 @@ def _holds_one_per_sample(outputs: Sequence[Any], sizes: Sequence[int]) -> bool:
     )
 
 
-def _sizes(batch: Any) -> Iterator[tuple[Path, int]]:
-    for path, leaf in leaves_of(batch):
-        if not isinstance(leaf, Tensor):
-            yield path, len(leaf)
-        elif leaf.ndim:
-            yield path, leaf.shape[0]
+def _sizes(value: Any, path: Path = ()) -> Iterator[tuple[Path, int]]:
+    if (number := _num_of_own(value)) is not None:
+        yield path, number
+    elif isinstance(value, Tensor):
+        if value.ndim:
+            yield path, value.shape[0]
+    elif _is_list_of_samples(value):
+        yield path, len(value)
+    else:
+        for name, item in items_of(value):
+            yield from _sizes(item, (*path, name))
 
 
 def _indices(path: Path) -> str:
@@ -375,7 +383,26 @@ def _indices(path: Path) -> str:
 
 def _is_list_of_samples(value: Any) -> bool:
     is_sequence = isinstance(value, list | tuple) and not hasattr(value, "_fields")
-    return is_sequence and bool(value) and all(isinstance(item, _PER_SAMPLE) for item in value)
+    if not is_sequence or not value:
+        return False
+    if all(isinstance(item, _PER_SAMPLE) for item in value):
+        return True
+    # As of detection, where images have more or fewer boxes; a list of whole batches is traversed.
+    is_mappings = isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+    return is_mappings and len({size for _, size in _sizes(dict(enumerate(value)))}) > 1
+
+
+def _num_of_own(value: Any) -> int | None:
+    """Return the number of samples of an object that splits itself: `TensorDict`, PyG's `Batch`."""
+    size = getattr(value, "batch_size", None)
+    if isinstance(size, torch.Size) and size and hasattr(type(value), "__getitem__"):
+        return size[0]
+    return value.num_graphs if hasattr(type(value), "from_data_list") else None
+
+
+def _part_of_own(value: Any, function: Callable[[Any], Any]) -> Any:
+    part = function(value)
+    return type(value).from_data_list(part) if isinstance(part, list) else part
 
 
 # Rebuilds a batch with a function applied to all leaves with one entry per sample.
@@ -384,6 +411,8 @@ def _map(
 ) -> Any:
     if path in whole:
         return value
+    if _num_of_own(value) is not None:
+        return _part_of_own(value, function)
     if isinstance(value, Tensor):
         return function(value) if value.ndim else value
     if _is_list_of_samples(value):

@@ -10,7 +10,12 @@ from torch import Tensor
 from transformers import BatchEncoding
 from transformers.modeling_outputs import MaskedLMOutput
 
-from lightning_memsave.core.nested import count_samples, merge_outputs, split_samples
+from lightning_memsave.core.nested import (
+    count_samples,
+    merge_outputs,
+    pick_samples,
+    split_samples,
+)
 from lightning_memsave.errors import IncompatibleError
 
 Point = namedtuple("Point", "x y")
@@ -144,3 +149,42 @@ def test_outputs_of_one_and_three_samples(name):
 def test_what_cannot_be_put_together_is_named(outputs, path):
     with pytest.raises(ValueError, match=path):
         merge_outputs(outputs, [1, 3], [0.25, 0.75])
+
+
+class TestWhatIsSplitByIndexing:
+    def test_a_tensordict(self):
+        tensordict: Any = pytest.importorskip("tensordict")
+        inner = {"x": X, "deeper": {"y": X[:, 0]}}
+        batch = {"all": tensordict.TensorDict(inner, batch_size=[7]), "names": NAMES}
+        assert count_samples(batch) == 7
+        parts = split_samples(batch, 3)
+        assert [part["all"].batch_size[0] for part in parts] == [3, 2, 2]
+        assert torch.equal(torch.cat([part["all"]["deeper", "y"] for part in parts]), X[:, 0])
+        picked = pick_samples(batch, [6, 0])
+        assert picked["all"]["x"].tolist() == [X[6].tolist(), X[0].tolist()]
+        assert picked["names"] == ["g", "a"]
+
+    def test_a_batch_of_graphs(self):
+        data: Any = pytest.importorskip("torch_geometric.data")
+        graphs = [
+            data.Data(x=torch.full((i + 1, 2), i), edge_index=torch.tensor([[0], [i]]), y=i)
+            for i in range(5)
+        ]
+        batch = data.Batch.from_data_list(graphs)
+        assert count_samples(batch) == 5
+        parts = split_samples(batch, 2)
+        assert [part.num_graphs for part in parts] == [2, 2, 1]
+        assert parts[1].x[:, 0].tolist() == [2] * 3 + [3] * 4
+        assert parts[1].edge_index.tolist() == [[0, 3], [2, 6]]
+        assert pick_samples(batch, [4, 1]).y.tolist() == [4, 1]
+
+    def test_what_is_in_each_image(self):
+        labels = [{"boxes": torch.ones(n, 4), "size": torch.tensor([2, 2])} for n in (1, 3, 2)]
+        batch = {"images": torch.zeros(3, 8), "labels": labels}
+        assert count_samples(batch) == 3
+        assert [len(part["labels"]) for part in split_samples(batch, 2)] == [2, 1]
+        assert [len(one["boxes"]) for one in pick_samples(batch, [2, 0])["labels"]] == [2, 1]
+
+    def test_a_list_of_batches_is_no_list_of_samples(self):
+        batch = [{"x": X, "y": X[:, 0]}, {"x": X, "y": X[:, 0]}]
+        assert [len(part[0]["x"]) for part in split_samples(batch, 4)] == [4, 3]
