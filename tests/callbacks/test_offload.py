@@ -117,6 +117,21 @@ class TestBitwise:
         assert "1 embeddings on the host: 64.00 KiB" in row.details
         assert row.exactness == "approximate"
 
+    @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+    @pytest.mark.parametrize("in_backward", [None, True])
+    def test_embeddings_beside_rounded_updates(self, rounding, in_backward):
+        callback = only(
+            offload=Offloading("embeddings", min_table_bytes=2**12),
+            low_precision_weights=rounding,
+            optimizer_in_backward=in_backward,
+            precision="bf16-mixed",
+        )
+        losses, state, _ = fit(make_lit(model="classifier"), callback, max_epochs=2)
+        assert losses == pytest.approx(fit(make_lit(model="classifier"), max_epochs=2)[0], rel=0.02)
+        assert state["model.embedding.weight"].dtype is torch.float32
+        rows = rows_of(callback)
+        assert (rows["offload"].status, rows["low_precision_weights"].status) == ("on", "on")
+
     def test_embeddings_are_predicted(self):
         """Which rows these are depends on floats here: it counts as many as can be."""
         lit = make_lit(model="classifier")
