@@ -761,6 +761,30 @@ class TestStack:
         assert "its output is computed with the whole table" in row.details[-2]
 
 
+def test_tables_alone_turn_off_the_8bit_optimizer_only():
+    tables = Offloading("embeddings", min_table_bytes=4)
+    callback = only(stack="single_gpu", offload=tables)
+    lit = make_lit(model=nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)))
+    type(lit).training_step = lambda self, batch, index: (
+        self.model(batch.argsort(-1)).square().mean()
+    )
+    trainer = make_trainer(LIGHTNING, callback, max_steps=2, limit_val_batches=0)
+    trainer.fit(lit, loader())
+    rows = rows_of(callback)
+    for name in ("offload", "optimizer_in_backward", "low_precision_weights"):
+        assert rows[name].status == "on"
+    assert rows["low_precision_weights"].value == "'stochastic'"
+    assert rows["optimizer"].status == "off"
+    why = "`AdamW` of an embedding on the host: only torch's own optimizers update rows of it"
+    assert rows["optimizer"].details[0] == why
+
+
+def test_an_8bit_optimizer_that_is_asked_for_is_refused_beside_tables():
+    callback = only(offload=Offloading("embeddings", min_table_bytes=4), optimizer="8bit")
+    with pytest.raises(IncompatibleError, match=r"rows of it\. Set `optimizer=None`"):
+        fit(make_lit(model="classifier"), callback)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("what", ["optimizer", "parameters+activations"])
 def test_updates_on_the_host_of_a_gpu_round_otherwise(package, what):
