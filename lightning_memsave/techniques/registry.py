@@ -210,8 +210,8 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
         )
     values = values_of(stack)
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
-    offload = arguments["offload"]
-    if getattr(offload, "what", offload) not in ("auto", None, False, "activations"):
+    what = getattr(arguments["offload"], "what", arguments["offload"])
+    if what is True or not {"optimizer", "parameters"}.isdisjoint(str(what).split("+")):
         off = ("optimizer_in_backward",)
         instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
         missing |= instead | dict.fromkeys((n for n in off if n in missing), None)

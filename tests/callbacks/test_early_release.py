@@ -172,6 +172,22 @@ def test_outputs_are_kept_for_who_may_look_at_them():
     assert "outputs are kept, as `Looks.on_train_batch_end` may read them" in row.details
 
 
+def test_a_loop_with_nothing_to_free_is_not_replaced():
+    loops = []
+
+    class Looks(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            loops.append(type(trainer.fit_loop.epoch_loop.automatic_optimization))
+
+    class Zeroes(Module):
+        def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+            optimizer.zero_grad()
+
+    _, row = fit_with(Zeroes(), True, Looks())
+    assert row.status == "off"
+    assert {loop.__module__.split(".")[0] for loop in loops} == {"lightning"}
+
+
 def test_manual_optimization_is_left_alone():
     class Manual(Module):
         def __init__(self):

@@ -117,6 +117,21 @@ class TestBitwise:
         assert "1 embeddings on the host: 64.00 KiB" in row.details
         assert row.exactness == "approximate"
 
+    @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+    @pytest.mark.parametrize("in_backward", [None, True])
+    def test_embeddings_beside_rounded_updates(self, rounding, in_backward):
+        callback = only(
+            offload=Offloading("embeddings", min_table_bytes=2**12),
+            low_precision_weights=rounding,
+            optimizer_in_backward=in_backward,
+            precision="bf16-mixed",
+        )
+        losses, state, _ = fit(make_lit(model="classifier"), callback, max_epochs=2)
+        assert losses == pytest.approx(fit(make_lit(model="classifier"), max_epochs=2)[0], rel=0.02)
+        assert state["model.embedding.weight"].dtype is torch.float32
+        rows = rows_of(callback)
+        assert (rows["offload"].status, rows["low_precision_weights"].status) == ("on", "on")
+
     def test_embeddings_are_predicted(self):
         """Which rows these are depends on floats here: it counts as many as can be."""
         lit = make_lit(model="classifier")
@@ -744,6 +759,30 @@ class TestStack:
         row = rows_of(callback)["offload"]
         assert row.status == "on"
         assert "its output is computed with the whole table" in row.details[-2]
+
+
+def test_tables_alone_turn_off_the_8bit_optimizer_only():
+    tables = Offloading("embeddings", min_table_bytes=4)
+    callback = only(stack="single_gpu", offload=tables)
+    lit = make_lit(model=nn.Sequential(nn.Embedding(512, 64), nn.Linear(64, 64)))
+    type(lit).training_step = lambda self, batch, index: (
+        self.model(batch.argsort(-1)).square().mean()
+    )
+    trainer = make_trainer(LIGHTNING, callback, max_steps=2, limit_val_batches=0)
+    trainer.fit(lit, loader())
+    rows = rows_of(callback)
+    for name in ("offload", "optimizer_in_backward", "low_precision_weights"):
+        assert rows[name].status == "on"
+    assert rows["low_precision_weights"].value == "'stochastic'"
+    assert rows["optimizer"].status == "off"
+    why = "`AdamW` of an embedding on the host: only torch's own optimizers update rows of it"
+    assert rows["optimizer"].details[0] == why
+
+
+def test_an_8bit_optimizer_that_is_asked_for_is_refused_beside_tables():
+    callback = only(offload=Offloading("embeddings", min_table_bytes=4), optimizer="8bit")
+    with pytest.raises(IncompatibleError, match=r"rows of it\. Set `optimizer=None`"):
+        fit(make_lit(model="classifier"), callback)
 
 
 @pytest.mark.gpu

@@ -867,6 +867,40 @@ class TestEmbeddings:
             assert torch.allclose(value, runs[1][key], rtol=1e-5, atol=1e-7), key
         handle.undo()
 
+    @pytest.mark.parametrize("is_rounded_first", [True, False])
+    @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
+    def test_beside_rounded_updates(self, rounding, is_rounded_first):
+        """Bit for bit, but for rows that no step uses."""
+        runs = []
+        for is_saving in (False, True):
+            model = make_model("classifier").train()
+            optimizer = adamw(model)
+            weights = LowPrecisionWeights(rounding, keep_fp32=("embedding.*",))
+            technique = Offloading("embeddings", min_table_bytes=2**12)
+            applied: list[Any] = [technique.apply(model)] if is_saving else []
+            applied.append(weights.apply(model))
+            starts: list[Any] = [weights.round_updates]
+            if is_saving:
+                starts.insert(is_rounded_first, technique.update_in_background)
+            started = [start(optimizer) for start in starts]
+            for _ in range(4):
+                torch.manual_seed(0)
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(make_batch(0))
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+            assert {str(p.dtype) for p in model.parameters()} == {"torch.float32", "torch.bfloat16"}
+            runs.append({k: v.clone() for k, v in model.state_dict().items()})
+            for handle in [*started, *reversed(applied)]:
+                handle.undo()
+            assert not {"step", "zero_grad"} & vars(optimizer).keys()
+        table, expected = (run.pop("embedding.weight") for run in runs)
+        assert_equal(*runs)
+        used = make_batch(0).argsort(-1)[:, :8].unique()
+        assert torch.equal(table[used], expected[used])
+        assert torch.allclose(table, expected, rtol=1e-5, atol=1e-7)
+
     @pytest.mark.parametrize("name", ["classifier", "tied"])
     def test_a_failed_backward_pass_leaves_nothing(self, name):
         runs = []

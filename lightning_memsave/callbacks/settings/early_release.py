@@ -65,4 +65,5 @@ class EarlyReleaseSetting(Setting):
         status: Status = "off" if is_off else "on"
         exactness = "" if is_off else "bitwise"
         self.rows = [Row(self.name, "True", status, (gradients, outputs), exactness)]
-        self._undo.append(release_early(trainer, gradients=not zeroing, outputs=not viewer))
+        if not is_off:
+            self._undo.append(release_early(trainer, gradients=not zeroing, outputs=not viewer))

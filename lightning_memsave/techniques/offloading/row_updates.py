@@ -138,7 +138,8 @@ class RowUpdates:
         for updates in self._updates:
             undo += updates.start(optimizer)
         if replaces_step:
-            undo += [patch_method(optimizer, step), patch_method(optimizer, zero_grad)]
+            # Around a rounded step of the other parameters.
+            undo += [patch_method(optimizer, new, is_outer=True) for new in (step, zero_grad)]
         return undo
 
 
@@ -397,7 +398,7 @@ def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         with torch.enable_grad():
             loss = closure()
     with scaling_on_host(self), tables_apart(self):
-        previous_method(self, "step")()
+        previous_method(self, "step", is_outer=True)()
     return loss
 
 
@@ -409,7 +410,7 @@ def zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
     """Reset gradients, which an update may still read; replaces ``Optimizer.zero_grad``."""
     if not set_to_none:
         wait_for_tables(self)
-    previous_method(self, "zero_grad")(set_to_none)
+    previous_method(self, "zero_grad", is_outer=True)(set_to_none)
 
 
 def _run(double: Optimizer, settings: Settings, rows: _Rows, grad: Tensor, num_steps: int) -> None:
