@@ -127,7 +127,9 @@ class Variants:
         self.is_cut_short = False
         """Whether time was too short for some variants."""
         given = {**what_if.step.settings, **self._details}
-        self.host_budget_bytes = host_budget_bytes(given.get("host_budget"))
+        self.host_budget_bytes = host_budget_bytes(
+            given.get("host_budget"), is_here=what_if.step.fit is not None
+        )
         """Host memory that a plan may use."""
         self.lacking_host_bytes = 0
         """Host memory with which weights could be on the host; 0 if there is enough."""

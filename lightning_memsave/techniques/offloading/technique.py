@@ -86,7 +86,7 @@ class Offloading(Technique[nn.Module]):
             ``"parameters+activations"``.
         blocks: The repeated blocks, as for `ActivationCheckpointing`; ``None`` finds them.
         host_budget: Bytes of host memory that may be used, or a text such as ``"16GiB"``; ``None``
-            for half of what is free.
+            for half of what is free; no limit on fake tensors, which may be of another machine.
         min_bytes: Smaller activations stay on the device.
         min_table_bytes: Smaller embeddings are weights as all others.
         num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
@@ -164,7 +164,7 @@ class Offloading(Technique[nn.Module]):
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
         try:
-            _ = self._host_bytes
+            host_budget_bytes(self.host_budget)
         except ValueError:
             what = f"`host_budget={self.host_budget!r}`"
             fix = 'Use a text such as "16GiB", a number of bytes, or `None`.'
@@ -228,11 +228,12 @@ class Offloading(Technique[nn.Module]):
             problems.append(compiled_problem(compiled[0]))
         params, _ = self._chosen(target, find_blocks(target, self.blocks))
         needed = self._bytes_of(params)
-        if needed > self._host_bytes:
+        limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
+        if needed > limit:
             problems.append(
                 Problem(
                     f"{format_bytes(needed)} of host memory",
-                    f"`host_budget` is {format_bytes(self._host_bytes)}"
+                    f"`host_budget` is {format_bytes(int(limit))}"
                     + (", half of what is free" if self.host_budget is None else ""),
                     f"Free host memory, or pass `host_budget={needed}` if there is enough.",
                 )
@@ -374,10 +375,6 @@ class Offloading(Technique[nn.Module]):
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in params]
         share = self.bytes_per_parameter / torch.float32.itemsize
         return int(sum(size * share if is_trained else size for size, is_trained in sizes))
-
-    @property
-    def _host_bytes(self) -> int:
-        return host_budget_bytes(self.host_budget)
 
 
 def compiled_problem(name: str) -> Problem:
