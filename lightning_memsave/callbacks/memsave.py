@@ -14,7 +14,11 @@ from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
 from lightning_memsave.callbacks.resume_advice import add_resume_advice, describe_open_window
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
-from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
+from lightning_memsave.callbacks.settings.arguments import (
+    make_settings,
+    settings_on_host,
+    time_limit,
+)
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import (
@@ -255,9 +259,13 @@ class MemSaveCallback(CallbackBase):
         self._outside = sys.exception()
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
-        if is_fit:
-            self.plan = None
+        self.plan = None if is_fit else self.plan
         is_planned = is_fit and self.arguments["budget"] is not None
+        if is_fit and not is_planned:
+            found = (self._settings, self._in_force)
+            found = settings_on_host(self.arguments, trainer, pl_module) or found
+            found[0].find(MicroBatchSetting).size = self._micro_batches.size
+            self._settings, self._in_force = found
         problems = check_host(trainer)
         if not problems and not is_planned:
             problems = self._settings.apply(trainer, pl_module, is_fit)

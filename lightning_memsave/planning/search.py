@@ -17,6 +17,7 @@ from lightning_memsave.planning.recorded_blocks import choices, value_of
 from lightning_memsave.planning.step_time import LEVEL, step_time
 from lightning_memsave.planning.variants import (
     MICRO_BATCH,
+    NEAR,
     RECOMPUTED,
     Variant,
     Variants,
@@ -35,7 +36,7 @@ _OUT_OF_TIME = (
     "of `plan_memory` or `predict=` of `MemSaveCallback`"
 )
 _MENTIONED = 0.02  # of the bytes on the device
-_SLACK, _NEAR = 0.004, 0.1
+_SLACK = 0.004
 # What the allocator adds to a step that was not predicted whole is known roughly only: so much of
 # the estimate is allowed for, more for a setting that is merely nicer to have.
 _RESERVE, _LARGE_RESERVE = 0.02, 0.06
@@ -71,16 +72,16 @@ class PlanSearch:
         self._too_large: set[Variant] = set()  # they were preferred, and did not fit
         self._slack_bytes = 0.0
         self._by_variant: dict[Variant, list[_Candidate]] = {}
-        # With whole batches and in parts; each is looked at as far as was needed.
-        self._on_host = {p: variants.on_host(in_parts=p) for p in (False, True)}
         self._chosen: _Candidate | None = None
         self._room = 0
         self._unchanged_s = 1.0
 
     def find(self, budget_bytes: int) -> MemoryPlan:
         """Find the fastest plan that fits, or raise; when time is over, the best one by then."""
-        self._prepare()
         room = budget_bytes - self._margin_of(budget_bytes)
+        self._variants.look_again(room)
+        self._by_variant = {v: c for v, c in self._by_variant.items() if not v.is_too_large}
+        self._prepare()
         best = self._best(room)
         if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
             self._look_on_host(room, best.seconds)
@@ -185,9 +186,9 @@ class PlanSearch:
         self, room: int, limit_s: float = math.inf, *, in_parts: bool = False
     ) -> bool:
         is_new = False
-        for variant in self._on_host[in_parts]:
+        for variant in self._variants.on_host(in_parts=in_parts):
+            is_new = is_new or variant not in self._by_variant
             self._add(variant)
-            is_new = True
             candidates = self._by_variant[variant]
             quickest_s = min(candidate.seconds for candidate in candidates)
             fitting = self._fastest(candidates, room, _RESERVE)
@@ -202,6 +203,8 @@ class PlanSearch:
             return
         number, kinds = self._variants.num_blocks, self._variants.kinds
         ways = [()] if variant.costs is None else dict.fromkeys(choices(number, kinds))
+        if variant.is_too_large:
+            ways = [kinds[:1] * number]
         found = [
             _Candidate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
             for kinds in ways
@@ -221,7 +224,7 @@ class PlanSearch:
             wanted = self._wanted(room)
             if wanted is None and any(self._look_on_host(room, in_parts=p) for p in (False, True)):
                 continue
-            wanted = wanted or min(self._unsure(), key=self._bytes)
+            wanted = wanted or min(self._unsure(room), key=self._bytes)
             if id(wanted) in self._verified:
                 break
             self._verify(wanted)
@@ -229,7 +232,7 @@ class PlanSearch:
                 break
             if not self._is_known_to_fit(wanted, room):
                 self._too_large.add(wanted.variant)
-            if room < self._bytes(wanted) < room * (1 + _NEAR):
+            if room < self._bytes(wanted) < room * (1 + NEAR):
                 self._slack_bytes += _SLACK * room
         self._slack_bytes = 0.0
         if wanted is not None and self._is_known_to_fit(wanted, room):
@@ -292,10 +295,15 @@ class PlanSearch:
                 return self._preferred(self._known_or(found, candidates, room), room, limit_s)
         return best
 
-    # Before a budget is refused, each variant's least is verified: estimates may be too high.
-    def _unsure(self) -> list[_Candidate]:
+    # Before a budget is refused, each variant's least is verified if it may be enough: estimates may
+    # be too high.
+    def _unsure(self, room: int) -> list[_Candidate]:
         verified = {c.variant for c in self._candidates if id(c) in self._verified}
-        open_ones = [c for c in self._candidates if c.variant not in verified]
+        open_ones = [
+            c
+            for c in self._candidates
+            if c.variant not in verified and self._bytes(c) <= room * (1 + NEAR)
+        ]
         return open_ones or self._candidates
 
     def _fastest(
@@ -325,6 +333,7 @@ class PlanSearch:
             self._corrections[candidate.variant] = correction
             on_host = prediction.peak.host_bytes - candidate.host_bytes
             self._host_corrections[candidate.variant] = on_host
+            self._variants.correct(candidate.variant, on_host)
 
     def _bytes(self, candidate: _Candidate, reserve: float = 0.0) -> float:
         prediction = self._verified.get(id(candidate))
@@ -389,7 +398,32 @@ class PlanSearch:
             prediction,
         )
 
-    def _ways_out(self, least_bytes: int) -> str:
+    # With which a plan would fit the device; 0 if none does.
+    def _least_host_bytes(self, room: int) -> int:
+        variants, budget_bytes = self._variants, self._variants.host_budget_bytes
+        if not variants.is_host_short:
+            return 0
+        variants.host_budget_bytes, variants.is_smallest = math.inf, True
+        try:
+            while True:
+                fitting = [
+                    c
+                    for c in self._candidates
+                    if c.variant.moves_weights and self._bytes(c, _RESERVE) <= room
+                ]
+                if fitting:
+                    least = min(fitting, key=lambda c: c.host_bytes)
+                    if id(least) in self._verified:
+                        return least.host_bytes + self._host_corrections[least.variant]
+                    self._verify(least)
+                    if id(least) not in self._verified:
+                        return 0
+                elif not self._look_on_host(room, 0.0):
+                    return 0
+        finally:
+            variants.host_budget_bytes, variants.is_smallest = budget_bytes, False
+
+    def _ways_out(self, least_bytes: int, room: int) -> str:
         gpu = self._what_if.gpu
         ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
         if gpu is not None and least_bytes > gpu.total_bytes:
@@ -398,7 +432,7 @@ class PlanSearch:
             ways.append('`exactness="approximate"`')
         if self._given:
             ways.append(f"no {' or '.join(f'`{entry.argument}=`' for entry in self._given)}")
-        if lacking_bytes := self._variants.lacking_host_bytes:
+        if lacking_bytes := self._least_host_bytes(room):
             ways.append(f'`host_budget="{math.ceil(lacking_bytes / MIB)}MiB"` if the host has it')
         is_one = self._what_if.num_samples == 1
         ways.append("shorter samples" if is_one else "a smaller batch")
@@ -427,7 +461,7 @@ class PlanSearch:
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
-            f"{made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes)}",
+            f"{made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes, room)}",
             smallest,
         )
 

@@ -21,7 +21,13 @@ from lightning_memsave.techniques.offloading.host_budget import (
     host_bytes_per_parameter,
 )
 from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries, unused_details
+from lightning_memsave.techniques.registry import (
+    BESIDE_OFFLOAD,
+    entries,
+    forms_on_host,
+    unused_details,
+)
+from lightning_memsave.units import format_bytes
 
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
@@ -37,6 +43,8 @@ _ON_HOST = (
     "parameters+activations",
     "parameters+activations+embeddings",
 )
+NEAR = 0.1
+"""By so much, as a share, estimates of a device's memory may be off."""
 # Of the time that is allowed: it is left for predictions of whole plans.
 _FOR_PLANS = 0.3
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
@@ -55,6 +63,7 @@ class Variant:
         prediction: Of the step as it is, where there is no choice.
         seconds: Estimated, of that prediction.
         weights_on_host: Bytes that weights and what belongs to them need there.
+        is_too_large: It was recorded in the way with the least memory only, which does not fit.
     """
 
     changes: Mapping[str, Any]
@@ -64,6 +73,7 @@ class Variant:
     prediction: MemoryPrediction | None = None
     seconds: float = 0.0
     weights_on_host: int = 0
+    is_too_large: bool = False
 
     @property
     def is_offloaded(self) -> bool:
@@ -131,8 +141,15 @@ class Variants:
             given.get("host_budget"), is_here=what_if.step.fit is not None
         )
         """Host memory that a plan may use."""
-        self.lacking_host_bytes = 0
-        """Host memory with which weights could be on the host; 0 if there is enough."""
+        self.is_host_short = False
+        """Whether the host has too little memory for weights in some form."""
+        self.is_smallest = False
+        """Whether to try the smallest form whatever the host has."""
+        self.room: float = math.inf
+        """Bytes on the device: of a variant that needs more in any case not all is recorded."""
+        # By form: what predictions of whole steps needed beyond estimates; and what was tried.
+        self._excess: dict[str, int] = {}
+        self._tried: set[str] = set()
         self._known: dict[str, Variant | None] = {}
         self._blocks = RecordedBlocks(what_if)
         if RECOMPUTED in self._open:
@@ -185,6 +202,7 @@ class Variants:
         other = copy.copy(self)
         other.what_if, other._blocks = moved(self.what_if), self._blocks.moved(moved)
         other.rates, other._known, other.is_cut_short = rates, {}, False
+        other._excess, other._tried = {}, set()
         other._start_s, other._limit_s = processor_time_s(), limit_s
         other._num_before += self.num_predictions
         return other
@@ -198,6 +216,12 @@ class Variants:
         """Give settings that save memory and need no prediction to be known as possible."""
         kinds = self.kinds[:1] * self.num_blocks
         return self.settings({RECOMPUTED: value_of(kinds)} if kinds else {})
+
+    def look_again(self, room: float) -> None:
+        """Record anew what was left because there was less room on the device."""
+        self._tried.clear()
+        self._known = {n: v for n, v in self._known.items() if v is None or not v.is_too_large}
+        self.room = room
 
     def unchanged(self) -> Variant | None:
         """Record the step with nothing on."""
@@ -235,14 +259,33 @@ class Variants:
         if OFFLOAD not in self._open or self.what_if.device == "cpu":
             return
         chosen = self._helpful()
-        ways = [self._beside_offload(kind, chosen) for kind in _ON_HOST]
-        ways = [way for way in ways if self._has_host_bytes(_changes(chosen, way))]
-        if in_parts:
-            ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
-        for way in ways:
-            found = self._record([c for c in chosen if _argument(c) not in way], way)
+        kinds = _ON_HOST[1:] if self._is_full_without_activations(chosen) else _ON_HOST
+        while True:
+            forms = [self._form(kind, chosen) for kind in kinds]
+            ways = [way for way in forms if way is not None]
+            if in_parts:
+                ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
+            new = [way for way in ways if repr(way) not in self._tried]
+            if not new:
+                return
+            self._tried.add(repr(new[0]))
+            found = self._record([c for c in chosen if _argument(c) not in new[0]], new[0])
             if found is not None:
                 yield found
+
+    def _is_full_without_activations(self, chosen: Sequence[Candidate]) -> bool:
+        variant = self._record(chosen)
+        return (
+            variant is not None
+            and variant.costs is not None
+            and variant.costs.held_bytes(self.kinds[:1] * self.num_blocks) > self.room * (1 + NEAR)
+        )
+
+    def correct(self, variant: Variant, excess_bytes: int) -> None:
+        """Learn by how much a whole step needs more on the host than was estimated."""
+        if variant.moves_weights:
+            form = _form_of(variant.changes)
+            self._excess[form] = max(excess_bytes, self._excess.get(form, 0))
 
     def without_each(
         self, variant: Variant, is_worth_it: Callable[[Mapping[str, Any]], bool]
@@ -390,18 +433,50 @@ class Variants:
         sizes = dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length()))
         return [{MICRO_BATCH: size} for size in sizes]
 
-    def _beside_offload(self, kind: str, chosen: Sequence[Candidate]) -> dict[str, Any]:
-        if kind == _ON_HOST[0]:
-            return {OFFLOAD: kind}
-        names = {*map(_argument, chosen)}
-        beside = {n: v if n in names else None for n, v in BESIDE_OFFLOAD.items()}
-        return {n: v for n, v in beside.items() if n in self._open} | {OFFLOAD: kind}
+    # The fastest for which the host has enough memory.
+    def _form(self, kind: str, chosen: Sequence[Candidate]) -> dict[str, Any] | None:
+        forms = list(self._forms(kind, chosen))
+        if self.is_smallest:
+            return forms[-1]
+        for form in forms:
+            changes = _changes(chosen, form)
+            needed = self._weights_on_host(changes) + self._excess.get(_form_of(changes), 0)
+            if needed <= self.host_budget_bytes:
+                return form
+            self.is_host_short = True
+        return None
 
-    def _has_host_bytes(self, changes: Mapping[str, Any]) -> bool:
-        needed = self._weights_on_host(changes)
-        if needed > self.host_budget_bytes:
-            self.lacking_host_bytes = min(needed, self.lacking_host_bytes or needed)
-        return needed <= self.host_budget_bytes
+    def _forms(self, kind: str, chosen: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
+        if kind == _ON_HOST[0]:
+            yield {OFFLOAD: kind}
+            return
+        names = {*map(_argument, chosen)}
+        form = {n: v if n in names else None for n, v in BESIDE_OFFLOAD.items()}
+        form = {n: v for n, v in form.items() if n in self._open} | {OFFLOAD: kind}
+
+        def may_set(name: str, value: Any) -> bool:
+            is_new = name != OFFLOAD and (name not in _FINAL or name not in names)
+            exact = all(map(self.exactness.allows, _exactness_of({name: value})))
+            return is_new and exact and self._may_set(name, value)
+
+        yield from forms_on_host(form, may_set)
+
+    def why_form(self, variant: Variant) -> str:
+        """Say why a variant keeps things on the host in another form than the fastest."""
+        chosen, kind = self._helpful(), variant.beside.get(OFFLOAD)
+        faster = ""
+        for form in [] if kind is None else self._forms(kind, chosen):
+            if form.items() <= variant.beside.items():
+                return faster
+            needed = self._weights_on_host(_changes(chosen, form))
+            smaller = {n: v for n, v in variant.beside.items() if v != form.get(n)}
+            smaller = {n: v for n, v in smaller.items() if n not in (MICRO_BATCH, OFFLOAD)}
+            names = ", ".join(f"{n}={v!r}" for n, v in smaller.items())
+            faster = (
+                f"{names}: without, weights and what belongs to them need {format_bytes(needed)} "
+                f"on the host, and `host_budget` is {format_bytes(int(self.host_budget_bytes))}"
+            )
+        return ""
 
     # Of the whole model; recorded ones have few blocks.
     def _weights_on_host(self, changes: Mapping[str, Any]) -> int:
@@ -440,19 +515,20 @@ class Variants:
             prediction = predict(self.settings(changes))
             seconds = self.seconds(prediction)
             return Variant(changes, exactness, beside, None, prediction, seconds, on_host)
-        recorded, names = [], self._blocks.names
+        recorded: list[tuple[dict[str, str], MemoryPrediction]] = []
+        names = self._blocks.names
         is_moved = (OFFLOAD in beside) or self.what_if.step.settings.get(OFFLOAD) is not None
         for kinds in self._blocks.assignments(by_place=is_moved):
             settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
             prediction = predict(settings)
             recorded.append((dict(zip(names, kinds, strict=True)), prediction))
-        costs = BlockCosts(
-            self._blocks.runs,
-            recorded,
-            self._blocks.sizes,
-            self.rates,
-            by_place=is_moved,
-        )
+            costs = BlockCosts(
+                self._blocks.runs, recorded, self._blocks.sizes, self.rates, by_place=is_moved
+            )
+            least = list(self.kinds[:1]) * self.num_blocks
+            is_first = is_moved and len(recorded) == 1
+            if is_first and costs.peak_and_seconds(least)[0] > self.room * (1 + NEAR):
+                return Variant(changes, exactness, beside, costs, None, 0.0, on_host, True)
         return Variant(changes, exactness, beside, costs, weights_on_host=on_host)
 
 
@@ -472,12 +548,20 @@ def _changes(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, An
     return {name: value for one in on for name, value in one.changes.items()} | {**beside}
 
 
+def _form_of(changes: Mapping[str, Any]) -> str:
+    names = (*BESIDE_OFFLOAD, *_FINAL)
+    return repr([changes.get(name) for name in names])
+
+
 def _exactness_of(values: Mapping[str, Any]) -> Iterator[Exactness]:
     if MICRO_BATCH in values:
         yield Exactness.ROUNDING
     for entry in entries():
         value = values.get(entry.argument)
         if entry.technique is not None and value is not None and entry.argument != MICRO_BATCH:
+            if entry.argument != OFFLOAD:
+                yield entry.exactness
+                continue
             technique = entry.technique.from_value(value)
             assert technique is not None, "it is on"
             yield technique.exactness

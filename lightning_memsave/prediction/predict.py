@@ -46,6 +46,7 @@ from lightning_memsave.prediction.simulate import (
 )
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import unwrap
+from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
@@ -288,6 +289,7 @@ class _Predictor:
             ineffective=step.emulated | _ineffective(callback.rows),
             assumptions=[
                 *assumptions,
+                *_forms(callback.rows),
                 *(self._cuda_assumptions(recording) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
@@ -310,6 +312,11 @@ class _Predictor:
 def _accumulation_setting(arguments: Mapping[str, Any]) -> dict[str, str]:
     num_batches = arguments["accumulate_grad_batches"]
     return {} if num_batches is None else {"accumulate_grad_batches": str(num_batches)}
+
+
+def _forms(rows: Sequence[Row]) -> list[str]:
+    details = [detail for row in rows if row.name == "offload" for detail in row.details]
+    return [f"Offloaded {line}." for line in details if line.startswith(SMALLER_FORM)]
 
 
 def _ineffective(rows: Sequence[Row]) -> dict[str, str]:

@@ -9,6 +9,8 @@ import psutil
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.units import parse_bytes
 
+SMALLER_FORM = "in a smaller form: "
+"""Begins what is said where the host has too little memory for the fastest one."""
 _SHARE = 0.5
 
 

@@ -96,6 +96,8 @@ class Offloading(Technique[nn.Module]):
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
             its gradient and AdamW's state, where ``host_budget`` is checked.
+        bytes_per_gradient: The same of a gradient that waits for its update in backward, as two
+            blocks of them do; 0 where they wait for the step.
 
     Raises:
         ConfigurationError: If arguments are invalid; the message lists all of them.
@@ -148,6 +150,7 @@ class Offloading(Technique[nn.Module]):
     num_blocks_on_device: int = 2
     num_threads: int | None = None
     bytes_per_parameter: int = 16
+    bytes_per_gradient: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -226,9 +229,7 @@ class Offloading(Technique[nn.Module]):
         ]
         if compiled:
             problems.append(compiled_problem(compiled[0]))
-        params, _ = self._chosen(target, find_blocks(target, self.blocks))
-        needed = self._bytes_of(params)
-        limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
+        needed, limit = self.host_bytes(target)
         if needed > limit:
             problems.append(
                 Problem(
@@ -239,6 +240,25 @@ class Offloading(Technique[nn.Module]):
                 )
             )
         return problems
+
+    def host_bytes(self, target: nn.Module) -> tuple[int, float]:
+        """Reckon what weights and what belongs to them need on the host.
+
+        Args:
+            target: The model.
+
+        Returns:
+            The bytes, and those that may be used.
+        """
+        blocks = find_blocks(target, self.blocks)
+        params, _ = self._chosen(target, blocks)
+        limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
+        trained = {id(p): p.numel() for p in params if p.requires_grad}
+        in_blocks = [
+            sum(trained.pop(id(p), 0) for p in block.module.parameters()) for block in blocks
+        ]
+        largest = max((*in_blocks, *trained.values()), default=0)
+        return self._bytes_of(params) + 2 * self.bytes_per_gradient * largest, limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
         """Apply the technique.
