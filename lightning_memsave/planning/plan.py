@@ -104,6 +104,8 @@ class MemoryPlan(JupyterMixin):
         num_predictions: How many steps were predicted for it.
         unchanged_seconds: The least and the most that the unchanged step should take; zeros if that
             is not known.
+        notes: What else there is to say of it: that the search was cut off, and why the host has
+            things in a smaller form.
 
     Example:
         >>> how = 'MemSaveCallback(stack="off", optimizer="8bit")'
@@ -121,6 +123,7 @@ class MemoryPlan(JupyterMixin):
     seconds: float = 0.0
     num_predictions: int = 0
     unchanged_seconds: tuple[float, float] = (0.0, 0.0)
+    notes: tuple[str, ...] = ()
 
     def step_seconds(self, plan: Plan) -> tuple[float, float]:
         """Say how long a step of a plan should take.
@@ -165,6 +168,7 @@ class MemoryPlan(JupyterMixin):
             "seconds": self.seconds,
             "num_predictions": self.num_predictions,
             "unchanged_seconds": self.unchanged_seconds,
+            "notes": self.notes,
         }
 
     def table(self) -> Table:
@@ -214,7 +218,7 @@ class MemoryPlan(JupyterMixin):
         parts += [Text(), Text(_wrapped(self.plan.how, indent=4)), Text()]
         if self.runner_up is not None:
             parts.append(Text(_wrapped(f"Next best with other settings: {self._second()}")))
-        return [*parts, Text(_wrapped(_CERTAINTY))]
+        return [*parts, *(Text(_wrapped(note)) for note in (*self.notes, _CERTAINTY))]
 
     def _range(self) -> str:
         least_s, most_s = self.step_seconds(self.plan)

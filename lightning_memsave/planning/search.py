@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -127,7 +127,17 @@ class PlanSearch:
             self._variants.seconds_so_far,
             self._variants.num_predictions,
             (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
+            tuple(self._notes(best)),
         )
+
+    def _notes(self, best: _Candidate) -> Iterator[str]:
+        if self.is_out_of_time:
+            yield (
+                f"The search was cut off after {self._variants.seconds_so_far:.0f} s of processor "
+                "time: this is the best plan so far, and a faster one may fit."
+            )
+        if why := self._variants.why_form(best.variant):
+            yield f"On the host with {why}."
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
         """Share what was predicted with a search for another GPU with the same kernels."""
@@ -165,8 +175,6 @@ class PlanSearch:
         return [self._plan(c) for c in sorted(ladder.values(), key=self._bytes, reverse=True)]
 
     def _prepare(self) -> None:
-        if self._by_variant:
-            return
         unchanged = self._variants.unchanged()
         if unchanged is None:
             if not self.is_out_of_time:
@@ -194,7 +202,8 @@ class PlanSearch:
             fitting = self._fastest(candidates, room, _RESERVE)
             is_as_fast = fitting is not None and fitting.seconds <= quickest_s * (1 + EQUALLY_FAST)
             # Each that follows moves what this one moves, and more.
-            if variant.moves_weights and (is_as_fast or quickest_s >= limit_s):
+            is_first = fitting is not None and limit_s == math.inf
+            if variant.moves_weights and (is_first or is_as_fast or quickest_s >= limit_s):
                 break
         return is_new
 
@@ -248,6 +257,8 @@ class PlanSearch:
             return None
         limit_s = fastest.seconds * (1 + EQUALLY_FAST)
         best = self._known_or(fastest, self._candidates, room)
+        if best.variant.moves_weights and id(best) not in self._verified:
+            return best  # the others take long to record
         return self._preferred(best, room, limit_s)
 
     def _known_or(
@@ -295,8 +306,7 @@ class PlanSearch:
                 return self._preferred(self._known_or(found, candidates, room), room, limit_s)
         return best
 
-    # Before a budget is refused, each variant's least is verified if it may be enough: estimates may
-    # be too high.
+    # Before a budget is refused: estimates of what may be enough may be too high.
     def _unsure(self, room: int) -> list[_Candidate]:
         verified = {c.variant for c in self._candidates if id(c) in self._verified}
         open_ones = [

@@ -236,6 +236,8 @@ class Variants:
         """
         chosen = self._helpful()
         found = [self.unchanged(), self._record(chosen)]
+        if self._is_full(found[-1]):
+            return [variant for variant in found if variant is not None]
         found += [self._record(_without(chosen, one)) for one in chosen]
         times = [v.estimate([KEEP] * self.num_blocks)[1] for v in found[:2] if v is not None]
         if times[-1] > _MUCH_FASTER * times[0]:  # else what is more exact is slower
@@ -259,7 +261,7 @@ class Variants:
         if OFFLOAD not in self._open or self.what_if.device == "cpu":
             return
         chosen = self._helpful()
-        kinds = _ON_HOST[1:] if self._is_full_without_activations(chosen) else _ON_HOST
+        kinds = _ON_HOST[1:] if self._is_full(self._record(chosen)) else _ON_HOST
         while True:
             forms = [self._form(kind, chosen) for kind in kinds]
             ways = [way for way in forms if way is not None]
@@ -273,8 +275,8 @@ class Variants:
             if found is not None:
                 yield found
 
-    def _is_full_without_activations(self, chosen: Sequence[Candidate]) -> bool:
-        variant = self._record(chosen)
+    # Whether what is there before a step is too much, whatever blocks save.
+    def _is_full(self, variant: Variant | None) -> bool:
         return (
             variant is not None
             and variant.costs is not None
@@ -305,7 +307,9 @@ class Variants:
         unwanted = [c for c in on if _of(c).rank or not c.changes.keys().isdisjoint(_FINAL)]
         for one in sorted(unwanted, key=lambda c: _of(c).rank, reverse=True):
             for rest in self._less(on, one):
-                if not is_worth_it(_changes(rest, beside)):
+                changes = _changes(rest, beside)
+                is_small = self._weights_on_host(changes) <= self.host_budget_bytes
+                if not is_small or not is_worth_it(changes):
                     continue
                 found = self._record(rest, beside)
                 if found is not None and len(found.changes) < len(variant.changes):
@@ -350,7 +354,10 @@ class Variants:
         # Of several values of an argument the last one saves the most.
         chosen = list({_argument(c): c for c in found}.values())
         for one in list(chosen):
-            with_it, without = self._record(chosen), self._record(_without(chosen, one))
+            with_it = self._record(chosen)
+            if self._is_full(with_it):  # all of it is needed
+                break
+            without = self._record(_without(chosen, one))
             if with_it is None:
                 chosen = chosen if without is None else _without(chosen, one)
             # Estimated from few blocks, which updates in backward may treat as one group.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback
+from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
@@ -680,11 +681,11 @@ def test_state_of_tables_is_on_the_host():
 )
 def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes):
     lit = make_lit()
-    sizes = [p.numel() for p in lit.parameters()]
-    needed = num_bytes * sum(sizes)
+    needed = num_bytes * sum(p.numel() for p in lit.parameters())
     how = {"precision": "bf16-mixed"} | settings
-    if "optimizer_in_backward" in settings:  # of two gradients at a time; there are no blocks
-        needed += 2 * (2 if "low_precision_weights" in settings else 4) * max(sizes)
+    if "optimizer_in_backward" in settings:  # gradients of two blocks
+        largest = sum(p.numel() for p in find_blocks(lit)[0].module.parameters())
+        needed += 2 * (2 if "low_precision_weights" in settings else 4) * largest
     with pytest.raises(IncompatibleError, match=f"host_budget={needed}`"):
         fit(lit, only(host_budget=needed - 1, **how))
 
