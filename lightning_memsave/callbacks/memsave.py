@@ -14,11 +14,7 @@ from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
 from lightning_memsave.callbacks.resume_advice import add_resume_advice, describe_open_window
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
-from lightning_memsave.callbacks.settings.arguments import (
-    make_settings,
-    settings_on_host,
-    time_limit,
-)
+from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import (
@@ -262,12 +258,9 @@ class MemSaveCallback(CallbackBase):
         self.plan = None if is_fit else self.plan
         is_planned = is_fit and self.arguments["budget"] is not None
         if is_fit and not is_planned:
-            found = (self._settings, self._in_force)
-            found = settings_on_host(self.arguments, trainer, pl_module) or found
-            found[0].find(MicroBatchSetting).size = self._micro_batches.size
-            self._settings, self._in_force = found
-        problems = check_host(trainer)
-        if not problems and not is_planned:
+            found = host_form(self._settings, self.arguments, trainer, pl_module)
+            self._settings, self._in_force = found or (self._settings, self._in_force)
+        if not (problems := check_host(trainer)) and not is_planned:
             problems = self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
@@ -496,8 +489,7 @@ def refuse_unknown(others: Iterable[str]) -> None:
     known = [entry.argument for entry in entries()]
     for name in others:
         if name not in known:
-            names = ", ".join(f"`{known}`" for known in _DEFAULTS)
-            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {names}."
+            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {', '.join(_DEFAULTS)}."
             raise ConfigurationError(f"`{name}` is not an argument of `MemSaveCallback`. {fix}")
 
 

@@ -15,6 +15,7 @@ from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 _WIDTH, _SETTINGS_WIDTH = 98, 54
+_MENTIONED = 0.02  # of the bytes on the device
 _CERTAINTY = (
     "Times are ratios to the unchanged step, estimated from its kernels, not measured; seconds are "
     'a range, as a GPU reaches more or less of its data sheet. Sizes with "about" are estimated '
@@ -77,6 +78,19 @@ class Plan:
     def size(self) -> str:
         """Bytes on the device, with "about" if they are estimated."""
         return f"{'' if self.is_verified else 'about '}{format_bytes(self.device_bytes)}"
+
+    @property
+    def made_of(self) -> str:
+        """What most of its bytes are, the largest first; empty if they are only estimated."""
+        found = self.prediction
+        if found is None:
+            return ""
+        sizes = found.peak.by_category() | {"CUDA context": found.context_bytes}
+        return ", ".join(
+            f"{format_bytes(size)} of {name.replace('_', ' ')}"
+            for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+            if size > _MENTIONED * self.device_bytes
+        )
 
     @property
     def _on(self) -> dict[str, Any]:

@@ -15,13 +15,8 @@ from lightning_memsave.planning.frontier import thinned_frontier
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.recorded_blocks import choices, value_of
 from lightning_memsave.planning.step_time import LEVEL, step_time
-from lightning_memsave.planning.variants import (
-    MICRO_BATCH,
-    NEAR,
-    RECOMPUTED,
-    Variant,
-    Variants,
-)
+from lightning_memsave.planning.variant import MICRO_BATCH, RECOMPUTED, Variant
+from lightning_memsave.planning.variants import NEAR, Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
@@ -35,7 +30,6 @@ _OUT_OF_TIME = (
     "the search for a plan takes longer than allowed: allow it more seconds, with `time_limit_s=` "
     "of `plan_memory` or `predict=` of `MemSaveCallback`"
 )
-_MENTIONED = 0.02  # of the bytes on the device
 _SLACK = 0.004
 # What the allocator adds to a step that was not predicted whole is known roughly only: so much of
 # the estimate is allowed for, more for a setting that is merely nicer to have.
@@ -456,13 +450,6 @@ class PlanSearch:
         least_bytes = smallest.device_bytes
         while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:
             least_bytes = smallest.device_bytes + self._margin_of(least_bytes)
-        found = smallest.prediction
-        sizes = found.peak.by_category() | {"CUDA context": found.context_bytes} if found else {}
-        made_of = ", ".join(
-            f"{format_bytes(size)} of {name.replace('_', ' ')}"
-            for name, size in sorted(sizes.items(), key=lambda item: -item[1])
-            if size > _MENTIONED * smallest.device_bytes
-        )
         free = (
             f" and {format_bytes(budget_bytes - room)} that stay free"
             if budget_bytes > room
@@ -471,7 +458,7 @@ class PlanSearch:
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
-            f"{made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes, room)}",
+            f"{smallest.made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes, room)}",
             smallest,
         )
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_memsave.core.clock import processor_time_s
@@ -14,13 +14,26 @@ from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
 from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.planning.variant import (
+    FINAL,
+    MICRO_BATCH,
+    OFFLOAD,
+    ON_HOST,
+    RECOMPUTED,
+    Variant,
+    all_exactness,
+    argument_of,
+    changes_of,
+    exactness_of,
+    form_of,
+    leaving_out,
+)
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import (
     host_budget_bytes,
     host_bytes_per_parameter,
 )
-from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import (
     BESIDE_OFFLOAD,
     entries,
@@ -29,73 +42,13 @@ from lightning_memsave.techniques.registry import (
 )
 from lightning_memsave.units import format_bytes
 
-RECOMPUTED = "activation_checkpointing"
-MICRO_BATCH = "micro_batch_size"
-OFFLOAD = "offload"
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
-_FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
-# What may be on the host, that which leaves the least on the device last.
-_ON_HOST = (
-    "activations",
-    "optimizer",
-    "parameters",
-    "parameters+activations",
-    "parameters+activations+embeddings",
-)
 NEAR = 0.1
 """By so much, as a share, estimates of a device's memory may be off."""
 # Of the time that is allowed: it is left for predictions of whole plans.
 _FOR_PLANS = 0.3
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
-
-
-@dataclass(eq=False)  # the search compares candidates by their variant
-class Variant:
-    """A step with some settings on, for any choice of recomputed blocks.
-
-    Args:
-        changes: Arguments of `MemSaveCallback`.
-        exactness: Of the least exact of them.
-        beside: Those of them that are no techniques of their own but tried in several ways:
-            micro-batches, and what is on the host with what goes with it.
-        costs: Of its blocks; ``None`` if nothing is chosen about them.
-        prediction: Of the step as it is, where there is no choice.
-        seconds: Estimated, of that prediction.
-        weights_on_host: Bytes that weights and what belongs to them need there.
-        is_too_large: It was recorded in the way with the least memory only, which does not fit.
-    """
-
-    changes: Mapping[str, Any]
-    exactness: Exactness
-    beside: Mapping[str, Any]
-    costs: BlockCosts | None = None
-    prediction: MemoryPrediction | None = None
-    seconds: float = 0.0
-    weights_on_host: int = 0
-    is_too_large: bool = False
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether something is on the host."""
-        return OFFLOAD in self.beside
-
-    @property
-    def moves_weights(self) -> bool:
-        """Whether weights are on the host, which updates them."""
-        return self.beside.get(OFFLOAD) not in (None, _ON_HOST[0])
-
-    def host_bytes(self, kinds: Sequence[str]) -> int:
-        """Estimate bytes on the host."""
-        return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
-
-    def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
-        """Estimate bytes on the device and seconds."""
-        if self.costs is None:
-            assert self.prediction is not None, "one of the two is there"
-            return self.prediction.device_bytes, self.seconds
-        peak_bytes, seconds = self.costs.peak_and_seconds(kinds)
-        return peak_bytes + self.costs.overhead_bytes, seconds
 
 
 class Variants:
@@ -238,7 +191,7 @@ class Variants:
         found = [self.unchanged(), self._record(chosen)]
         if self._is_full(found[-1]):
             return [variant for variant in found if variant is not None]
-        found += [self._record(_without(chosen, one)) for one in chosen]
+        found += [self._record(leaving_out(chosen, one)) for one in chosen]
         times = [v.estimate([KEEP] * self.num_blocks)[1] for v in found[:2] if v is not None]
         if times[-1] > _MUCH_FASTER * times[0]:  # else what is more exact is slower
             for limit in (Exactness.BITWISE, Exactness.ROUNDING):
@@ -261,7 +214,7 @@ class Variants:
         if OFFLOAD not in self._open or self.what_if.device == "cpu":
             return
         chosen = self._helpful()
-        kinds = _ON_HOST[1:] if self._is_full(self._record(chosen)) else _ON_HOST
+        kinds = ON_HOST[1:] if self._is_full(self._record(chosen)) else ON_HOST
         while True:
             forms = [self._form(kind, chosen) for kind in kinds]
             ways = [way for way in forms if way is not None]
@@ -271,7 +224,7 @@ class Variants:
             if not new:
                 return
             self._tried.add(repr(new[0]))
-            found = self._record([c for c in chosen if _argument(c) not in new[0]], new[0])
+            found = self._record([c for c in chosen if argument_of(c) not in new[0]], new[0])
             if found is not None:
                 yield found
 
@@ -286,7 +239,7 @@ class Variants:
     def correct(self, variant: Variant, excess_bytes: int) -> None:
         """Learn by how much a whole step needs more on the host than was estimated."""
         if variant.moves_weights:
-            form = _form_of(variant.changes)
+            form = form_of(variant.changes)
             self._excess[form] = max(excess_bytes, self._excess.get(form, 0))
 
     def without_each(
@@ -304,10 +257,10 @@ class Variants:
         """
         beside = variant.beside
         on = self._on_in(variant)
-        unwanted = [c for c in on if _of(c).rank or not c.changes.keys().isdisjoint(_FINAL)]
-        for one in sorted(unwanted, key=lambda c: _of(c).rank, reverse=True):
+        unwanted = [c for c in on if exactness_of(c).rank or not c.changes.keys().isdisjoint(FINAL)]
+        for one in sorted(unwanted, key=lambda c: exactness_of(c).rank, reverse=True):
             for rest in self._less(on, one):
-                changes = _changes(rest, beside)
+                changes = changes_of(rest, beside)
                 is_small = self._weights_on_host(changes) <= self.host_budget_bytes
                 if not is_small or not is_worth_it(changes):
                     continue
@@ -352,17 +305,17 @@ class Variants:
     def _helpful(self) -> list[Candidate]:
         found = self._options()
         # Of several values of an argument the last one saves the most.
-        chosen = list({_argument(c): c for c in found}.values())
+        chosen = list({argument_of(c): c for c in found}.values())
         for one in list(chosen):
             with_it = self._record(chosen)
             if self._is_full(with_it):  # all of it is needed
                 break
-            without = self._record(_without(chosen, one))
+            without = self._record(leaving_out(chosen, one))
             if with_it is None:
-                chosen = chosen if without is None else _without(chosen, one)
+                chosen = chosen if without is None else leaving_out(chosen, one)
             # Estimated from few blocks, which updates in backward may treat as one group.
-            elif without and _of(one).rank and not self._helps(with_it, without):
-                chosen = _without(chosen, one)
+            elif without and exactness_of(one).rank and not self._helps(with_it, without):
+                chosen = leaving_out(chosen, one)
         if self._record(chosen) is None:  # more than one of them is impossible
             chosen = [one for one in chosen if self._record([one]) is not None]
         return chosen
@@ -370,7 +323,7 @@ class Variants:
     # Without a setting, or with a value of it that changes less, such as 8-bit state without that
     # of embeddings.
     def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
-        rest = _without(chosen, one)
+        rest = leaving_out(chosen, one)
         yield rest
         for other in self._options():
             if other.changes.items() < one.changes.items():
@@ -420,7 +373,7 @@ class Variants:
             one
             for one in found
             if self.exactness.allows(Exactness(one.exactness))
-            and _argument(one) not in _LEFT_ALONE
+            and argument_of(one) not in _LEFT_ALONE
             and all(self._may_set(name, value) for name, value in one.changes.items())
         ]
 
@@ -446,24 +399,24 @@ class Variants:
         if self.is_smallest:
             return forms[-1]
         for form in forms:
-            changes = _changes(chosen, form)
-            needed = self._weights_on_host(changes) + self._excess.get(_form_of(changes), 0)
+            changes = changes_of(chosen, form)
+            needed = self._weights_on_host(changes) + self._excess.get(form_of(changes), 0)
             if needed <= self.host_budget_bytes:
                 return form
             self.is_host_short = True
         return None
 
     def _forms(self, kind: str, chosen: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
-        if kind == _ON_HOST[0]:
+        if kind == ON_HOST[0]:
             yield {OFFLOAD: kind}
             return
-        names = {*map(_argument, chosen)}
+        names = {*map(argument_of, chosen)}
         form = {n: v if n in names else None for n, v in BESIDE_OFFLOAD.items()}
         form = {n: v for n, v in form.items() if n in self._open} | {OFFLOAD: kind}
 
         def may_set(name: str, value: Any) -> bool:
-            is_new = name != OFFLOAD and (name not in _FINAL or name not in names)
-            exact = all(map(self.exactness.allows, _exactness_of({name: value})))
+            is_new = name != OFFLOAD and (name not in FINAL or name not in names)
+            exact = all(map(self.exactness.allows, all_exactness({name: value})))
             return is_new and exact and self._may_set(name, value)
 
         yield from forms_on_host(form, may_set)
@@ -475,7 +428,7 @@ class Variants:
         for form in [] if kind is None else self._forms(kind, chosen):
             if form.items() <= variant.beside.items():
                 return faster
-            needed = self._weights_on_host(_changes(chosen, form))
+            needed = self._weights_on_host(changes_of(chosen, form))
             smaller = {n: v for n, v in variant.beside.items() if v != form.get(n)}
             smaller = {n: v for n, v in smaller.items() if n not in (MICRO_BATCH, OFFLOAD)}
             names = ", ".join(f"{n}={v!r}" for n, v in smaller.items())
@@ -487,7 +440,7 @@ class Variants:
 
     # Of the whole model; recorded ones have few blocks.
     def _weights_on_host(self, changes: Mapping[str, Any]) -> int:
-        if changes.get(OFFLOAD) in (None, _ON_HOST[0]):
+        if changes.get(OFFLOAD) in (None, ON_HOST[0]):
             return 0
         trained = [p for p in self.what_if.table.parameters if p.is_trainable is not False]
         per_parameter = host_bytes_per_parameter({**self.what_if.step.settings, **changes})
@@ -497,8 +450,8 @@ class Variants:
         self, on: Sequence[Candidate], beside: Mapping[str, Any] | None = None
     ) -> Variant | None:
         beside = beside or {}
-        changes = _changes(on, beside)
-        found = [Exactness.BITWISE, *map(_of, on), *_exactness_of(beside)]
+        changes = changes_of(on, beside)
+        found = [Exactness.BITWISE, *map(exactness_of, on), *all_exactness(beside)]
         exactness = max(found, key=lambda exactness: exactness.rank)
         key = repr(sorted(changes.items()))
         if not self.exactness.allows(exactness):
@@ -537,41 +490,3 @@ class Variants:
             if is_first and costs.peak_and_seconds(least)[0] > self.room * (1 + NEAR):
                 return Variant(changes, exactness, beside, costs, None, 0.0, on_host, True)
         return Variant(changes, exactness, beside, costs, weights_on_host=on_host)
-
-
-def _of(one: Candidate) -> Exactness:
-    return Exactness(one.exactness)
-
-
-def _argument(one: Candidate) -> str:
-    return next(iter(one.changes))
-
-
-def _without(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
-    return [c for c in chosen if _argument(c) != _argument(one)]
-
-
-def _changes(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for one in on for name, value in one.changes.items()} | {**beside}
-
-
-def _form_of(changes: Mapping[str, Any]) -> str:
-    names = (*BESIDE_OFFLOAD, *_FINAL)
-    return repr([changes.get(name) for name in names])
-
-
-def _exactness_of(values: Mapping[str, Any]) -> Iterator[Exactness]:
-    if MICRO_BATCH in values:
-        yield Exactness.ROUNDING
-    for entry in entries():
-        value = values.get(entry.argument)
-        if entry.technique is not None and value is not None and entry.argument != MICRO_BATCH:
-            if entry.argument != OFFLOAD:
-                yield entry.exactness
-                continue
-            technique = entry.technique.from_value(value)
-            assert technique is not None, "it is on"
-            yield technique.exactness
-            # A CPU rounds updates in another way than a GPU.
-            if isinstance(technique, Offloading) and technique.has_weights:
-                yield Exactness.ROUNDING

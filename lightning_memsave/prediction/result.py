@@ -118,7 +118,7 @@ class GpuFit:
         if self.fits and self.spare_bytes < 0:
             return (
                 f"with {format_bytes(-self.spare_bytes)} of its optimizer state in host memory, of "
-                f"{format_bytes(self.pageable_bytes)} that may be paged: CUDA moves it, in each step"
+                f"{format_bytes(self.pageable_bytes)} that may be paged: it moves in each step"
             )
         if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
             return "barely: the rest is smaller than the error of the prediction may be"

@@ -70,12 +70,13 @@ def _readers() -> list[Callable[[Arguments], Setting]]:
 T = TypeVar("T")
 
 
-def settings_on_host(
-    arguments: Arguments, trainer: Any, pl_module: Any
+def host_form(
+    before: Settings, arguments: Arguments, trainer: Any, pl_module: Any
 ) -> tuple[Settings, Arguments] | None:
     """Choose the fastest form of what is on the host for which it has enough memory.
 
     Args:
+        before: The settings of the fit before, or without such a choice.
         arguments: As for `make_settings`, without a budget.
         trainer: The Trainer.
         pl_module: Its LightningModule.
@@ -110,11 +111,14 @@ def settings_on_host(
         tried.append(tried[0])
     _, settings, form = tried[-1]
     setting = settings.find(OffloadSetting)
+    size = before.find(MicroBatchSetting).size
+    settings.find(MicroBatchSetting).size = size
     problems = [] if setting.is_asked else setting.check(trainer, pl_module)
     if not problems:
         return settings, with_stack(arguments, form)
     instead = {**arguments, "stack": SMALLER_STACK, setting.name: None, "host_budget": None}
     settings, _ = make_settings("MemSaveCallback", instead)
+    settings.find(MicroBatchSetting).size = size
     reasons = "; ".join(f"{problem.what}: {problem.why}" for problem in problems)
     settings.find(OffloadSetting).off_reason = f"{reasons}; as `stack={SMALLER_STACK!r}`"
     return settings, with_stack(instead)
