@@ -14,7 +14,7 @@ from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.frontier import thinned_frontier
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.recorded_blocks import choices, value_of
-from lightning_memsave.planning.step_time import LEVEL, step_time
+from lightning_memsave.planning.step_time import LEVEL
 from lightning_memsave.planning.variant import MICRO_BATCH, RECOMPUTED, Variant
 from lightning_memsave.planning.variants import NEAR, Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
@@ -382,13 +382,7 @@ class PlanSearch:
         prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
         costs, num_bytes = candidate.variant.costs, self._estimate(candidate)
         overhead_bytes = 0 if costs is None else costs.overhead_bytes
-        # All by the same estimate, so that they can be compared.
-        if costs is not None:
-            by_phase = costs.seconds_by_phase(candidate.kinds)
-        else:
-            assert candidate.variant.prediction is not None, "one of the two is there"
-            work = candidate.variant.prediction.work
-            by_phase = dict(step_time(work, self._variants.rates).by_phase)
+        by_phase = candidate.variant.seconds_by_phase(candidate.kinds, self._variants.rates)
         return Plan(
             settings,
             as_code(self._what_if.step.make_callback, settings),
@@ -458,7 +452,8 @@ class PlanSearch:
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
-            f"{smallest.made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes, room)}",
+            f"{smallest.made_of or 'estimated from its blocks'}. "
+            f"{self._ways_out(least_bytes, room)}",
             smallest,
         )
 
