@@ -18,7 +18,7 @@ import torch
 from benchmarks.faults._attack import BATCHES, EPOCHS, in_process
 from benchmarks.faults._fits import LOGS, Case, Fit
 from benchmarks.faults.driver import FakeDriver
-from lightning_memsave.callbacks.resume_advice import is_whole
+from lightning_memsave.callbacks.start_advice import is_whole
 
 _ADVISED = re.compile(r"`ckpt_path='(.+?)'`")
 

@@ -11,7 +11,6 @@ from lightning_memsave.callbacks import report as _report
 from lightning_memsave.callbacks.failures import attempted, say
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
-from lightning_memsave.callbacks.resume_advice import add_resume_advice, describe_open_window
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
 from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
@@ -24,6 +23,7 @@ from lightning_memsave.callbacks.settings.modules import (
 from lightning_memsave.callbacks.settings.offload import OffloadSetting
 from lightning_memsave.callbacks.settings.optimizer_in_backward import OptimizerInBackwardSetting
 from lightning_memsave.callbacks.settings.setting import warn
+from lightning_memsave.callbacks.start_advice import add_start_advice, describe_open_window
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
@@ -200,7 +200,7 @@ class MemSaveCallback(CallbackBase):
         self._reported: GPUMemoryMonitor | None = None
         # Known from setup to the end; asking the Trainer for it needs all ranks.
         self._directory: str | None = None
-        self._has_started = False
+        self._has_started = self._has_trained = False
         self._outside: BaseException | None = None  # what is handled where the fit was started
 
     def __repr__(self) -> str:
@@ -295,10 +295,6 @@ class MemSaveCallback(CallbackBase):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Change what exists only now, and show the table.
 
-        Args:
-            trainer: The Trainer.
-            pl_module: Its LightningModule.
-
         Raises:
             IncompatibleError: If a value that was given finds nothing to change.
         """
@@ -334,6 +330,7 @@ class MemSaveCallback(CallbackBase):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """End the time of the optimizer, and change the plan where memory was short."""
+        self._has_trained = True
         if self.plan is not None:
             self._budget.end_batch(trainer)
 
@@ -365,14 +362,15 @@ class MemSaveCallback(CallbackBase):
         self._user = None
         error = out_of_memory_in(exception, self._outside)
         if error is not None:
-            with attempted(trainer, "There is no advice on memory"):
-                add_advice(trainer, exception, error)
             for callback in trainer.callbacks:
                 if hasattr(callback, "write_before_undo"):
                     callback.write_before_undo(trainer, pl_module, exception)
-        if not self._has_started:
-            with attempted(trainer, "There is no advice on the checkpoint"):
-                add_resume_advice(exception, trainer.ckpt_path)
+            with attempted(trainer, "There is no advice on memory"):
+                add_advice(trainer, pl_module, exception, error)
+        if error is None and not self._has_trained:
+            with attempted(trainer, "There is no advice on the start"):
+                rows = self.rows if self._has_started else ()
+                add_start_advice(exception, trainer.ckpt_path, rows)
         with attempted(trainer, "What was measured is lost"):
             if self._reported is not None:
                 self._reported.on_exception(trainer, pl_module, exception)
@@ -390,7 +388,7 @@ class MemSaveCallback(CallbackBase):
         self._write_report(trainer)
 
     def _undo(self, trainer: Any) -> None:
-        self._outside = None
+        self._outside, self._has_trained = None, False
         if self._undo_planning is not None:
             self._undo_planning()
             self._undo_planning = None

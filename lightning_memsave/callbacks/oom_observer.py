@@ -195,10 +195,12 @@ class OOMObserver(CallbackBase):
         error = out_of_memory_in(exception, self._outside)
         if error is None:
             return
-        with attempted(trainer, "There is no advice on memory"):
-            add_advice(trainer, exception, error)
         with attempted(trainer, "The report on memory is not complete"):
             self._write(trainer, pl_module, error)
+        with attempted(trainer, "There is no advice on memory"):
+            report = self.report
+            diagnosis = None if report is None else report.diagnosis
+            add_advice(trainer, pl_module, exception, error, diagnosis)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stop recording."""

@@ -60,7 +60,9 @@ def predict_remedies(
             base = what_if.base()
         except (MemsaveError, TimeoutError):
             return None
-        return base, remedies_of(what_if, written, start_s + limit_s - processor_time_s())
+        refused = {row.name for row in given.rows if row.status == "off"}
+        left_s = start_s + limit_s - processor_time_s()
+        return base, remedies_of(what_if, written, left_s, refused)
 
 
 def add_predictions(
@@ -76,6 +78,7 @@ def add_predictions(
     lines = [
         f"{UNCHANGED}: predicted peak {format_bytes(base.peak_bytes)}, "
         f"{format_bytes(base.device_bytes)} on the device",
+        *_beyond(report),
         *map(str, remedies),
     ]
     data: dict[str, Any] = {
@@ -91,3 +94,14 @@ def add_predictions(
         notes=[report.diagnosis.summary, *report.diagnosis.advice],
     )
     report.add_file(PAGE_NAME, page)
+
+
+def _beyond(report: OutOfMemoryReport) -> list[str]:
+    kept = report.diagnosis.kept
+    if kept is None:
+        return []
+    more_bytes = kept.before_bytes - kept.expected_bytes
+    return [
+        f"beside it: {format_bytes(more_bytes)} that were alive before the step and that no step "
+        f"needs, {format_bytes(kept.num_bytes)} of it in `{kept.owner}`"
+    ]

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,9 +18,15 @@ from lightning_memsave.core.files import write_file
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.out_of_memory import errors_behind, find_out_of_memory
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError
+from lightning_memsave.explain.oom_advice import RunFacts, kept_bytes, most_kept
 from lightning_memsave.explain.oom_diagnosis import Diagnosis, diagnose
 from lightning_memsave.explain.oom_message import OutOfMemory, read_out_of_memory
-from lightning_memsave.measure.alive_tensors import AliveTensor, find_alive_tensors
+from lightning_memsave.measure.alive_tensors import (
+    AliveTensor,
+    find_alive_tensors,
+    is_of_library,
+    merge_alike,
+)
 from lightning_memsave.measure.allocator import (
     AllocatorReading,
     HostReading,
@@ -75,8 +82,9 @@ class OutOfMemoryReport:
         error: Class and message of the exception.
         where: Stage, epoch, step and rank.
         alive: Bytes of the tensors that were found alive on the device, by category.
-        largest: The largest of them, largest first.
+        largest: The largest of them, largest first; those that differ in nothing count together.
         num_alive: How many there are.
+        kept: Bytes that attributes keep from step to step, by attribute, largest first.
         batch: The batch at hand; empty between batches.
         allocator: What torch's allocator says; ``None`` without CUDA.
         nvml: What the driver says; ``None`` without CUDA.
@@ -91,6 +99,7 @@ class OutOfMemoryReport:
     alive: MemoryBreakdown
     largest: tuple[AliveTensor, ...]
     num_alive: int
+    kept: dict[str, int] = field(default_factory=dict)
     batch: tuple[BatchTensor, ...] = ()
     allocator: AllocatorReading | None = None
     nvml: NvmlReading | None = None
@@ -134,6 +143,7 @@ class OutOfMemoryReport:
                 "total_bytes": self.alive.total_bytes,
                 "by_category": self.alive.by_category(),
                 "num_tensors": self.num_alive,
+                "kept": self.kept,
                 "largest": [asdict(one) | {"shape": list(one.shape)} for one in self.largest],
             },
             "batch": [asdict(one) | {"shape": list(one.shape)} for one in self.batch],
@@ -180,10 +190,14 @@ class OutOfMemoryReport:
                 f"{format_bytes(rest_bytes):>11}  allocated beside them: held by C++ alone, and "
                 "rounding"
             ]
+        if self.kept:
+            lines += ["", "Kept from step to step, by attribute:"]
+        lines += [f"{format_bytes(n):>11}  {owner}" for owner, n in self.kept.items()]
         if self.largest:
             lines += ["", "The largest:"]
         return lines + [
-            f"{format_bytes(one.num_bytes):>11}  {one.category}: {one.name} {one.shape} {one.dtype}"
+            f"{format_bytes(one.num_bytes):>11}  {one.category}: {one.name}"
+            f"{'' if one.count == 1 else f', {one.count} tensors of'} {one.shape} {one.dtype}"
             for one in self.largest
         ]
 
@@ -252,13 +266,8 @@ def _reading_lines(reading: AllocatorReading | NvmlReading | HostReading | None)
 
 T = TypeVar("T")
 
+_TO_DO = "What to do:"
 _EVALUATION = ("sanity_check", "validate", "test", "predict")
-_SMALLER_EVALUATION = (
-    "Pass a smaller `batch_size` to that DataLoader; in one process "
-    '`MemSaveCallback(eval_micro_batch_size="auto")`, its default, splits batches of steps that '
-    "can be split. There is no backward pass, so what saves activations or optimizer state does "
-    "not help."
-)
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
@@ -306,12 +315,10 @@ def make_report(
 
     device = trainer.strategy.root_device
     trace = attempt("The traceback", lambda: trace_of(error), "")
-    diagnosis = _diagnose(trainer, error, trace)
+    oom = _read_error(trainer, error, trace)
     alive: list[AliveTensor] = attempt(
         "The tensors that are alive",
-        lambda: find_alive_tensors(
-            device, pl_module, trainer.optimizers, batch, error, phase=diagnosis.oom.phase
-        ),
+        lambda: _find_alive(trainer, pl_module, error, batch, oom.phase),
         [],
     )
     allocator: AllocatorReading | None = None
@@ -324,12 +331,13 @@ def make_report(
             "last attempt were freed: they are not among the tensors that were alive."
         )
     return OutOfMemoryReport(
-        diagnosis=diagnosis,
+        diagnosis=_diagnose(trainer, oom, alive),
         error=f"{type(error).__name__}: {error}",
         where=attempt("Where it happened", lambda: _where(trainer, device), {}),
         alive=_by_category(alive),
-        largest=tuple(alive[:num_largest]),
+        largest=tuple(merge_alike(alive)[:num_largest]),
         num_alive=len(alive),
+        kept=kept_bytes(alive),
         allocator=allocator,
         nvml=None if device.type != "cuda" else read_nvml(device, reserved_bytes),
         host=attempt("Host memory", read_host_memory, None),
@@ -338,24 +346,30 @@ def make_report(
     )
 
 
-def add_advice(trainer: Any, exception: BaseException, error: BaseException) -> None:
-    """Let an exception say what to do, below its traceback.
+def add_advice(
+    trainer: Any,
+    pl_module: Any,
+    exception: BaseException,
+    error: BaseException,
+    diagnosis: Diagnosis | None = None,
+) -> None:
+    """Let an exception say what to do, below its traceback, unless it does already.
 
     Args:
         trainer: The Trainer, in whatever state.
+        pl_module: Its LightningModule, or ``None``.
         exception: What ends the run.
         error: What says that memory ran out, in it or behind it.
+        diagnosis: Of the error, if there is one.
     """
-    if isinstance(error, MemoryExhaustedError):  # says it itself
-        return
-    diagnosis = _diagnose(trainer, error, trace_of(error))
-    advice = list(diagnosis.advice)
-    if getattr(trainer.state.stage, "value", None) in _EVALUATION:
-        advice.insert(0, _SMALLER_EVALUATION)
-    lines = [f"  {number}. {line}" for number, line in enumerate(advice, 1)]
-    note = "\n".join([diagnosis.summary, "What to do:", *lines])
-    if note not in getattr(exception, "__notes__", ()):  # of another callback of this package
-        exception.add_note(note)
+    if any(_TO_DO in note for note in getattr(exception, "__notes__", ())):
+        return  # of another callback of this package
+    if diagnosis is None:
+        oom = _read_error(trainer, error, trace_of(error))
+        alive = _find_alive(trainer, pl_module, error, (), oom.phase)
+        diagnosis = _diagnose(trainer, oom, alive)
+    lines = [f"  {number}. {line}" for number, line in enumerate(diagnosis.advice, 1)]
+    exception.add_note("\n".join([diagnosis.summary, _TO_DO, *lines]))
 
 
 def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
@@ -387,18 +401,54 @@ def describe_batch(batch: object, name: str = "batch") -> Iterator[BatchTensor]:
             yield from describe_batch(getattr(batch, field.name, None), f"{name}.{field.name}")
 
 
-def _diagnose(trainer: Any, error: BaseException, trace: str) -> Diagnosis:
+def _read_error(trainer: Any, error: BaseException, trace: str) -> OutOfMemory:
     oom = _read(trace or str(error), error, trainer.strategy.root_device)
-    if isinstance(error, MemoryExhaustedError):
-        oom = replace(oom, phase=error.phase)
+    return replace(oom, phase=error.phase) if isinstance(error, MemoryExhaustedError) else oom
+
+
+def _diagnose(trainer: Any, oom: OutOfMemory, alive: Sequence[AliveTensor]) -> Diagnosis:
     settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES)
-    return diagnose(oom, settings, has_memsave=_has_memsave(trainer))
+    suite = _memsave_of(trainer)
+    run = RunFacts(
+        suite is not None,
+        () if suite is None else tuple(suite.rows),
+        getattr(trainer.state.stage, "value", None) in _EVALUATION,
+        str(trainer.precision),
+        most_kept(alive),
+    )
+    return diagnose(oom, settings, run)
 
 
 # By name: `MemSaveCallback` may have an observer of its own, so that importing it makes a circle.
-def _has_memsave(trainer: Any) -> bool:
-    classes = (cls for callback in trainer.callbacks for cls in type(callback).__mro__)
-    return any(cls.__name__ == "MemSaveCallback" for cls in classes)
+def _memsave_of(trainer: Any) -> Any:
+    for callback in trainer.callbacks:
+        if any(cls.__name__ == "MemSaveCallback" for cls in type(callback).__mro__):
+            return callback
+    return None
+
+
+def _find_alive(
+    trainer: Any, pl_module: Any, error: BaseException, batch: Sequence[Tensor], phase: str
+) -> list[AliveTensor]:
+    parts = [*trainer.callbacks, *trainer.loggers, getattr(trainer, "datamodule", None)]
+    owners = {"self": pl_module}
+    for part in parts:
+        name = type(part).__name__
+        owners[f"{name} {len(owners)}" if name in owners else name] = part
+    # Variables of a script or a notebook, such as a list that a hook fills.
+    names = dict.fromkeys(["__main__", *(type(owner).__module__ for owner in owners.values())])
+    others = {name: sys.modules.get(name) for name in names if not is_of_library(name)}
+    others["trainer"] = trainer
+    return find_alive_tensors(
+        trainer.strategy.root_device,
+        pl_module,
+        trainer.optimizers,
+        batch,
+        error,
+        phase=phase,
+        owners=owners,
+        others=others,
+    )
 
 
 def _read(text: str, error: BaseException, device: Any) -> OutOfMemory:

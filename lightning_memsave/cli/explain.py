@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
+    from lightning_memsave.explain.oom_advice import RunFacts
     from lightning_memsave.explain.oom_diagnosis import diagnose
     from lightning_memsave.explain.oom_message import read_out_of_memory
 
@@ -100,7 +101,7 @@ def _diagnosis(arguments: argparse.Namespace) -> "Diagnosis":
     oom = read_out_of_memory(_read(arguments.oom))
     if oom.capacity_bytes and not arguments.gpu and arguments.device == "cuda":
         arguments.gpu = [f"{oom.capacity_bytes // MIB}MiB"]
-    return diagnose(oom, has_memsave=bool(arguments.memsave))
+    return diagnose(oom, run=RunFacts(has_memsave=bool(arguments.memsave)))
 
 
 def _read(name: str) -> str:

@@ -255,3 +255,24 @@ def read_out_of_memory(text: str) -> OutOfMemory:
 def _first(pattern: re.Pattern[str], text: str) -> str | None:
     match = pattern.search(text)
     return None if match is None else match[1]
+
+
+def own_and_others(oom: OutOfMemory) -> tuple[int | None, tuple[ProcessOnDevice, ...]]:
+    """Tell this process from the others that the message names.
+
+    Args:
+        oom: The figures of the message.
+
+    Returns:
+        Bytes of this process, ``None`` if not known, and the other processes. In a
+        container this process has another number outside and stands among the others: it is the
+        smallest one that is large enough.
+    """
+    if oom.process_bytes is not None or oom.reserved_bytes is None:
+        return oom.process_bytes, oom.processes
+    least_bytes = oom.reserved_bytes * 0.99  # sizes are rounded
+    large_enough = [p for p in oom.processes if (p.used_bytes or 0) >= max(least_bytes, 1)]
+    if not large_enough:
+        return None, oom.processes
+    own = min(large_enough, key=lambda process: process.used_bytes or 0)
+    return own.used_bytes, tuple(p for p in oom.processes if p is not own)

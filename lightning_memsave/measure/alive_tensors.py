@@ -1,13 +1,25 @@
 """Find which tensors are alive after an exception, by category and by name."""
 
 import contextlib
+import functools
 import gc
+import itertools
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import PurePath
-from types import FrameType
+from types import (
+    BuiltinMethodType,
+    FrameType,
+    FunctionType,
+    GetSetDescriptorType,
+    MappingProxyType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -18,7 +30,8 @@ from torch.utils import checkpoint
 from lightning_memsave.core.memory import HOST, mark_of
 from lightning_memsave.measure.storages import storages_of, tensors_in, tensors_in_batch
 
-_OWNED = frozenset({"parameter", "gradient", "buffer", "optimizer_state", "input"})
+_OURS = __name__.partition(".")[0]
+OWNED = frozenset({"parameter", "gradient", "buffer", "optimizer_state", "input"})
 _CheckpointFrame = getattr(checkpoint, "_CheckpointFrame", None)
 
 
@@ -33,6 +46,9 @@ class AliveTensor:
             backward.
         shape: Shape of its first tensor that was found.
         dtype: Type of that tensor, such as ``"float32"``.
+        owner: The attribute that keeps it from step to step, itself or through a graph, such as
+            ``"self.outputs"``; empty if the step that failed needs it, or nothing is known.
+        count: How many storages are counted together, see `merge_alike`.
     """
 
     category: str
@@ -40,6 +56,31 @@ class AliveTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
+    owner: str = ""
+    count: int = 1
+
+
+def merge_alike(alive: Iterable[AliveTensor]) -> list[AliveTensor]:
+    """Count storages together that differ in nothing.
+
+    Args:
+        alive: Storages.
+
+    Returns:
+        One for all that are alike, with the sum of their bytes; largest first.
+
+    Example:
+        >>> one = AliveTensor("other", 4, "self.outputs", (1,), "float32")
+        >>> [(merged.num_bytes, merged.count) for merged in merge_alike([one, one])]
+        [(8, 2)]
+    """
+    merged: dict[AliveTensor, AliveTensor] = {}
+    for one in alive:
+        key = replace(one, num_bytes=0, count=1)
+        known = merged.get(key, replace(key, count=0))
+        total_bytes, count = known.num_bytes + one.num_bytes, known.count + one.count
+        merged[key] = replace(key, num_bytes=total_bytes, count=count)
+    return sorted(merged.values(), key=lambda one: -one.num_bytes)
 
 
 def find_alive_tensors(
@@ -50,13 +91,16 @@ def find_alive_tensors(
     error: BaseException | None = None,
     *,
     phase: str = "",
+    owners: Mapping[str, object] = MappingProxyType({}),
+    others: Mapping[str, object] = MappingProxyType({}),
 ) -> list[AliveTensor]:
     """Find the tensors that are alive on a device, each storage once.
 
-    Read-only: nothing is computed or unpacked. Storages are named in this order: parameters,
-    gradients, buffers, optimizer state and the batch; variables of functions in the traceback;
-    tensors that autograd has saved; all other tensors that Python's garbage collector knows. Needs
-    up to a second in a process with a million objects.
+    Read-only: nothing is computed or unpacked, and no code of the objects runs. Storages are named
+    in this order: parameters, gradients, buffers, optimizer state and the batch; attributes of
+    owners; variables of functions in the traceback; tensors that autograd has saved; attributes of
+    other owners; all other tensors that Python's garbage collector knows. Needs up to a second in a
+    process with a million objects.
 
     Args:
         device: The device.
@@ -66,6 +110,9 @@ def find_alive_tensors(
         error: The exception, with its traceback and its causes.
         phase: In ``"backward"`` and ``"optimizer"``, tensors outside of a graph are temporaries,
             otherwise activations.
+        owners: Objects by name whose attributes may keep tensors, also in containers and further
+            objects.
+        others: More of them, for what no variable of the traceback refers to.
 
     Returns:
         The storages, largest first.
@@ -86,20 +133,26 @@ def find_alive_tensors(
         finder.claim_state(optimizer)
     for tensor in tensors_in_batch(batch):
         finder.claim(tensor, "input", "batch")
-    variables = [] if error is None else list(_variables(error))
+    seen = {id(root) for root in (*owners.values(), *others.values())}
+    kept = list(_kept_by_all(owners, seen))
+    variables = [] if error is None else list(_variables(error, seen))
+    elsewhere = list(_kept_by_all(others, seen))
     objects = gc.get_objects()
     # `isinstance` would run code of lazy proxies.
-    others = [found for found in objects if issubclass(type(found), Tensor)]
+    unnamed = [("", found) for found in objects if issubclass(type(found), Tensor)]
     for frame in (found for found in objects if type(found) is _CheckpointFrame):
         finder.note_recomputed(frame)
     del objects
-    for tensor in [*(tensor for _, tensor in variables), *others]:
-        finder.follow(tensor)
-    finder.find_saved()
+    # What a step needs it keeps too, whoever else does.
+    finder.follow((("", tensor) for _, tensor in variables))
+    finder.note_running(_alone(variables))
+    finder.follow([*kept, *elsewhere, *unnamed])
+    finder.claim_kept(kept)
     for name, tensor in variables:
         finder.claim(tensor, "temporary" if phase in {"backward", "optimizer"} else "", name)
     finder.claim_saved()
-    for tensor in others:
+    finder.claim_kept(elsewhere)
+    for _, tensor in unnamed:
         finder.claim(tensor, "other", "no variable of the traceback")
     return sorted(finder.found.values(), key=lambda alive: -alive.num_bytes)
 
@@ -109,9 +162,10 @@ class _Finder:
         self.device = device
         self.found: dict[int, AliveTensor] = {}
         self._names: dict[int, str] = {}  # of parameters
-        self._nodes: list[Any] = []
-        self._saved: list[tuple[str, Tensor]] = []
+        self._visited: set[Any] = set()  # nodes of graphs
+        self._saved: list[tuple[str, str, Tensor]] = []
         self._saved_storages: set[int] = set()
+        self._running: set[int] = set()  # storages that the step at hand needs
 
     def claim_module(self, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
@@ -129,39 +183,53 @@ class _Finder:
                 for tensor in tensors_in(value):
                     self.claim(tensor, "optimizer_state", f"{key} of {owner}")
 
-    def follow(self, tensor: Tensor) -> None:
-        with contextlib.suppress(Exception):  # raises for some views after in-place changes
-            if tensor.grad_fn is not None:
-                self._nodes.append(tensor.grad_fn)
+    def follow(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Note what their graphs have saved, for the first owner that leads to it."""
+        for owner, tensor in tensors:
+            with contextlib.suppress(Exception):  # raises for some views after in-place changes
+                if tensor.grad_fn is not None:
+                    self._follow(tensor.grad_fn, owner)
 
-    def find_saved(self) -> None:
-        visited = set()
-        while self._nodes:
-            node = self._nodes.pop()
-            if node in visited:
+    def _follow(self, start: Any, owner: str) -> None:
+        nodes = [start]
+        while nodes:
+            node = nodes.pop()
+            if node in self._visited:
                 continue
-            visited.add(node)
-            self._nodes += [following for following, _ in node.next_functions if following]
+            self._visited.add(node)
+            nodes += [following for following, _ in node.next_functions if following]
             saved = list(_saved_by(node))
-            owner = self._owner_of(node) if saved else ""
-            self.note_saved(f"saved by {node.name()}{owner}", saved)
+            module = self._module_of(node) if saved else ""
+            graph = f", in a graph of {owner}" if owner else ""
+            self.note_saved(f"saved by {node.name()}{module}{graph}", saved, owner)
+
+    def note_running(self, tensors: Iterable[Tensor]) -> None:
+        """Note what the step at hand needs, with all that has been saved so far."""
+        self._running |= self._saved_storages
+        for tensor in tensors:
+            with contextlib.suppress(Exception):
+                self._running |= {storage._cdata for storage in storages_of(tensor)}
 
     # Recomputed tensors of checkpointed blocks are in no graph, and torch has no public access.
     def note_recomputed(self, frame: Any) -> None:
         for tensors in list(getattr(frame, "recomputed", {}).values()):
             self.note_saved("recomputed in backward", tensors_in(list(tensors.values())))
 
-    def note_saved(self, name: str, tensors: Iterable[Tensor]) -> None:
+    def note_saved(self, name: str, tensors: Iterable[Tensor], owner: str = "") -> None:
         for tensor in tensors:
-            self._saved.append((name, tensor))
+            self._saved.append((name, owner, tensor))
             with contextlib.suppress(Exception):
                 self._saved_storages |= {storage._cdata for storage in storages_of(tensor)}
 
-    def claim_saved(self) -> None:
-        for name, tensor in self._saved:
-            self.claim(tensor, "activation", name)
+    def claim_kept(self, kept: Iterable[tuple[str, Tensor]]) -> None:
+        for owner, tensor in kept:
+            self.claim(tensor, "other", owner, owner)
 
-    def claim(self, tensor: Tensor, category: str, name: str) -> None:
+    def claim_saved(self) -> None:
+        for name, owner, tensor in self._saved:
+            self.claim(tensor, "activation", name, owner)
+
+    def claim(self, tensor: Tensor, category: str, name: str, owner: str = "") -> None:
         # Wrappers of torch.func and others have no storage, device or shape.
         with contextlib.suppress(Exception):
             if tensor.device != self.device:
@@ -172,7 +240,7 @@ class _Finder:
                 mark = mark_of(storage)  # such as weights that offloading has brought to the device
                 if mark == HOST:
                     continue
-                if mark is not None and category not in _OWNED:
+                if mark is not None and category not in OWNED:
                     category = mark
                 if category in {"", "temporary", "other"}:
                     is_part = tensor.grad_fn is not None or storage._cdata in self._saved_storages
@@ -185,11 +253,12 @@ class _Finder:
                         name,
                         tuple(tensor.shape),
                         str(tensor.dtype).removeprefix("torch."),
+                        "" if storage._cdata in self._running else owner,
                     ),
                 )
 
     # The module whose parameter an operator used, found through adjacent leaves of the graph.
-    def _owner_of(self, node: Any) -> str:
+    def _module_of(self, node: Any) -> str:
         near = [following for following, _ in node.next_functions if following]
         near += [further for one in near for further, _ in one.next_functions if further]
         for one in near:
@@ -200,15 +269,126 @@ class _Finder:
 
 
 # The user's functions before those of libraries, whose variables have names such as `args`.
-def _variables(error: BaseException) -> Iterator[tuple[str, Tensor]]:
-    for frame, line in sorted(_frames(error), key=lambda entry: _is_of_library(entry[0])):
+def _variables(error: BaseException, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    frames = [(is_of_library(f.f_globals.get("__name__")), f, line) for f, line in _frames(error)]
+    for is_foreign, frame, line in sorted(frames, key=lambda entry: entry[0]):
         code = frame.f_code
         where = f"{code.co_qualname} ({PurePath(code.co_filename).name}:{line})"
         for name, value in list(frame.f_locals.items()):
+            if not is_foreign:
+                yield from (
+                    (found, t) for found, t in _kept_by([value], f"{name} in {where}", seen)
+                )
+                continue
             # Mappings and dataclasses of the user may raise.
             with contextlib.suppress(Exception):
                 for tensor in tensors_in(value):
                     yield f"{name} in {where}", tensor
+
+
+_LIBRARIES = frozenset(
+    {"torch", "lightning", "pytorch_lightning", "lightning_memsave", "contextlib", "builtins"}
+)
+
+
+def _alone(variables: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
+    """Find variables that hold one tensor: a list may be the one that an attribute keeps."""
+    counts = Counter(name for name, _ in variables)
+    return [tensor for name, tensor in variables if counts[name] == 1]
+
+
+# Of one owner: a model has some thousand objects, a dataset may have any number.
+_MOST_OBJECTS, _MOST_ITEMS, _MOST_STEPS = 200_000, 20_000, 30
+_WITHOUT_TENSORS = (type, ModuleType, Optimizer, str, bytes, bool, int, float, complex, type(None))
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+
+
+def _kept_by_all(owners: Mapping[str, object], seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    for name, root in owners.items():
+        yield from _kept_by(root, name, seen)
+
+
+def _kept_by(root: object, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
+    """Find the tensors that an object refers to, each under the attribute that leads to it.
+
+    Args:
+        root: The object.
+        name: Its name.
+        seen: Ids of objects that are not entered; those that were entered are added.
+
+    Yields:
+        Path and tensor. A container is one owner with all that is in it, and so is a module that
+        belongs to no other.
+    """
+    queue: deque[tuple[str, object, int, bool]] = deque([(name, root, 0, False)])
+    for _ in range(_MOST_OBJECTS):
+        if not queue:
+            return
+        path, value, num_steps, is_inside = queue.popleft()
+        with contextlib.suppress(Exception):
+            is_of_module = issubclass(type(value), nn.Module)
+            for step, item in _references_of(value):
+                kind = type(item)
+                held = path if is_inside else f"{path}{step}"
+                if issubclass(kind, Tensor):
+                    yield held, item
+                elif id(item) not in seen and not issubclass(kind, _WITHOUT_TENSORS):
+                    seen.add(id(item))
+                    is_foreign = issubclass(kind, nn.Module) and not is_of_module
+                    if num_steps < _MOST_STEPS:
+                        inside = is_inside or not step or is_foreign
+                        queue.append((held, item, num_steps + 1, inside))
+
+
+def _references_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """Read attributes and items as they are stored: no property, `__getattr__` or iterator runs.
+
+    Args:
+        value: Any object.
+
+    Yields:
+        ``".name"`` of an attribute, ``"[*]"`` of numbered modules, or nothing for an item; and what
+        it refers to.
+    """
+    kind = type(value)
+    if str(getattr(value if kind is FunctionType else kind, "__module__", "")).startswith(_OURS):
+        return
+    yield from (("", item) for item in _items_of(value))
+    for name, item in _stored_attributes(value):
+        if name in _REGISTERED and issubclass(kind, nn.Module) and type(item) is dict:
+            for own, part in list(item.items()):
+                yield ("[*]" if own.isdigit() else f".{own}"), part
+        else:
+            yield f".{name}", item
+
+
+def _items_of(value: Any) -> Iterator[Any]:
+    kind = type(value)
+    for base in (dict, list, tuple, set, frozenset, deque):
+        if issubclass(kind, base):
+            items = dict.values(value) if base is dict else base.__iter__(value)
+            yield from list(itertools.islice(items, _MOST_ITEMS))
+    if kind is FunctionType:
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # nothing is in it yet
+                yield cell.cell_contents
+    elif kind in (MethodType, BuiltinMethodType):
+        yield value.__self__
+    elif kind is functools.partial:
+        yield from (value.func, value.args, value.keywords)
+
+
+def _stored_attributes(value: object) -> Iterator[tuple[str, Any]]:
+    for cls in type(value).__mro__:
+        own = vars(cls)
+        descriptor: Any = own.get("__dict__")
+        # A property of this name would be code.
+        if type(descriptor) in (GetSetDescriptorType, MemberDescriptorType):
+            yield from list(dict.items(descriptor.__get__(value)))
+        for name, member in list(own.items()) if "__slots__" in own else ():
+            if type(member) is MemberDescriptorType:
+                with contextlib.suppress(AttributeError):  # it has no value yet
+                    yield name, member.__get__(value)
 
 
 def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
@@ -231,9 +411,9 @@ def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
                 yield frame, line
 
 
-def _is_of_library(frame: FrameType) -> bool:
-    package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-    return package in {"torch", "lightning", "pytorch_lightning", "lightning_memsave", "contextlib"}
+def is_of_library(name: object) -> bool:
+    """Say whether a Python module of this name is no part of the user's project."""
+    return str(name).partition(".")[0] in _LIBRARIES
 
 
 def _saved_by(node: Any) -> Iterator[Tensor]:

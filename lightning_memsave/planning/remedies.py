@@ -1,7 +1,7 @@
 """Find the settings that lower the peak, and by how much."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -84,7 +84,10 @@ def cheapest_that_fits(remedies: list[Remedy]) -> Remedy | None:
 
 
 def remedies_of(
-    what_if: WhatIf, written: Mapping[str, Any] | None = None, limit_s: float = math.inf
+    what_if: WhatIf,
+    written: Mapping[str, Any] | None = None,
+    limit_s: float = math.inf,
+    refused: Collection[str] = (),
 ) -> list[Remedy]:
     """Predict which settings lower the peak.
 
@@ -93,18 +96,27 @@ def remedies_of(
         written: Settings that a remedy is added to in what to type; ``None`` for the step's.
         limit_s: Seconds after which no prediction is started; a third is kept for several settings
             together, which save the most.
+        refused: Arguments that the run has refused, which are not tried.
 
     Returns:
         The remedies, the cheapest first; `cheapest_that_fits` finds the one to take.
     """
-    return _Search(what_if, what_if.step.settings if written is None else written, limit_s).run()
+    written = what_if.step.settings if written is None else written
+    return _Search(what_if, written, limit_s, refused).run()
 
 
 class _Search:
-    def __init__(self, what_if: WhatIf, written: Mapping[str, Any], limit_s: float) -> None:
+    def __init__(
+        self,
+        what_if: WhatIf,
+        written: Mapping[str, Any],
+        limit_s: float,
+        refused: Collection[str],
+    ) -> None:
         self._what_if = what_if
         self._written = written
         self._limit_s = limit_s
+        self._refused = refused
         self._start_s = processor_time_s()
         self._found: list[tuple[Candidate, Remedy]] = []
 
@@ -136,6 +148,9 @@ class _Search:
         return [remedy for _, remedy in self._found]
 
     def _try(self, candidate: Candidate, share: float = 1) -> bool:
+        # What a stack sets with "auto" yields by itself.
+        if any(candidate.changes.get(name, "auto") != "auto" for name in self._refused):
+            return False
         left_s = self._start_s + share * self._limit_s - processor_time_s()
         base = self._what_if.base()
         try:

@@ -1,6 +1,7 @@
 """Run the micro-batches of a training batch, with the result of the whole batch."""
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -29,18 +30,17 @@ class BatchParts:
         loop: The loop of `training_loop`.
         closure: Lightning's closure for the batch.
         kwargs: Arguments of the training step.
-        factor: Factor of every loss.
         optimizer: The optimizer that steps next.
     """
 
-    def __init__(
-        self, loop: Any, closure: Any, kwargs: Any, factor: float, optimizer: Optimizer
-    ) -> None:
+    def __init__(self, loop: Any, closure: Any, kwargs: Any, optimizer: Optimizer) -> None:
         self.batch = kwargs["batch"]
+        self.factor = 1.0
+        """Of every loss."""
         self.logged: LoggedValues | None = None
         self.zeroes = closure._zero_grad_fn is not None
         """Whether gradients are zeroed before this batch, not accumulated."""
-        self._loop, self._kwargs, self._factor = loop, kwargs, factor
+        self._loop, self._kwargs = loop, kwargs
         self._backward, self._warn = closure._backward_fn, closure.warning_cache.warn
         self._zero_grad_fn, self._optimizer = closure._zero_grad_fn, optimizer
         self._passed: list[tuple[Any, float, int | None]] = []
@@ -70,12 +70,19 @@ class BatchParts:
         assert self.logged is not None, "`start` was called"
         self.logged.start_part(weight, num_samples)
         result = self._run_step(part, is_last)
-        result = scaled(result, weight * self._factor)
+        result = scaled(result, weight * self.factor)
         if result.closure_loss is not None and self._backward is not None:
             self._loop.run_backward(self._backward, result.closure_loss, is_last)
         if self._passed or not is_last:
             result = _detached(result)
         self._passed.append((result, weight, num_samples))
+
+    @contextlib.contextmanager
+    def before_start(self) -> Iterator[None]:
+        """Allow `compute_loss` before the batch begins."""
+        with LoggedValues(self._loop.trainer) as self.logged:
+            yield
+        self.logged = None
 
     def compute_loss(self, part: Any) -> Tensor | None:
         """Return the loss of the training step, without logging; ``None`` if there is none."""

@@ -15,8 +15,9 @@ from lightning_memsave.trainer.batch_parts import BatchParts, scaled, without_ou
 from lightning_memsave.trainer.hooks import FreedGradients
 from lightning_memsave.trainer.logged_values import LoggedValues
 
-Adjust = Callable[[Any, int, bool, Iterable[Any]], float]
-"""Returns a factor of the loss, from Trainer, batch index, whether it is last, and parameters."""
+Adjust = Callable[[Any, int, bool, Iterable[Any], BatchParts | None], float]
+"""Returns a factor of the loss, from Trainer, batch index, whether it is last, parameters, and what
+runs the batch, unless the step takes batches itself."""
 
 Undo = Callable[[], None]
 
@@ -202,19 +203,17 @@ class _Loop:
         closure = super()._make_closure(kwargs, optimizer, batch_idx)  # type: ignore[misc]
         if self._skip_backward:  # stochastic weight averaging updates BatchNorm only
             return closure
+        # If the step takes the dataloader iterator itself, there is no batch to split.
+        parts = BatchParts(self, closure, kwargs, optimizer) if "batch" in kwargs else None
         factor = 1.0
         if self.adjust is not None:
             is_last = self.trainer.fit_loop.epoch_loop._num_ready_batches_reached()
             parameters = self.trainer.lightning_module.parameters()
-            factor = self.adjust(self.trainer, batch_idx, is_last, parameters)
-        # If the step takes the dataloader iterator itself, there is no batch to split.
-        if self.pass_batch is not None and "batch" in kwargs:
+            factor = self.adjust(self.trainer, batch_idx, is_last, parameters, parts)
+        if self.pass_batch is not None and parts is not None:
+            parts.factor = factor
             # Without a reference to the closure: a cycle would keep the batch alive.
-            closure.closure = functools.partial(
-                self._pass_batch,
-                BatchParts(self, closure, kwargs, factor, optimizer),
-                optimizer,
-            )
+            closure.closure = functools.partial(self._pass_batch, parts, optimizer)
             return closure
         closure._step_fn = functools.partial(self._step_inside, closure._step_fn)
         if factor != 1.0:

@@ -1,11 +1,13 @@
-from typing import Any
+from typing import Any, cast
 
+import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_memsave import MemSaveCallback
+from lightning_memsave import MemSaveCallback, MicroBatching
 from lightning_memsave.errors import ExactnessWarning, IncompatibleError, MemsaveWarning
 from tests.callbacks.lit import PACKAGES, Vectors, assert_same, fit, make_lit, make_trainer
 from tests.cases import WIDTH
@@ -209,3 +211,116 @@ class TestOpenWindow:
     @pytest.mark.parametrize(("batch_idx", "window"), [(2, 3), (4, 3), (1, 1)])
     def test_a_complete_window_is_not_mentioned(self, package, tmp_path, batch_idx, window):
         self.save_at(package, tmp_path, batch_idx, accumulate_grad_batches=window)
+
+
+class Tagger(pl.LightningModule):
+    """Its loss is a mean over labels other than -100, of which batches have more or fewer."""
+
+    def __init__(self, *, is_summed: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)]
+        self.blocks = nn.ModuleList(layers)
+        self.head = nn.Linear(WIDTH, 5)
+        self.is_summed = is_summed
+        self.double()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        x = batch["x"]
+        for block in self.blocks:
+            x = x + block(x)
+        reduction = "sum" if self.is_summed else "mean"
+        logits = self.head(x).flatten(0, 1)
+        return cross_entropy(logits, batch["labels"].flatten(), reduction=reduction)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def tagged(number: int = 7, num_samples: int = 4, *, is_full_at_first: bool = False) -> list[Any]:
+    generator = torch.Generator().manual_seed(0)
+    batches: list[Any] = []
+    for index in range(number):
+        x = torch.randn(num_samples, 6, WIDTH, generator=generator, dtype=torch.float64)
+        labels = torch.randint(5, (num_samples, 6), generator=generator)
+        if index or not is_full_at_first:
+            lengths = torch.randint(1, 6, (num_samples, 1), generator=generator)
+            labels[torch.arange(6) >= lengths] = -100
+        batches.append({"x": x, "labels": labels})
+    return batches
+
+
+def trained_by_hand(lit: Tagger, batches: list[Any], window: int) -> list[Tensor]:
+    """Each step has the gradient of the mean over all labels of its window."""
+    optimizer = lit.configure_optimizers()
+    for start in range(0, len(batches), window):
+        chosen = batches[start : start + window]
+        optimizer.zero_grad()
+        counts = [(batch["labels"] != -100).sum() for batch in chosen]
+        for batch, count in zip(chosen, counts, strict=True):
+            (lit.training_step(batch, 0) * count / sum(counts)).backward()
+        optimizer.step()
+    return [*lit.parameters()]
+
+
+def trained(lit: Any, batches: list[Any], **settings: Any) -> tuple[list[Tensor], MemSaveCallback]:
+    callback = MemSaveCallback(
+        **{"stack": "off", "micro_batch_size": MicroBatching("auto"), **settings},
+        monitor=False,
+        report=False,
+    )
+    trainer = make_trainer(pl, callback, max_epochs=1)
+    trainer.fit(lit, DataLoader(cast(Any, batches), batch_size=None))
+    return [*lit.parameters()], callback
+
+
+def assert_close(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+class TestTokens:
+    """A batch with few tokens weighs little (huggingface/transformers #34191, torchtune #1875)."""
+
+    @pytest.mark.parametrize("is_full_at_first", [False, True])
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"micro_batch_size": 2},
+            {"optimizer_in_backward": True},
+            {"offload": "optimizer"},
+            {"offload": "parameters"},
+            {"offload": "parameters", "optimizer_in_backward": True},
+            {"activation_checkpointing": "all", "blocks": "Sequential"},
+        ],
+        ids=str,
+    )
+    def test_the_gradient_is_that_of_the_window(self, settings, is_full_at_first):
+        batches = tagged(is_full_at_first=is_full_at_first)
+        found, _ = trained(Tagger(), batches, accumulate_grad_batches=3, **settings)
+        assert_close(found, trained_by_hand(Tagger(), batches, 3))
+
+    def test_without_proofs_all_weigh_the_same_and_the_table_says_so(self):
+        batches = tagged()
+        found, callback = trained(
+            Tagger(), batches, accumulate_grad_batches=3, micro_batch_size=None
+        )
+        with pytest.raises(AssertionError):
+            assert_close(found, trained_by_hand(Tagger(), batches, 3))
+        (row,) = [row for row in callback.rows if row.name == "accumulate_grad_batches"]
+        assert "all batches weigh the same" in row.details[-1]
+
+    def test_a_sum_keeps_the_scale_of_the_project(self):
+        batches = tagged(6)
+        found, _ = trained(Tagger(is_summed=True), batches, accumulate_grad_batches=3)
+        lit = Tagger(is_summed=True)
+        trainer = make_trainer(pl, max_epochs=1, accumulate_grad_batches=3)
+        trainer.fit(lit, DataLoader(cast(Any, batches), batch_size=None))
+        assert_close(found, [*lit.parameters()])
+
+    def test_a_given_weight_serves_batches_of_one_sample(self):
+        batches = tagged(num_samples=1)
+        size = MicroBatching("auto", loss_weight="tokens")
+        found, _ = trained(Tagger(), batches, accumulate_grad_batches=3, micro_batch_size=size)
+        assert_close(found, trained_by_hand(Tagger(), batches, 3))

@@ -35,6 +35,9 @@ def test_offloaded(project, name):
         ("SpectralNorm", "micro-batches", "previous micro-batch changed.*_u`"),
         ("CodebooksInBlocks", "block micro-batches", "it changes `codes`"),
         ("HiddenWrites", "block micro-batches", "it changes `down.weight`"),
+        ("MaskedGradient", "single_gpu", "changed the type of value"),
+        ("GradientInBlock", "offload", "not have been used in the graph"),
+        ("BoundedBlocks", "single_gpu", "its gradient torch.bfloat16"),
     ],
 )
 def test_refused_before_the_first_step(project, name, why):
@@ -42,3 +45,9 @@ def test_refused_before_the_first_step(project, name, why):
     assert found["steps"] == 0
     assert found["has_advice"]
     assert re.search(why, found["error"])
+
+
+@pytest.mark.parametrize("project", ["CalledByHooks", "Generates"])
+@pytest.mark.parametrize("name", ["single_gpu", "offload"])
+def test_a_module_in_bfloat16_is_called_outside_of_steps(project, name):
+    assert run(project, SETTINGS[name][0], "plain", drops=True)["error"] is None

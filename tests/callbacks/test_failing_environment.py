@@ -19,7 +19,7 @@ from benchmarks.faults.driver import FakeDriver
 from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.memsave import MemSaveCallback
 from lightning_memsave.callbacks.oom_observer import OOMObserver
-from lightning_memsave.callbacks.resume_advice import is_whole
+from lightning_memsave.callbacks.start_advice import is_whole
 from lightning_memsave.errors import MemsaveWarning
 from lightning_memsave.units import GIB
 from tests.callbacks.lit import fit, loader, make_lit, make_trainer

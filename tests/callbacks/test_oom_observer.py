@@ -8,9 +8,11 @@ import warnings
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from jsonargparse import ArgumentParser
 from torch import nn
 
@@ -26,7 +28,7 @@ from lightning_memsave.measure.nvml import NvmlReading
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.units import GIB
 from tests import out_of_memory
-from tests.callbacks.lit import make_lit, make_trainer
+from tests.callbacks.lit import Vectors, make_lit, make_trainer
 from tests.cases import WIDTH, make_model
 from tests.explain import oom_messages
 from tests.helpers import set_clock
@@ -412,6 +414,174 @@ class TestAdditions:
 
         fit_until_out_of_memory(package, make_lit(package, Failing(at=2)), Own())
         assert json.loads(JSON.read_text())["sections"] == {"Module": 1}
+
+
+def outputs_kept(package):
+    lit = make_lit(package)
+    lit.outputs = []
+
+    def validation_step(self, batch, batch_idx):
+        self.outputs.append(self.model(batch).repeat(200_000))
+        fail_at(batch_idx, 1)
+
+    type(lit).validation_step = validation_step
+    return lit, "self.outputs"
+
+
+def metric_kept(package):
+    lit = make_lit(package)
+    lit.metric = torchmetrics.CatMetric()
+
+    def validation_step(self, batch, batch_idx):
+        self.metric.update(self.model(batch).repeat(200_000))
+        fail_at(batch_idx, 1)
+
+    type(lit).validation_step = validation_step
+    return lit, "self.metric.value"
+
+
+def fail_at(batch_idx, last):
+    if batch_idx == last:
+        raise torch.OutOfMemoryError(MESSAGE)
+
+
+class TestWhatIsKept:
+    """Alive before the step, and in no prediction."""
+
+    def check(self, package, lit, owner, *callbacks, stage="fit", **settings):
+        observer = OOMObserver(".", predict=False)
+        trainer = make_trainer(package, *callbacks, observer, num_sanity_val_steps=0, **settings)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            getattr(trainer, stage)(lit)
+        found = json.loads(JSON.read_text())
+        kept = found["diagnosis"]["kept"]
+        assert kept["owner"] == owner
+        assert kept["num_bytes"] == found["alive"]["kept"][owner]
+        assert kept["before_bytes"] - kept["expected_bytes"] >= kept["num_bytes"]
+        said = f": `{owner}` keeps "
+        first, advice = raised.value.__notes__[0].splitlines()[0], found["diagnosis"]["advice"][0]
+        assert re.search(r"alive before the step .*B, predicted .*B" + re.escape(said), first)
+        assert TEXT.read_text().splitlines()[0] == first
+        assert f"`{owner}`" in advice
+        return found
+
+    @pytest.mark.parametrize("stage", ["fit", "validate"])
+    @pytest.mark.parametrize("make", [outputs_kept, metric_kept])
+    def test_by_a_module_or_its_metric(self, package, make, stage):
+        lit, owner = make(package)
+        found = self.check(package, lit, owner, stage=stage)
+        assert found["diagnosis"]["kept"]["count"] >= 2
+        advice = " ".join(found["diagnosis"]["advice"])
+        assert "eval_micro_batch_size" in advice
+        for word in ("recompute", "8 bits", "8bit", "accumulate", "activation_checkpointing"):
+            assert word not in advice
+        assert len([one for one in found["alive"]["largest"] if one["name"] == owner]) == 1
+
+    def test_by_a_callback(self, package):
+        base: Any = package.Callback
+
+        class Keep(base):  # type: ignore[misc]
+            def __init__(self) -> None:
+                self.kept: dict[str, Any] = {"train": []}
+
+            def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+                self.kept["train"].append(batch.repeat(1000, 1))
+
+        lit = make_lit(package, Failing(at=4))
+        self.check(package, lit, "Keep.kept", Keep())
+        assert "Keep.kept, 3 tensors of (4000, 64) float32" in TEXT.read_text()
+
+    def test_by_a_logger(self, package, tmp_path):
+        base: Any = importlib.import_module(f"{package.__name__}.loggers").CSVLogger
+
+        class Own(base):  # type: ignore[misc]
+            def log_metrics(self, metrics, step=None):
+                self.kept = [*getattr(self, "kept", []), torch.ones(100_000)]
+
+        lit = make_lit(package, Failing(at=4))
+        self.check(package, lit, "Own.kept", logger=Own(tmp_path), log_every_n_steps=1)
+
+    def test_by_graphs(self, package):
+        lit = make_lit(package, Failing(at=4))
+        lit.log_dict_of_losses = {"aux": []}
+
+        def on_train_batch_start(self, batch, batch_idx):
+            loss = self.model.inner(batch.repeat(500, 1))
+            self.log_dict_of_losses["aux"].append(loss)
+
+        type(lit).on_train_batch_start = on_train_batch_start
+        found = self.check(package, lit, "self.log_dict_of_losses")
+        assert found["diagnosis"]["kept"]["in_graphs"]
+        assert "`loss.detach()`" in found["diagnosis"]["advice"][0]
+        assert "in a graph of self.log_dict_of_losses" in TEXT.read_text()
+
+    def test_is_not_said_of_what_a_step_needs(self, package):
+        lit = make_lit(package, Failing(at=3))
+        fit_until_out_of_memory(package, lit, OOMObserver(predict=False))
+        assert json.loads(JSON.read_text())["diagnosis"]["kept"] is None
+
+    def test_is_said_where_a_batch_has_been_repeated(self, package):
+        """Also by the note of an error that lists the attempts."""
+        lit, owner = outputs_kept(package)
+        suite = MemSaveCallback(monitor=False, report=False, predict=False)
+        trainer = make_trainer(package, suite)
+        with pytest.raises(MemoryExhaustedError) as raised:
+            trainer.validate(lit)
+        (note,) = raised.value.__notes__
+        assert f"`{owner}` keeps " in note.splitlines()[0]
+        assert "eval_micro_batch_size" not in note
+
+
+class TestAdviceOfTheTable:
+    def notes(self, package, lit, **settings):
+        suite = MemSaveCallback(monitor=False, report=False, predict=False, **settings)
+        trainer = make_trainer(package, suite, num_sanity_val_steps=0)
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            trainer.fit(lit)
+        return raised.value.__notes__[0], suite
+
+    def lists_of_boxes(self, package):
+        """As for detection: one dict for each image, with any number of boxes."""
+        lit = make_lit(package)
+
+        def training_step(self, batch, batch_idx):
+            fail_at(batch_idx, 2)
+            images, labels = batch
+            return self.model(images) + 0 * sum(label["boxes"].sum() for label in labels)
+
+        def collate(samples):
+            boxes = [{"boxes": torch.zeros(i + 1, 4)} for i, _ in enumerate(samples)]
+            return torch.stack(samples), boxes
+
+        type(lit).training_step = training_step
+        type(lit).train_dataloader = lambda self: torch.utils.data.DataLoader(
+            Vectors(), batch_size=4, collate_fn=collate
+        )
+        return lit
+
+    def test_has_nothing_that_is_on_or_refused_and_what_the_table_names(self, package):
+        note, suite = self.notes(package, self.lists_of_boxes(package), optimizer="8bit")
+        status = {row.name: row.status for row in suite.rows}
+        assert status["micro_batch_size"] == "off"
+        assert status["activation_checkpointing"] == "on"
+        for name in ("activation_checkpointing", "micro_batch_size", "optimizer"):
+            assert f"`{name}=" not in note
+        assert "Pass `split_batch=`, a function of batch and size" in note
+        assert any("split_batch" in text for row in suite.rows for text in row.details)
+
+    def test_has_what_is_neither_on_nor_refused(self, package):
+        note, _ = self.notes(package, self.lists_of_boxes(package), stack="off", attention=None)
+        assert '`activation_checkpointing="all"`' in note
+        assert '`optimizer="8bit"`' in note
+
+    @pytest.mark.predicts
+    def test_predictions_leave_out_what_is_refused(self, package):
+        lit = self.lists_of_boxes(package)
+        suite = MemSaveCallback(monitor=False, report=False, predict=False)
+        fit_until_out_of_memory(package, lit, suite, OOMObserver())
+        sections = json.loads(JSON.read_text())["sections"]
+        remedies = sections.get("What would have helped", {})
+        assert not any("micro_batch_size=" in text for text in remedies if text != "unchanged")
 
 
 @pytest.mark.predicts

@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from lightning_memsave.explain.oom_advice import RunFacts
 from lightning_memsave.explain.oom_diagnosis import CAUSES, diagnose
 from lightning_memsave.explain.oom_message import read_out_of_memory
 from lightning_memsave.units import GIB
@@ -53,7 +54,7 @@ def test_finds_the_cause_and_advises_first_what_helps_most(name):
 
 def test_where_the_module_itself_does_not_fit_a_smaller_batch_is_no_advice():
     frame = '  File "/venv/torch/nn/modules/module.py", line 934, in _apply\n'
-    diagnosis = diagnose(read_out_of_memory(frame + m.FULL), has_memsave=True)
+    diagnosis = diagnose(read_out_of_memory(frame + m.FULL), run=RunFacts(has_memsave=True))
     assert "where the module is moved" in diagnosis.summary
     assert 'offload="parameters"' in diagnosis.advice[0]
     # Nor is the table of the callback, which is printed after the module has moved.
@@ -154,6 +155,6 @@ def test_becomes_json():
 
 
 def test_does_not_advise_to_add_the_callback_that_is_there():
-    advice = diagnose(read_out_of_memory(m.FULL), has_memsave=True).advice
+    advice = diagnose(read_out_of_memory(m.FULL), run=RunFacts(has_memsave=True)).advice
     assert "the table that `MemSaveCallback` printed" in advice[0]
     assert not any("Add `MemSaveCallback()`" in line for line in advice)

@@ -1,10 +1,17 @@
+import functools
+import gc
 import weakref
+from collections import deque
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from lightning_memsave.measure.alive_tensors import find_alive_tensors
+from lightning_memsave.measure import alive_tensors
+from lightning_memsave.measure.alive_tensors import find_alive_tensors, merge_alike
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.activation_checkpointing.technique import (
     ActivationCheckpointing,
@@ -219,3 +226,147 @@ def test_weights_that_offloading_keeps_on_the_device_are_parameters(settings):
     handle.undo()
     assert found.get("parameter", 0) == counted["parameter"]
     assert "other" not in found
+
+
+def owners_of(owner, *shape, **settings):
+    found = find_alive_tensors("cpu", owners={"Own": owner}, **settings)
+    return {one.owner for one in found if one.shape == shape}
+
+
+def big(size):
+    return torch.zeros(size, 3)
+
+
+@dataclass(slots=True)
+class WithSlots:
+    kept: list[Any]
+    unset: int = 0
+
+
+class TestOwners:
+    @pytest.mark.parametrize(
+        "kept",
+        [
+            lambda t: t,
+            lambda t: [t],
+            lambda t: {"train": [{"logits": (t,)}]},
+            lambda t: deque([t]),
+            lambda t: {1: SimpleNamespace(x=t)},
+            lambda t: functools.partial(print, t),
+            lambda t: lambda: t,
+            lambda t: [t].append,
+        ],
+        ids=["tensor", "list", "nested", "deque", "object", "partial", "closure", "bound method"],
+    )
+    def test_are_attributes_whatever_they_hold(self, kept):
+        assert owners_of(SimpleNamespace(kept=kept(big(1111))), 1111, 3) == {"Own.kept"}
+
+    def test_are_found_behind_objects_slots_and_modules(self):
+        module: Any = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+        for part in module:
+            part.cache = SimpleNamespace(keys=[big(1112)])
+        assert owners_of(module, 1112, 3) == {"Own[*].cache.keys"}
+        slots = SimpleNamespace(a=WithSlots([big(1113)]))
+        del slots.a.unset
+        assert owners_of(slots, 1113, 3) == {"Own.a.kept"}
+
+    def test_a_module_of_another_object_is_one_owner(self):
+        callback = SimpleNamespace(average=nn.Sequential(nn.Linear(1114, 3), nn.Linear(1114, 3)))
+        assert owners_of(callback, 3, 1114) == {"Own.average"}
+
+    def test_have_what_their_graphs_keep(self):
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        lit = SimpleNamespace(losses=[model(torch.ones(1115, 8)).sum() for _ in range(5)])
+        found = find_alive_tensors("cpu", model, owners={"self": lit})
+        graph = [one for one in found if one.owner == "self.losses" and one.shape == (1115, 8)]
+        names = [one.name for one in graph]
+        for what in ("saved by TanhBackward0 of 0", "saved by AddmmBackward0 of 0"):
+            assert names.count(f"{what}, in a graph of self.losses") == 5
+
+    def test_do_not_keep_what_the_step_needs(self):
+        lit = SimpleNamespace(last=None, losses=[], kept=[])
+
+        def fail():
+            hidden = lit.last = torch.ones(1116, 3, requires_grad=True) * 2
+            loss = hidden.exp().sum()
+            lit.losses.append(loss)
+            kept = lit.kept
+            kept += [big(1117), big(1117)]
+            raise torch.OutOfMemoryError
+
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            fail()
+        found = find_alive_tensors("cpu", error=raised.value, owners={"self": lit})
+        assert {one.owner for one in found if one.shape == (1116, 3)} == {""}
+        assert len([one for one in found if one.owner == "self.kept"]) == 2
+
+    def test_local_variables_of_the_user_are_looked_into(self):
+        def fail():
+            found = SimpleNamespace(parts=[big(1118) for _ in range(3)])
+            raise torch.OutOfMemoryError(found)
+
+        with pytest.raises(torch.OutOfMemoryError) as raised:
+            fail()
+        merged = merge_alike(find_alive_tensors("cpu", error=raised.value))
+        (one,) = [one for one in merged if one.shape == (1118, 3)]
+        assert one.count == 3
+        assert one.num_bytes == 3 * 4 * 1118 * 3
+        assert one.name.startswith("found in TestOwners.test_local_variables_of_the_user")
+
+    def test_no_code_of_the_user_runs(self):
+        class Meta(type):
+            def __getattribute__(cls, name):
+                if not name.startswith("__"):
+                    raise AssertionError(name)
+                return super().__getattribute__(name)
+
+        class Odd(list, metaclass=Meta):  # type: ignore[type-arg]
+            def __getattr__(self, name):
+                raise AssertionError(name)
+
+            def __getattribute__(self, name):
+                raise AssertionError(name)
+
+            @property
+            def outputs(self):
+                raise AssertionError
+
+            def __iter__(self):
+                raise AssertionError
+
+            def __len__(self):
+                raise AssertionError
+
+            __hash__ = __eq__ = __bool__ = __repr__ = __len__  # type: ignore[assignment]
+
+        class WithOwnDict:
+            @property
+            def __dict__(self):  # type: ignore[override]
+                raise AssertionError
+
+        odd = Odd([big(1119)])
+        list.append(odd, odd)
+        lit = SimpleNamespace(odd=odd, other=WithOwnDict(), after=[big(1119)])
+        assert owners_of(lit, 1119, 3) == {"Own.odd", "Own.after"}
+
+    def test_is_bounded(self, monkeypatch):
+        monkeypatch.setattr(alive_tensors, "_MOST_OBJECTS", 50)
+        chain: list[Any] = [big(1120)]
+        for _ in range(1000):
+            chain = [chain]
+        many = [[i] for i in range(100_000)]
+        lit = SimpleNamespace(near=[big(1121)], many=many, chain=chain)
+        assert owners_of(lit, 1120, 3) == {""}
+        assert owners_of(lit, 1121, 3) == {"Own.near"}
+
+    def test_holds_on_to_nothing(self):
+        tensor = big(1122)
+        lit = SimpleNamespace(kept=[tensor])
+        ref = weakref.ref(tensor)
+        gc.disable()
+        try:
+            assert owners_of(lit, 1122, 3) == {"Own.kept"}
+            del tensor, lit
+            assert ref() is None
+        finally:
+            gc.enable()

@@ -26,7 +26,6 @@ from lightning_memsave.techniques.activation_checkpointing.technique import (
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.techniques.low_precision_weights.technique import LowPrecisionWeights
 from lightning_memsave.techniques.micro_batching.technique import MicroBatching
-from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import techniques
 from tests.cases import (
     CASES,
@@ -34,13 +33,15 @@ from tests.cases import (
     INDEPENDENT_OF_THE_BATCH,
     MODELS,
     ON_CUDA_TOO,
+    REFUSED_IN_PARTS,
+    fused,
     make_batch,
     make_model,
+    sgd,
 )
 from tests.helpers import (
     OF_OPTIMIZER,
     InAutocast,
-    MakeOptimizer,
     Run,
     adamw,
     assert_bitwise_equal,
@@ -87,7 +88,7 @@ ROUNDING = in_some_precisions(
     "eager_bert",
 )
 APPROXIMATE = in_some_precisions(lambda t: t.exactness is Exactness.APPROXIMATE, "unrepeated")
-IN_PARTS = in_some_precisions(lambda t: isinstance(t, MicroBatching), "new_tensors")
+IN_PARTS = in_some_precisions(lambda t: isinstance(t, MicroBatching), "mutating")
 
 
 def in_turns(is_long: Callable[[Technique[Any]], bool]) -> list[Any]:
@@ -125,19 +126,19 @@ def plain_run(name: str, **options: Any) -> Run:
     return train(make_model(name), make_batch, **options)
 
 
-def fused(make: MakeOptimizer, technique: Technique[Any]) -> MakeOptimizer:
-    """On CUDA offloading updates weights as the CPU's fused kernels round."""
-    is_meant = DEVICE == "cuda" and isinstance(technique, Offloading)
-    return FUSED[make] if is_meant else make
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES[MicroBatching.name].only_on)
 def test_micro_batches_are_a_loop_over_parts(name):
     """Dropout on: other parts draw other masks, so this loop is the truth to compare with."""
     model = make_model(name)
     saving = train(model, make_batch, MicroBatching(6))
     by_hand = train(model, make_batch, run_step_of=lambda m: in_parts(m, (6, 6, 4)))
     assert_bitwise_equal(by_hand, saving)
+
+
+@pytest.mark.parametrize("name", REFUSED_IN_PARTS)
+def test_losses_that_cannot_be_split_are_refused(name):
+    with pytest.raises(IncompatibleError, match="its loss cannot be split"):
+        train(make_model(name), make_batch, MicroBatching(6))
 
 
 @pytest.mark.parametrize("name", INDEPENDENT_OF_THE_BATCH)
@@ -204,17 +205,6 @@ def in_precision(model: nn.Module, precision: str) -> nn.Module:
 
     model.__class__ = type(cls.__name__, (cls,), {"forward": forward})
     return plugin.convert_module(model)
-
-
-def sgd(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """AdamW's `eps` is zero in float16, so that its weights become NaN there."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.SGD(trained, lr=1e-3, **options)
-
-
-FUSED: dict[MakeOptimizer, MakeOptimizer] = {
-    make: functools.partial(make, fused=True) for make in (adamw, sgd)
-}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

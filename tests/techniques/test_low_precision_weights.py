@@ -5,7 +5,7 @@ import dataclasses
 import io
 import math
 import pickle
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -795,6 +795,57 @@ class TestModule:
         LowPrecisionWeights().apply(model)
         with pytest.warns(NoEffectWarning, match="9 bfloat16"):
             LowPrecisionWeights().apply(model)
+
+
+class _BlockAndHead(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([block]), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.head(self.blocks[0](x)))
+
+
+class TestCallsOutsideOfAutocast:
+    def make(self) -> Any:
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+        return _BlockAndHead(block)
+
+    def test_they_compute_as_inside(self):
+        model = self.make()
+        LowPrecisionWeights().apply(model)
+        x = torch.randn(4, 64)
+        with torch.autocast("cpu", torch.bfloat16):
+            inside = [model(x), model.head(x), model.blocks[0](x)]
+        outside = [model(x), model.head(x), model.blocks[0](x)]
+        assert all(map(torch.equal, inside, outside))
+        assert not torch.is_autocast_enabled("cpu")
+
+    def test_after_an_error_autocast_is_off(self):
+        model = self.make()
+        LowPrecisionWeights().apply(model)
+        with pytest.raises(RuntimeError):
+            model(torch.randn(4, 65))
+        assert not torch.is_autocast_enabled("cpu")
+        assert model(torch.randn(4, 64)).dtype is torch.bfloat16
+
+    def test_where_it_is_switched_off_a_layer_fails_as_float32_was_asked_for(self):
+        model = self.make()
+        LowPrecisionWeights().apply(model)
+        x = torch.randn(4, 64)
+        with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):  # noqa: SIM117
+            with pytest.raises(RuntimeError, match="same dtype"):
+                model.head(x)
+
+    def test_copies_do_it_too_and_undo_ends_it(self):
+        model = self.make()
+        handle = LowPrecisionWeights().apply(model)
+        head, x = copy.deepcopy(model.head), torch.randn(4, 64)
+        assert torch.equal(head(x), model.head(x))
+        handle.undo()
+        assert model.head(x).dtype is torch.float32
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
 class TestMemory:

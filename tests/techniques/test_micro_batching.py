@@ -13,12 +13,17 @@ import torch
 import torchmetrics
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemoryExhaustedError
+from lightning_memsave.errors import (
+    ConfigurationError,
+    IncompatibleError,
+    MemoryExhaustedError,
+    MemsaveError,
+)
 from lightning_memsave.measure.live_tensors import LiveTensors
 from lightning_memsave.techniques.micro_batching.loss_weights import (
-    guess,
     read_weights,
     weightings_of,
 )
@@ -47,7 +52,8 @@ def test_the_sequence_of_sizes(limit):
     model = make_model()
 
     def loss_of(batch):
-        sizes.append(len(batch))
+        if torch.is_grad_enabled():  # not in the proof
+            sizes.append(len(batch))
         if len(batch) > limit:
             raise torch.OutOfMemoryError(MESSAGE)
         return model(batch).square().mean()
@@ -170,7 +176,8 @@ class TestRecovery:
         sizes = []
 
         def loss_of(batch):
-            sizes.append(len(batch))
+            if torch.is_grad_enabled():  # not in the proof
+                sizes.append(len(batch))
             try:
                 if len(batch) > 4:
                     raise torch.OutOfMemoryError(MESSAGE)
@@ -179,7 +186,7 @@ class TestRecovery:
             return model(batch).sum()
 
         model = nn.Linear(6, 2)
-        MicroBatching(module=model).apply(loss_of).target(torch.zeros(8, 6))
+        MicroBatching(module=model).apply(loss_of).target(torch.ones(8, 6))
         assert sizes == [8, 4, 4]
 
     def test_other_errors_inside_of_a_handler_are_not_repeated(self):
@@ -240,7 +247,7 @@ def test_autocast_around_the_step_keeps_no_copies_of_weights():
         alive.append(live.live_bytes)
         return model(batch).square().mean()
 
-    step = MicroBatching(1).apply(loss_of).target
+    step = MicroBatching(1, loss_weight="samples").apply(loss_of).target
     batch = torch.randn(6, 256)
     with LiveTensors(model) as live, torch.autocast("cpu", torch.bfloat16):
         step(batch)
@@ -398,25 +405,6 @@ def test_graphs_that_a_module_drops_are_not_kept():
     assert torch.equal(model.last, values)
 
 
-IGNORING = {"labels": torch.tensor([[1, 2], [3, -100]])}
-
-
-@pytest.mark.parametrize(
-    ("batch", "expected"),
-    [
-        (IGNORING, "weighted by the entries of `labels` that are not -100"),
-        ({"labels": torch.tensor([[1, 2]])}, "weighted by samples"),
-        ({"labels": torch.tensor([1, -100])}, "weighted by samples"),
-        ({"labels": ["a"]}, "weighted by samples"),
-        (torch.zeros(3), "weighted by samples"),
-    ],
-)
-def test_the_guess_where_nothing_is_proven(batch, expected):
-    weighting, weights = guess(batch, [batch])
-    assert weighting.text == expected
-    assert len(weights) == 1
-
-
 def test_weights_of_all_micro_batches_are_read_at_once():
     """Each number that is read alone is one more wait for a GPU."""
 
@@ -468,6 +456,8 @@ def test_updates_in_backward_of_another_model_go_on():
 
     def loss_of(batch):
         loss = models[0](batch).square().mean()
+        if not loss.requires_grad:  # in the proof
+            return loss
         if not seen:  # while the backward pass of the first part runs
             other = models[1](batch).sum()
             loss.register_hook(lambda grad: other.backward())
@@ -517,3 +507,87 @@ def test_masks_are_drawn_again_where_offloading_keeps_all_weights_on_the_host():
     mask = torch.rand(64, device="cuda").tolist()
     state.restore()
     assert torch.rand(64, device="cuda").tolist() == mask
+
+
+def gradient_error(model: nn.Module, loss_of: Any, batch: Any) -> float:
+    """The largest relative error of micro-batches' gradients in a plain loop."""
+    loss_of(batch).backward()
+    plain = gradients(model)
+    model.zero_grad()
+    MicroBatching(4, module=model).apply(loss_of).target(batch)
+    pairs = zip(gradients(model), plain, strict=True)
+    return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+
+
+class TestInAPlainLoop:
+    """The loss is proven with the first batch that is split, as in a Trainer."""
+
+    def classified(self):
+        torch.manual_seed(0)
+        return nn.Linear(6, 3), {"x": torch.randn(10, 6), "y": torch.arange(10) % 3}
+
+    def test_labels_of_a_language_model(self):
+        torch.manual_seed(0)
+        config = GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)
+        model = GPT2LMHeadModel(config).eval()
+        ids = torch.randint(32, (10, 12))
+        labels = ids.masked_fill(torch.arange(12) >= torch.arange(2, 12)[:, None], -100)
+        batch = {"input_ids": ids, "labels": labels}
+        # Of the bias of a key, gradients are rounding only.
+        model.requires_grad_(False).transformer.wte.requires_grad_()
+        assert gradient_error(model, lambda batch: model(**batch).loss, batch) < 1e-5
+
+    def test_class_weights(self):
+        model, batch = self.classified()
+        weight = torch.tensor([1.0, 5.0, 0.2])
+
+        def loss_of(batch):
+            return nn.functional.cross_entropy(model(batch["x"]), batch["y"], weight)
+
+        assert gradient_error(model, loss_of, batch) < 1e-5
+
+    def test_a_sum(self):
+        model, batch = self.classified()
+        assert gradient_error(model, lambda batch: model(batch["x"]).square().sum(), batch) < 1e-5
+
+    @pytest.mark.parametrize("size", [4, "auto"])
+    def test_time_first_is_refused(self, size):
+        model = nn.LSTM(6, 5)
+
+        def loss_of(batch):
+            loss = model(batch["x"])[0].square().mean()
+            if torch.is_grad_enabled() and size == "auto":
+                raise torch.OutOfMemoryError(MESSAGE)
+            return loss
+
+        step = MicroBatching(size, module=model).apply(loss_of).target
+        with pytest.raises(MemsaveError, match=r"its loss cannot be split.*Pass `loss_weight=`"):
+            step({"x": torch.randn(12, 8, 6)})
+
+    def test_a_given_weight_is_tested_too(self):
+        model, batch = self.classified()
+        step = MicroBatching(4, module=model, loss_weight="samples").apply(
+            lambda batch: model(batch["x"]).square().sum()
+        )
+        with pytest.raises(IncompatibleError, match="`loss_weight='samples'`"):
+            step.target(batch)
+
+    def test_without_the_module_the_weight_has_to_be_given(self):
+        with pytest.raises(
+            IncompatibleError, match='or what it is, such as `loss_weight="samples"'
+        ):
+            MicroBatching(4).apply(lambda batch: batch.sum())
+
+    def test_what_freezes_parameters_and_fails_is_put_back(self):
+        """As the generator's step does, for which the critic is frozen."""
+        model = nn.Linear(6, 2)
+
+        def loss_of(batch):
+            model.requires_grad_(False)
+            if len(batch) > 4:
+                raise torch.OutOfMemoryError(MESSAGE)
+            model.requires_grad_()
+            return model(batch).square().mean()
+
+        MicroBatching(4, module=model).apply(loss_of).target(torch.randn(8, 6))
+        assert all(param.requires_grad for param in model.parameters())

@@ -24,9 +24,10 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import techniques
-from tests.cases import CASES, DEVICE, ON_CUDA_TOO, make_batch, make_model
+from tests.cases import CASES, DEVICE, ON_CUDA_TOO, fused, make_batch, make_model
 from tests.helpers import (
     InAutocast,
+    MakeOptimizer,
     Run,
     adamw,
     assert_bitwise_equal,
@@ -118,7 +119,13 @@ COMBINATIONS = combinations_of()
 
 @functools.cache
 def plain_run(
-    name: str, steps: int, *, is_in_parts: bool, is_double: bool, is_in_autocast: bool
+    name: str,
+    steps: int,
+    make_optimizer: MakeOptimizer,
+    *,
+    is_in_parts: bool,
+    is_double: bool,
+    is_in_autocast: bool,
 ) -> Run:
     """Training without any technique; by hand in parts where batches are to pass in parts."""
     model = make_model(name).double() if is_double else make_model(name)
@@ -126,16 +133,21 @@ def plain_run(
     if is_in_parts:
         by_hand = lambda m: in_parts(InAutocast(m) if is_in_autocast else m, (6, 6, 4))  # noqa: E731
     make = (lambda step: make_batch(step).double()) if is_double else make_batch
-    return train(model, make, steps=steps, run_step_of=by_hand)
+    return train(model, make, steps=steps, make_optimizer=make_optimizer, run_step_of=by_hand)
 
 
 def reference(
-    name: str, techniques: Sequence[Technique[Any]], steps: int = 3, *, is_double: bool = False
+    name: str,
+    techniques: Sequence[Technique[Any]],
+    make_optimizer: MakeOptimizer = adamw,
+    *,
+    steps: int = 3,
+    is_double: bool = False,
 ) -> Run:
     is_in_parts = any(isinstance(technique, MicroBatching) for technique in techniques)
     is_in_bf16 = any(isinstance(technique, LowPrecisionWeights) for technique in techniques)
     return plain_run(
-        *(name, steps),
+        *(name, steps, make_optimizer),
         is_in_parts=is_in_parts,
         is_double=is_double,
         is_in_autocast=is_in_bf16 and DEVICE == "cuda",  # whose kernels draw masks of their own
@@ -151,16 +163,19 @@ def test_train_as_exactly_as_they_declare(techniques, name):
         saving = train(model, make_batch, techniques, steps=30)
         assert saving.losses[-1] <= plain.losses[-1] * 1.05
         return
+    optimizer = fused(adamw, *techniques)
     if any(t.exactness is Exactness.ROUNDING for t in techniques if type(t) is not MicroBatching):
         model = model.double()
-        truth = reference(name, techniques, is_double=True)
-        saving = train(model, lambda step: make_batch(step).double(), techniques)
+        truth = reference(name, techniques, optimizer, is_double=True)
+        make = lambda step: make_batch(step).double()  # noqa: E731
+        saving = train(model, make, techniques, make_optimizer=optimizer)
         for one, other in zip(truth.losses, saving.losses, strict=True):
             assert abs(one - other) <= 1e-12 * abs(one) + 1e-14
         for key, value in truth.state.items():
             assert torch.allclose(saving.state[key], value, rtol=1e-7, atol=1e-9), key
         return
-    assert_bitwise_equal(reference(name, techniques), train(model, make_batch, techniques))
+    saving = train(model, make_batch, techniques, make_optimizer=optimizer)
+    assert_bitwise_equal(reference(name, techniques, optimizer), saving)
 
 
 @pytest.mark.parametrize("techniques", REFUSED, ids=name_of)

@@ -34,7 +34,8 @@ def momentum(model: nn.Module) -> torch.optim.Optimizer:
         (LowBitOptimizer(), "dropout", {}),
         (LowPrecisionWeights(), "dropout", {}),
         (OptimizerInBackward(), "dropout", {}),
-        (MicroBatching(6), "dropout", {}),
+        # Its samples cannot tell whether the loss would leave out entries that are NaN: it looks.
+        (MicroBatching(6), "dropout", {"tolist": 1}),
         # The rows that count, unless all do. Nothing for the embedding that is tied to the head.
         (ChunkedCrossEntropy(heads="head"), "classifier", {"nonzero": 1}),
         (ChunkedCrossEntropy(heads="head"), "tied", {}),
@@ -60,10 +61,8 @@ def test_a_step_waits_this_often(technique, name, expected):
         ("samples", {}),
         ("tokens", {"tolist": 1}),
         (lambda part: (part["labels"] != -100).sum(), {"tolist": 1}),
-        # Nothing is proven in a plain loop: whether labels are left out is read with their number.
-        ("auto", {"tolist": 1}),
     ],
-    ids=["samples", "tokens", "function", "auto"],
+    ids=["samples", "tokens", "function"],
 )
 @pytest.mark.parametrize("size", [4, 1])
 def test_weights_of_all_parts_are_read_at_once(loss_weight, expected, size):

@@ -1,14 +1,21 @@
 """Gradient accumulation set from the callback, with the last partial window scaled right."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
+from lightning_memsave.callbacks.settings.micro_batches import has_batch_norm
 from lightning_memsave.callbacks.settings.setting import Setting, warn
 from lightning_memsave.callbacks.settings.values import Arguments, why_beyond
 from lightning_memsave.core.technique import Exactness, Row
 from lightning_memsave.errors import ConfigurationError, ExactnessWarning, Problem
+from lightning_memsave.techniques.micro_batching.loss_weights import Weighting, read_weights
+from lightning_memsave.trainer.batch_parts import BatchParts
+from lightning_memsave.trainer.distributed import all_reduce_min
 from lightning_memsave.trainer.training_loop import adjust_losses
 
 
@@ -17,7 +24,9 @@ class AccumulationSetting(Setting):
 
     Lightning divides each loss by the number of batches per window, also in the last window of an
     epoch that is shorter, whose gradient is too small then (its issue 19987). Here the losses of
-    that window are divided by the number of its batches.
+    that window are divided by the number of its batches. A loss that is a mean over tokens or
+    samples counts as often as its batch has of them, so that the gradient of a window is that of
+    the mean over it.
 
     Args:
         num_batches: Batches per optimizer step; ``None`` leaves the Trainer's value and scaling.
@@ -28,8 +37,12 @@ class AccumulationSetting(Setting):
     def __init__(self, num_batches: int | None) -> None:
         super().__init__()
         self.num_batches = num_batches
+        self.micro_batches: MicroBatchSetting | None = None
+        """What proves how losses are weighted, where it is on."""
         # Factor of the batches of this window that have passed backward already.
         self._factor = 1.0
+        self._window = _Window()
+        self._is_equal = False  # batches weigh the same, as a proof has failed
 
     @classmethod
     def read(cls, arguments: Arguments) -> "AccumulationSetting":
@@ -92,6 +105,8 @@ class AccumulationSetting(Setting):
         else:
             self._undo.append(adjust_losses(trainer, self.scale))
             details.append("a shorter last window is divided by its own number of batches")
+            is_proven = self.micro_batches is not None and self.micro_batches.is_passing
+            details.append(_WEIGHTED if is_proven else _EQUAL)
         self.rows = [Row(self.name, str(self.num_batches), "on", tuple(details), "rounding")]
         if self.num_batches > 1 and has_batch_norm(pl_module):
             warn(
@@ -103,7 +118,12 @@ class AccumulationSetting(Setting):
             )
 
     def scale(
-        self, trainer: Any, batch_idx: int, is_last: bool, parameters: Iterable[nn.Parameter]
+        self,
+        trainer: Any,
+        batch_idx: int,
+        is_last: bool,
+        parameters: Iterable[nn.Parameter],
+        parts: BatchParts | None,
     ) -> float:
         """Find the factor for a batch's loss, which Lightning has divided already.
 
@@ -112,15 +132,23 @@ class AccumulationSetting(Setting):
             batch_idx: Index of the batch in its epoch.
             is_last: It is the last one of its epoch.
             parameters: Their gradients are rescaled where the window turns out shorter than
-                expected, which happens with loaders of unknown length.
+                expected, which happens with loaders of unknown length, or to have other weights.
+            parts: Computes losses of its samples.
 
         Returns:
-            The window's nominal number of batches over its real one; 1.0 for a full window.
+            The window's nominal number of batches over its real one, times the weight of the batch;
+            1.0 for a full window of batches that weigh the same.
         """
         nominal = trainer.accumulate_grad_batches
         start = batch_idx - batch_idx % nominal
         end = batch_idx + 1 if is_last else min(start + nominal, trainer.num_training_batches)
-        factor = nominal / (end - start)
+        if batch_idx == start:
+            self._window = _Window()
+        share = self._share(trainer, parts) if end - start > 1 else 1.0
+        # Until the window is complete, its other batches are taken to weigh what the first does.
+        self._window.total += share
+        total = self._window.total if batch_idx == end - 1 else end - start
+        factor = nominal / (total or 1.0)
         if batch_idx == start:
             self._factor = factor
         if factor != self._factor:
@@ -128,7 +156,59 @@ class AccumulationSetting(Setting):
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor / self._factor)
             self._factor = factor
-        return float(factor)
+        return float(factor * share)
+
+    def _share(self, trainer: Any, parts: BatchParts | None) -> float:
+        """Return the weight of a batch, in weights of the first one of its window."""
+        micro_batches, window = self.micro_batches, self._window
+        if micro_batches is None or not micro_batches.is_passing or parts is None or self._is_equal:
+            return 1.0
+        pl_module = trainer.lightning_module
+        with parts.before_start():
+            runner = micro_batches.prove_once(trainer, pl_module, parts)
+            if micro_batches.proof.reason:
+                return 1.0
+            shares = window.shares_of(runner.weightings_for(parts.batch), parts.batch)
+            differ = any(not math.isclose(share, shares[0]) for share in shares)
+            if len(runner.weightings) > 1 and not all_reduce_min(trainer, int(not differ)):
+                proof = micro_batches.settle(trainer, pl_module, parts)
+                if proof.reason:
+                    self._is_equal = True
+                    warn(trainer, f"{_ALIKE}: {proof.reason}.", ExactnessWarning)
+                shares = window.shares_of(proof.weightings, parts.batch)
+        return shares[0] if shares else 1.0
+
+
+@dataclass
+class _Window:
+    """Batches of one step of the optimizer."""
+
+    total: float = 0.0
+    """Sum of the weights, in weights of the first batch."""
+    first: dict[str, float] = field(default_factory=dict)
+    """Weight of the first batch, by weighting."""
+
+    def shares_of(self, weightings: Sequence[Weighting], batch: Any) -> list[float]:
+        """Return the weights of a batch, in weights of the first one."""
+        means = [weighting for weighting in weightings if weighting.weigh is not None]
+        weights = [row[0] for row in read_weights(means, [batch])] if means else []
+        pairs = [*zip(means, weights, strict=True)]
+        # A batch without a token weighs nothing, and cannot be the unit.
+        return [weight / self.first.setdefault(one.text, weight or 1.0) for one, weight in pairs]
+
+
+_WEIGHTED = (
+    "each batch weighs what its loss is proven to be a mean over, such as its tokens, or the same "
+    "where that is not known"
+)
+_EQUAL = (
+    'all batches weigh the same: `micro_batch_size=MicroBatching("auto")` proves what they should '
+    "weigh"
+)
+_ALIKE = (
+    "`accumulate_grad_batches`: from here on all batches weigh the same, as it is not known what "
+    "the loss is a mean over"
+)
 
 
 def has_scheduler(trainer: Any) -> bool:
@@ -160,15 +240,3 @@ _LIGHTNING_SCALES = (
     "set by the Trainer: a shorter last window of an epoch is divided by the full number of "
     "batches; pass it to `MemSaveCallback` for the right scale"
 )
-
-
-def has_batch_norm(module: nn.Module) -> bool:
-    """Say whether a module takes statistics over the samples of a batch.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        True if it has a layer of batch normalisation.
-    """
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())

@@ -178,6 +178,7 @@ def make_settings(
         stack = StackSetting(arguments)
         made = Settings([*found, stack] if arguments["stack"] is None else [stack, *found])
     made.find(MicroBatchSetting).weights = made.find(LowPrecisionWeightsSetting)
+    made.find(AccumulationSetting).micro_batches = made.find(MicroBatchSetting)
     return made, monitor
 
 

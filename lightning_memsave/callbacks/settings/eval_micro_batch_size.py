@@ -140,11 +140,7 @@ _FIX = (
     "micro-batch that gives what the mean is over; or use a smaller batch in that DataLoader and "
     "`eval_micro_batch_size=None`."
 )
-# There is no backward pass whose memory could be saved.
-_ADVICE = (
-    'Use `precision="bf16-mixed"`, shorter samples or a smaller model, or return less from the '
-    "step, such as no logits."
-)
+_ADVICE = "Use shorter samples or a smaller model, or return less from the step, such as no logits."
 
 
 class EvalMicroBatchSetting(Setting):
@@ -298,7 +294,7 @@ class EvalMicroBatchSetting(Setting):
             proof = prove(check)
             reason = proof.reason or step.difference(proof)
         if not reason:
-            return proof if step.has_numbers else replace(proof, weightings=())
+            return proof if step.has_numbers else replace(proof, weightings=proof.weightings[:1])
         problem = Problem(f"`{name}` with `{self.name}={self.value}`", reason, proof.fix or _FIX)
         if self._runner.is_auto:
             raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")

@@ -7,15 +7,16 @@ from typing import Any, Literal
 
 import torch
 
-from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
 from lightning_memsave.callbacks.settings.micro_batches import (
     PROBED_STEPS,
     BatchProbe,
     PlannedRoom,
+    batch_norm_problems,
     describe_failed_rank,
     describe_failed_step,
     describe_failed_window,
     find_conflicts,
+    has_batch_norm,
     part_passer,
     read_micro_batching,
     refusal_of,
@@ -135,6 +136,11 @@ class MicroBatchSetting(Setting):
         return setting
 
     @property
+    def is_passing(self) -> bool:
+        """Whether batches pass here, in parts or not."""
+        return self.technique is not None and bool(self._undo)
+
+    @property
     def is_auto(self) -> bool:
         """Whether it yields to conflicts."""
         return self.technique is not None and self.technique.micro_batch_size == "auto"
@@ -192,7 +198,7 @@ class MicroBatchSetting(Setting):
         self._probe = BatchProbe()
         self.runner = self._make_runner(trainer, pl_module)
         problems = [] if self._allows_half_precision else self.technique.check_module(pl_module)
-        problems += self._batch_norm_problems(pl_module)
+        problems += batch_norm_problems(pl_module, self.value, self.limit)
         if problems and self.is_asked:
             raise IncompatibleError(self.name, problems)
         if problems:
@@ -209,8 +215,9 @@ class MicroBatchSetting(Setting):
         if self.is_auto:
             runner.size = None if self.is_kept_whole else self.size
         runner.may_shrink = not self.is_kept_whole
-        if self.is_in_budget:
-            runner.advice = 'Use `budget="auto"`, shorter samples or a smaller model.'
+        # The note below the error says what the other settings can still do.
+        budget = '`budget="auto"`, ' if self.is_in_budget else ""
+        runner.advice = f"Use {budget}shorter samples or a smaller model."
         runner.needs_proof = runner.may_shrink
         runner.asks_together = trainer.world_size > 1
         runner.relieve = lambda number: self.relieve is not None and self.relieve(number)
@@ -225,29 +232,21 @@ class MicroBatchSetting(Setting):
         conflicts = find_conflicts(
             trainer, pl_module, self.technique, allows_half_precision=self._allows_half_precision
         )
-        return conflicts + self._batch_norm_problems(pl_module)
+        return conflicts + batch_norm_problems(pl_module, self.value, self.limit)
 
-    def _batch_norm_problems(self, pl_module: Any) -> list[Problem]:
-        if self.limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
-            return []
-        return [
-            Problem(
-                f"`micro_batch_size={self.value}`",
-                "batch normalisation computes its statistics from each micro-batch alone, which is "
-                f"approximate, and `exactness={self.limit.value!r}` does not allow that",
-                'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
-                "`nn.GroupNorm`, or `micro_batch_size=None`.",
-            )
-        ]
+    def prove_once(self, trainer: Any, pl_module: Any, parts: BatchParts) -> MicroBatchRunner:
+        """Prove how losses are weighted, unless that is known or will not matter."""
+        if self.runner is None:
+            self.runner = self._make_runner(trainer, pl_module)
+        is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
+        if is_open and self._may_be_split(trainer, parts.batch):
+            self._start_proof(trainer, pl_module, parts)
+        return self.runner
 
     def _pass_batch(
         self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts, is_fresh: bool
     ) -> None:
-        if self.runner is None:
-            self.runner = self._make_runner(trainer, pl_module)
-        is_open = self.runner.needs_proof and not (self.runner.weightings or self.proof.reason)
-        if is_open and self._may_be_split(trainer, batch):
-            self._start_proof(trainer, pl_module, batch, parts)
+        self.prove_once(trainer, pl_module, parts)
         if self.proof.reason and not self.is_kept_whole:
             parts(batch, 1.0, None)
         else:
@@ -345,9 +344,9 @@ class MicroBatchSetting(Setting):
         is_large = self.is_auto or num_samples is None or (size or 0) < num_samples
         return all_reduce_min(trainer, int(not is_large)) == 0
 
-    def _start_proof(self, trainer: Any, pl_module: Any, batch: Any, parts: BatchParts) -> None:
+    def _start_proof(self, trainer: Any, pl_module: Any, parts: BatchParts) -> None:
         """Prove how the losses of micro-batches are weighted, or yield."""
-        runner = self.runner
+        runner, batch = self.runner, parts.batch
         assert runner is not None, "batches pass with a runner"
         tensors = [*pl_module.parameters(), *(leaf for _, leaf in leaves_of(batch))]
         if any(map(is_fake, tensors)):  # for a prediction
@@ -355,7 +354,7 @@ class MicroBatchSetting(Setting):
             runner.weightings = [Weighting("weighted equally", lambda part: 1.0)]
             runner.needs_proof = False
             return
-        proof = self._prove(trainer, pl_module, parts, batch, None)
+        proof = self.prove(trainer, pl_module, parts, None)
         if proof.reason and not self.is_auto:
             raise IncompatibleError(
                 self.name, [refusal_of(f"micro_batch_size={self.value}", proof)]
@@ -368,7 +367,8 @@ class MicroBatchSetting(Setting):
             self._show(trainer, pl_module)
         elif proof.reason:
             self.proof = proof
-            self.rows = [Row(self.name, self.value, "off", (proof.reason,))]
+            details = (proof.reason, proof.fix.partition(", or set ")[0])
+            self.rows = [Row(self.name, self.value, "off", tuple(filter(None, details)))]
         elif proof.weightings:
             self.proof = proof
             runner.weightings, runner.whole = proof.weightings, proof.whole
@@ -384,33 +384,32 @@ class MicroBatchSetting(Setting):
     def _tell_apart(
         self, trainer: Any, pl_module: Any, parts: BatchParts, batch: Any, differ: bool
     ) -> bool:
-        """Prove again, with a batch whose micro-batches get other weights by what is known."""
+        """Prove again, with a batch whose micro-batches get other weights."""
         if all_reduce_min(trainer, int(not differ)):
             return True
-        proof = self._prove(trainer, pl_module, parts, batch, self.proof)
+        proof = self.settle(trainer, pl_module, parts)
         if proof.reason:
             problem = refusal_of(f"micro_batch_size={self.value}", proof)
             if self.is_auto:
                 raise MemoryExhaustedError(f"A whole batch was too large, and {problem}")
             raise IncompatibleError(self.name, [problem])
+        return bool(proof.weightings)
+
+    def settle(self, trainer: Any, pl_module: Any, parts: BatchParts) -> Proof:
+        """Keep the weightings that a further batch allows, to which they give other weights."""
+        proof = self.prove(trainer, pl_module, parts, self.proof)
         if proof.weightings:
-            assert self.runner is not None, "batches pass with a runner"
+            assert self.runner is not None, "the first proof has made it"
             self.proof, self.runner.weightings = proof, proof.weightings
             others = [w.text for w in proof.weightings[1:]]
             self._tie = (
                 f"its samples cannot tell this from losses that are {others[0]}" if others else ""
             )
             self._show(trainer, pl_module)
-        return bool(proof.weightings)
+        return proof
 
-    def _prove(
-        self,
-        trainer: Any,
-        pl_module: Any,
-        parts: BatchParts,
-        batch: Any,
-        known: Proof | None,
-    ) -> Proof:
+    def prove(self, trainer: Any, pl_module: Any, parts: BatchParts, known: Proof | None) -> Proof:
+        """Find the weightings of the loss of a batch, among those that are known."""
         assert self.technique is not None, "there is something to run"
         # The workspace of cuBLAS stays, and the proof's blocks go again: among blocks of the proof,
         # no prediction could know where what comes next would lie.
@@ -427,9 +426,7 @@ class MicroBatchSetting(Setting):
                 peak = PeakMemory(pl_module, trainer.optimizers, trainer.strategy.root_device)
                 room = PlannedRoom(peak, self.peak_bytes)
             check = LossCheck(
-                parts.compute_loss,
-                batch,
-                pl_module,
+                *(parts.compute_loss, parts.batch, pl_module),
                 loss_weight=self.technique.loss_weight,
                 split_batch=self.technique.split_batch,
                 known=known,

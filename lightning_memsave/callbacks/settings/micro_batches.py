@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_memsave.callbacks.settings.accumulate_grad_batches import has_batch_norm
 from lightning_memsave.callbacks.settings.setting import warn
 from lightning_memsave.callbacks.settings.values import Arguments, refuse_technique, why_beyond
 from lightning_memsave.core.out_of_memory import first_line
+from lightning_memsave.core.technique import Exactness
 from lightning_memsave.errors import ConfigurationError, ExactnessWarning, MemsaveWarning, Problem
 from lightning_memsave.measure.peak import PeakMemory
 from lightning_memsave.measure.storages import tensors_in_batch
@@ -186,6 +186,8 @@ def describe_failed_step(
         'Its state needs less with `optimizer="8bit"`, or host memory with '
         '`optimizer="paged_8bit"`; micro-batches do not help here.'
     )
+    if type(optimizer).__module__.startswith("bitsandbytes."):  # its state is 8-bit
+        fix = 'Its state is in host memory with `offload="optimizer"`; micro-batches do not help.'
     return (
         f"Out of memory in the step of `{type(optimizer).__name__}`, after the gradients were "
         f"complete: {first_line(error)}\n{advise() if advise else fix}"
@@ -317,3 +319,30 @@ def _extent(batch: Any) -> tuple[int, int]:
     return sum(t.numel() for t in tensors), max(
         (max(t.shape, default=1) for t in tensors), default=0
     )
+
+
+def has_batch_norm(module: nn.Module) -> bool:
+    """Say whether a module takes statistics over the samples of a batch.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        True if it has a layer of batch normalisation.
+    """
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in module.modules())
+
+
+def batch_norm_problems(pl_module: nn.Module, value: str, limit: Exactness) -> list[Problem]:
+    """Say that batch normalisation moves results further than they may."""
+    if limit.allows(Exactness.APPROXIMATE) or not has_batch_norm(pl_module):
+        return []
+    return [
+        Problem(
+            f"`micro_batch_size={value}`",
+            "batch normalisation computes its statistics from each micro-batch alone, which is "
+            f"approximate, and `exactness={limit.value!r}` does not allow that",
+            'Use `exactness="approximate"`, a normalisation without batch statistics, such as '
+            "`nn.GroupNorm`, or `micro_batch_size=None`.",
+        )
+    ]

@@ -346,7 +346,8 @@ def _check_gradient(param: torch.Tensor) -> None:
         f"a parameter of shape {tuple(param.shape)}",
         f"it is {param.dtype} and its gradient {grad.dtype}; bitsandbytes' kernels need the same "
         "type",
-        "Cast gradients to the type of their parameters, or apply "
+        "Set `low_precision_weights=None` if the forward pass replaces weights; otherwise cast "
+        "gradients to the type of their parameters, or apply "
         "`LowPrecisionWeights().round_updates(optimizer)`.",
     )
     raise IncompatibleError("low_bit_optimizer", [problem])

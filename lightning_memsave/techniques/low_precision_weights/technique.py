@@ -34,6 +34,7 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import (
     matches,
 )
 from lightning_memsave.techniques.low_bit_optimizer.technique import problems_of_patterns
+from lightning_memsave.techniques.low_precision_weights.autocast_calls import compute_in_autocast
 from lightning_memsave.techniques.low_precision_weights.bf16_layers import (
     keep_in_bfloat16,
     sum_in_float32,
@@ -162,17 +163,18 @@ class LowPrecisionWeights(Technique[nn.Module]):
         ConfigurationError: If arguments are invalid; the message lists all of them.
 
     Note:
-        Exactness is *approximate*: monitor the loss. The forward pass must run under
-        ``torch.autocast(device, torch.bfloat16)``, as with Lightning's ``"bf16-mixed"``: outside of
-        it, layers fail on weights of two types. The output of an embedding is bfloat16, and so is
-        that of normalization layers and activations for bfloat16 inputs, also on CUDA, where
+        Exactness is *approximate*: monitor the loss. The forward pass runs under
+        ``torch.autocast(device, torch.bfloat16)``, as with Lightning's ``"bf16-mixed"``; calls of
+        modules outside of it enter it. Only a layer within a block of a ``ModuleList`` fails on
+        weights of two types if it is called by itself. The output of an embedding is bfloat16, and
+        so is that of normalization layers and activations for bfloat16 inputs, also on CUDA, where
         autocast alone would return float32: residual sums are bfloat16, unless ``keep_fp32`` keeps
         the embeddings in float32. Parameters of recurrent and bilinear layers, of ``EmbeddingBag``
         and ``Embedding(sparse=True)``, of parametrizations, and different parameters that share
         memory stay float32. Not for DTensor. After ``undo`` weights are float32, with their
         bfloat16 values; if the device has too little memory for that, they stay bfloat16, with a
-        warning. A checkpoint has bfloat16 weights and loads everywhere;
-        ``load_state_dict(..., assign=True)`` would replace the weights.
+        warning. A checkpoint has bfloat16 weights and loads everywhere; ``load_state_dict(...,
+        assign=True)`` would replace the weights.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 64))
@@ -369,7 +371,8 @@ class LowPrecisionWeights(Technique[nn.Module]):
             f"{format_bytes(before)} -> {format_bytes(after)}"
         )
         remark = f" ({left})" if left else ""
-        return Handle(target, (change + remark,), undo=(undo, *keep_in_bfloat16(target)))
+        hooks = (*keep_in_bfloat16(target), *compute_in_autocast(target, chosen))
+        return Handle(target, (change + remark,), undo=(undo, *hooks))
 
 
 # Not in `check`: in a Trainer, all techniques are checked before one is applied.
@@ -416,7 +419,8 @@ def _send_in_bfloat16(
         f"{' (in two halves)' if is_split else ''}: "
         f"{format_bytes(num_bytes)} -> {format_bytes(num_bytes // 2)}"
     )
-    undo = (lambda: send_as(torch.float32), *keep_in_bfloat16(target))
+    hooks = (*keep_in_bfloat16(target), *compute_in_autocast(target, homes))
+    undo = (lambda: send_as(torch.float32), *hooks)
     return Handle(target, (change + (f" ({left})" if left else ""),), undo=undo)
 
 

@@ -84,9 +84,10 @@ class LossProbe(SavesBeforeWrites):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if category_in_context():  # what offloading moves keeps its type: it outlives the proof
-            return func(*args, **kwargs)
         name, written, has_aliases = _facts_of(func)
+        if category_in_context():  # what offloading moves keeps its type: it outlives the proof
+            self.save_written(written, dict(_bound(func, args, kwargs)))
+            return func(*args, **kwargs)
         if self.watched:
             keys = {
                 key_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)

@@ -85,27 +85,6 @@ def weightings_of(
     return [*found, Weighting("summed, as the loss is a sum over samples", None)]
 
 
-def guess(batch: Any, parts: Sequence[Any]) -> tuple[Weighting, list[float]]:
-    """Guess the weighting without a proof, as in a plain loop.
-
-    Args:
-        batch: A batch.
-        parts: Its micro-batches.
-
-    Returns:
-        Entries of ``labels`` other than -100 if labels have two or more dimensions and some of
-        them are -100, else samples; and the weights of the micro-batches.
-    """
-    labels = dict(leaves_of(batch)).get(("labels",))
-    weighting = Weighting("weighted by samples", count_samples)
-    if isinstance(labels, Tensor) and labels.ndim > 1:
-        entries = _entries(("labels",), IGNORED, 0)
-        (weights,) = read_weights([entries], parts)
-        if sum(weights) < labels.numel():
-            return entries, weights
-    return weighting, read_weights([weighting], parts)[0]
-
-
 def read_weights(weightings: Sequence[Weighting], parts: Sequence[Any]) -> list[list[float]]:
     """Compute the weights of micro-batches, with one device synchronization.
 

@@ -28,7 +28,6 @@ from lightning_memsave.errors import (
 from lightning_memsave.techniques.micro_batching.loss_weights import (
     LossWeight,
     Weighting,
-    guess,
     read_weights,
     shares_of,
     weightings_of,
@@ -167,10 +166,10 @@ class MicroBatchRunner:
             Micro-batches, factors of their losses, and their numbers of samples if they can be
             counted. Micro-batches without a valid token are omitted, as their mean loss is NaN.
         """
+        if self.size is not None and self.prove is not None and not self.weightings:
+            self.prove(batch)
         if self.size is None or (self.needs_proof and not self.weightings):
             return [batch], [1.0], [None]
-        if self.prove is not None and not self.weightings:
-            self.prove(batch)
         parts = split_batch_with(self._split_batch, batch, self.size, self.whole)
         shares = self._shares(batch, parts)
         if len(parts) == 1 or shares is None:
@@ -182,19 +181,18 @@ class MicroBatchRunner:
             [samples_of(part, self.whole) for part, _ in kept],
         )
 
+    def weightings_for(self, batch: Any) -> Sequence[Weighting]:
+        """Return what losses are weighted by: what is proven, else what was given."""
+        if self.weightings or self._loss_weight == "auto":
+            return self.weightings
+        return weightings_of(self._loss_weight, batch)
+
     def _shares(self, batch: Any, parts: Sequence[Any]) -> list[float] | None:
-        is_guess = not self.weightings and self._loss_weight == "auto"
-        weightings = self.weightings
-        if not weightings and not is_guess:
-            weightings = weightings_of(self._loss_weight, batch)
+        weightings = self.weightings_for(batch)
         asks = self.tell_apart is not None and (self.asks_together or len(parts) > 1)
         if len(parts) == 1 and not asks:
             return None
-        if is_guess:
-            weighting, row = guess(batch, parts)
-            weightings, rows = [weighting], [row]
-        else:
-            rows = read_weights(weightings, parts)
+        rows = read_weights(weightings, parts)
         shares = [shares_of(*pair) for pair in zip(weightings, rows, strict=True)]
         if self.tell_apart is not None and asks:
             if not self.tell_apart(batch, len(parts) > 1 and not _agree_on(shares)):
@@ -298,7 +296,7 @@ class MicroBatchRunner:
         why = failure.line if failure else "another process ran out of memory"
         if not self.may_shrink:
             return f"Out of memory, and micro-batches would change results: {why}\n{self.advice}"
-        if self.needs_proof and not self.weightings:  # each attempt had the whole batch
+        if self.needs_proof and not (self.weightings or self.prove):  # each attempt was whole
             return (
                 "Out of memory, and the batch cannot be split: how its loss is weighted cannot be "
                 f"proven as long as the loss of its first samples is 0: {why}\n{self.advice}"

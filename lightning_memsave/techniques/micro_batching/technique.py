@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_memsave.core.technique import Exactness, Handle, Technique
 from lightning_memsave.errors import ConfigurationError, MemoryExhaustedError, Problem
+from lightning_memsave.techniques.micro_batching.loop_proof import LoopProof
 from lightning_memsave.techniques.micro_batching.loss_weights import NAMES, LossWeight
 from lightning_memsave.techniques.micro_batching.runner import MicroBatchRunner
 from lightning_memsave.techniques.micro_batching.training_state import TrainingState
@@ -37,14 +38,13 @@ class MicroBatching(Technique[Step]):
         loss_weight: Weight of a micro-batch's loss, by the elements that the loss is a mean over:
             ``"samples"``; ``"tokens"``, labels other than -100; ``"tokens_shifted"``, the same
             without the first of each sequence, as in causal language models; or a function of a
-            micro-batch. In a Trainer, ``"auto"`` finds it with the first batch. In a plain loop, it
-            means tokens if a batch has ``labels`` of two or more dimensions with some -100, and
-            samples otherwise.
+            micro-batch. ``"auto"`` finds it with the first batch that is split.
         split_batch: A function of batch and size that returns a list of batches, for batches that
             `split_samples` cannot split.
         module: The model, whose gradients, buffers and metrics are restored before a batch is
-            repeated. Required for ``"auto"``, and together with `OptimizerInBackward` if a process
-            trains several models at once.
+            repeated, and after the loss has been tested with some samples. Required for ``"auto"``
+            of both, and together with `OptimizerInBackward` if a process trains several models at
+            once. Without it `loss_weight` is not tested.
 
     Raises:
         ConfigurationError: If an argument is invalid.
@@ -52,7 +52,7 @@ class MicroBatching(Technique[Step]):
     Note:
         Exactness is *rounding*: with dropout, other masks are drawn than for the whole batch; with
         batch normalisation *approximate*, as statistics are computed per micro-batch. A loss that
-        is neither a weighted mean nor a sum, such as a contrastive loss, is refused in a Trainer.
+        is neither a weighted mean nor a sum, such as a contrastive loss, is refused.
         Parameters in half precision are refused: their gradients would be summed in half precision.
 
     Example:
@@ -107,15 +107,14 @@ class MicroBatching(Technique[Step]):
         Returns:
             All problems, empty if there are none.
         """
-        problems = []
+        problems, fix = [], "Pass `module=model`"
         if self.micro_batch_size == "auto" and self.module is None:
-            problems.append(
-                Problem(
-                    '`micro_batch_size="auto"` without `module`',
-                    "to repeat a batch, gradients and buffers from before it must be restored",
-                    "Pass `module=model`.",
-                )
-            )
+            why = "to repeat a batch, gradients and buffers from before it must be restored"
+            problems.append(Problem('`micro_batch_size="auto"` without `module`', why, f"{fix}."))
+        elif self.loss_weight == "auto" and self.module is None:
+            why = "to find what the loss is a mean over, some samples pass the model"
+            fix += ', or what it is, such as `loss_weight="samples"`.'
+            problems.append(Problem('`loss_weight="auto"` without `module`', why, fix))
         return problems + self.check_module(self.module)
 
     def check_module(self, module: nn.Module | None) -> list[Problem]:
@@ -147,6 +146,8 @@ class MicroBatching(Technique[Step]):
     def _apply(self, target: Step) -> Handle[Step]:
         runner, module = self.make_runner(), self.module
         losses: list[Tensor] = []
+        if module is not None:
+            LoopProof(runner, target, module, self.loss_weight, self.split_batch)
 
         def pass_part(part: Any, weight: float, num_samples: int | None, is_last: bool) -> None:
             loss = target(part)

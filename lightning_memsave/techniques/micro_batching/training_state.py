@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_memsave.core.memory import host_copies, is_fake
 from lightning_memsave.core.nested import leaves_of
@@ -310,7 +311,7 @@ _BATCH_NORM = nn.modules.batchnorm._BatchNorm
 
 
 class ModuleState:
-    """Attributes of modules, the contents of their containers, and random states.
+    """Attributes of modules, the contents of their containers, random states, and what is trained.
 
     Tensors are copied only before something writes to them: see `save_before_write`.
     """
@@ -321,6 +322,7 @@ class ModuleState:
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._saved: dict[int, torch.UntypedStorage] = {}
         self._seen: set[int] = set()
+        self._trained = [(param, param.requires_grad) for param in module.parameters()]
         self._visit(module)
         for _, leaf in leaves_of(batch):
             self._visit(leaf)
@@ -368,10 +370,15 @@ class ModuleState:
         """Restore everything."""
         for key, values in self._saved.items():
             self._storages[key].copy_(values)
+        for param, _ in self._trained:  # where it is offloaded, the device has other values
+            if self._saved and key_of(param) in self._saved:
+                increment_version(param)
         self._saved.clear()
         for container, contents in reversed(self._containers):
             if not is_same(container, contents):
                 refill(container, contents)
+        for param, is_trained in self._trained:
+            param.requires_grad = is_trained
         self.restore_random()
 
     def restore_random(self) -> None:
