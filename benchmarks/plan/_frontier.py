@@ -36,7 +36,7 @@ _LLAMA: Any = transformers.LlamaConfig(
     num_attention_heads=32,
     num_key_value_heads=8,
     max_position_embeddings=8192,
-    rope_theta=500000.0,
+    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
 )
 
 
@@ -103,7 +103,8 @@ def plan(case: Case) -> dict[str, Any]:
     """Plan one case in this process."""
     build, batch = MODELS[case.model][0], MODELS[case.model][1]()
     known: dict[str, Any] = {"load": os.getloadavg()[0]}
-    budget, more = case.budget, {}
+    budget: int | str = "auto" if case.budget == "all" else case.budget
+    more: dict[str, Any] = {}
     if case.host:
         more = {"settings": {"host_budget": case.host}, "time_limit_s": MAX_HOST_SEARCH_S}
     else:
@@ -115,7 +116,7 @@ def plan(case: Case) -> dict[str, Any]:
         found: MemoryPlan | None = plan_memory(
             build,
             batch,
-            budget="auto" if budget == "all" else budget,
+            budget=budget,
             gpu=case.gpu,
             exactness=case.exactness,  # type: ignore[arg-type] # one of the three
             **more,

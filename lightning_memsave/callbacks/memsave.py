@@ -186,7 +186,7 @@ class MemSaveCallback(CallbackBase):
         names = dict.fromkeys([*_DEFAULTS, *(entry.argument for entry in entries())])
         self.arguments = {name: given.get(name, "auto") for name in names}
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
-        self._in_force = with_stack(self.arguments)
+        self._in_force: Mapping[str, Any] = with_stack(self.arguments)
         self.plan: RunPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_planning: Callable[[], None] | None = None

@@ -205,9 +205,11 @@ class PlanSearch:
         if variant in self._by_variant:
             return
         number, kinds = self._variants.num_blocks, self._variants.kinds
-        ways = [()] if variant.costs is None else dict.fromkeys(choices(number, kinds))
+        ways: Iterable[tuple[str, ...]] = [()]
         if variant.is_too_large:
             ways = [kinds[:1] * number]
+        elif variant.costs is not None:
+            ways = dict.fromkeys(choices(number, kinds))
         found = [
             _Candidate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
             for kinds in ways

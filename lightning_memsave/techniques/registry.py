@@ -239,7 +239,7 @@ def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if name == "force_8bit":
             return stack == "offload" and not arguments[name]
         if name == "offload":
-            return arguments[name] == "auto"
+            return bool(arguments[name] == "auto")
         if name == "optimizer" and "embeddings" in str(arguments["offload"]):
             return False
         is_open = name in found["from_stack"] and stack != "off"
