@@ -38,8 +38,8 @@ class Plan:
             are estimated from recorded blocks.
         seconds_by_phase: Estimated, of ``"forward"``, ``"recomputation"``, ``"backward"`` and
             ``"optimizer"``.
-        host_bytes: Bytes in the memory of the host, of what the step moves there; 0 if it is only
-            estimated.
+        host_bytes: Bytes in the memory of the host, of what the step moves there; as rough as
+            those on the device if they are estimated.
         prediction: Of the step; ``None`` if it is only estimated.
     """
 

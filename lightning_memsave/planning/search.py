@@ -15,8 +15,8 @@ from lightning_memsave.planning.frontier import thinned_frontier
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.recorded_blocks import choices, value_of
 from lightning_memsave.planning.step_time import LEVEL
-from lightning_memsave.planning.variant import MICRO_BATCH, RECOMPUTED, Variant
-from lightning_memsave.planning.variants import NEAR, Variants
+from lightning_memsave.planning.variant import MICRO_BATCH, NEAR, RECOMPUTED, Variant
+from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
@@ -74,10 +74,11 @@ class PlanSearch:
         """Find the fastest plan that fits, or raise; when time is over, the best one by then."""
         room = budget_bytes - self._margin_of(budget_bytes)
         self._variants.look_again(room)
-        self._by_variant = {v: c for v, c in self._by_variant.items() if not v.is_too_large}
+        self._by_variant = {v: c for v, c in self._by_variant.items() if not v.shown}
         self._prepare()
         best = self._best(room)
         if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
+            self._variants.slowest_s = best.seconds
             self._look_on_host(room, best.seconds)
             best = self._best(room)
         if best is None and self.is_out_of_time:
@@ -206,15 +207,13 @@ class PlanSearch:
             return
         number, kinds = self._variants.num_blocks, self._variants.kinds
         ways: Iterable[tuple[str, ...]] = [()]
-        if variant.is_too_large:
-            ways = [kinds[:1] * number]
-        elif variant.costs is not None:
+        if variant.costs is not None:
             ways = dict.fromkeys(choices(number, kinds))
-        found = [
+        self._by_variant[variant] = [
             _Candidate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
             for kinds in ways
+            if not variant.shown or variant.shown >= {*kinds}
         ]
-        self._by_variant[variant] = found
 
     @property
     def _candidates(self) -> list[_Candidate]:
@@ -232,8 +231,7 @@ class PlanSearch:
             wanted = wanted or min(self._unsure(room), key=self._bytes)
             if id(wanted) in self._verified:
                 break
-            self._verify(wanted)
-            if id(wanted) not in self._verified:  # there was no time for it
+            if not self._verify(wanted):
                 break
             if not self._is_known_to_fit(wanted, room):
                 self._too_large.add(wanted.variant)
@@ -329,10 +327,11 @@ class PlanSearch:
             ),
         )
 
-    def _verify(self, candidate: _Candidate) -> None:
+    # Or says that there was no time for it.
+    def _verify(self, candidate: _Candidate) -> bool:
         prediction = self._variants.predict(candidate.variant, candidate.kinds)
         if prediction is None and self._variants.left_s <= 0:
-            return
+            return False
         self._verified[id(candidate)] = prediction
         if prediction is not None:
             correction = prediction.device_bytes - candidate.estimated_bytes
@@ -340,22 +339,26 @@ class PlanSearch:
             on_host = prediction.peak.host_bytes - candidate.host_bytes
             self._host_corrections[candidate.variant] = on_host
             self._variants.correct(candidate.variant, on_host)
+        return True
 
     def _bytes(self, candidate: _Candidate, reserve: float = 0.0) -> float:
         prediction = self._verified.get(id(candidate))
-        host_bytes = candidate.host_bytes + self._host_corrections.get(candidate.variant, 0)
-        if candidate.host_bytes and host_bytes > self._variants.host_budget_bytes:
+        is_offloaded = candidate.variant.is_offloaded
+        if is_offloaded and self._host_bytes(candidate) > self._variants.host_budget_bytes:
             return math.inf
         if prediction is not None:
             return prediction.device_bytes
         if id(candidate) in self._verified:  # it could not be predicted
             return math.inf
         estimate = self._estimate(candidate) + self._slack_bytes
-        costs = candidate.variant.costs
-        is_rough = costs is not None and costs.overhead_bytes > 0
-        if is_rough and candidate.variant not in self._corrections:
+        if candidate.variant.overhead_bytes and candidate.variant not in self._corrections:
             return estimate * (1 + reserve)
         return estimate
+
+    def _host_bytes(self, candidate: _Candidate) -> int:
+        if prediction := self._verified.get(id(candidate)):
+            return prediction.peak.host_bytes
+        return candidate.host_bytes + self._host_corrections.get(candidate.variant, 0)
 
     def _estimate(self, candidate: _Candidate) -> int:
         return candidate.estimated_bytes + self._corrections.get(candidate.variant, 0)
@@ -382,19 +385,18 @@ class PlanSearch:
     def _plan(self, candidate: _Candidate) -> Plan:
         settings = self._settings_of(candidate)
         prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
-        costs, num_bytes = candidate.variant.costs, self._estimate(candidate)
-        overhead_bytes = 0 if costs is None else costs.overhead_bytes
+        num_bytes = self._estimate(candidate)
         by_phase = candidate.variant.seconds_by_phase(candidate.kinds, self._variants.rates)
         return Plan(
             settings,
             as_code(self._what_if.step.make_callback, settings),
             self._exactness_of(candidate).value,
-            prediction.peak_bytes if prediction else num_bytes - overhead_bytes,
+            prediction.peak_bytes if prediction else num_bytes - candidate.variant.overhead_bytes,
             prediction.device_bytes if prediction else num_bytes,
             candidate.seconds / self._unchanged_s,
             prediction is not None,
             by_phase,
-            prediction.peak.host_bytes if prediction else 0,
+            self._host_bytes(candidate),
             prediction,
         )
 
@@ -406,17 +408,13 @@ class PlanSearch:
         variants.host_budget_bytes, variants.is_smallest = math.inf, True
         try:
             while True:
-                fitting = [
-                    c
-                    for c in self._candidates
-                    if c.variant.moves_weights and self._bytes(c, _RESERVE) <= room
-                ]
+                able = [c for c in self._candidates if c.variant.moves_weights]
+                fitting = [c for c in able if self._bytes(c, _RESERVE) <= room]
                 if fitting:
-                    least = min(fitting, key=lambda c: c.host_bytes)
+                    least = min(fitting, key=self._host_bytes)
                     if id(least) in self._verified:
-                        return least.host_bytes + self._host_corrections[least.variant]
-                    self._verify(least)
-                    if id(least) not in self._verified:
+                        return self._host_bytes(least)
+                    if not self._verify(least):
                         return 0
                 elif not self._look_on_host(room, 0.0):
                     return 0

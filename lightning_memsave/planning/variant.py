@@ -1,14 +1,17 @@
 """A step with some settings on, for the planner, and what its settings are."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning_memsave.core.technique import Exactness
-from lightning_memsave.planning.block_costs import BlockCosts
+from lightning_memsave.explain.parameters import ParameterTable
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries
 
@@ -26,6 +29,10 @@ ON_HOST = (
 )
 
 
+NEAR = 0.1
+"""By so much, as a share, estimates of a device's memory may be off."""
+
+
 @dataclass(eq=False)  # the search compares candidates by their variant
 class Variant:
     """A step with some settings on, for any choice of recomputed blocks.
@@ -39,7 +46,8 @@ class Variant:
         prediction: Of the step as it is, where there is no choice.
         seconds: Estimated, of that prediction.
         weights_on_host: Bytes that weights and what belongs to them need there.
-        is_too_large: It was recorded in the way with the least memory only, which does not fit.
+        shown: How blocks were recomputed in what was recorded, if not in all ways as some of them
+            told enough.
     """
 
     changes: Mapping[str, Any]
@@ -49,7 +57,7 @@ class Variant:
     prediction: MemoryPrediction | None = None
     seconds: float = 0.0
     weights_on_host: int = 0
-    is_too_large: bool = False
+    shown: Collection[str] = frozenset()
 
     @property
     def is_offloaded(self) -> bool:
@@ -60,6 +68,20 @@ class Variant:
     def moves_weights(self) -> bool:
         """Whether weights are on the host, which updates them."""
         return self.beside.get(OFFLOAD) not in (None, ON_HOST[0])
+
+    def tells_enough(
+        self, least: str, num_blocks: int, room: float, slowest_s: float, host_budget_bytes: float
+    ) -> bool:
+        """Return whether nothing of it fits, all of it is too slow, or its fastest way fits."""
+        if least in self.shown and self.estimate([least] * num_blocks)[0] > room * (1 + NEAR):
+            return True
+        kept = [KEEP] * num_blocks
+        if KEEP not in self.shown:
+            return False
+        needed, seconds = self.estimate(kept)
+        fits = self.host_bytes(kept) <= host_budget_bytes * (1 - NEAR)
+        fits = fits and needed <= room * (1 - NEAR) < math.inf
+        return seconds >= slowest_s or (fits and least in self.shown)
 
     def host_bytes(self, kinds: Sequence[str]) -> int:
         """Estimate bytes on the host."""
@@ -78,7 +100,21 @@ class Variant:
             assert self.prediction is not None, "one of the two is there"
             return self.prediction.device_bytes, self.seconds
         peak_bytes, seconds = self.costs.peak_and_seconds(kinds)
-        return peak_bytes + self.costs.overhead_bytes, seconds
+        return peak_bytes + self.overhead_bytes, seconds
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of the device's allocator and context in estimates, roughly."""
+        return 0 if self.costs is None else self.costs.overhead_bytes
+
+
+def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
+    """Reckon what trained weights of a whole model need on the host."""
+    offload = settings.get(OFFLOAD)
+    if getattr(offload, "what", offload) not in ON_HOST[1:]:
+        return 0
+    trained = [p.num_elements for p in table.parameters if p.is_trainable is not False]
+    return host_bytes_per_parameter(settings) * sum(trained)
 
 
 def exactness_of(one: Candidate) -> Exactness:

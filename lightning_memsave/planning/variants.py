@@ -17,6 +17,7 @@ from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variant import (
     FINAL,
     MICRO_BATCH,
+    NEAR,
     OFFLOAD,
     ON_HOST,
     RECOMPUTED,
@@ -27,13 +28,11 @@ from lightning_memsave.planning.variant import (
     exactness_of,
     form_of,
     leaving_out,
+    weights_on_host,
 )
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.techniques.offloading.host_budget import (
-    host_budget_bytes,
-    host_bytes_per_parameter,
-)
+from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.registry import (
     BESIDE_OFFLOAD,
     entries,
@@ -44,10 +43,8 @@ from lightning_memsave.units import format_bytes
 
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
-NEAR = 0.1
-"""By so much, as a share, estimates of a device's memory may be off."""
 # Of the time that is allowed: it is left for predictions of whole plans.
-_FOR_PLANS = 0.3
+_FOR_PLANS = 0.5
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
 
 
@@ -100,6 +97,8 @@ class Variants:
         """Whether to try the smallest form whatever the host has."""
         self.room: float = math.inf
         """Bytes on the device: of a variant that needs more in any case not all is recorded."""
+        self.slowest_s = math.inf
+        """Seconds of a step: of a variant that takes longer in any case not all is recorded."""
         # By form: what predictions of whole steps needed beyond estimates; and what was tried.
         self._excess: dict[str, int] = {}
         self._tried: set[str] = set()
@@ -173,8 +172,8 @@ class Variants:
     def look_again(self, room: float) -> None:
         """Record anew what was left because there was less room on the device."""
         self._tried.clear()
-        self._known = {n: v for n, v in self._known.items() if v is None or not v.is_too_large}
-        self.room = room
+        self._known = {n: v for n, v in self._known.items() if v is None or not v.shown}
+        self.room, self.slowest_s = room, math.inf
 
     def unchanged(self) -> Variant | None:
         """Record the step with nothing on."""
@@ -438,13 +437,9 @@ class Variants:
             )
         return ""
 
-    # Of the whole model; recorded ones have few blocks.
     def _weights_on_host(self, changes: Mapping[str, Any]) -> int:
-        if changes.get(OFFLOAD) in (None, ON_HOST[0]):
-            return 0
-        trained = [p for p in self.what_if.table.parameters if p.is_trainable is not False]
-        per_parameter = host_bytes_per_parameter({**self.what_if.step.settings, **changes})
-        return per_parameter * sum(parameter.num_elements for parameter in trained)
+        what_if = self.what_if
+        return weights_on_host({**what_if.step.settings, **changes}, what_if.table)
 
     def _record(
         self, on: Sequence[Candidate], beside: Mapping[str, Any] | None = None
@@ -475,18 +470,31 @@ class Variants:
             prediction = predict(self.settings(changes))
             seconds = self.seconds(prediction)
             return Variant(changes, exactness, beside, None, prediction, seconds, on_host)
-        recorded: list[tuple[dict[str, str], MemoryPrediction]] = []
-        names = self._blocks.names
+        blocks, names = self._blocks, self._blocks.names
         is_moved = (OFFLOAD in beside) or self.what_if.step.settings.get(OFFLOAD) is not None
-        for kinds in self._blocks.assignments(by_place=is_moved):
+        ways = [*enumerate(blocks.assignments(by_place=is_moved))]
+        if OFFLOAD in beside:  # those that tell most come first
+            first = [self.kinds[0], KEEP][:: 1 if self.slowest_s == math.inf else -1]
+            ways.sort(key=lambda way: [*first, way[1][0]].index(way[1][0]))
+        recorded: dict[int, tuple[dict[str, str], MemoryPrediction]] = {}
+        found: Variant | None = None
+        for place, kinds in ways:
             settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
-            prediction = predict(settings)
-            recorded.append((dict(zip(names, kinds, strict=True)), prediction))
-            costs = BlockCosts(
-                self._blocks.runs, recorded, self._blocks.sizes, self.rates, by_place=is_moved
-            )
-            least = list(self.kinds[:1]) * self.num_blocks
-            is_first = is_moved and len(recorded) == 1
-            if is_first and costs.peak_and_seconds(least)[0] > self.room * (1 + NEAR):
-                return Variant(changes, exactness, beside, costs, None, 0.0, on_host, True)
-        return Variant(changes, exactness, beside, costs, weights_on_host=on_host)
+            try:
+                prediction = predict(settings)
+            except ImpossibleVariantError:
+                if found is None or OFFLOAD not in beside or self._left_to_record_s > 0:
+                    raise
+                self.is_cut_short = True
+                break
+            recorded[place] = dict(zip(names, kinds, strict=True)), prediction
+            in_order = [recorded[place] for place in sorted(recorded)]
+            costs = BlockCosts(blocks.runs, in_order, blocks.sizes, self.rates, by_place=is_moved)
+            found = Variant(changes, exactness, beside, costs, weights_on_host=on_host)
+            if OFFLOAD in beside and len(recorded) < len(ways):
+                found.shown = {kinds[0] for _, kinds in ways[: len(recorded)]}
+                limits = self.room, self.slowest_s, self.host_budget_bytes
+                if found.tells_enough(self.kinds[0], self.num_blocks, *limits):
+                    break
+        assert found is not None, "blocks can be kept"
+        return found

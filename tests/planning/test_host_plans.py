@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 import re
 from typing import Any
 
@@ -210,3 +211,38 @@ def test_when_time_is_over_the_best_so_far_is_the_plan():
     assert found.fits(found.plan)
     assert "this is the best plan so far" in " ".join(str(found).split())
     assert not PlanSearch(recorded()).find(2**40).notes
+
+
+def test_estimates_say_what_the_host_needs_too():
+    num_bytes = 16 * sum(parameter.numel() for parameter in model().parameters())
+    found = PlanSearch(copy.copy(recorded())).find(budget_of(0.4))
+    moved = [p for p in found.frontier if p.settings["offload"] not in (None, "activations")]
+    assert {plan.is_verified for plan in moved} == {False, True}
+    assert all(plan.host_bytes == pytest.approx(num_bytes, rel=0.1) for plan in moved)
+
+
+def test_no_more_is_recorded_than_tells_enough():
+    variants = variants_of()
+    least, room = variants.kinds[0], budget_of(2)
+
+    def shown(room, slowest_s=math.inf):
+        variants.look_again(room)
+        variants.slowest_s = slowest_s
+        return next(variants.on_host(in_parts=False)).shown
+
+    assert shown(MIB) == {least}
+    assert shown(room, slowest_s=0.0) == {"keep"}
+    assert shown(room) == {least, "keep"}
+    assert not variants.is_cut_short
+    assert not shown(budget_of(0.7))
+
+
+def test_what_was_recorded_of_a_variant_counts_when_time_is_over():
+    variants = variants_of()
+    variants.look_again(MIB)
+    first = next(variants.on_host(in_parts=False))
+    variants.look_again(2**40)
+    variants._limit_s = 0.0
+    again = next(variants.on_host(in_parts=False))
+    assert variants.is_cut_short
+    assert (again.changes, again.shown) == (first.changes, first.shown)
