@@ -312,7 +312,7 @@ FOREIGN_PRIVATE_NAMES = {
         "_will_engine_execute_node",
     },
     "a base class or table of a module without another name": {
-        "callbacks.settings.accumulate_grad_batches": "_BatchNorm",
+        "callbacks.settings.micro_batches": "_BatchNorm",
         "prediction.fake.tensors": "_buffers _parameters",
         "techniques.activation_checkpointing.recompute": "_NormBase",
         "techniques.low_bit_optimizer.state_precision": "_ConvNd",

@@ -35,7 +35,10 @@ SHOWN = re.compile(r"\n\n```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SECOND_CASE = "\n<!-- second case"
 LONG = ROOT / "docs" / "where_did_my_memory_go.md"
 # How many blocks of output are compared, and on the whole page.
-NUM_SHOWN = {LONG: (2, 4), ROOT / "docs" / "plan.md": (1, 1)}
+NUM_SHOWN = {
+    LONG: (2, 4),
+    **dict.fromkeys((ROOT / "docs" / name for name in ("plan.md", "out_of_memory.md")), (1, 1)),
+}
 
 
 @pytest.mark.slow

@@ -72,8 +72,8 @@ class MemSaveCallback(CallbackBase):
     Each argument from ``activation_checkpointing`` to ``early_release`` can be ``"auto"``, which
     means the value of the stack, ``None``, which leaves the project unchanged, or a value, which is
     set or refused; only ``accumulate_grad_batches`` is off unless it is given. A setting of a stack
-    stays off where it conflicts with the project, finds nothing to change, or would save less than
-    20 MiB; the table shows the reason.
+    stays off where it conflicts with the project or finds nothing to change; the table shows the
+    reason.
 
     Args:
         activation_checkpointing: Which blocks to recompute: ``"all"``, ``"selective"``, ``"sqrt"``,
@@ -415,7 +415,7 @@ class MemSaveCallback(CallbackBase):
             self.plan = RunPlan.from_state(state_dict.get("plan"))
         size = state_dict.get("micro_batch_size") if isinstance(state_dict, Mapping) else state_dict
         if type(size) is int and size >= 1:
-            self._micro_batches.size = size
+            self._micro_batches.size = size if self._micro_batches.is_auto else None  # or given
         elif size is not None:
             warnings.warn(
                 f"The checkpoint has `micro_batch_size={size!r}` for `{self.state_key}`, which is "

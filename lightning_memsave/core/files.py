@@ -1,4 +1,4 @@
-"""Write files so that a failure in the middle keeps what was there before."""
+"""Write files so that a failure in the middle keeps what was there before; whose code is in one."""
 
 import contextlib
 import os
@@ -6,6 +6,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
+
+
+def is_installed(path: str) -> bool:
+    """Return whether a file belongs to an installed package, not to the user's project."""
+    # Debian and Colab install into `dist-packages`.
+    return not {"site-packages", "dist-packages"}.isdisjoint(Path(path).parts)
 
 
 @contextlib.contextmanager

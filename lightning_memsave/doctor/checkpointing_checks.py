@@ -11,7 +11,7 @@ from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.doctor.check import LocatedProblem, Subject, problem_in
 from lightning_memsave.doctor.source import (
     Method,
-    is_installed,
+    is_in_package,
     is_library,
     is_self,
     keyword_of,
@@ -109,7 +109,7 @@ def _has_statistics(module: nn.Module) -> bool:
 def _uses(model: nn.Module) -> Iterator[tuple[nn.Module, _Use]]:
     for module in model.modules():
         # What a package does is not the user's to change, unless it is the model itself.
-        if not is_library(type(module)) and (module is model or not is_installed(type(module))):
+        if not is_library(type(module)) and (module is model or not is_in_package(type(module))):
             yield from ((module, use) for use in _uses_in(module))
 
 

@@ -12,6 +12,8 @@ from typing import Any, TypeGuard
 
 from torch import nn
 
+from lightning_memsave.core.files import is_installed
+
 _LIBRARIES = frozenset(
     {
         *("lightning", "pytorch_lightning", "lightning_fabric", "lightning_memsave"),
@@ -102,10 +104,9 @@ def is_library(cls: type) -> bool:
     return cls.__module__.partition(".")[0] in _LIBRARIES
 
 
-def is_installed(cls: type) -> bool:
+def is_in_package(cls: type) -> bool:
     """Return whether the code of a class is in an installed package."""
-    file = getattr(sys.modules.get(cls.__module__), "__file__", None) or ""
-    return "site-packages" in file
+    return is_installed(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
 
 
 def _method(name: str, value: Any) -> Method | None:

@@ -60,8 +60,8 @@ class PlanSearch:
         self._variants, self._what_if = variants, variants.what_if
         self._margin_of, self._given = margin_of, given
         self._verified: dict[int, MemoryPrediction | None] = {}
-        # By how much whole predictions were higher than estimates.
-        self._corrections: dict[Variant, int] = {}
+        # By how much whole predictions were higher than estimates, also with another optimizer.
+        self._corrections: dict[object, int] = {}
         self._host_corrections: dict[Variant, int] = {}
         self._too_large: set[Variant] = set()  # they were preferred, and did not fit
         self._slack_bytes = 0.0
@@ -335,7 +335,8 @@ class PlanSearch:
         self._verified[id(candidate)] = prediction
         if prediction is not None:
             correction = prediction.device_bytes - candidate.estimated_bytes
-            self._corrections[candidate.variant] = correction
+            variant = candidate.variant.but_optimizer
+            self._corrections |= {variant: correction, (variant, candidate.kinds): correction}
             on_host = prediction.peak.host_bytes - candidate.host_bytes
             self._host_corrections[candidate.variant] = on_host
             self._variants.correct(candidate.variant, on_host)
@@ -351,7 +352,8 @@ class PlanSearch:
         if id(candidate) in self._verified:  # it could not be predicted
             return math.inf
         estimate = self._estimate(candidate) + self._slack_bytes
-        if candidate.variant.overhead_bytes and candidate.variant not in self._corrections:
+        is_rough = candidate.variant.overhead_bytes > 0
+        if is_rough and candidate.variant.but_optimizer not in self._corrections:
             return estimate * (1 + reserve)
         return estimate
 
@@ -361,7 +363,9 @@ class PlanSearch:
         return candidate.host_bytes + self._host_corrections.get(candidate.variant, 0)
 
     def _estimate(self, candidate: _Candidate) -> int:
-        return candidate.estimated_bytes + self._corrections.get(candidate.variant, 0)
+        variant, known = candidate.variant.but_optimizer, self._corrections
+        latest = known.get(variant, 0)
+        return candidate.estimated_bytes + known.get((variant, candidate.kinds), latest)
 
     def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
         return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
@@ -432,8 +436,7 @@ class PlanSearch:
             ways.append(f"no {' or '.join(f'`{entry.argument}=`' for entry in self._given)}")
         if lacking_bytes := self._least_host_bytes(room):
             ways.append(f'`host_budget="{math.ceil(lacking_bytes / MIB)}MiB"` if the host has it')
-        is_one = self._what_if.num_samples == 1
-        ways.append("shorter samples" if is_one else "a smaller batch")
+        ways.append("shorter samples" if self._what_if.num_samples == 1 else "a smaller batch")
         return f"Use {', '.join(ways)}, or a smaller model."
 
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
@@ -444,11 +447,8 @@ class PlanSearch:
         least_bytes = smallest.device_bytes
         while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:
             least_bytes = smallest.device_bytes + self._margin_of(least_bytes)
-        free = (
-            f" and {format_bytes(budget_bytes - room)} that stay free"
-            if budget_bytes > room
-            else ""
-        )
+        spare_bytes = budget_bytes - room
+        free = f" and {format_bytes(spare_bytes)} that stay free" if spare_bytes else ""
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "

@@ -18,6 +18,7 @@ from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
 OFFLOAD = "offload"
+_OPTIMIZER = ("optimizer", "force_8bit")
 FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
 # What may be on the host, that which leaves the least on the device last.
 ON_HOST = (
@@ -63,6 +64,11 @@ class Variant:
     def is_offloaded(self) -> bool:
         """Whether something is on the host."""
         return OFFLOAD in self.beside
+
+    @property
+    def but_optimizer(self) -> str:
+        """What is on beside an optimizer: estimates of its blocks are wrong by the same bytes."""
+        return repr(sorted((n, v) for n, v in self.changes.items() if n not in _OPTIMIZER))
 
     @property
     def moves_weights(self) -> bool:

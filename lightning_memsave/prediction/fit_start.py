@@ -12,6 +12,7 @@ from lightning_memsave.prediction.fake.tensors import FakeTensors
 from lightning_memsave.prediction.predict import simulated_arguments
 from lightning_memsave.prediction.simulate import SimulationSettings, simulate_start
 from lightning_memsave.prediction.training_step import TrainingStep
+from lightning_memsave.prediction.wrapped_module import inner_of
 from lightning_memsave.trainer.trainer import package_of
 
 
@@ -34,9 +35,7 @@ class FitStart:
     @property
     def model(self) -> nn.Module:
         """The user's own module: without the LightningModule that a plain one was wrapped in."""
-        is_wrapped = type(self.module).__name__ == "Wrapped"
-        model: nn.Module = self.module.wrapped if is_wrapped else self.module
-        return model
+        return inner_of(self.module)
 
 
 def start_fit(step: TrainingStep, fakes: FakeTensors, *, with_callback: bool) -> FitStart:

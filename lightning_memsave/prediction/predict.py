@@ -47,7 +47,7 @@ from lightning_memsave.prediction.simulate import (
     simulate_steps,
 )
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
-from lightning_memsave.prediction.wrapped_module import unwrap
+from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     MIN_PAGED_NUMEL,
     PAGED_STATES,
@@ -186,7 +186,7 @@ def predict(step: TrainingStep) -> MemoryPrediction:
         _explain_errors(step, fakes, deadline_s),
     ):
         predictor = _Predictor(step, fakes, *step.build(fakes), deadline_s)
-        prediction = unwrap(predictor.predict(), step.loss is not None)
+        prediction = unwrap(predictor.predict(), predictor.pl_module, step.loss is not None)
     return dataclasses.replace(prediction, seconds=time.monotonic() - start_s)
 
 
@@ -310,7 +310,7 @@ class _Predictor:
         return summarise(
             recording,
             device=step.device,
-            model=_shown_name(self.pl_module),
+            model=type(inner_of(self.pl_module)).__name__,
             extra=[("input", rest_bytes), ("other", fit.other_bytes)],
             workspaces=workspaces(step.capability, step.workspace_config) if on_cuda else (),
             # It proves how the losses of micro-batches add up.
@@ -410,8 +410,3 @@ def _first_micro_batches(batch: Any, arguments: Mapping[str, Any]) -> tuple[Any,
 def _num_bytes(batch: Any) -> int:
     storages = {s._cdata: s for tensor in tensors_in(batch) for s in storages_of(tensor)}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-def _shown_name(pl_module: Any) -> str:
-    inner = getattr(pl_module, "wrapped", None)
-    return type(pl_module if inner is None else inner).__name__

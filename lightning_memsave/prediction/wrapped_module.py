@@ -22,6 +22,15 @@ _LOSS = (
 )
 
 
+class _Wrapper:
+    wrapped: nn.Module
+
+
+def inner_of(module: nn.Module) -> nn.Module:
+    """Return the user's own module: what `wrap` wrapped, or the module itself."""
+    return module.wrapped if isinstance(module, _Wrapper) else module
+
+
 def is_lightning(module: nn.Module) -> bool:
     """Return whether a module is a LightningModule of either package."""
     starts = tuple(f"{package}." for package in PACKAGES)
@@ -47,7 +56,7 @@ def wrap(module: nn.Module, optimizer: Any, loss: Any) -> Any:
     """
     package: Any = installed_package()
 
-    class Wrapped(package.LightningModule):  # type: ignore[misc]
+    class Wrapped(_Wrapper, package.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.wrapped = module
@@ -80,17 +89,18 @@ def _checked_loss(found: Any) -> Any:
     )
 
 
-def unwrap(prediction: MemoryPrediction, has_loss: bool) -> MemoryPrediction:
+def unwrap(prediction: MemoryPrediction, module: nn.Module, has_loss: bool) -> MemoryPrediction:
     """Remove the wrapper from the module names of a prediction.
 
     Args:
-        prediction: Prediction of a module from `wrap`, or of any other LightningModule.
+        prediction: The prediction.
+        module: What it is of: a module from `wrap`, or any other LightningModule.
         has_loss: Whether the user passed a loss to `wrap`.
 
     Returns:
         The prediction for the model itself.
     """
-    if prediction.modules[0].class_name != "Wrapped":
+    if not isinstance(module, _Wrapper):
         return prediction
 
     def own(name: str) -> str:

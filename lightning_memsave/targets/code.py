@@ -19,6 +19,7 @@ import torch
 import yaml  # type: ignore[import-untyped] # it comes without types
 from torch import nn
 
+from lightning_memsave.core.files import is_installed
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.errors import ConfigurationError, MemsaveError
 from lightning_memsave.prediction.fake.tensors import allow_construction, remedy_for
@@ -73,7 +74,7 @@ def _in_brief(text: str) -> str:
     return first if len(first) <= _MAX_LENGTH else f"{first[:_MAX_LENGTH]} ..."
 
 
-_PACKAGE = str(Path(__file__).parents[1])
+_PACKAGE, _STANDARD_LIBRARY = str(Path(__file__).parents[1]), str(Path(traceback.__file__).parent)
 
 
 # The innermost line of the user's own code.
@@ -81,8 +82,8 @@ def _place(error: BaseException) -> str:
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if "site-packages" not in frame.filename
-        and not frame.filename.startswith(("<frozen", sys.base_prefix, _PACKAGE))
+        if not is_installed(frame.filename)
+        and not frame.filename.startswith(("<frozen", _STANDARD_LIBRARY, _PACKAGE))
     ]
     return f" in {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
 

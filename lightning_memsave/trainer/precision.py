@@ -1,6 +1,7 @@
 """Read and change the precision of a Trainer."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -79,24 +80,36 @@ def precision_state(trainer: Any) -> PrecisionState:
     )
 
 
-def set_precision(trainer: Any, precision: str) -> None:
+def set_precision(trainer: Any, precision: str) -> Callable[[], None]:
     """Change the precision of a Trainer as if it was passed to the constructor.
 
     Args:
         trainer: A Trainer in ``setup``.
         precision: One of Lightning's precision strings, in the long form.
+
+    Returns:
+        What gives back the one before, unless steps have been made in the meantime: a checkpoint
+        that is saved then needs the gradient scaler.
     """
     connector = trainer._accelerator_connector
-    before = connector._precision_flag
+    before, plugin_before = connector._precision_flag, trainer.strategy.precision_plugin
+    step_before = trainer.global_step
     connector._precision_flag = precision
     try:
         plugin = connector._check_and_init_precision()
     except Exception:
         connector._precision_flag = before
         raise
-    trainer.strategy.precision_plugin = plugin
-    connector.precision_plugin = plugin
+    trainer.strategy.precision_plugin = connector.precision_plugin = plugin
     _OUR_PRECISION[trainer] = str(trainer.precision)
+
+    def undo() -> None:
+        if trainer.global_step != step_before or precision_state(trainer).is_frozen:
+            return
+        connector._precision_flag = before
+        trainer.strategy.precision_plugin = connector.precision_plugin = plugin_before
+
+    return undo
 
 
 # Families whose activations exceed 65504, float16's largest value: T5 and mT5 in their feed-forward

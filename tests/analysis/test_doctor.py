@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import importlib
 import linecache
 import re
 import runpy
@@ -302,8 +303,12 @@ def test_a_plain_module_and_one_with_an_attribute_like_our_wrapper() -> None:
             super().__init__()
             self.wrapped = self.net
 
-    found = check_training(Outer, environment={})
-    assert (found.model, len(found.problems)) == ("Outer", 1)
+    class Wrapped(trap_steps.KeptLoss):
+        pass
+
+    for cls in (Outer, Wrapped):
+        found = check_training(cls, environment={})
+        assert (found.model, len(found.problems)) == (cls.__name__, 1)
     assert check_training(nn.Linear(2, 2), environment={}).model == "Linear"
 
 
@@ -324,6 +329,35 @@ def test_modules_of_the_other_package() -> None:
     found = check_training(Other, environment={})
     assert [problem.check for problem in found.problems] == ["kept_graph"]
     assert found.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("folder", "found"),
+    [
+        ("project", ["lost_dropout_mask"]),
+        ("site-packages_of_mine", ["lost_dropout_mask"]),
+        ("site-packages", []),
+        ("dist-packages", []),
+    ],
+)
+def test_what_an_installed_package_does_is_not_the_user_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, found: list[str]
+) -> None:
+    code = Path(trap_models.__file__).read_text()
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "layers_of_somebody.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    monkeypatch.setitem(sys.modules, "layers_of_somebody", trap_models)  # gone after the test
+    del sys.modules["layers_of_somebody"]
+    layers = importlib.import_module("layers_of_somebody")
+
+    class Whole(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.insert(0, layers.CheckpointedLayers(functools.partial(nn.Dropout, 0.1)))
+
+    problems = check_training(Whole, environment={}).problems
+    assert [problem.check for problem in problems] == found
 
 
 def test_code_that_cannot_be_read_is_no_problem() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib
 import threading
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -328,6 +329,27 @@ def test_names_the_model_and_not_what_trains_it() -> None:
     shown = [*prediction.ineffective.values(), *(m.name for m in prediction.modules)]
     assert prediction.ineffective
     assert not [text for text in shown if "wrapped" in text.lower()]
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_modules_that_look_like_our_wrapper_are_the_user_s(package: str) -> None:
+    class Wrapped(importlib.import_module(package).LightningModule):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.wrapped = nn.Linear(4, 4)
+            self.head = nn.Linear(4, 2)
+
+        def training_step(self, batch: Tensor) -> Tensor:
+            loss: Tensor = self.head(self.wrapped(batch)).mean()
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    prediction = predict_memory(Wrapped, torch.ones(2, 4), device="cpu", settings={"stack": "off"})
+    assert prediction.model == "Wrapped"
+    assert [module.name for module in prediction.modules] == ["", "wrapped", "head"]
+    assert not [text for text in prediction.assumptions if "`loss=`" in text]
 
 
 def test_refuses_settings_that_are_not_there() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults._modules import SETTINGS, run
+from lightning_memsave import MicroBatching
 
 OFFLOADED = (
     *("BoundedTable", "BoundedBlocks", "CodebooksInBlocks", "HiddenWrites"),
@@ -24,6 +25,15 @@ def plain(project: str) -> Any:
 @pytest.mark.parametrize("name", ["offload optimizer", "offload parameters"])
 def test_offloaded(project, name):
     found = run(project, SETTINGS[name][0], "plain", drops=True)
+    assert found["error"] is None
+    assert found["digest"] == plain(project)
+
+
+@pytest.mark.parametrize("project", ["BoundedTable", "CodebooksInBlocks"])
+@pytest.mark.parametrize("what", ["optimizer", "parameters"])
+def test_what_a_proof_writes_into_offloaded_weights_is_put_back(project, what):
+    settings = {"stack": "off", "offload": what, "micro_batch_size": MicroBatching("auto")}
+    found = run(project, settings, "plain", drops=True)
     assert found["error"] is None
     assert found["digest"] == plain(project)
 

@@ -563,6 +563,19 @@ class TestOutOfMemory:
         with pytest.warns(UserWarning, match=r"add the following callbacks: \['MemSaveCallback'\]"):
             make_trainer(**settings).fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
 
+    @pytest.mark.parametrize("size", [4, None])
+    def test_a_size_that_is_given_wins_over_that_in_the_checkpoint(self, package, size, tmp_path):
+        mode = OutOfMemoryAt(5)
+        _, _, trainer = fit_in(mode, armed_lit(package, "dropout", mode), only("auto"), package)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        callback = only(size)
+        trainer = make_trainer(package, callback, max_epochs=2)
+        trainer.fit(make_lit(package), ckpt_path=tmp_path / "last.ckpt")
+        assert callback.effective_arguments()["micro_batch_size"] == size
+        trainer.save_checkpoint(tmp_path / "next.ckpt")
+        saved = torch.load(tmp_path / "next.ckpt", weights_only=True)
+        assert saved["callbacks"] == {"MemSaveCallback": {"micro_batch_size": None}}
+
     def test_loops_in_a_checkpoint_are_those_of_a_run_without_us(self, package, tmp_path):
         found = []
         for callbacks in ([], [only("auto")]):

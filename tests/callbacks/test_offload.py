@@ -801,3 +801,17 @@ class TestStack:
         row = rows_of(callback)["offload"]
         assert row.status == "on"
         assert "its output is computed with the whole table" in row.details[-2]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["optimizer", "parameters+activations"])
+def test_updates_on_the_host_of_a_gpu_round_otherwise(package, what):
+    gpu = {"accelerator": "gpu", "max_steps": 1}
+    with pytest.raises(IncompatibleError, match=r"a CPU rounds .* Use `exactness=.rounding.`"):
+        make_trainer(package, only(offload=what, exactness="bitwise"), **gpu).fit(make_lit(package))
+    allowed = only(offload=what, exactness="rounding")
+    make_trainer(package, allowed, **gpu).fit(make_lit(package))
+    assert rows_of(allowed)["offload"].exactness == "rounding"
+    exact = only(offload="activations", exactness="bitwise")
+    make_trainer(package, exact, **gpu).fit(make_lit(package))
+    assert rows_of(exact)["offload"].exactness in ("bitwise", "")

@@ -81,6 +81,20 @@ def test_auto_leaves_a_plugin(package):
     assert "the plugin `MixedPrecision` decides it" in callback.rows[0].details[0]
 
 
+def test_a_refused_fit_and_an_evaluation_leave_the_precision(package):
+    refused = MemSaveCallback(
+        "all", blocks="NoSuchBlock", stack="off", precision="bf16-mixed", report=False
+    )
+    trainer = make_trainer(package, refused)
+    before = trainer.precision_plugin
+    with pytest.raises(IncompatibleError, match="NoSuchBlock"):
+        trainer.fit(make_lit(package))
+    assert (trainer.precision, trainer.precision_plugin) == ("32-true", before)
+    trainer = make_trainer(package, only_precision("bf16-mixed"))
+    trainer.validate(make_lit(package), verbose=False)
+    assert trainer.precision == "32-true"
+
+
 def test_a_second_fit_may_have_another_precision(package):
     trainer, lit = make_trainer(package, only_precision("bf16-mixed")), make_lit(package)
     trainer.fit(lit)

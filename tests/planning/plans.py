@@ -73,6 +73,14 @@ def _bert() -> Planned:
     return Planned(transformers.BertForMaskedLM(config), _tokens(4, 32), 8)
 
 
+def _large_table() -> Planned:
+    config = transformers.BertConfig(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=2, intermediate_size=128,
+        vocab_size=8000,
+    )  # fmt: skip
+    return Planned(transformers.BertForMaskedLM(config), _tokens(8, 64), 4)
+
+
 def _t5() -> Planned:
     config = transformers.T5Config(
         d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=200, use_cache=False
@@ -106,7 +114,7 @@ PLANNED = {
 @functools.cache
 def planned(name: str) -> Planned:
     torch.manual_seed(0)
-    return PLANNED[name]()
+    return _large_table() if name == "large table" else PLANNED[name]()
 
 
 def what_if_of(name: str, device: str = "cpu", **settings: Any) -> WhatIf:

@@ -2,6 +2,7 @@ import functools
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,28 @@ def test_few_predictions_are_enough():
     found = search.find(10**9)
     assert planned("bert").num_blocks == 8
     assert found.num_predictions <= 8
+
+
+def test_state_in_fewer_bits_is_never_shown_as_a_cost():
+    open_arguments = ("activation_checkpointing", "optimizer", "chunked_cross_entropy")
+    search = search_of("large table", "cuda", open_arguments)
+    plain = search.find(2**40).plan
+    context_bytes = plain.prediction.context_bytes
+    search.find(context_bytes + (plain.device_bytes - context_bytes) // 2)
+
+    def num_bits(candidate):
+        changes = candidate.variant.changes
+        return 32 if "optimizer" not in changes else 8 if "force_8bit" in changes else 16
+
+    by_rest: dict[object, list[Any]] = {}
+    for candidate in search._candidates:
+        key = (candidate.variant.but_optimizer, candidate.kinds)
+        by_rest.setdefault(key, []).append(candidate)
+    compared = [sorted(alike, key=num_bits) for alike in by_rest.values() if len(alike) > 1]
+    assert compared
+    for alike in compared:
+        sizes = [search._bytes(candidate) for candidate in alike]
+        assert sizes == sorted(sizes), (alike[0].kinds, alike[0].variant.changes)
 
 
 def test_the_budget_that_a_refusal_names_is_enough():

@@ -1,9 +1,13 @@
 """Names of GPUs in the spellings that people and drivers use."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from lightning_memsave.errors import ConfigurationError
-from lightning_memsave.prediction.cuda.gpus import _KEYS, GPUS, parse_gpu
+from lightning_memsave.prediction.cuda.gpus import _KEYS, GPUS, local_gpu, parse_gpu
 from lightning_memsave.units import GIB, MIB
 
 
@@ -16,6 +20,7 @@ from lightning_memsave.units import GIB, MIB
         ("a100 80gib", "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", "H100-80GB"),
         ("h100", "H100-80GB"),
+        ("NVIDIA H100 PCIe", "H100-PCIe-80GB"),
         ("Tesla V100-SXM2-16GB", "V100-16GB"),
         ("Tesla P100-PCIE-16GB", "P100-16GB"),
         ("p100", "P100-16GB"),
@@ -35,6 +40,32 @@ def test_finds_a_card_in_any_spelling(text, name):
     assert parse_gpu(text).name == name
 
 
+@pytest.mark.parametrize(
+    ("name", "mib", "num_multiprocessors", "known"),
+    [
+        ("NVIDIA GeForce RTX 3080", 10_002, 68, "RTX-3080-10GB"),
+        ("NVIDIA GeForce RTX 3080", 12_045, 70, "RTX-3080-12GB"),
+        ("NVIDIA GeForce RTX 4060 Ti", 15_948, 34, "RTX-4060-Ti-16GB"),
+        ("NVIDIA H100 PCIe", 81_079, 114, "H100-PCIe-80GB"),
+        ("NVIDIA H100 80GB HBM3", 81_100, 132, "H100-80GB"),
+    ],
+)
+def test_the_card_in_this_machine_is_as_fast_as_its_like(
+    name, mib, num_multiprocessors, known, monkeypatch
+):
+    capability = GPUS[known].compute_capability
+    properties = SimpleNamespace(
+        name=name,
+        total_memory=mib * MIB,
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=num_multiprocessors,
+    )
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    gpu = local_gpu(torch.device("cuda", 0))
+    assert gpu == replace(GPUS[known], name=name, total_bytes=mib * MIB)
+
+
 def test_every_name_finds_its_card():
     assert [parse_gpu(name) for name in GPUS] == list(GPUS.values())
     assert len(_KEYS) == len(GPUS)
@@ -51,6 +82,8 @@ def test_multiprocessors_go_with_the_rate_in_float32(gpu):
     cores = 64 if gpu.compute_capability in {(6, 0), (7, 0), (7, 5), (8, 0)} else 128
     clock = gpu.throughput.float32 / (2 * cores * gpu.num_multiprocessors)
     slowest, fastest = (1.25e9, 1.9e9) if gpu.compute_capability < (8, 9) else (1.9e9, 2.7e9)
+    if "PCIe" in gpu.name:  # with half the power: 1.755 GHz
+        slowest = 1.7e9
     assert slowest < clock < fastest
 
 

@@ -233,6 +233,17 @@ class TestFactory:
         assert all(part in message for part in parts), message
         assert "_memsave_target_bad" not in sys.modules
 
+    @pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+    def test_the_line_is_that_of_the_user_and_of_no_package(self, tmp_path, monkeypatch, folder):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "package_that_fails.py").write_text("def fail():\n    raise OSError\n")
+        (tmp_path / "bad.py").write_text("import package_that_fails\n\npackage_that_fails.fail()\n")
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        monkeypatch.setattr(sys, "base_prefix", str(tmp_path))  # as `/usr`, with code in `/usr/src`
+        message = refused("bad.py:Net")
+        del sys.modules["package_that_fails"]
+        assert f"{tmp_path / 'bad.py'}, line 3" in message
+
     def test_a_function_without_a_signature(self):
         with pytest.raises(ConfigurationError, match="`torch:relu` failed"):
             load_target("torch:relu").build()

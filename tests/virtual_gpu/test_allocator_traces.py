@@ -77,13 +77,16 @@ print(json.dumps({{
 """
 
 
-def replay(program: str, settings: str, capacity: int | None, memory: str) -> dict[str, Any]:
+def replay(
+    program: str, settings: str, capacity: int | None, memory: str, **environment: Any
+) -> dict[str, Any]:
     found: dict[str, Any] = run_python(
         CODE.format(program=program, capacity=capacity),
         VGPU_MEMORY=memory,
         VGPU_CONTEXT="24MiB",
         VGPU_COMPUTE="0",
         PYTORCH_CUDA_ALLOC_CONF=settings,
+        **environment,
     )
     return found
 
@@ -105,3 +108,18 @@ def test_a_full_gpu_returns_the_same_cached_blocks(settings):
     assert found["num_events"] > 2900
     assert found["reserved"][0] == found["reserved"][1]
     assert found["retries"][0] == found["retries"][1]
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("max_split_size_mb:32", "max_split_size_mb:64"),
+        ("expandable_segments:False", "max_split_size_mb:32"),
+        ("expandable_segments:True", "expandable_segments:False"),
+        ("", "max_split_size_mb:32"),
+    ],
+)
+def test_of_two_variables_only_the_first_counts(first, second):
+    found = replay(FULL_GPU, first, 1000 * 2**20, "1GiB", PYTORCH_ALLOC_CONF=second)
+    assert found["different"] == []
+    assert found["reserved"][0] == found["reserved"][1]

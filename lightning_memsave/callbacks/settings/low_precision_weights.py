@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_memsave.callbacks.settings import optimizer as optimizers
-from lightning_memsave.callbacks.settings import setting as _setting
 from lightning_memsave.callbacks.settings.modules import ModuleSetting
 from lightning_memsave.callbacks.settings.setting import saves
 from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
@@ -35,7 +34,6 @@ from lightning_memsave.trainer.trainer import (
     prunes_weights,
 )
 from lightning_memsave.trainer.training_loop import around_backward
-from lightning_memsave.units import format_bytes
 
 _BF16 = "bf16-mixed"
 _ALWAYS_SUMMED = (
@@ -123,10 +121,6 @@ class LowPrecisionWeightsSetting(ModuleSetting):
             return []
         problems = super().check(trainer, pl_module) + self._precision_problems(trainer)
         late = builds_model_late(pl_module)
-        limit = _setting.SMALLEST_SAVING_BYTES
-        if not self.is_asked and not late and _saved_bytes(pl_module) < limit:
-            why = f"less than {format_bytes(limit)} may not change whether a run fits"
-            problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))
         if not (self.is_asked or late) and self._is_from_master and not residence_of(pl_module):
             why = "no weights are on the host"  # what a stack offloads may have stayed off
             problems.append(Problem(self.written, why, f"Set `{self.name}` by name."))

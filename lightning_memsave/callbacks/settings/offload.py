@@ -6,9 +6,15 @@ from typing import Any
 from torch import nn
 
 from lightning_memsave.callbacks.settings.modules import ModuleSetting
-from lightning_memsave.callbacks.settings.values import Arguments, as_given, is_asked, why_beyond
+from lightning_memsave.callbacks.settings.values import (
+    Arguments,
+    as_given,
+    exactness_limit,
+    is_asked,
+    why_beyond,
+)
 from lightning_memsave.core.memory import is_host
-from lightning_memsave.core.technique import Handle, Row, Technique
+from lightning_memsave.core.technique import Exactness, Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.measure.storages import tensors_in
 from lightning_memsave.techniques.offloading.host_budget import (
@@ -43,6 +49,7 @@ class OffloadSetting(ModuleSetting):
     _beyond = _read_by = _why_no_tables = ""
     why_form = ""
     """Why what is on the host is in another form than the fastest."""
+    _limit = Exactness.APPROXIMATE
     _used: Offloading
 
     @classmethod
@@ -70,6 +77,7 @@ class OffloadSetting(ModuleSetting):
                 bytes_per_gradient=(2 if is_half else 4) * in_backward,
             )
         setting = cls(name, technique, repr(technique.what), own)
+        setting._limit = exactness_limit(arguments)
         setting._beyond = why = why_beyond(arguments, name, technique.exactness)
         return (
             setting if not why or _without_tables(technique) else cls(name, None, "None", own, why)
@@ -80,6 +88,12 @@ class OffloadSetting(ModuleSetting):
         if self.technique is None:
             return []
         problems = super().check(trainer, pl_module)
+        rest = _without_tables(self.technique)
+        if rest is not None and not self._limit.allows(self._exactness_on(trainer, rest)):
+            why = "a CPU rounds updates in another way than a GPU: it is rounding, which"
+            limit = f"`exactness={self._limit.value!r}` does not allow"
+            fix = f'Use `exactness="rounding"`, `{self.name}="activations"` or `None`.'
+            problems.append(Problem(self.written, f"{why} {limit}", fix))
         if is_compiled_whole(pl_module):
             problems.append(compiled_problem(type(pl_module).__name__))
         precision = str(trainer.precision)
@@ -147,8 +161,14 @@ class OffloadSetting(ModuleSetting):
             if watchers
             else "updates run beside the next step"
         )
-        exactness = self._used.exactness.value
+        exactness = self._exactness_on(trainer, self._used).value
         self.rows = [Row(self.name, self.value, "on", tuple(details), exactness)]
+
+    @staticmethod
+    def _exactness_on(trainer: Any, technique: Offloading) -> Exactness:
+        is_moved = technique.has_weights and trainer.strategy.root_device.type == "cuda"
+        found = (technique.exactness, Exactness.ROUNDING if is_moved else Exactness.BITWISE)
+        return max(found, key=lambda exactness: exactness.rank)
 
     def held_bytes(self, trainer: Any) -> int:
         """Count what is in the memory of the host, optimizer state with it; 0 without offloading.

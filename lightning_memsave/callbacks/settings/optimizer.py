@@ -296,6 +296,7 @@ class OptimizerSetting(Setting):
         value: What the user wrote for it.
         is_asked: The user wrote it by name: it is set, or refused.
         off_reason: Why there is no technique, where it is not the user's ``None``.
+        saves_all: Small savings count as well, as in a stack for the least memory.
     """
 
     name = "optimizer"
@@ -306,12 +307,14 @@ class OptimizerSetting(Setting):
         value: str,
         is_asked: bool,
         off_reason: str = "",
+        saves_all: bool = False,
     ) -> None:
         super().__init__()
         self.technique = technique
         self.value = value
         self.is_asked = is_asked
         self.off_reason = off_reason
+        self.saves_all = saves_all
         self._state: Any = None
 
     @classmethod
@@ -337,7 +340,8 @@ class OptimizerSetting(Setting):
         value = "None" if technique is None else repr(technique.optimizer)
         if technique and (why := why_beyond(arguments, "optimizer", technique.exactness)):
             return cls(None, "None", is_asked=False, off_reason=why)
-        return cls(technique, value, is_asked(arguments, "optimizer"))
+        saves_all = arguments["stack"] == "single_gpu"
+        return cls(technique, value, is_asked(arguments, "optimizer"), saves_all=saves_all)
 
     def check(self, trainer: Any, pl_module: Any) -> list[Problem]:
         """Find conflicts with the Trainer; the optimizer itself does not exist yet."""
@@ -355,7 +359,8 @@ class OptimizerSetting(Setting):
         yields = not self.is_asked
         technique = self.technique
         # Those that are unfrozen later count, too.
-        if yields and isinstance(technique, LowBitOptimizer) and not unfreezes_later(trainer):
+        is_weighed = yields and not (self.saves_all or unfreezes_later(trainer))
+        if is_weighed and isinstance(technique, LowBitOptimizer):
             technique = dataclasses.replace(
                 technique, min_saved_bytes=_setting.SMALLEST_SAVING_BYTES
             )

@@ -121,7 +121,7 @@ class PrecisionSetting(Setting):
             self.rows = [Row(self.name, current, "unchanged", (reason,))]
             return
         if wanted != current:
-            set_precision(trainer, wanted)
+            self._undo.append(set_precision(trainer, wanted))
         got = precision_state(trainer).current
         details = [reason] if reason else []
         if _emulates(trainer, wanted):

@@ -12,8 +12,9 @@ from lightning_memsave.units import format_bytes
 
 UNCHANGED = "`None` was given"
 SMALLEST_SAVING_BYTES = 20 * 2**20
-"""A setting of a stack stays off if it saves less: CUDA's allocator reserves memory in segments of
-20 MiB, so that less may not change whether a run fits."""
+"""In the stack "classic" state stays in 32 bits if 8 bits save less: CUDA's allocator reserves
+memory in segments of 20 MiB, so that less may not change whether a run fits. Savings of a stack for
+the least memory add up: none of them is left out."""
 
 
 def saves(num_bytes: int, what: str) -> str:

@@ -79,8 +79,9 @@ EMULATED = "this GPU has no bfloat16 of its own and emulates it, which is slow"
 # Then TFLOP/s of products in float32, TF32 (0: none) and float16, GB/s of memory and GB/s of PCIe.
 # TFLOP/s and memory as in NVIDIA's data sheets and architecture white papers, at boost clock, dense
 # and with sums in float32, which halves the rate of GeForce cards; of models that exist with PCIe
-# and SXM, SXM, but the P100. bfloat16 is as fast as float16 where there is bfloat16. PCIe as pinned
-# copies reach it: 12, 24 and 52 for 16 lanes of generation 3, 4 and 5.
+# and SXM, SXM, but the P100 and the H100 with PCIe in its name. bfloat16 is as fast as float16
+# where there is bfloat16. PCIe as pinned copies reach it: 12, 24 and 52 for 16 lanes of generation
+# 3, 4 and 5.
 _ROWS = (
     ("T4", 14_930, (7, 5), 40, 8.1, 0, 65, 320, 12),
     ("P100-16GB", 16_269, (6, 0), 56, 9.3, 0, 18.7, 732, 12),
@@ -126,6 +127,7 @@ _ROWS = (
     ("RTX-PRO-6000", 97_250, (12, 0), 188, 125, 251.9, 503.8, 1_792, 52),
     # Not found in any log.
     ("A10", 22_563, (8, 6), 72, 31.2, 62.5, 125, 600, 24),
+    ("H100-PCIe-80GB", 81_008, (9, 0), 114, 51.2, 378, 756, 2_039, 52),
     ("L40", 45_416, (8, 9), 142, 90.5, 90.5, 181, 864, 24),
     ("RTX-2080", 7_753, (7, 5), 46, 10.1, 0, 40.3, 448, 12),
     ("RTX-3070-Ti", 7_753, (8, 6), 48, 21.7, 21.7, 43.5, 608, 24),
@@ -166,7 +168,7 @@ GPUS: Mapping[str, Gpu] = MappingProxyType(
 
 _IGNORED_WORDS = re.compile(
     r"nvidia|geforce|tesla|quadro|generation|blackwell|(?:server|workstation) edition"
-    r"|sxm\d?|pcie|hbm\d?e?"
+    r"|sxm\d?|(?<!h100.)pcie|hbm\d?e?"
 )
 _LEAST_BYTES, _MOST_BYTES = 256 * MIB, 4096 * GIB
 
@@ -246,15 +248,22 @@ def local_gpu(device: torch.device) -> Gpu:
     """Return a CUDA device of this machine, as the driver describes it."""
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    found = _find_by_name(properties.name)
-    throughput = found[0].throughput if found else None
+    found = min(
+        _find_by_name(properties.name),
+        # Of cards with one name, such as the RTX 3080 of 10 and 12 GB, the most similar one.
+        key=lambda gpu: (
+            abs((gpu.num_multiprocessors or 0) - properties.multi_processor_count),
+            abs(gpu.total_bytes - properties.total_memory),
+        ),
+        default=None,
+    )
     has_bf16 = capability >= BF16_CAPABILITY
     return Gpu(
         properties.name,
         properties.total_memory,
         has_bf16,
         capability,
-        throughput,
+        None if found is None else found.throughput,
         properties.multi_processor_count,
     )
 
