@@ -96,7 +96,7 @@ HOSTS = [
     *(Case(_XL, _RTX_3060, "all", host=f"{size}GiB") for size in (16, 24, 32, 64)),
     *(Case([*MODELS][-2], "RTX-4090", "all", host=f"{size}GiB") for size in (56, 64, 96, 192)),
 ]
-DRY_HOST = [Case([*MODELS][-1], _RTX_3060, "1GiB", host="1GiB")]
+DRY_HOST = [DRY[0]._replace(host="1GiB")]
 
 
 def plan(case: Case) -> dict[str, Any]:
@@ -216,11 +216,12 @@ def make_host_text(found: dict[str, dict[str, Any]]) -> str:
         chosen = one["plan"]
         names = {field.name for field in dataclasses.fields(Plan)}
         plan = Plan(**{n: v for n, v in chosen.items() if n in names})
+        about = "" if plan.is_verified else "~"
         rows.append(
             [
                 *limits,
-                f"{chosen['device_bytes'] / MIB:,.0f}",
-                f"{chosen['host_bytes'] / MIB:,.0f}",
+                f"{about}{plan.device_bytes / MIB:,.0f}",
+                f"{about}{plan.host_bytes / MIB:,.0f}",
                 f"{chosen['time_ratio']:.2f}",
                 plan.short,
                 f"{one['processor_s']:.0f}",
@@ -230,9 +231,10 @@ def make_host_text(found: dict[str, dict[str, Any]]) -> str:
     loads = [one["load"] for one in found.values()]
     return "\n\n".join(
         [
-            "Plans for all of a GPU and a budget of host memory, predicted whole, on a CPU; `time` "
-            "is the estimated time over that of the unchanged step, processor seconds are those of "
-            f"the search, which ends after {MAX_HOST_SEARCH_S:.0f} with the best plan so far.",
+            "Plans for all of a GPU and a budget of host memory, predicted whole, on a CPU; `~` is "
+            "estimated and not predicted whole. `time` is the estimated time over that of the "
+            "unchanged step, processor seconds are those of the search, which ends after "
+            f"{MAX_HOST_SEARCH_S:.0f} with the best plan so far.",
             markdown_table(header, rows),
             f"The machine was loaded by other work: {min(loads):.1f} to {max(loads):.1f} processes "
             f"wanted its {os.cpu_count()} cores when a search began.",

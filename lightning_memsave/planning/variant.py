@@ -1,7 +1,7 @@
 """A step with some settings on, for the planner, and what its settings are."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +58,7 @@ class Variant:
     prediction: MemoryPrediction | None = None
     seconds: float = 0.0
     weights_on_host: int = 0
-    shown: Collection[str] = frozenset()
+    shown: frozenset[str] = frozenset()
 
     @property
     def is_offloaded(self) -> bool:

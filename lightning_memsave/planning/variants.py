@@ -492,7 +492,7 @@ class Variants:
             costs = BlockCosts(blocks.runs, in_order, blocks.sizes, self.rates, by_place=is_moved)
             found = Variant(changes, exactness, beside, costs, weights_on_host=on_host)
             if OFFLOAD in beside and len(recorded) < len(ways):
-                found.shown = {kinds[0] for _, kinds in ways[: len(recorded)]}
+                found.shown = frozenset(kinds[0] for _, kinds in ways[: len(recorded)])
                 limits = self.room, self.slowest_s, self.host_budget_bytes
                 if found.tells_enough(self.kinds[0], self.num_blocks, *limits):
                     break
