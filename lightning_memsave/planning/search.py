@@ -420,7 +420,7 @@ class PlanSearch:
                         return self._host_bytes(least)
                     if not self._verify(least):
                         return 0
-                elif not self._look_on_host(room, 0.0):
+                elif not self._look_on_host(room):
                     return 0
         finally:
             variants.host_budget_bytes, variants.is_smallest = budget_bytes, False

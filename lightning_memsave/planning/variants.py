@@ -99,9 +99,8 @@ class Variants:
         """Bytes on the device: of a variant that needs more in any case not all is recorded."""
         self.slowest_s = math.inf
         """Seconds of a step: of a variant that takes longer in any case not all is recorded."""
-        # By form: what predictions of whole steps needed beyond estimates; and what was tried.
+        # By form: what predictions of whole steps needed beyond estimates.
         self._excess: dict[str, int] = {}
-        self._tried: set[str] = set()
         self._known: dict[str, Variant | None] = {}
         self._blocks = RecordedBlocks(what_if)
         if RECOMPUTED in self._open:
@@ -154,7 +153,7 @@ class Variants:
         other = copy.copy(self)
         other.what_if, other._blocks = moved(self.what_if), self._blocks.moved(moved)
         other.rates, other._known, other.is_cut_short = rates, {}, False
-        other._excess, other._tried = {}, set()
+        other._excess = {}
         other._start_s, other._limit_s = processor_time_s(), limit_s
         other._num_before += self.num_predictions
         return other
@@ -171,7 +170,6 @@ class Variants:
 
     def look_again(self, room: float) -> None:
         """Record anew what was left because there was less room on the device."""
-        self._tried.clear()
         self._known = {n: v for n, v in self._known.items() if v is None or not v.shown}
         self.room, self.slowest_s = room, math.inf
 
@@ -213,16 +211,17 @@ class Variants:
         if OFFLOAD not in self._open or self.what_if.device == "cpu":
             return
         chosen = self._helpful()
+        tried: set[str] = set()  # forms may become smaller meanwhile
         kinds = ON_HOST[1:] if self._is_full(self._record(chosen)) else ON_HOST
         while True:
             forms = [self._form(kind, chosen) for kind in kinds]
             ways = [way for way in forms if way is not None]
             if in_parts:
                 ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
-            new = [way for way in ways if repr(way) not in self._tried]
+            new = [way for way in ways if repr(way) not in tried]
             if not new:
                 return
-            self._tried.add(repr(new[0]))
+            tried.add(repr(new[0]))
             found = self._record([c for c in chosen if argument_of(c) not in new[0]], new[0])
             if found is not None:
                 yield found
