@@ -71,6 +71,17 @@ def test_large_models_are_planned_dry(tmp_path):
 
 
 @pytest.mark.slow
+def test_hosts_with_little_memory_are_planned_dry(tmp_path):
+    compare_times(["--host", "--dry-run", "--results", str(tmp_path)])
+    written = json.loads((tmp_path / "plan_host.json").read_text())
+    (found,) = written["cases"].values()
+    assert found["plan"]["time_ratio"] == 1.0  # it fits as it is
+    assert all(written["claims"].values())
+    row = "| RoBERTa tiny, 8 x 16, RTX-3060-12GB | 1GiB |"
+    assert row in (tmp_path / "plan_host.md").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Lightning, about this machine
 def test_small_models_train_under_budgets_dry(tmp_path):
     compare_times(["--budgets", "--dry-run", "--results", str(tmp_path)])

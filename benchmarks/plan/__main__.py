@@ -1,7 +1,8 @@
 """Compare what the planner says with what is so: `python -m benchmarks.plan`.
 
 Without an option, estimated times of plans with measured ones; with `--frontier` large models are
-planned for GPUs; with `--budgets` small ones train under budgets, beside all plans there are.
+planned for GPUs, with `--host` for hosts with little memory; with `--budgets` small ones train
+under budgets, beside all plans there are.
 
 Two small transformers train on this machine's CPU with ten plans each, the plans in turn, several
 times. The estimate comes from the kernels of the predicted step and from rates that were measured
@@ -160,12 +161,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the result files")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--frontier", action="store_true", help="plan large models for GPUs")
+    which.add_argument("--host", action="store_true", help="plan for hosts with little memory")
     which.add_argument("--budgets", action="store_true", help="train small models under budgets")
     arguments = parser.parse_args(argv)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning_memsave").setLevel(logging.ERROR)  # the table of each fit
     if arguments.frontier:
         _write("plan_frontier", *_plan_for_gpus(arguments.dry_run), arguments)
+    elif arguments.host:
+        _write("plan_host", *_plan_for_hosts(arguments.dry_run), arguments)
     elif arguments.budgets:
         _write("plan_budgets_cpu", *_train_under_budgets(arguments.dry_run), arguments)
     else:
@@ -180,6 +184,15 @@ def _plan_for_gpus(is_dry: bool) -> Written:
     cases = _frontier.DRY if is_dry else _frontier.CASES
     found = _frontier.run(cases, in_process=is_dry)
     return {"cases": found}, _frontier.make_text(found), _frontier.check_claims(found)
+
+
+def _plan_for_hosts(is_dry: bool) -> Written:
+    found = _frontier.run(_frontier.DRY_HOST if is_dry else _frontier.HOSTS, in_process=is_dry)
+    return (
+        {"cases": found},
+        _frontier.make_host_text(found),
+        _frontier.check_host_claims(found),
+    )
 
 
 def _train_under_budgets(is_dry: bool) -> Written:

@@ -13,7 +13,7 @@ from lightning_memsave.callbacks.memory_monitor import GPUMemoryMonitor
 from lightning_memsave.callbacks.oom_report import add_advice, out_of_memory_in
 from lightning_memsave.callbacks.run_plan import plan_fit
 from lightning_memsave.callbacks.run_prediction import RunPrediction, effective_settings
-from lightning_memsave.callbacks.settings.arguments import make_settings, time_limit
+from lightning_memsave.callbacks.settings.arguments import host_form, make_settings, time_limit
 from lightning_memsave.callbacks.settings.budget import BudgetSetting
 from lightning_memsave.callbacks.settings.micro_batch_size import MicroBatchSetting
 from lightning_memsave.callbacks.settings.modules import (
@@ -186,7 +186,7 @@ class MemSaveCallback(CallbackBase):
         names = dict.fromkeys([*_DEFAULTS, *(entry.argument for entry in entries())])
         self.arguments = {name: given.get(name, "auto") for name in names}
         self._settings, self.monitor = make_settings(type(self).__name__, self.arguments)
-        self._in_force = with_stack(self.arguments)
+        self._in_force: Mapping[str, Any] = with_stack(self.arguments)
         self.plan: RunPlan | None = None
         """What was planned for the budget in the latest fit; of a checkpoint until it is used."""
         self._undo_planning: Callable[[], None] | None = None
@@ -255,11 +255,12 @@ class MemSaveCallback(CallbackBase):
         self._outside = sys.exception()
         self._directory = trainer.log_dir or trainer.default_root_dir
         is_fit = stage == "fit"
-        if is_fit:
-            self.plan = None
+        self.plan = None if is_fit else self.plan
         is_planned = is_fit and self.arguments["budget"] is not None
-        problems = check_host(trainer)
-        if not problems and not is_planned:
+        if is_fit and not is_planned:
+            found = host_form(self._settings, self.arguments, trainer, pl_module)
+            self._settings, self._in_force = found or (self._settings, self._in_force)
+        if not (problems := check_host(trainer)) and not is_planned:
             problems = self._settings.apply(trainer, pl_module, is_fit)
         if problems:
             raise IncompatibleError(type(self).__name__, problems)
@@ -486,8 +487,7 @@ def refuse_unknown(others: Iterable[str]) -> None:
     known = [entry.argument for entry in entries()]
     for name in others:
         if name not in known:
-            names = ", ".join(f"`{known}`" for known in _DEFAULTS)
-            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {names}."
+            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {', '.join(_DEFAULTS)}."
             raise ConfigurationError(f"`{name}` is not an argument of `MemSaveCallback`. {fix}")
 
 

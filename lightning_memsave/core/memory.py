@@ -147,6 +147,7 @@ HOST = "host"
 
 class _Context(threading.local):
     category = ""
+    repeats = 1
 
 
 _context = _Context()
@@ -165,6 +166,21 @@ def counted_as(category: str) -> Iterator[None]:
 def category_in_context() -> str:
     """Return the category inside `counted_as`; empty outside."""
     return _context.category
+
+
+@contextlib.contextmanager
+def repeated(number: int) -> Iterator[None]:
+    """Let what this thread computes inside stand for as many equal computations."""
+    before, _context.repeats = _context.repeats, _context.repeats * number
+    try:
+        yield
+    finally:
+        _context.repeats = before
+
+
+def repeats_in_context() -> int:
+    """Return how many computations one stands for inside `repeated`; 1 outside."""
+    return _context.repeats
 
 
 def host_copies() -> contextlib.AbstractContextManager[None]:

@@ -163,6 +163,12 @@ class BlockCosts:
                 level += part.visit.change + sum(cost.own[part.number] for cost in costs)
         return peak, sum(self.seconds_by_phase(kinds).values())
 
+    def held_bytes(self, kinds: Sequence[str]) -> int:
+        """Estimate the bytes of live tensors at the start of a step."""
+        return self._resident_bytes + sum(
+            self._costs[key].resident_bytes for key in self._keys(kinds)
+        )
+
     def host_bytes(self, kinds: Sequence[str]) -> int:
         """Estimate what activations of blocks need on the host, beyond the least that they do."""
         return (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from lightning_memsave.planning.variants import Variant
+from lightning_memsave.planning.variant import Variant
 
 # Of a smaller plan less than this share is not worth a line, and so many lines are enough.
 _STEP, _MOST_STEPS = 0.04, 24

@@ -15,6 +15,7 @@ from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.units import format_bytes
 
 _WIDTH, _SETTINGS_WIDTH = 98, 54
+_MENTIONED = 0.02  # of the bytes on the device
 _CERTAINTY = (
     "Times are ratios to the unchanged step, estimated from its kernels, not measured; seconds are "
     'a range, as a GPU reaches more or less of its data sheet. Sizes with "about" are estimated '
@@ -37,8 +38,8 @@ class Plan:
             are estimated from recorded blocks.
         seconds_by_phase: Estimated, of ``"forward"``, ``"recomputation"``, ``"backward"`` and
             ``"optimizer"``.
-        host_bytes: Bytes in the memory of the host, of what the step moves there; 0 if it is only
-            estimated.
+        host_bytes: Bytes in the memory of the host, of what the step moves there; as rough as
+            those on the device if they are estimated.
         prediction: Of the step; ``None`` if it is only estimated.
     """
 
@@ -79,6 +80,19 @@ class Plan:
         return f"{'' if self.is_verified else 'about '}{format_bytes(self.device_bytes)}"
 
     @property
+    def made_of(self) -> str:
+        """What most of its bytes are, the largest first; empty if they are only estimated."""
+        found = self.prediction
+        if found is None:
+            return ""
+        sizes = found.peak.by_category() | {"CUDA context": found.context_bytes}
+        return ", ".join(
+            f"{format_bytes(size)} of {name.replace('_', ' ')}"
+            for name, size in sorted(sizes.items(), key=lambda item: -item[1])
+            if size > _MENTIONED * self.device_bytes
+        )
+
+    @property
     def _on(self) -> dict[str, Any]:
         off: tuple[Any, ...] = (None, "auto", False, (), [])
         return {n: v for n, v in self.settings.items() if v not in off and n != "exactness"}
@@ -104,6 +118,8 @@ class MemoryPlan(JupyterMixin):
         num_predictions: How many steps were predicted for it.
         unchanged_seconds: The least and the most that the unchanged step should take; zeros if that
             is not known.
+        notes: What else there is to say of it: that the search was cut off, and why the host has
+            things in a smaller form.
 
     Example:
         >>> how = 'MemSaveCallback(stack="off", optimizer="8bit")'
@@ -121,6 +137,7 @@ class MemoryPlan(JupyterMixin):
     seconds: float = 0.0
     num_predictions: int = 0
     unchanged_seconds: tuple[float, float] = (0.0, 0.0)
+    notes: tuple[str, ...] = ()
 
     def step_seconds(self, plan: Plan) -> tuple[float, float]:
         """Say how long a step of a plan should take.
@@ -165,6 +182,7 @@ class MemoryPlan(JupyterMixin):
             "seconds": self.seconds,
             "num_predictions": self.num_predictions,
             "unchanged_seconds": self.unchanged_seconds,
+            "notes": self.notes,
         }
 
     def table(self) -> Table:
@@ -214,7 +232,7 @@ class MemoryPlan(JupyterMixin):
         parts += [Text(), Text(_wrapped(self.plan.how, indent=4)), Text()]
         if self.runner_up is not None:
             parts.append(Text(_wrapped(f"Next best with other settings: {self._second()}")))
-        return [*parts, Text(_wrapped(_CERTAINTY))]
+        return [*parts, *(Text(_wrapped(note)) for note in (*self.notes, _CERTAINTY))]
 
     def _range(self) -> str:
         least_s, most_s = self.step_seconds(self.plan)

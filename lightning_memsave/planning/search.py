@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -14,13 +14,9 @@ from lightning_memsave.planning.budget import margin_of, rates_of
 from lightning_memsave.planning.frontier import thinned_frontier
 from lightning_memsave.planning.plan import MemoryPlan, Plan
 from lightning_memsave.planning.recorded_blocks import choices, value_of
-from lightning_memsave.planning.step_time import LEVEL, step_time
-from lightning_memsave.planning.variants import (
-    MICRO_BATCH,
-    RECOMPUTED,
-    Variant,
-    Variants,
-)
+from lightning_memsave.planning.step_time import LEVEL
+from lightning_memsave.planning.variant import MICRO_BATCH, NEAR, RECOMPUTED, Variant
+from lightning_memsave.planning.variants import Variants
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import as_code
@@ -34,8 +30,7 @@ _OUT_OF_TIME = (
     "the search for a plan takes longer than allowed: allow it more seconds, with `time_limit_s=` "
     "of `plan_memory` or `predict=` of `MemSaveCallback`"
 )
-_MENTIONED = 0.02  # of the bytes on the device
-_SLACK, _NEAR = 0.004, 0.1
+_SLACK = 0.004
 # What the allocator adds to a step that was not predicted whole is known roughly only: so much of
 # the estimate is allowed for, more for a setting that is merely nicer to have.
 _RESERVE, _LARGE_RESERVE = 0.02, 0.06
@@ -71,18 +66,19 @@ class PlanSearch:
         self._too_large: set[Variant] = set()  # they were preferred, and did not fit
         self._slack_bytes = 0.0
         self._by_variant: dict[Variant, list[_Candidate]] = {}
-        # With whole batches and in parts; each is looked at as far as was needed.
-        self._on_host = {p: variants.on_host(in_parts=p) for p in (False, True)}
         self._chosen: _Candidate | None = None
         self._room = 0
         self._unchanged_s = 1.0
 
     def find(self, budget_bytes: int) -> MemoryPlan:
         """Find the fastest plan that fits, or raise; when time is over, the best one by then."""
-        self._prepare()
         room = budget_bytes - self._margin_of(budget_bytes)
+        self._variants.look_again(room)
+        self._by_variant = {v: c for v, c in self._by_variant.items() if not v.shown}
+        self._prepare()
         best = self._best(room)
         if best is not None and best.seconds > self._quickest_s * (1 + EQUALLY_FAST):
+            self._variants.slowest_s = best.seconds
             self._look_on_host(room, best.seconds)
             best = self._best(room)
         if best is None and self.is_out_of_time:
@@ -126,7 +122,17 @@ class PlanSearch:
             self._variants.seconds_so_far,
             self._variants.num_predictions,
             (LEVEL[0] * self._unchanged_s, LEVEL[1] * self._unchanged_s),
+            tuple(self._notes(best)),
         )
+
+    def _notes(self, best: _Candidate) -> Iterator[str]:
+        if self.is_out_of_time:
+            yield (
+                f"The search was cut off after {self._variants.seconds_so_far:.0f} s of processor "
+                "time: this is the best plan so far, and a faster one may fit."
+            )
+        if why := self._variants.why_form(best.variant):
+            yield f"On the host with {why}."
 
     def on(self, gpu: Gpu, limit_s: float = math.inf) -> "PlanSearch":
         """Share what was predicted with a search for another GPU with the same kernels."""
@@ -164,8 +170,6 @@ class PlanSearch:
         return [self._plan(c) for c in sorted(ladder.values(), key=self._bytes, reverse=True)]
 
     def _prepare(self) -> None:
-        if self._by_variant:
-            return
         unchanged = self._variants.unchanged()
         if unchanged is None:
             if not self.is_out_of_time:
@@ -185,15 +189,16 @@ class PlanSearch:
         self, room: int, limit_s: float = math.inf, *, in_parts: bool = False
     ) -> bool:
         is_new = False
-        for variant in self._on_host[in_parts]:
+        for variant in self._variants.on_host(in_parts=in_parts):
+            is_new = is_new or variant not in self._by_variant
             self._add(variant)
-            is_new = True
             candidates = self._by_variant[variant]
             quickest_s = min(candidate.seconds for candidate in candidates)
             fitting = self._fastest(candidates, room, _RESERVE)
             is_as_fast = fitting is not None and fitting.seconds <= quickest_s * (1 + EQUALLY_FAST)
             # Each that follows moves what this one moves, and more.
-            if variant.moves_weights and (is_as_fast or quickest_s >= limit_s):
+            is_first = fitting is not None and limit_s == math.inf
+            if variant.moves_weights and (is_first or is_as_fast or quickest_s >= limit_s):
                 break
         return is_new
 
@@ -201,12 +206,14 @@ class PlanSearch:
         if variant in self._by_variant:
             return
         number, kinds = self._variants.num_blocks, self._variants.kinds
-        ways = [()] if variant.costs is None else dict.fromkeys(choices(number, kinds))
-        found = [
+        ways: Iterable[tuple[str, ...]] = [()]
+        if variant.costs is not None:
+            ways = dict.fromkeys(choices(number, kinds))
+        self._by_variant[variant] = [
             _Candidate(variant, kinds, *variant.estimate(kinds), variant.host_bytes(kinds))
             for kinds in ways
+            if not variant.shown or variant.shown >= {*kinds}
         ]
-        self._by_variant[variant] = found
 
     @property
     def _candidates(self) -> list[_Candidate]:
@@ -221,15 +228,14 @@ class PlanSearch:
             wanted = self._wanted(room)
             if wanted is None and any(self._look_on_host(room, in_parts=p) for p in (False, True)):
                 continue
-            wanted = wanted or min(self._unsure(), key=self._bytes)
+            wanted = wanted or min(self._unsure(room), key=self._bytes)
             if id(wanted) in self._verified:
                 break
-            self._verify(wanted)
-            if id(wanted) not in self._verified:  # there was no time for it
+            if not self._verify(wanted):
                 break
             if not self._is_known_to_fit(wanted, room):
                 self._too_large.add(wanted.variant)
-            if room < self._bytes(wanted) < room * (1 + _NEAR):
+            if room < self._bytes(wanted) < room * (1 + NEAR):
                 self._slack_bytes += _SLACK * room
         self._slack_bytes = 0.0
         if wanted is not None and self._is_known_to_fit(wanted, room):
@@ -245,6 +251,8 @@ class PlanSearch:
             return None
         limit_s = fastest.seconds * (1 + EQUALLY_FAST)
         best = self._known_or(fastest, self._candidates, room)
+        if best.variant.moves_weights and id(best) not in self._verified:
+            return best  # the others take long to record
         return self._preferred(best, room, limit_s)
 
     def _known_or(
@@ -292,10 +300,14 @@ class PlanSearch:
                 return self._preferred(self._known_or(found, candidates, room), room, limit_s)
         return best
 
-    # Before a budget is refused, each variant's least is verified: estimates may be too high.
-    def _unsure(self) -> list[_Candidate]:
+    # Before a budget is refused: estimates of what may be enough may be too high.
+    def _unsure(self, room: int) -> list[_Candidate]:
         verified = {c.variant for c in self._candidates if id(c) in self._verified}
-        open_ones = [c for c in self._candidates if c.variant not in verified]
+        open_ones = [
+            c
+            for c in self._candidates
+            if c.variant not in verified and self._bytes(c) <= room * (1 + NEAR)
+        ]
         return open_ones or self._candidates
 
     def _fastest(
@@ -315,10 +327,11 @@ class PlanSearch:
             ),
         )
 
-    def _verify(self, candidate: _Candidate) -> None:
+    # Or says that there was no time for it.
+    def _verify(self, candidate: _Candidate) -> bool:
         prediction = self._variants.predict(candidate.variant, candidate.kinds)
         if prediction is None and self._variants.left_s <= 0:
-            return
+            return False
         self._verified[id(candidate)] = prediction
         if prediction is not None:
             correction = prediction.device_bytes - candidate.estimated_bytes
@@ -326,28 +339,33 @@ class PlanSearch:
             self._corrections |= {variant: correction, (variant, candidate.kinds): correction}
             on_host = prediction.peak.host_bytes - candidate.host_bytes
             self._host_corrections[candidate.variant] = on_host
+            self._variants.correct(candidate.variant, on_host)
+        return True
 
     def _bytes(self, candidate: _Candidate, reserve: float = 0.0) -> float:
         prediction = self._verified.get(id(candidate))
-        host_bytes = candidate.host_bytes + self._host_corrections.get(candidate.variant, 0)
-        if candidate.host_bytes and host_bytes > self._variants.host_budget_bytes:
+        is_offloaded = candidate.variant.is_offloaded
+        if is_offloaded and self._host_bytes(candidate) > self._variants.host_budget_bytes:
             return math.inf
         if prediction is not None:
             return prediction.device_bytes
         if id(candidate) in self._verified:  # it could not be predicted
             return math.inf
         estimate = self._estimate(candidate) + self._slack_bytes
-        costs = candidate.variant.costs
-        is_rough = costs is not None and costs.overhead_bytes > 0
+        is_rough = candidate.variant.overhead_bytes > 0
         if is_rough and candidate.variant.but_optimizer not in self._corrections:
             return estimate * (1 + reserve)
         return estimate
 
+    def _host_bytes(self, candidate: _Candidate) -> int:
+        if prediction := self._verified.get(id(candidate)):
+            return prediction.peak.host_bytes
+        return candidate.host_bytes + self._host_corrections.get(candidate.variant, 0)
+
     def _estimate(self, candidate: _Candidate) -> int:
-        variant = candidate.variant.but_optimizer
-        latest = self._corrections.get(variant, 0)
-        correction = self._corrections.get((variant, candidate.kinds), latest)
-        return candidate.estimated_bytes + correction
+        variant, known = candidate.variant.but_optimizer, self._corrections
+        latest = known.get(variant, 0)
+        return candidate.estimated_bytes + known.get((variant, candidate.kinds), latest)
 
     def _is_known_to_fit(self, candidate: _Candidate, room: int) -> bool:
         return self._verified.get(id(candidate)) is not None and self._bytes(candidate) <= room
@@ -371,29 +389,43 @@ class PlanSearch:
     def _plan(self, candidate: _Candidate) -> Plan:
         settings = self._settings_of(candidate)
         prediction = self._verified.get(id(candidate)) or candidate.variant.prediction
-        costs, num_bytes = candidate.variant.costs, self._estimate(candidate)
-        overhead_bytes = 0 if costs is None else costs.overhead_bytes
-        # All by the same estimate, so that they can be compared.
-        if costs is not None:
-            by_phase = costs.seconds_by_phase(candidate.kinds)
-        else:
-            assert candidate.variant.prediction is not None, "one of the two is there"
-            work = candidate.variant.prediction.work
-            by_phase = dict(step_time(work, self._variants.rates).by_phase)
+        num_bytes = self._estimate(candidate)
+        by_phase = candidate.variant.seconds_by_phase(candidate.kinds, self._variants.rates)
         return Plan(
             settings,
             as_code(self._what_if.step.make_callback, settings),
             self._exactness_of(candidate).value,
-            prediction.peak_bytes if prediction else num_bytes - overhead_bytes,
+            prediction.peak_bytes if prediction else num_bytes - candidate.variant.overhead_bytes,
             prediction.device_bytes if prediction else num_bytes,
             candidate.seconds / self._unchanged_s,
             prediction is not None,
             by_phase,
-            prediction.peak.host_bytes if prediction else 0,
+            self._host_bytes(candidate),
             prediction,
         )
 
-    def _ways_out(self, least_bytes: int) -> str:
+    # With which a plan would fit the device; 0 if none does.
+    def _least_host_bytes(self, room: int) -> int:
+        variants, budget_bytes = self._variants, self._variants.host_budget_bytes
+        if not variants.is_host_short:
+            return 0
+        variants.host_budget_bytes, variants.is_smallest = math.inf, True
+        try:
+            while True:
+                able = [c for c in self._candidates if c.variant.moves_weights]
+                fitting = [c for c in able if self._bytes(c, _RESERVE) <= room]
+                if fitting:
+                    least = min(fitting, key=self._host_bytes)
+                    if id(least) in self._verified:
+                        return self._host_bytes(least)
+                    if not self._verify(least):
+                        return 0
+                elif not self._look_on_host(room):
+                    return 0
+        finally:
+            variants.host_budget_bytes, variants.is_smallest = budget_bytes, False
+
+    def _ways_out(self, least_bytes: int, room: int) -> str:
         gpu = self._what_if.gpu
         ways = [f'`budget="{math.ceil(least_bytes / MIB)}MiB"`']
         if gpu is not None and least_bytes > gpu.total_bytes:
@@ -402,10 +434,9 @@ class PlanSearch:
             ways.append('`exactness="approximate"`')
         if self._given:
             ways.append(f"no {' or '.join(f'`{entry.argument}=`' for entry in self._given)}")
-        if lacking_bytes := self._variants.lacking_host_bytes:
+        if lacking_bytes := self._least_host_bytes(room):
             ways.append(f'`host_budget="{math.ceil(lacking_bytes / MIB)}MiB"` if the host has it')
-        is_one = self._what_if.num_samples == 1
-        ways.append("shorter samples" if is_one else "a smaller batch")
+        ways.append("shorter samples" if self._what_if.num_samples == 1 else "a smaller batch")
         return f"Use {', '.join(ways)}, or a smaller model."
 
     def _refuse(self, budget_bytes: int, room: int) -> NoReturn:
@@ -416,22 +447,13 @@ class PlanSearch:
         least_bytes = smallest.device_bytes
         while least_bytes - self._margin_of(least_bytes) < smallest.device_bytes:
             least_bytes = smallest.device_bytes + self._margin_of(least_bytes)
-        found = smallest.prediction
-        sizes = found.peak.by_category() | {"CUDA context": found.context_bytes} if found else {}
-        made_of = ", ".join(
-            f"{format_bytes(size)} of {name.replace('_', ' ')}"
-            for name, size in sorted(sizes.items(), key=lambda item: -item[1])
-            if size > _MENTIONED * smallest.device_bytes
-        )
-        free = (
-            f" and {format_bytes(budget_bytes - room)} that stay free"
-            if budget_bytes > room
-            else ""
-        )
+        spare_bytes = budget_bytes - room
+        free = f" and {format_bytes(spare_bytes)} that stay free" if spare_bytes else ""
         raise InfeasiblePlanError(
             f"No settings fit a budget of {format_bytes(budget_bytes)}. The least found is "
             f"{format_bytes(smallest.device_bytes)} on the device{free}, with `{smallest.how}`: "
-            f"{made_of or 'estimated from its blocks'}. {self._ways_out(least_bytes)}",
+            f"{smallest.made_of or 'estimated from its blocks'}. "
+            f"{self._ways_out(least_bytes, room)}",
             smallest,
         )
 

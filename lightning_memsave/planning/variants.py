@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from lightning_memsave.core.clock import processor_time_s
@@ -14,84 +14,38 @@ from lightning_memsave.planning.block_costs import KEEP, BlockCosts
 from lightning_memsave.planning.candidates import Candidate, CurrentSettings, single_candidates
 from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.planning.variant import (
+    FINAL,
+    MICRO_BATCH,
+    NEAR,
+    OFFLOAD,
+    ON_HOST,
+    RECOMPUTED,
+    Variant,
+    all_exactness,
+    argument_of,
+    changes_of,
+    exactness_of,
+    form_of,
+    leaving_out,
+    weights_on_host,
+)
 from lightning_memsave.prediction.cuda.gpus import Gpu
 from lightning_memsave.prediction.result import MemoryPrediction
-from lightning_memsave.techniques.offloading.host_budget import (
-    host_budget_bytes,
-    host_bytes_per_parameter,
+from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
+from lightning_memsave.techniques.registry import (
+    BESIDE_OFFLOAD,
+    entries,
+    forms_on_host,
+    unused_details,
 )
-from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries, unused_details
+from lightning_memsave.units import format_bytes
 
-RECOMPUTED = "activation_checkpointing"
-MICRO_BATCH = "micro_batch_size"
-OFFLOAD = "offload"
 _ALL_8BIT = "8-bit optimizer, also for embeddings"
-_OPTIMIZER = ("optimizer", "force_8bit")
-_FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
 _LEFT_ALONE = (RECOMPUTED, MICRO_BATCH, "eval_micro_batch_size")
-# What may be on the host, that which leaves the least on the device last.
-_ON_HOST = (
-    "activations",
-    "optimizer",
-    "parameters",
-    "parameters+activations",
-    "parameters+activations+embeddings",
-)
 # Of the time that is allowed: it is left for predictions of whole plans.
-_FOR_PLANS = 0.3
+_FOR_PLANS = 0.5
 _FASTER, _SMALLER, _MUCH_FASTER = 0.99, 0.999, 0.8
-
-
-@dataclass(eq=False)  # the search compares candidates by their variant
-class Variant:
-    """A step with some settings on, for any choice of recomputed blocks.
-
-    Args:
-        changes: Arguments of `MemSaveCallback`.
-        exactness: Of the least exact of them.
-        beside: Those of them that are no techniques of their own but tried in several ways:
-            micro-batches, and what is on the host with what goes with it.
-        costs: Of its blocks; ``None`` if nothing is chosen about them.
-        prediction: Of the step as it is, where there is no choice.
-        seconds: Estimated, of that prediction.
-        weights_on_host: Bytes that weights and what belongs to them need there.
-    """
-
-    changes: Mapping[str, Any]
-    exactness: Exactness
-    beside: Mapping[str, Any]
-    costs: BlockCosts | None = None
-    prediction: MemoryPrediction | None = None
-    seconds: float = 0.0
-    weights_on_host: int = 0
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether something is on the host."""
-        return OFFLOAD in self.beside
-
-    @property
-    def but_optimizer(self) -> str:
-        """What is on beside an optimizer: estimates of its blocks are wrong by the same bytes."""
-        return repr(sorted((n, v) for n, v in self.changes.items() if n not in _OPTIMIZER))
-
-    @property
-    def moves_weights(self) -> bool:
-        """Whether weights are on the host, which updates them."""
-        return self.beside.get(OFFLOAD) not in (None, _ON_HOST[0])
-
-    def host_bytes(self, kinds: Sequence[str]) -> int:
-        """Estimate bytes on the host."""
-        return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
-
-    def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
-        """Estimate bytes on the device and seconds."""
-        if self.costs is None:
-            assert self.prediction is not None, "one of the two is there"
-            return self.prediction.device_bytes, self.seconds
-        peak_bytes, seconds = self.costs.peak_and_seconds(kinds)
-        return peak_bytes + self.costs.overhead_bytes, seconds
 
 
 class Variants:
@@ -133,10 +87,20 @@ class Variants:
         self.is_cut_short = False
         """Whether time was too short for some variants."""
         given = {**what_if.step.settings, **self._details}
-        self.host_budget_bytes = host_budget_bytes(given.get("host_budget"))
+        self.host_budget_bytes = host_budget_bytes(
+            given.get("host_budget"), is_here=what_if.step.fit is not None
+        )
         """Host memory that a plan may use."""
-        self.lacking_host_bytes = 0
-        """Host memory with which weights could be on the host; 0 if there is enough."""
+        self.is_host_short = False
+        """Whether the host has too little memory for weights in some form."""
+        self.is_smallest = False
+        """Whether to try the smallest form whatever the host has."""
+        self.room: float = math.inf
+        """Bytes on the device: of a variant that needs more in any case not all is recorded."""
+        self.slowest_s = math.inf
+        """Seconds of a step: of a variant that takes longer in any case not all is recorded."""
+        # By form: what predictions of whole steps needed beyond estimates.
+        self._excess: dict[str, int] = {}
         self._known: dict[str, Variant | None] = {}
         self._blocks = RecordedBlocks(what_if)
         if RECOMPUTED in self._open:
@@ -189,6 +153,7 @@ class Variants:
         other = copy.copy(self)
         other.what_if, other._blocks = moved(self.what_if), self._blocks.moved(moved)
         other.rates, other._known, other.is_cut_short = rates, {}, False
+        other._excess = {}
         other._start_s, other._limit_s = processor_time_s(), limit_s
         other._num_before += self.num_predictions
         return other
@@ -203,6 +168,11 @@ class Variants:
         kinds = self.kinds[:1] * self.num_blocks
         return self.settings({RECOMPUTED: value_of(kinds)} if kinds else {})
 
+    def look_again(self, room: float) -> None:
+        """Record anew what was left because there was less room on the device."""
+        self._known = {n: v for n, v in self._known.items() if v is None or not v.shown}
+        self.room, self.slowest_s = room, math.inf
+
     def unchanged(self) -> Variant | None:
         """Record the step with nothing on."""
         return self._record([])
@@ -216,7 +186,9 @@ class Variants:
         """
         chosen = self._helpful()
         found = [self.unchanged(), self._record(chosen)]
-        found += [self._record(_without(chosen, one)) for one in chosen]
+        if self._is_full(found[-1]):
+            return [variant for variant in found if variant is not None]
+        found += [self._record(leaving_out(chosen, one)) for one in chosen]
         times = [v.estimate([KEEP] * self.num_blocks)[1] for v in found[:2] if v is not None]
         if times[-1] > _MUCH_FASTER * times[0]:  # else what is more exact is slower
             for limit in (Exactness.BITWISE, Exactness.ROUNDING):
@@ -239,14 +211,34 @@ class Variants:
         if OFFLOAD not in self._open or self.what_if.device == "cpu":
             return
         chosen = self._helpful()
-        ways = [self._beside_offload(kind, chosen) for kind in _ON_HOST]
-        ways = [way for way in ways if self._has_host_bytes(_changes(chosen, way))]
-        if in_parts:
-            ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
-        for way in ways:
-            found = self._record([c for c in chosen if _argument(c) not in way], way)
+        tried: set[str] = set()  # forms may become smaller meanwhile
+        kinds = ON_HOST[1:] if self._is_full(self._record(chosen)) else ON_HOST
+        while True:
+            forms = [self._form(kind, chosen) for kind in kinds]
+            ways = [way for way in forms if way is not None]
+            if in_parts:
+                ways = [way | parts for way in ways[-2:] for parts in self._micro_batches()]
+            new = [way for way in ways if repr(way) not in tried]
+            if not new:
+                return
+            tried.add(repr(new[0]))
+            found = self._record([c for c in chosen if argument_of(c) not in new[0]], new[0])
             if found is not None:
                 yield found
+
+    # Whether what is there before a step is too much, whatever blocks save.
+    def _is_full(self, variant: Variant | None) -> bool:
+        return (
+            variant is not None
+            and variant.costs is not None
+            and variant.costs.held_bytes(self.kinds[:1] * self.num_blocks) > self.room * (1 + NEAR)
+        )
+
+    def correct(self, variant: Variant, excess_bytes: int) -> None:
+        """Learn by how much a whole step needs more on the host than was estimated."""
+        if variant.moves_weights:
+            form = form_of(variant.changes)
+            self._excess[form] = max(excess_bytes, self._excess.get(form, 0))
 
     def without_each(
         self, variant: Variant, is_worth_it: Callable[[Mapping[str, Any]], bool]
@@ -263,10 +255,12 @@ class Variants:
         """
         beside = variant.beside
         on = self._on_in(variant)
-        unwanted = [c for c in on if _of(c).rank or not c.changes.keys().isdisjoint(_FINAL)]
-        for one in sorted(unwanted, key=lambda c: _of(c).rank, reverse=True):
+        unwanted = [c for c in on if exactness_of(c).rank or not c.changes.keys().isdisjoint(FINAL)]
+        for one in sorted(unwanted, key=lambda c: exactness_of(c).rank, reverse=True):
             for rest in self._less(on, one):
-                if not is_worth_it(_changes(rest, beside)):
+                changes = changes_of(rest, beside)
+                is_small = self._weights_on_host(changes) <= self.host_budget_bytes
+                if not is_small or not is_worth_it(changes):
                     continue
                 found = self._record(rest, beside)
                 if found is not None and len(found.changes) < len(variant.changes):
@@ -309,14 +303,17 @@ class Variants:
     def _helpful(self) -> list[Candidate]:
         found = self._options()
         # Of several values of an argument the last one saves the most.
-        chosen = list({_argument(c): c for c in found}.values())
+        chosen = list({argument_of(c): c for c in found}.values())
         for one in list(chosen):
-            with_it, without = self._record(chosen), self._record(_without(chosen, one))
+            with_it = self._record(chosen)
+            if self._is_full(with_it):  # all of it is needed
+                break
+            without = self._record(leaving_out(chosen, one))
             if with_it is None:
-                chosen = chosen if without is None else _without(chosen, one)
+                chosen = chosen if without is None else leaving_out(chosen, one)
             # Estimated from few blocks, which updates in backward may treat as one group.
-            elif without and _of(one).rank and not self._helps(with_it, without):
-                chosen = _without(chosen, one)
+            elif without and exactness_of(one).rank and not self._helps(with_it, without):
+                chosen = leaving_out(chosen, one)
         if self._record(chosen) is None:  # more than one of them is impossible
             chosen = [one for one in chosen if self._record([one]) is not None]
         return chosen
@@ -324,7 +321,7 @@ class Variants:
     # Without a setting, or with a value of it that changes less, such as 8-bit state without that
     # of embeddings.
     def _less(self, chosen: Sequence[Candidate], one: Candidate) -> Iterator[list[Candidate]]:
-        rest = _without(chosen, one)
+        rest = leaving_out(chosen, one)
         yield rest
         for other in self._options():
             if other.changes.items() < one.changes.items():
@@ -374,7 +371,7 @@ class Variants:
             one
             for one in found
             if self.exactness.allows(Exactness(one.exactness))
-            and _argument(one) not in _LEFT_ALONE
+            and argument_of(one) not in _LEFT_ALONE
             and all(self._may_set(name, value) for name, value in one.changes.items())
         ]
 
@@ -394,33 +391,61 @@ class Variants:
         sizes = dict.fromkeys(max(1, number >> n) for n in range(1, number.bit_length()))
         return [{MICRO_BATCH: size} for size in sizes]
 
-    def _beside_offload(self, kind: str, chosen: Sequence[Candidate]) -> dict[str, Any]:
-        if kind == _ON_HOST[0]:
-            return {OFFLOAD: kind}
-        names = {*map(_argument, chosen)}
-        beside = {n: v if n in names else None for n, v in BESIDE_OFFLOAD.items()}
-        return {n: v for n, v in beside.items() if n in self._open} | {OFFLOAD: kind}
+    # The fastest for which the host has enough memory.
+    def _form(self, kind: str, chosen: Sequence[Candidate]) -> dict[str, Any] | None:
+        forms = list(self._forms(kind, chosen))
+        if self.is_smallest:
+            return forms[-1]
+        for form in forms:
+            changes = changes_of(chosen, form)
+            needed = self._weights_on_host(changes) + self._excess.get(form_of(changes), 0)
+            if needed <= self.host_budget_bytes:
+                return form
+            self.is_host_short = True
+        return None
 
-    def _has_host_bytes(self, changes: Mapping[str, Any]) -> bool:
-        needed = self._weights_on_host(changes)
-        if needed > self.host_budget_bytes:
-            self.lacking_host_bytes = min(needed, self.lacking_host_bytes or needed)
-        return needed <= self.host_budget_bytes
+    def _forms(self, kind: str, chosen: Sequence[Candidate]) -> Iterator[dict[str, Any]]:
+        if kind == ON_HOST[0]:
+            yield {OFFLOAD: kind}
+            return
+        names = {*map(argument_of, chosen)}
+        form = {n: v if n in names else None for n, v in BESIDE_OFFLOAD.items()}
+        form = {n: v for n, v in form.items() if n in self._open} | {OFFLOAD: kind}
 
-    # Of the whole model; recorded ones have few blocks.
+        def may_set(name: str, value: Any) -> bool:
+            is_new = name != OFFLOAD and (name not in FINAL or name not in names)
+            exact = all(map(self.exactness.allows, all_exactness({name: value})))
+            return is_new and exact and self._may_set(name, value)
+
+        yield from forms_on_host(form, may_set)
+
+    def why_form(self, variant: Variant) -> str:
+        """Say why a variant keeps things on the host in another form than the fastest."""
+        chosen, kind = self._helpful(), variant.beside.get(OFFLOAD)
+        faster = ""
+        for form in [] if kind is None else self._forms(kind, chosen):
+            if form.items() <= variant.beside.items():
+                return faster
+            needed = self._weights_on_host(changes_of(chosen, form))
+            smaller = {n: v for n, v in variant.beside.items() if v != form.get(n)}
+            smaller = {n: v for n, v in smaller.items() if n not in (MICRO_BATCH, OFFLOAD)}
+            names = ", ".join(f"{n}={v!r}" for n, v in smaller.items())
+            faster = (
+                f"{names}: without, weights and what belongs to them need {format_bytes(needed)} "
+                f"on the host, and `host_budget` is {format_bytes(int(self.host_budget_bytes))}"
+            )
+        return ""
+
     def _weights_on_host(self, changes: Mapping[str, Any]) -> int:
-        if changes.get(OFFLOAD) in (None, _ON_HOST[0]):
-            return 0
-        trained = [p for p in self.what_if.table.parameters if p.is_trainable is not False]
-        per_parameter = host_bytes_per_parameter({**self.what_if.step.settings, **changes})
-        return per_parameter * sum(parameter.num_elements for parameter in trained)
+        what_if = self.what_if
+        return weights_on_host({**what_if.step.settings, **changes}, what_if.table)
 
     def _record(
         self, on: Sequence[Candidate], beside: Mapping[str, Any] | None = None
     ) -> Variant | None:
         beside = beside or {}
-        changes = _changes(on, beside)
-        found = [Exactness.BITWISE, *map(_of, on), *_exactness_of(beside)]
+        changes = changes_of(on, beside)
+        found = [Exactness.BITWISE, *map(exactness_of, on), *all_exactness(beside)]
         exactness = max(found, key=lambda exactness: exactness.rank)
         key = repr(sorted(changes.items()))
         if not self.exactness.allows(exactness):
@@ -444,47 +469,31 @@ class Variants:
             prediction = predict(self.settings(changes))
             seconds = self.seconds(prediction)
             return Variant(changes, exactness, beside, None, prediction, seconds, on_host)
-        recorded, names = [], self._blocks.names
+        blocks, names = self._blocks, self._blocks.names
         is_moved = (OFFLOAD in beside) or self.what_if.step.settings.get(OFFLOAD) is not None
-        for kinds in self._blocks.assignments(by_place=is_moved):
+        ways = [*enumerate(blocks.assignments(by_place=is_moved))]
+        if OFFLOAD in beside:  # those that tell most come first
+            first = [self.kinds[0], KEEP][:: 1 if self.slowest_s == math.inf else -1]
+            ways.sort(key=lambda way: [*first, way[1][0]].index(way[1][0]))
+        recorded: dict[int, tuple[dict[str, str], MemoryPrediction]] = {}
+        found: Variant | None = None
+        for place, kinds in ways:
             settings = self.settings({**changes, RECOMPUTED: value_of(kinds)})
-            prediction = predict(settings)
-            recorded.append((dict(zip(names, kinds, strict=True)), prediction))
-        costs = BlockCosts(
-            self._blocks.runs,
-            recorded,
-            self._blocks.sizes,
-            self.rates,
-            by_place=is_moved,
-        )
-        return Variant(changes, exactness, beside, costs, weights_on_host=on_host)
-
-
-def _of(one: Candidate) -> Exactness:
-    return Exactness(one.exactness)
-
-
-def _argument(one: Candidate) -> str:
-    return next(iter(one.changes))
-
-
-def _without(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
-    return [c for c in chosen if _argument(c) != _argument(one)]
-
-
-def _changes(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for one in on for name, value in one.changes.items()} | {**beside}
-
-
-def _exactness_of(values: Mapping[str, Any]) -> Iterator[Exactness]:
-    if MICRO_BATCH in values:
-        yield Exactness.ROUNDING
-    for entry in entries():
-        value = values.get(entry.argument)
-        if entry.technique is not None and value is not None and entry.argument != MICRO_BATCH:
-            technique = entry.technique.from_value(value)
-            assert technique is not None, "it is on"
-            yield technique.exactness
-            # A CPU rounds updates in another way than a GPU.
-            if isinstance(technique, Offloading) and technique.has_weights:
-                yield Exactness.ROUNDING
+            try:
+                prediction = predict(settings)
+            except ImpossibleVariantError:
+                if found is None or OFFLOAD not in beside or self._left_to_record_s > 0:
+                    raise
+                self.is_cut_short = True
+                break
+            recorded[place] = dict(zip(names, kinds, strict=True)), prediction
+            in_order = [recorded[place] for place in sorted(recorded)]
+            costs = BlockCosts(blocks.runs, in_order, blocks.sizes, self.rates, by_place=is_moved)
+            found = Variant(changes, exactness, beside, costs, weights_on_host=on_host)
+            if OFFLOAD in beside and len(recorded) < len(ways):
+                found.shown = frozenset(kinds[0] for _, kinds in ways[: len(recorded)])
+                limits = self.room, self.slowest_s, self.host_budget_bytes
+                if found.tells_enough(self.kinds[0], self.num_blocks, *limits):
+                    break
+        assert found is not None, "blocks can be kept"
+        return found

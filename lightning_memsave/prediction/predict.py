@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
 from lightning_memsave.core.clock import processor_time_s
 from lightning_memsave.core.memory import MemoryBreakdown
 from lightning_memsave.core.nested import count_samples, find_shared_leaves, split_samples
@@ -46,6 +48,11 @@ from lightning_memsave.prediction.simulate import (
 )
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.prediction.wrapped_module import inner_of, unwrap
+from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
+    MIN_PAGED_NUMEL,
+    PAGED_STATES,
+)
+from lightning_memsave.techniques.offloading.host_budget import SMALLER_FORM
 from lightning_memsave.trainer.nested_fit import quiet
 from lightning_memsave.trainer.precision import half_precision_on_cpu
 from lightning_memsave.trainer.trainer import package_of
@@ -64,6 +71,7 @@ def summarise(
     assumptions: Sequence[str] = (),
     guesses: Sequence[str] = (),
     context_bytes: int = 0,
+    pageable_bytes: int = 0,
 ) -> MemoryPrediction:
     """Build a `MemoryPrediction` from a `Recording`.
 
@@ -79,6 +87,7 @@ def summarise(
         assumptions: Assumptions of the prediction, one line each.
         guesses: Guessed values of tensors, one line each.
         context_bytes: Bytes of the CUDA context.
+        pageable_bytes: As in `MemoryPrediction`.
 
     Returns:
         The prediction.
@@ -124,6 +133,7 @@ def summarise(
         **blocks,
         workspace_bytes=sum(workspaces),
         context_bytes=context_bytes,
+        pageable_bytes=pageable_bytes,
         settings=dict(settings or {}),
         ineffective=dict(ineffective or {}),
         assumptions=tuple(assumptions),
@@ -234,6 +244,28 @@ def _out_of_time(limit_s: float, most_asked: str) -> str:
     return f"simulating the step takes more than {limit_s:g} seconds{why}"
 
 
+@dataclass
+class _PagedState:
+    """Counts what of the optimizers' state is paged where they are."""
+
+    is_paged: bool
+    num_bytes: int = 0
+
+    @contextlib.contextmanager
+    def looking(self) -> Iterator[None]:
+        hook = register_optimizer_step_post_hook(self._note) if self.is_paged else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _note(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        states = [s for p, s in optimizer.state.items() if p.numel() >= MIN_PAGED_NUMEL]
+        found = [s[key] for s in states for key in PAGED_STATES if key in s]
+        self.num_bytes = max(self.num_bytes, sum(tensor.nbytes for tensor in found))
+
+
 @dataclass(frozen=True)
 class _Predictor:
     step: TrainingStep
@@ -270,7 +302,9 @@ class _Predictor:
             emulation=emulation if on_cuda else contextlib.nullcontext,
             deadline_s=self.deadline_s,
         )
-        recording = simulate_steps(module, batch, [callback], settings)
+        paged = _PagedState(is_paged=arguments["optimizer"] != step.arguments["optimizer"])
+        with paged.looking():
+            recording = simulate_steps(module, batch, [callback], settings)
         factor = num_passed / min(num_accumulated, MAX_ACCUMULATED) / share
         recording.work = recording.work.for_batches(factor)
         return summarise(
@@ -288,10 +322,12 @@ class _Predictor:
             ineffective=step.emulated | _ineffective(callback.rows),
             assumptions=[
                 *assumptions,
+                *_forms(callback.rows),
                 *(self._cuda_assumptions(recording) if on_cuda else (_SCRATCH,)),
                 *(() if recording.has_loss else (_NO_LOSS,)),
             ],
             guesses=self.fakes.guesses,
+            pageable_bytes=paged.num_bytes if on_cuda else 0,
             context_bytes=context_bytes(step.capability)
             + distributed_bytes(step.capability, fit.num_processes)
             if on_cuda
@@ -310,6 +346,11 @@ class _Predictor:
 def _accumulation_setting(arguments: Mapping[str, Any]) -> dict[str, str]:
     num_batches = arguments["accumulate_grad_batches"]
     return {} if num_batches is None else {"accumulate_grad_batches": str(num_batches)}
+
+
+def _forms(rows: Sequence[Row]) -> list[str]:
+    details = [detail for row in rows if row.name == "offload" for detail in row.details]
+    return [f"Offloaded {line}." for line in details if line.startswith(SMALLER_FORM)]
 
 
 def _ineffective(rows: Sequence[Row]) -> dict[str, str]:
@@ -337,8 +378,8 @@ def simulated_arguments(
     if isinstance(optimizer, str) and optimizer.startswith(_PAGED):
         arguments["optimizer"] = optimizer.removeprefix(_PAGED)
         assumptions.append(
-            "The paged optimizer state stays on the device: CUDA moves it to the host only when "
-            "memory is short."
+            "CUDA moves paged optimizer state to the host only when memory is short, and that of "
+            "small parameters never."
         )
     if arguments["accumulate_grad_batches"] is not None:
         arguments["accumulate_grad_batches"] = min(arguments["accumulate_grad_batches"], 2)

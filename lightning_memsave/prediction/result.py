@@ -90,12 +90,14 @@ class GpuFit:
         needed_bytes: Smallest GPU memory that the step runs with, including the CUDA context.
         tensor_bytes: Bytes of tensors and CUDA context, without gaps between allocator blocks.
         used_bytes: Bytes that the process uses on a GPU with enough memory.
+        pageable_bytes: Those of ``needed_bytes`` that may be in host memory instead.
     """
 
     gpu: Gpu
     needed_bytes: int
     tensor_bytes: int
     used_bytes: int = 0
+    pageable_bytes: int = 0
 
     def __bool__(self) -> bool:
         return self.fits
@@ -103,16 +105,21 @@ class GpuFit:
     @property
     def fits(self) -> bool:
         """Whether the predicted memory fits the GPU."""
-        return self.spare_bytes >= 0
+        return self.spare_bytes + self.pageable_bytes >= 0
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes left on the GPU; negative if the step does not fit."""
+        """Bytes left on the GPU; negative if the step does not fit, or not without paging."""
         return self.gpu.total_bytes - self.needed_bytes
 
     @property
     def note(self) -> str:
         """Advice if the result is close; empty if it is clear."""
+        if self.fits and self.spare_bytes < 0:
+            return (
+                f"with {format_bytes(-self.spare_bytes)} of its optimizer state in host memory, of "
+                f"{format_bytes(self.pageable_bytes)} that may be paged: it moves in each step"
+            )
         if self.fits and self.spare_bytes < _TIGHT * self.gpu.total_bytes:
             return "barely: the rest is smaller than the error of the prediction may be"
         advice = "" if AllocatorSettings.of_environment().expandable_segments else _EXPANDABLE
@@ -136,6 +143,7 @@ class GpuFit:
             "total_bytes": self.gpu.total_bytes,
             "needed_bytes": self.needed_bytes,
             "spare_bytes": self.spare_bytes,
+            "pageable_bytes": self.pageable_bytes,
             "fits": self.fits,
             "note": self.note,
         }
@@ -143,6 +151,8 @@ class GpuFit:
     def __str__(self) -> str:
         verb = "fits" if self.fits else "does not fit"
         over = f"{format_bytes(abs(self.spare_bytes))} {'left' if self.fits else 'too much'}"
+        if self.fits and self.spare_bytes < 0:
+            over = f"{format_bytes(-self.spare_bytes)} paged to the host"
         return (
             f"{verb} {self.gpu.name} ({format_bytes(self.gpu.total_bytes)}): it needs "
             f"{format_bytes(self.needed_bytes)}, {over}"
@@ -177,6 +187,8 @@ class MemoryPrediction(JupyterMixin):
         kept_gradient_bytes: Bytes of gradients that can stay on the device without a higher peak,
             where `OptimizerInBackward` would else hold them on the host until the end of backward.
         workspace_bytes: Bytes of cuBLAS workspaces, a part of ``other``; 0 on a CPU.
+        pageable_bytes: Bytes of a paged optimizer's state, a part of the peak, which CUDA moves to
+            the host when memory is short; all else must stay.
         settings: Active settings, name and value as in the table at the start of fit.
         ineffective: Requested settings that are off or change nothing: name, and value with the
             reason.
@@ -209,6 +221,7 @@ class MemoryPrediction(JupyterMixin):
     context_bytes: int = 0
     workspace_bytes: int = 0
     kept_gradient_bytes: int = 0
+    pageable_bytes: int = 0
     settings: Mapping[str, str] = field(default_factory=dict)
     ineffective: Mapping[str, str] = field(default_factory=dict)
     assumptions: tuple[str, ...] = ()
@@ -245,7 +258,7 @@ class MemoryPrediction(JupyterMixin):
         """
         tensor_bytes = self.measurable_bytes + self.context_bytes
         used_bytes = (self.reserved_bytes or 0) + self.context_bytes
-        return GpuFit(gpu, self.device_bytes, tensor_bytes, used_bytes)
+        return GpuFit(gpu, self.device_bytes, tensor_bytes, used_bytes, self.pageable_bytes)
 
     @property
     def measurable_bytes(self) -> int:
@@ -277,6 +290,7 @@ class MemoryPrediction(JupyterMixin):
             "context_bytes": self.context_bytes,
             "workspace_bytes": self.workspace_bytes,
             "kept_gradient_bytes": self.kept_gradient_bytes,
+            "pageable_bytes": self.pageable_bytes,
             "by_phase": {
                 phase: {"peak_bytes": memory.total_bytes, "by_category": memory.by_category()}
                 for phase, memory in self.by_phase.items()
@@ -407,6 +421,14 @@ def headline(prediction: MemoryPrediction) -> list[RenderableType]:
         where = f" in `{prediction.peak_module}`" if prediction.peak_module else ""
         running = f" ({prediction.peak_op}{where})" if prediction.peak_op else ""
         lines.append(Text(f"peak in {prediction.peak_phase}{running}"))
+    if prediction.pageable_bytes:
+        paged, least = prediction.pageable_bytes, prediction.device_bytes
+        lines.append(
+            Text(
+                f"of which {format_bytes(paged)} of optimizer state may be paged to the host, and "
+                f"{format_bytes(least - paged)} must stay"
+            )
+        )
     if prediction.peak.host_bytes:
         host = format_bytes(prediction.peak.host_bytes)
         what = "gradients, kept to repeat a batch after an OOM"

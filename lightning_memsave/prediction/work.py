@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from lightning_memsave.core.memory import HOST, category_in_context, is_host
+from lightning_memsave.core.memory import HOST, category_in_context, is_host, repeats_in_context
 from lightning_memsave.measure.live_tensors import in_backward
 from lightning_memsave.measure.storages import operands, storages_of
 
@@ -144,7 +144,8 @@ class WorkCounter:
         num_launches = math.ceil(len(args[0]) / _TENSORS_PER_LAUNCH) if traits.is_list else 1
         phase = _phase(in_step)
         module = "" if in_step else module_of(phase)
-        self._counts[Kernel(phase, kind, dtype, flop, num_bytes, num_launches, module)] += 1
+        kernel = Kernel(phase, kind, dtype, flop, num_bytes, num_launches, module)
+        self._counts[kernel] += repeats_in_context()
 
     # Torch's formulas take longer than all else here, and blocks repeat.
     def _flop_of(

@@ -1,7 +1,7 @@
 """Registry of the techniques and Trainer settings of `MemSaveCallback`, and of its stacks."""
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,9 +111,19 @@ STACKS = ("off", *_ON)
 the least memory on a single GPU without and with host memory."""
 BARE = "classic"
 """The default stack."""
+SMALLER_STACK = "single_gpu"
+"""What takes the place of `stack="offload"` where nothing can be on the host."""
 BESIDE_OFFLOAD: Mapping[str, Any] = {"optimizer": None, "low_precision_weights": "master"}
 """What takes the place of other values where weights are on the host: there is room for whole
 state, and updates are made in float32."""
+_SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
+    # Updates of single rows of a table are known for whole state only.
+    {"optimizer": "8bit", "force_8bit": ("*",), "offload": "parameters+activations"},
+    {"low_precision_weights": "split"},
+    {"optimizer_in_backward": True},
+)
+"""What makes that smaller, one after the other, from fast to small."""
+_FINAL = ("optimizer_in_backward",)  # not beside clipping of norms
 _ALWAYS = ("micro_batch_size", "eval_micro_batch_size")
 _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
@@ -165,6 +175,28 @@ def unused_details(settings: Mapping[str, Any], names: Collection[str]) -> dict[
     return {n: v for n, v in found if n not in used}
 
 
+def forms_on_host(
+    form: Mapping[str, Any], may_set: Callable[[str, Any], bool]
+) -> Iterator[dict[str, Any]]:
+    """List what may take the place of other values where weights are on the host.
+
+    Args:
+        form: The fastest, as `BESIDE_OFFLOAD` has it.
+        may_set: Says of an argument and a value whether it is open.
+
+    Yields:
+        Forms from fast to small: each has the settings of those before it.
+    """
+    form = dict(form)
+    yield dict(form)
+    for smaller in _SMALLER_ON_HOST:
+        name, value = next(iter(smaller.items()))
+        is_split = name == LowPrecisionWeights.argument
+        if may_set(name, value) and (not is_split or form.get(name) == "master"):
+            form |= {n: v for n, v in smaller.items() if n == name or may_set(n, v)}
+            yield dict(form)
+
+
 def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
     """Replace ``"auto"`` by the values of a plan.
 
@@ -188,11 +220,44 @@ def with_plan(arguments: Mapping[str, Any], settings: Mapping[str, Any]) -> dict
     return {**arguments, **values, "from_stack": left_out}
 
 
-def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """List what a stack may set beside weights on the host, from fast to small.
+
+    Args:
+        arguments: As for `with_stack`.
+
+    Yields:
+        What differs from `with_stack`; at first nothing.
+    """
+    found = with_stack(arguments)
+    stack = BARE if arguments["stack"] is None else arguments["stack"]
+    limit = Exactness(arguments["exactness"])
+    on = {e.argument for e in _ENTRIES if stack == "offload" or getattr(e, stack, None) is not None}
+    exactness = {e.argument: e.exactness for e in _ENTRIES}
+
+    def may_set(name: str, value: Any) -> bool:
+        if name == "force_8bit":
+            return stack == "offload" and not arguments[name]
+        if name == "offload":
+            return bool(arguments[name] == "auto")
+        if name == "optimizer" and "embeddings" in str(arguments["offload"]):
+            return False
+        is_open = name in found["from_stack"] and stack != "off"
+        return is_open and (name in on or name in _FINAL) and limit.allows(exactness[name])
+
+    first = {name: found[name] for name in found["from_stack"]}
+    for form in forms_on_host(first, may_set):
+        yield {n: v for n, v in form.items() if n not in found or v != found[n]}
+
+
+def with_stack(
+    arguments: Mapping[str, Any], form: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Replace ``"auto"`` by the values of the stack; with a budget, by those without a plan yet.
 
     Args:
         arguments: All arguments of `MemSaveCallback` by name.
+        form: One of `stack_forms`.
 
     Returns:
         The arguments, and under ``from_stack`` the names of those whose value comes from the stack.
@@ -212,9 +277,9 @@ def with_stack(arguments: Mapping[str, Any]) -> dict[str, Any]:
     missing = {name: value for name, value in values.items() if arguments[name] == "auto"}
     what = getattr(arguments["offload"], "what", arguments["offload"])
     if what is True or not {"optimizer", "parameters"}.isdisjoint(str(what).split("+")):
-        off = ("optimizer_in_backward",)
         instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
-        missing |= instead | dict.fromkeys((n for n in off if n in missing), None)
+        missing |= instead | dict.fromkeys((n for n in _FINAL if n in missing), None)
+    missing |= form or {}
     # The stack's `force_8bit` applies to every 8-bit optimizer chosen by name, unless the user set
     # it; a `LowBitOptimizer` object has its own.
     optimizer = missing.get("optimizer", arguments["optimizer"])

@@ -96,7 +96,7 @@ def count_by_category(architecture: Architecture, settings: Mapping[str, Any]) -
     with quiet(), contextlib.ExitStack() as until_end:  # closed whatever the fit raises
         # A prediction is of the training steps, without the proof before the first one.
         patch = until_end.enter_context(pytest.MonkeyPatch.context())
-        patch.setattr(MicroBatchSetting, "_prove", lambda *_: proven)
+        patch.setattr(MicroBatchSetting, "prove", lambda *_: proven)
         counter = _Counter(until_end)
         trainer = pl.Trainer(
             accelerator="cpu",

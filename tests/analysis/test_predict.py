@@ -5,8 +5,10 @@ import functools
 import gc
 import importlib
 import threading
+from dataclasses import replace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,8 +16,10 @@ from torch import Tensor, nn
 from lightning_memsave import ActivationCheckpointing
 from lightning_memsave.analysis.predict import predict_memory
 from lightning_memsave.core.nested import map_tensors
-from lightning_memsave.errors import ConfigurationError, NoEffectWarning
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, NoEffectWarning
 from lightning_memsave.measure.storages import tensors_in
+from lightning_memsave.prediction.cuda.gpus import parse_gpu
+from lightning_memsave.units import format_bytes
 from tests.analysis.architectures import ARCHITECTURES, SETTINGS, Architecture, Lit
 from tests.analysis.counting import count, count_by_category, predict, settings_for
 from tests.helpers import ResidentGrowth, set_clock
@@ -280,6 +284,38 @@ def test_never_allocates_the_model() -> None:
         prediction = predict_memory(lambda: GPT2LMHeadModel(config), batch)
     assert prediction.num_parameters == 1_803_020_800
     assert growth.num_bytes < 2**30  # the weights alone would be 6.7 GiB
+
+
+@pytest.mark.parametrize("settings", [{"stack": "offload"}, {"offload": "optimizer"}])
+def test_does_not_depend_on_the_memory_of_this_machine(settings: dict[str, Any]) -> None:
+    """Half of what is free here would not do, and another machine may have more."""
+    width = int((psutil.virtual_memory().available / 16) ** 0.5)
+    model, batch = functools.partial(nn.Linear, width, width, bias=False), torch.ones(1, width)
+    prediction = predict_memory(model, batch, settings=settings)
+    assert prediction.peak.host_bytes > 15 * width**2
+    assert f"and {format_bytes(prediction.peak.host_bytes)} on the host" in str(prediction)
+    settings = {"offload": "optimizer", "host_budget": 15 * width**2}
+    with pytest.raises(IncompatibleError, match="of host memory: `host_budget` is "):
+        predict_memory(model, batch, settings=settings)
+
+
+def test_says_what_of_paged_state_must_stay() -> None:
+    """State of the last layer is small, and its scales are never paged."""
+    model = nn.Sequential(nn.Linear(2**12, 2**12), nn.Linear(2**12, 16))
+    paged, plain = (
+        predict_memory(model, torch.ones(4, 2**12), settings={"optimizer": name})
+        for name in ("paged_8bit", "8bit")
+    )
+    assert (paged.pageable_bytes, plain.pageable_bytes) == (2 * 2**24, 0)
+    assert paged.device_bytes == plain.device_bytes
+    least = paged.device_bytes - paged.pageable_bytes
+    assert f"may be paged to the host, and {format_bytes(least)} must stay" in str(paged)
+    gpu = parse_gpu("2GiB")
+    for total_bytes in (paged.device_bytes, least, least - 1):
+        fit, other = (p.fits(replace(gpu, total_bytes=total_bytes)) for p in (paged, plain))
+        assert fit.fits == (total_bytes >= least)
+        assert other.fits == (total_bytes >= plain.device_bytes)
+        assert ("of its optimizer state in host memory" in fit.note) == (total_bytes == least)
 
 
 def test_names_the_model_and_not_what_trains_it() -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_memsave import MemSaveCallback
+from lightning_memsave.core.blocks import find_blocks
 from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.trainer_facts import TrainerFacts
 from lightning_memsave.errors import ConfigurationError, IncompatibleError
@@ -697,6 +698,9 @@ def test_host_budget_is_compared_with_what_all_settings_need(settings, num_bytes
     lit = make_lit()
     needed = num_bytes * sum(p.numel() for p in lit.parameters())
     how = {"precision": "bf16-mixed"} | settings
+    if "optimizer_in_backward" in settings:  # gradients of two blocks
+        largest = sum(p.numel() for p in find_blocks(lit)[0].module.parameters())
+        needed += 2 * (2 if "low_precision_weights" in settings else 4) * largest
     with pytest.raises(IncompatibleError, match=f"host_budget={needed}`"):
         fit(lit, only(host_budget=needed - 1, **how))
 
@@ -727,6 +731,59 @@ class TestStack:
         assert reason in row.details[-2]
         assert row.exactness == "bitwise"
         assert not any("no embedding" in detail for detail in row.details)
+
+    @pytest.mark.parametrize(
+        ("num_bytes", "settings"),
+        [
+            (18, {"low_precision_weights": "'master'"}),
+            (12, {"low_precision_weights": "'master'", "optimizer": "'8bit'"}),
+            (10, {"low_precision_weights": "'split'", "optimizer": "'8bit'"}),
+            (
+                9,
+                {
+                    "low_precision_weights": "'split'",
+                    "optimizer": "'8bit'",
+                    "optimizer_in_backward": "True",
+                },
+            ),
+        ],
+    )
+    def test_takes_the_fastest_form_for_which_the_host_has_memory(self, num_bytes, settings):
+        lit = make_lit(model="transformer")
+        num_elements = sum(p.numel() for p in lit.parameters())
+        callback = MemSaveCallback(
+            stack="offload", host_budget=num_bytes * num_elements, predict=False, report=False
+        )
+        fit(lit, callback)
+        rows = rows_of(callback)
+        names = ("low_precision_weights", "optimizer", "optimizer_in_backward")
+        assert {n: rows[n].value for n in names if n in rows} == settings
+        why = [d for d in rows["offload"].details if d.startswith("in a smaller form: ")]
+        assert len(why) == (num_bytes < 18)
+        assert all("without, the host needs " in detail for detail in why)
+
+    def test_without_memory_on_the_host_is_the_next_smaller_stack(self):
+        rows = []
+        for settings in ({"stack": "offload", "host_budget": 2**10}, {"stack": "single_gpu"}):
+            callback = MemSaveCallback(predict=False, report=False, **settings)
+            fit(make_lit(model="transformer"), callback)
+            rows.append(rows_of(callback))
+        least = rows[0].pop("offload")
+        assert least.status == "off"
+        assert "of host memory: `host_budget` is 1.00 KiB; as `stack='single_gpu'`" in str(least)
+        assert rows[0] | {"stack": None} == rows[1] | {"stack": None}
+
+    def test_of_others_yields_to_what_the_host_has(self):
+        lit = make_lit(model="transformer")
+        needed = 12 * sum(p.numel() for p in lit.parameters())
+        how: dict[str, Any] = {"stack": "classic", "predict": False, "report": False}
+        callback = MemSaveCallback(offload="optimizer", host_budget=needed, **how)
+        fit(lit, callback)
+        assert rows_of(callback)["optimizer"].value == "'8bit'"
+        with pytest.raises(IncompatibleError, match=r"pass `host_budget=\d+`") as caught:
+            fit(lit, MemSaveCallback(offload="optimizer", host_budget=2**10, **how))
+        least = int(str(caught.value).split("host_budget=")[1].split("`")[0])
+        fit(lit, MemSaveCallback(offload="optimizer", host_budget=least, **how))
 
     def test_a_second_fit_is_not_told_by_the_first(self):
         callback = MemSaveCallback(stack="offload", predict=False, report=False)

@@ -3,6 +3,8 @@
 import copy
 import functools
 import itertools
+import math
+import re
 from typing import Any
 
 import pytest
@@ -159,3 +161,88 @@ def test_a_master_copy_takes_the_place_of_rounded_weights():
     assert (kept["offload"], moved["offload"]) == ("activations", "optimizer")
     assert (kept["low_precision_weights"], kept["optimizer"]) == ("stochastic", "8bit")
     assert (moved["low_precision_weights"], moved["optimizer"]) == ("master", None)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "changes"),
+    [
+        (18, {"low_precision_weights": "master"}),
+        (12, {"low_precision_weights": "master", "optimizer": "8bit"}),
+        (10, {"low_precision_weights": "split", "optimizer": "8bit"}),
+        (
+            6,
+            {
+                "low_precision_weights": "split",
+                "optimizer": "8bit",
+                "optimizer_in_backward": True,
+            },
+        ),
+        (5, None),
+    ],
+)
+def test_the_fastest_form_is_tried_for_which_the_host_has_memory(num_bytes, changes):
+    variants = variants_of(
+        (*OPEN[1:2], "low_precision_weights", "optimizer", "optimizer_in_backward"),
+        Exactness.APPROXIMATE,
+        precision="bf16-mixed",
+    )
+    variants.host_budget_bytes = num_bytes * sum(p.numel() for p in model().parameters())
+    moved = [v for v in variants.on_host(in_parts=False) if v.changes["offload"] == "optimizer"]
+    names = ("low_precision_weights", "optimizer", "optimizer_in_backward")
+    found = [{n: v.changes[n] for n in names if v.changes.get(n)} for v in moved]
+    assert found == ([] if changes is None else [changes])
+    assert all(("need" in variants.why_form(v)) == (num_bytes < 18) for v in moved)
+
+
+def test_what_is_named_is_enough():
+    num_bytes = 16 * sum(parameter.numel() for parameter in model().parameters())
+    with pytest.raises(InfeasiblePlanError) as failure:
+        with_host(num_bytes // 2).find(budget_of(0.4))
+    text = re.search(r'`host_budget="(\d+)MiB"` if the host has it', str(failure.value))
+    assert text is not None
+    found = with_host(int(text[1]) * MIB).find(budget_of(0.4)).plan
+    assert found.host_bytes <= int(text[1]) * MIB
+
+
+def test_when_time_is_over_the_best_so_far_is_the_plan():
+    variants = copy.copy(recorded())
+    variants._limit_s = 0.0
+    found = PlanSearch(variants).find(2**40)
+    assert found.fits(found.plan)
+    assert "this is the best plan so far" in " ".join(str(found).split())
+    assert not PlanSearch(recorded()).find(2**40).notes
+
+
+def test_estimates_say_what_the_host_needs_too():
+    num_bytes = 16 * sum(parameter.numel() for parameter in model().parameters())
+    found = PlanSearch(copy.copy(recorded())).find(budget_of(0.4))
+    moved = [p for p in found.frontier if p.settings["offload"] not in (None, "activations")]
+    assert {plan.is_verified for plan in moved} == {False, True}
+    assert all(plan.host_bytes == pytest.approx(num_bytes, rel=0.1) for plan in moved)
+
+
+def test_no_more_is_recorded_than_tells_enough():
+    variants = variants_of()
+    least, room = variants.kinds[0], budget_of(2)
+
+    def shown(room, slowest_s=math.inf):
+        variants.look_again(room)
+        variants.slowest_s = slowest_s
+        return next(variants.on_host(in_parts=False)).shown
+
+    assert shown(MIB) == {least}
+    assert shown(room, slowest_s=0.0) == {"keep"}
+    assert shown(room) == {least, "keep"}
+    assert not variants.is_cut_short
+    assert not shown(budget_of(0.7))
+
+
+def test_what_was_recorded_of_a_variant_counts_when_time_is_over():
+    variants = variants_of()
+    variants.look_again(MIB)
+    first = next(variants.on_host(in_parts=False))
+    variants.look_again(2**40)
+    variants._limit_s = 0.0
+    again = next(variants.on_host(in_parts=False))
+    assert variants.is_cut_short
+    assert (again.changes, again.shown) == (first.changes, first.shown)

@@ -202,3 +202,20 @@ def test_updates_count_once_wherever_they_run(in_backward):
     # At least parameters, gradients and both moments are read.
     assert updates() >= 4 * 4 * 6 * (16 * 16 + 16)
     assert updates(micro_batch_size=1) == updates()
+
+
+@pytest.mark.parametrize("width", [2**12, 2**12 + 64])
+def test_all_tiles_of_an_update_count(width):
+    """On fake tensors equal ones run once."""
+    settings = {"low_precision_weights": "stochastic", "precision": "bf16-mixed"}
+
+    def moved(num_rows):
+        prediction = predict_memory(
+            lambda: nn.Linear(width, num_rows, bias=False), torch.ones(1, width), settings=settings
+        )
+        kernels = [(k, n) for k, n in prediction.work if k.phase == "optimizer"]
+        return sum(n * kernel.num_bytes for kernel, n in kernels), prediction.peak_bytes
+
+    (half, half_peak), (whole, whole_peak) = moved(2**14), moved(2**15)
+    assert whole == pytest.approx(2 * half, rel=1e-4)
+    assert half_peak < whole_peak < 2 * half_peak

@@ -26,13 +26,17 @@ from lightning_memsave.callbacks.settings.values import Arguments, exactness_lim
 from lightning_memsave.core.technique import Row
 from lightning_memsave.errors import ConfigurationError, Problem
 from lightning_memsave.planning.budget import check_budget
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.registry import (
     BARE,
+    SMALLER_STACK,
     entries,
+    stack_forms,
     values_of,
     with_plan,
     with_stack,
 )
+from lightning_memsave.units import format_bytes
 
 _SETTINGS = (
     PrecisionSetting,
@@ -66,8 +70,69 @@ def _readers() -> list[Callable[[Arguments], Setting]]:
 T = TypeVar("T")
 
 
+def host_form(
+    before: Settings, arguments: Arguments, trainer: Any, pl_module: Any
+) -> tuple[Settings, Arguments] | None:
+    """Choose the fastest form of what is on the host for which it has enough memory.
+
+    Args:
+        before: The settings of the fit before, or without such a choice.
+        arguments: As for `make_settings`, without a budget.
+        trainer: The Trainer.
+        pl_module: Its LightningModule.
+
+    Returns:
+        The settings, and the arguments with the values of the stack; those of the next smaller
+        stack where one cannot offload. ``None`` if no weights are to be on the host.
+    """
+    offload = with_stack(arguments)[OffloadSetting.name]
+    if offload in (None, False, "activations") or isinstance(offload, Offloading):
+        return None
+    tried: list[tuple[int, Settings, dict[str, Any]]] = []
+    why = ""
+    for form in stack_forms(arguments):
+        settings, _ = make_settings("MemSaveCallback", arguments, form=form)
+        # What conflicts with this fit would be off, and the host would need as much as before.
+        name = OptimizerInBackwardSetting.name
+        if name in form and settings.conflicts_of(name, trainer, pl_module):
+            continue
+        setting = settings.find(OffloadSetting)
+        setting.why_form = f"{_named(form)}: {why}" if form else ""
+        needed_bytes, limit_bytes = setting.host_bytes(pl_module)
+        tried.append((needed_bytes, settings, form))
+        if needed_bytes <= limit_bytes:
+            break
+        why = (
+            f"without, the host needs {format_bytes(needed_bytes)}, and `host_budget` is "
+            f"{format_bytes(int(limit_bytes))}"
+        )
+    else:
+        tried.sort(key=lambda one: one[0])
+        tried.append(tried[0])
+    _, settings, form = tried[-1]
+    setting = settings.find(OffloadSetting)
+    size = before.find(MicroBatchSetting).size
+    settings.find(MicroBatchSetting).size = size
+    problems = [] if setting.is_asked else setting.check(trainer, pl_module)
+    if not problems:
+        return settings, with_stack(arguments, form)
+    instead = {**arguments, "stack": SMALLER_STACK, setting.name: None, "host_budget": None}
+    settings, _ = make_settings("MemSaveCallback", instead)
+    settings.find(MicroBatchSetting).size = size
+    reasons = "; ".join(f"{problem.what}: {problem.why}" for problem in problems)
+    settings.find(OffloadSetting).off_reason = f"{reasons}; as `stack={SMALLER_STACK!r}`"
+    return settings, with_stack(instead)
+
+
+def _named(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{name}={value!r}`" for name, value in settings.items())
+
+
 def make_settings(
-    owner: str, arguments: Arguments, plan: Mapping[str, Any] | None = None
+    owner: str,
+    arguments: Arguments,
+    plan: Mapping[str, Any] | None = None,
+    form: Mapping[str, Any] | None = None,
 ) -> tuple[Settings, GPUMemoryMonitor | None]:
     """Check every argument and make what the callback works with.
 
@@ -75,6 +140,7 @@ def make_settings(
         owner: Name of the class whose arguments they are, for the message.
         arguments: All arguments of ``MemSaveCallback`` by name.
         plan: Arguments that were planned for a budget; ``None`` before that, or without one.
+        form: As for `with_stack`.
 
     Returns:
         The settings and the monitor.
@@ -84,7 +150,7 @@ def make_settings(
     """
     problems: list[Problem | str] = []
     try:
-        arguments = with_stack(arguments) if plan is None else with_plan(arguments, plan)
+        arguments = with_stack(arguments, form) if plan is None else with_plan(arguments, plan)
     except ConfigurationError as error:
         problems.append(str(error))
         arguments = with_stack({**arguments, "stack": None})

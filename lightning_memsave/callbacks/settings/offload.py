@@ -17,7 +17,10 @@ from lightning_memsave.core.memory import is_host
 from lightning_memsave.core.technique import Exactness, Handle, Row, Technique
 from lightning_memsave.errors import ConfigurationError, IncompatibleError, Problem
 from lightning_memsave.measure.storages import tensors_in
-from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
+from lightning_memsave.techniques.offloading.host_budget import (
+    SMALLER_FORM,
+    host_bytes_per_parameter,
+)
 from lightning_memsave.techniques.offloading.technique import (
     Offloading,
     OffloadingHandle,
@@ -44,6 +47,8 @@ class OffloadSetting(ModuleSetting):
     technique: Offloading | None
     _handle: OffloadingHandle | None
     _beyond = _read_by = _why_no_tables = ""
+    why_form = ""
+    """Why what is on the host is in another form than the fastest."""
     _limit = Exactness.APPROXIMATE
     _used: Offloading
 
@@ -64,8 +69,13 @@ class OffloadSetting(ModuleSetting):
         if technique.blocks is None:
             technique = dataclasses.replace(technique, blocks=arguments["blocks"])
         if not isinstance(arguments[name], Offloading):
-            needed = host_bytes_per_parameter(arguments)
-            technique = dataclasses.replace(technique, bytes_per_parameter=needed)
+            in_backward = bool(arguments["optimizer_in_backward"])
+            is_half = arguments["low_precision_weights"] is not None
+            technique = dataclasses.replace(
+                technique,
+                bytes_per_parameter=host_bytes_per_parameter(arguments),
+                bytes_per_gradient=(2 if is_half else 4) * in_backward,
+            )
         setting = cls(name, technique, repr(technique.what), own)
         setting._limit = exactness_limit(arguments)
         setting._beyond = why = why_beyond(arguments, name, technique.exactness)
@@ -105,6 +115,11 @@ class OffloadSetting(ModuleSetting):
             problems.append(Problem(what, why, "Leave one of the two out."))
         return problems
 
+    def host_bytes(self, pl_module: Any) -> tuple[int, float]:
+        """Reckon the bytes that the host needs for weights, and those that it has."""
+        assert self.technique is not None, "asked where it is on"
+        return self.technique.host_bytes(pl_module)
+
     # A stack offloads the rest where something keeps tables on the device.
     def _use(self, technique: Technique[nn.Module], pl_module: nn.Module) -> Handle[nn.Module]:
         assert isinstance(technique, Offloading), "`read` has made it"
@@ -134,6 +149,8 @@ class OffloadSetting(ModuleSetting):
         if self._handle.residence is not None:
             self._handle.residence.is_watched = bool(watchers)
         details = [*self._handle.changes, *self._handle.skipped]
+        if self.why_form:
+            details.append(f"{SMALLER_FORM}{self.why_form}")
         if self._why_no_tables:
             details.append(f"embeddings are weights as all others: {self._why_no_tables}")
         for optimizer in trainer.optimizers:

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lightning_memsave.errors import IncompatibleError, MissingDependencyError, Problem
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
     KIND_BY_WORD,
+    MIN_PAGED_NUMEL,
+    PAGED_STATES,
     Kind,
 )
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
@@ -108,7 +110,6 @@ _PRIVATE_METHODS = (
     "update_step",
 )
 _NOT_COPIED = {"mng", "page_mng", "step"}
-_MIN_PAGED_NUMEL = 100_000
 
 
 class _PerParameterBits(_Base):
@@ -221,7 +222,7 @@ class _PerParameterBits(_Base):
     def prefetch_state(self, p: torch.Tensor) -> None:
         """Prefetch the state, after moving state from a checkpoint back to pages."""
         if self.is_paged and p.device.type != "cpu":
-            for key in ("state1", "state2"):
+            for key in PAGED_STATES:
                 self._page(p, key)
         super().prefetch_state(p)  # type: ignore[misc]
 
@@ -287,7 +288,7 @@ class _PerParameterBits(_Base):
         for p in (p for group in self.param_groups for p in group["params"]):
             if p.device.type == "cpu" or p not in self.state:
                 continue
-            for key in ("state1", "state2"):
+            for key in PAGED_STATES:
                 self._page(p, key)
             for key, value in self.state[p].items():
                 if isinstance(value, torch.Tensor) and not getattr(value, "is_paged", False):
@@ -297,7 +298,7 @@ class _PerParameterBits(_Base):
         import bitsandbytes.functional as F  # noqa: N812, PLC0415
 
         tensor = self.state[p].get(key)
-        if tensor is None or p.numel() < _MIN_PAGED_NUMEL or getattr(tensor, "is_paged", False):
+        if tensor is None or p.numel() < MIN_PAGED_NUMEL or getattr(tensor, "is_paged", False):
             return
         paged = F.get_paged(*tensor.shape, dtype=tensor.dtype, device=p.device)
         paged.copy_(tensor)

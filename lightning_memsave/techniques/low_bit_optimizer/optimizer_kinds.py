@@ -9,6 +9,11 @@ import torch
 
 from lightning_memsave.errors import Problem
 
+MIN_PAGED_NUMEL = 100_000
+"""State of smaller parameters is not paged."""
+PAGED_STATES = ("state1", "state2")
+"""What of it is paged."""
+
 
 @dataclass(frozen=True)
 class Kind:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_memsave.core.memory import is_host, on_cuda
+from lightning_memsave.core.memory import is_fake, is_host, on_cuda, repeated
 from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_low_bit
 from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCKSIZE
 from lightning_memsave.techniques.optimizer_in_backward.updates import run_step
@@ -115,8 +115,18 @@ def step_in_tiles(
                 view.copy_(value)
             new_state[key] = value if view is None else whole
 
-    for start in range(0, numel, size):
-        step_tile(slice(start, min(start + size, numel)))
+    tiles = [slice(start, min(start + size, numel)) for start in range(0, numel, size)]
+    if is_fake(param):  # those that are as large as each other are equal: they have no values
+        if not state:
+            step_tile(tiles.pop(0))
+        *equal, last = tiles
+        equal += [last] * (numel % size == 0)
+        tiles = [last] * (numel % size != 0)
+        if equal:
+            with repeated(len(equal)):
+                step_tile(equal[0])
+    for tile in tiles:
+        step_tile(tile)
     state.update(new_state)
 
 

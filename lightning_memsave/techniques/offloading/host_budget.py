@@ -1,5 +1,6 @@
 """How much host memory may be used, and how much weights need there."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,14 +9,18 @@ import psutil
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
 from lightning_memsave.units import parse_bytes
 
+SMALLER_FORM = "in a smaller form: "
+"""Begins what is said where the host has too little memory for the fastest one."""
 _SHARE = 0.5
 
 
-def host_budget_bytes(budget: int | str | None) -> int:
+def host_budget_bytes(budget: int | str | None, *, is_here: bool = True) -> float:
     """Read a budget of host memory.
 
     Args:
         budget: Bytes, a text such as ``"16GiB"``, or ``None`` for half of what is free.
+        is_here: Whether it is this machine that trains: of another one nothing is known, so
+            ``None`` is no limit.
 
     Returns:
         Bytes.
@@ -24,7 +29,7 @@ def host_budget_bytes(budget: int | str | None) -> int:
         ValueError: If it is not a size.
     """
     if budget is None:
-        return int(_SHARE * psutil.virtual_memory().available)
+        return _SHARE * psutil.virtual_memory().available if is_here else math.inf
     if isinstance(budget, str):
         return parse_bytes(budget)
     if isinstance(budget, bool) or not budget > 0:

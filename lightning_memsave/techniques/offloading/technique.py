@@ -86,7 +86,7 @@ class Offloading(Technique[nn.Module]):
             ``"parameters+activations"``.
         blocks: The repeated blocks, as for `ActivationCheckpointing`; ``None`` finds them.
         host_budget: Bytes of host memory that may be used, or a text such as ``"16GiB"``; ``None``
-            for half of what is free.
+            for half of what is free; no limit on fake tensors, which may be of another machine.
         min_bytes: Smaller activations stay on the device.
         min_table_bytes: Smaller embeddings are weights as all others.
         num_blocks_on_device: With ``"parameters"``, of how many blocks weights are on the device:
@@ -96,6 +96,8 @@ class Offloading(Technique[nn.Module]):
             number, and for all cores but one where that is one beside a GPU.
         bytes_per_parameter: What a trained float32 weight is reckoned to need on the host, with
             its gradient and AdamW's state, where ``host_budget`` is checked.
+        bytes_per_gradient: The same of a gradient that waits for its update in backward, as two
+            blocks of them do; 0 where they wait for the step.
 
     Raises:
         ConfigurationError: If arguments are invalid; the message lists all of them.
@@ -148,6 +150,7 @@ class Offloading(Technique[nn.Module]):
     num_blocks_on_device: int = 2
     num_threads: int | None = None
     bytes_per_parameter: int = 16
+    bytes_per_gradient: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -164,7 +167,7 @@ class Offloading(Technique[nn.Module]):
             and (isinstance(value, bool) or not isinstance(value, int) or value < 1)
         ]
         try:
-            _ = self._host_bytes
+            host_budget_bytes(self.host_budget)
         except ValueError:
             what = f"`host_budget={self.host_budget!r}`"
             fix = 'Use a text such as "16GiB", a number of bytes, or `None`.'
@@ -226,18 +229,36 @@ class Offloading(Technique[nn.Module]):
         ]
         if compiled:
             problems.append(compiled_problem(compiled[0]))
-        params, _ = self._chosen(target, find_blocks(target, self.blocks))
-        needed = self._bytes_of(params)
-        if needed > self._host_bytes:
+        needed, limit = self.host_bytes(target)
+        if needed > limit:
             problems.append(
                 Problem(
                     f"{format_bytes(needed)} of host memory",
-                    f"`host_budget` is {format_bytes(self._host_bytes)}"
+                    f"`host_budget` is {format_bytes(int(limit))}"
                     + (", half of what is free" if self.host_budget is None else ""),
                     f"Free host memory, or pass `host_budget={needed}` if there is enough.",
                 )
             )
         return problems
+
+    def host_bytes(self, target: nn.Module) -> tuple[int, float]:
+        """Reckon what weights and what belongs to them need on the host.
+
+        Args:
+            target: The model.
+
+        Returns:
+            The bytes, and those that may be used.
+        """
+        blocks = find_blocks(target, self.blocks)
+        params, _ = self._chosen(target, blocks)
+        limit = host_budget_bytes(self.host_budget, is_here=not any(map(is_fake, params)))
+        trained = {id(p): p.numel() for p in params if p.requires_grad}
+        in_blocks = [
+            sum(trained.pop(id(p), 0) for p in block.module.parameters()) for block in blocks
+        ]
+        largest = max((*in_blocks, *trained.values()), default=0)
+        return self._bytes_of(params) + 2 * self.bytes_per_gradient * largest, limit
 
     def apply(self, target: nn.Module) -> OffloadingHandle:
         """Apply the technique.
@@ -374,10 +395,6 @@ class Offloading(Technique[nn.Module]):
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in params]
         share = self.bytes_per_parameter / torch.float32.itemsize
         return int(sum(size * share if is_trained else size for size, is_trained in sizes))
-
-    @property
-    def _host_bytes(self) -> int:
-        return host_budget_bytes(self.host_budget)
 
 
 def compiled_problem(name: str) -> Problem:

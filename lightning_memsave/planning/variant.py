@@ -1,0 +1,167 @@
+"""A step with some settings on, for the planner, and what its settings are."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_memsave.core.technique import Exactness
+from lightning_memsave.explain.parameters import ParameterTable
+from lightning_memsave.planning.block_costs import KEEP, BlockCosts
+from lightning_memsave.planning.candidates import Candidate
+from lightning_memsave.planning.step_time import Rates, step_time
+from lightning_memsave.prediction.result import MemoryPrediction
+from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
+from lightning_memsave.techniques.offloading.technique import Offloading
+from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries
+
+RECOMPUTED = "activation_checkpointing"
+MICRO_BATCH = "micro_batch_size"
+OFFLOAD = "offload"
+_OPTIMIZER = ("optimizer", "force_8bit")
+FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
+# What may be on the host, that which leaves the least on the device last.
+ON_HOST = (
+    "activations",
+    "optimizer",
+    "parameters",
+    "parameters+activations",
+    "parameters+activations+embeddings",
+)
+
+
+NEAR = 0.1
+"""By so much, as a share, estimates of a device's memory may be off."""
+
+
+@dataclass(eq=False)  # the search compares candidates by their variant
+class Variant:
+    """A step with some settings on, for any choice of recomputed blocks.
+
+    Args:
+        changes: Arguments of `MemSaveCallback`.
+        exactness: Of the least exact of them.
+        beside: Those of them that are no techniques of their own but tried in several ways:
+            micro-batches, and what is on the host with what goes with it.
+        costs: Of its blocks; ``None`` if nothing is chosen about them.
+        prediction: Of the step as it is, where there is no choice.
+        seconds: Estimated, of that prediction.
+        weights_on_host: Bytes that weights and what belongs to them need there.
+        shown: How blocks were recomputed in what was recorded, if not in all ways as some of them
+            told enough.
+    """
+
+    changes: Mapping[str, Any]
+    exactness: Exactness
+    beside: Mapping[str, Any]
+    costs: BlockCosts | None = None
+    prediction: MemoryPrediction | None = None
+    seconds: float = 0.0
+    weights_on_host: int = 0
+    shown: frozenset[str] = frozenset()
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether something is on the host."""
+        return OFFLOAD in self.beside
+
+    @property
+    def but_optimizer(self) -> str:
+        """What is on beside an optimizer: estimates of its blocks are wrong by the same bytes."""
+        return repr(sorted((n, v) for n, v in self.changes.items() if n not in _OPTIMIZER))
+
+    @property
+    def moves_weights(self) -> bool:
+        """Whether weights are on the host, which updates them."""
+        return self.beside.get(OFFLOAD) not in (None, ON_HOST[0])
+
+    def tells_enough(
+        self, least: str, num_blocks: int, room: float, slowest_s: float, host_budget_bytes: float
+    ) -> bool:
+        """Return whether nothing of it fits, all of it is too slow, or its fastest way fits."""
+        if least in self.shown and self.estimate([least] * num_blocks)[0] > room * (1 + NEAR):
+            return True
+        kept = [KEEP] * num_blocks
+        if KEEP not in self.shown:
+            return False
+        needed, seconds = self.estimate(kept)
+        fits = self.host_bytes(kept) <= host_budget_bytes * (1 - NEAR)
+        fits = fits and needed <= room * (1 - NEAR) < math.inf
+        return seconds >= slowest_s or (fits and least in self.shown)
+
+    def host_bytes(self, kinds: Sequence[str]) -> int:
+        """Estimate bytes on the host."""
+        return self.weights_on_host + (0 if self.costs is None else self.costs.host_bytes(kinds))
+
+    def seconds_by_phase(self, kinds: Sequence[str], rates: Rates) -> dict[str, float]:
+        """Estimate seconds by phase, always from recorded work, so that they can be compared."""
+        if self.costs is not None:
+            return self.costs.seconds_by_phase(kinds)
+        assert self.prediction is not None, "one of the two is there"
+        return dict(step_time(self.prediction.work, rates).by_phase)
+
+    def estimate(self, kinds: Sequence[str]) -> tuple[int, float]:
+        """Estimate bytes on the device and seconds."""
+        if self.costs is None:
+            assert self.prediction is not None, "one of the two is there"
+            return self.prediction.device_bytes, self.seconds
+        peak_bytes, seconds = self.costs.peak_and_seconds(kinds)
+        return peak_bytes + self.overhead_bytes, seconds
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of the device's allocator and context in estimates, roughly."""
+        return 0 if self.costs is None else self.costs.overhead_bytes
+
+
+def weights_on_host(settings: Mapping[str, Any], table: ParameterTable) -> int:
+    """Reckon what trained weights of a whole model need on the host."""
+    offload = settings.get(OFFLOAD)
+    if getattr(offload, "what", offload) not in ON_HOST[1:]:
+        return 0
+    trained = [p.num_elements for p in table.parameters if p.is_trainable is not False]
+    return host_bytes_per_parameter(settings) * sum(trained)
+
+
+def exactness_of(one: Candidate) -> Exactness:
+    """Give the exactness of a candidate."""
+    return Exactness(one.exactness)
+
+
+def argument_of(one: Candidate) -> str:
+    """Name the argument that a candidate sets."""
+    return next(iter(one.changes))
+
+
+def leaving_out(chosen: Sequence[Candidate], one: Candidate) -> list[Candidate]:
+    """Leave out what sets an argument."""
+    return [c for c in chosen if argument_of(c) != argument_of(one)]
+
+
+def changes_of(on: Sequence[Candidate], beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the settings of candidates with others."""
+    return {name: value for one in on for name, value in one.changes.items()} | {**beside}
+
+
+def form_of(changes: Mapping[str, Any]) -> str:
+    """Give a key for the form of what is on the host."""
+    names = (*BESIDE_OFFLOAD, *FINAL)
+    return repr([changes.get(name) for name in names])
+
+
+def all_exactness(values: Mapping[str, Any]) -> Iterator[Exactness]:
+    """List the exactness of settings."""
+    if MICRO_BATCH in values:
+        yield Exactness.ROUNDING
+    for entry in entries():
+        value = values.get(entry.argument)
+        if entry.technique is not None and value is not None and entry.argument != MICRO_BATCH:
+            if entry.argument != OFFLOAD:
+                yield entry.exactness
+                continue
+            technique = entry.technique.from_value(value)
+            assert technique is not None, "it is on"
+            yield technique.exactness
+            # A CPU rounds updates in another way than a GPU.
+            if isinstance(technique, Offloading) and technique.has_weights:
+                yield Exactness.ROUNDING
