@@ -96,7 +96,7 @@ class TestRecovery:
 
     def run(self, fails_at, save=None, restore=lambda: None):
         """Pass a batch of 8; give the sizes that came to an end."""
-        runner = MicroBatching(module=nn.Linear(1, 1)).make_runner()
+        runner = MicroBatching(module=nn.Linear(1, 1), loss_weight="samples").make_runner()
         passed: list[int] = []
 
         def pass_part(part, weight, num_samples, is_last):

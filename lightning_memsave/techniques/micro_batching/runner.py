@@ -190,7 +190,7 @@ class MicroBatchRunner:
     def _shares(self, batch: Any, parts: Sequence[Any]) -> list[float] | None:
         weightings = self.weightings_for(batch)
         asks = self.tell_apart is not None and (self.asks_together or len(parts) > 1)
-        if len(parts) == 1 and not asks:
+        if not weightings or (len(parts) == 1 and not asks):
             return None
         rows = read_weights(weightings, parts)
         shares = [shares_of(*pair) for pair in zip(weightings, rows, strict=True)]
