@@ -469,6 +469,18 @@ def test_the_budget_is_a_wall_and_is_taken_down():
     assert torch.cuda.get_per_process_memory_fraction() == before
 
 
+@pytest.mark.gpu
+def test_batches_do_not_wait_for_all_statistics_of_the_allocator(monkeypatch):
+    def refuse(*_: Any) -> None:
+        raise AssertionError("`memory_stats` writes and sorts a hundred names")
+
+    monkeypatch.setattr(torch.cuda, "memory_stats", refuse)
+    callback = MemSaveCallback(budget="3GiB", exactness="bitwise")
+    budget, trainer = callback._settings.find(BudgetSetting), make_trainer(accelerator="gpu")
+    for is_start in (True, False):
+        budget.watch(trainer, is_start=is_start)
+
+
 class Grabs(pl.Callback):
     """Allocates more than the budget, though the GPU has more."""
 

@@ -3,6 +3,9 @@
 import functools
 import itertools
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,3 +296,19 @@ def test_bounds_are_computed_once_per_table():
     qmap = torch.linspace(-1, 1, 256)
     assert bounds_of(qmap) is bounds_of(qmap)
     assert torch.equal(torch.bucketize(qmap, bounds_of(qmap)), torch.arange(256))
+
+
+def test_the_module_can_be_reloaded():
+    """In a process of its own: other modules hold functions of this one."""
+    code = (
+        "import importlib, torch\n"
+        "from lightning_memsave.techniques.low_precision_weights import fused_steps\n"
+        "importlib.reload(importlib.reload(fused_steps))\n"
+        "param, grad = torch.zeros(2, 4, dtype=torch.bfloat16).add(1)\n"
+        "update = torch.ops.lightning_memsave.rounded_adam\n"
+        "state = [torch.zeros(4), torch.zeros(4)]\n"
+        "update(param, grad, state, None, 1.0, 0.0, 0.9, 0.99, 0.5, 0.1, 0.0, 1)\n"
+        "assert (param < 1).all()\n"
+    )
+    root = Path(fused_steps.__file__).parents[3]
+    subprocess.run([sys.executable, "-c", code], cwd=root, check=True)

@@ -253,7 +253,8 @@ class BudgetSetting(Setting):
         device = trainer.strategy.root_device
         if device.type == "cuda":  # pragma: no cover (gpu)
             self._num_retries = None if is_start else self._num_retries
-            statistics = torch.cuda.memory_stats(device)
+            # Not `memory_stats`, as in `read_allocator`.
+            statistics = torch.cuda.memory_stats_as_nested_dict(device)
             self.note_retries(trainer, int(statistics.get("num_alloc_retries", 0)))
 
     def note_retries(self, trainer: Any, num_retries: int) -> None:

@@ -21,6 +21,8 @@ from lightning_memsave.techniques.low_bit_optimizer.state_precision import BLOCK
 _MASK_32 = 0xFFFFFFFF
 _LOW_BITS = 0xFFFF  # the bits of float32 that bfloat16 lacks
 _PLAIN_ADAM = ("amsgrad", "maximize", "capturable", "differentiable")
+# Of this module before it was reloaded: nothing else holds it, and its end frees the namespace.
+globals().pop("_LIBRARY", None)
 _LIBRARY = torch.library.Library("lightning_memsave", "DEF")
 for _name in ("rounded_adam", "rounded_adam_8bit"):
     _LIBRARY.define(
