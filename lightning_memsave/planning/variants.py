@@ -2,6 +2,7 @@
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -161,6 +162,8 @@ class Variants:
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""
         settings = {**self._off, **self._details, **changes}
+        if self.is_smallest:
+            settings["host_budget"] = sys.maxsize
         return settings | unused_details({**self.what_if.step.settings, **settings}, self._open)
 
     def unpredicted_settings(self) -> dict[str, Any]:

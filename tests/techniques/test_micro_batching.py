@@ -154,7 +154,7 @@ class TestRecovery:
                 garbage.append(weakref.ref(cycle[0]))
                 raise torch.OutOfMemoryError(MESSAGE)
 
-        MicroBatching(module=model).make_runner().run(
+        MicroBatching(module=model, loss_weight="samples").make_runner().run(
             torch.zeros(8, 6),
             pass_part,
             save_state=lambda: Watched(model, gradients="drop"),
