@@ -215,6 +215,8 @@ def _to_dict(
 ) -> dict[str, Any]:
     def of(case: _Case) -> dict[str, Any]:
         refusal = case.refusal
+        found = {} if case.found is None else case.found.to_dict()
+        notes = found.pop("notes", [])  # those of the target are beside it
         nothing = dict.fromkeys(
             ("plan", "runner_up", "seconds", "num_predictions", "unchanged_seconds")
         )
@@ -222,7 +224,8 @@ def _to_dict(
             "unchanged_bytes": case.unchanged.device_bytes,
             "budget_bytes": case.budget_bytes,
             "margin_bytes": case.margin_bytes,
-            **(nothing | {"frontier": []} if case.found is None else case.found.to_dict()),
+            **(nothing | {"frontier": []} if case.found is None else found),
+            "search_notes": notes,
             "reason": None if refusal is None else str(refusal),
             "smallest": None if refusal is None else refusal.smallest.to_dict(),
         }
