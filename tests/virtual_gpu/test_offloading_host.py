@@ -46,7 +46,8 @@ SCALED = """
         for overflows in [(), (2,), (0, 3)]:
             how = fused, clips, overflows
             technique = Offloading(%r, blocks="Linear", min_table_bytes=1)
-            results.append([train(None, *how), train(technique, *how)])
+            # The host's updates are torch's fused kernels, which round in their own way.
+            results.append([train(None, True, clips, overflows), train(technique, *how)])
     assert torch.amp.GradScaler._unscale_grads_ is plain_method
     print(json.dumps(results))
 """
