@@ -13,13 +13,14 @@ from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_bytes_per_parameter
 from lightning_memsave.techniques.offloading.technique import Offloading
-from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, entries
+from lightning_memsave.techniques.registry import BESIDE_OFFLOAD, FINAL, entries
 
 RECOMPUTED = "activation_checkpointing"
 MICRO_BATCH = "micro_batch_size"
 OFFLOAD = "offload"
 _OPTIMIZER = ("optimizer", "force_8bit")
-FINAL = ("optimizer_in_backward",)  # it updates parameters before the batch has passed
+NO_LIMIT = 2**60
+"""Bytes, for a limit that is given as a number."""
 # What may be on the host, that which leaves the least on the device last.
 ON_HOST = (
     "activations",

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,9 +15,9 @@ from lightning_memsave.planning.candidates import Candidate, CurrentSettings, si
 from lightning_memsave.planning.recorded_blocks import RecordedBlocks, value_of
 from lightning_memsave.planning.step_time import Rates, step_time
 from lightning_memsave.planning.variant import (
-    FINAL,
     MICRO_BATCH,
     NEAR,
+    NO_LIMIT,
     OFFLOAD,
     ON_HOST,
     RECOMPUTED,
@@ -36,6 +35,7 @@ from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.offloading.host_budget import host_budget_bytes
 from lightning_memsave.techniques.registry import (
     BESIDE_OFFLOAD,
+    FINAL,
     entries,
     forms_on_host,
     unused_details,
@@ -161,9 +161,8 @@ class Variants:
 
     def settings(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Complete changes to arguments of `MemSaveCallback` that leave nothing to a stack."""
-        settings = {**self._off, **self._details, **changes}
-        if self.is_smallest:
-            settings["host_budget"] = sys.maxsize
+        no_limit = {"host_budget": NO_LIMIT} if self.is_smallest else {}
+        settings = {**self._off, **self._details, **changes, **no_limit}
         return settings | unused_details({**self.what_if.step.settings, **settings}, self._open)
 
     def unpredicted_settings(self) -> dict[str, Any]:

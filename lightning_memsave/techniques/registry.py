@@ -123,7 +123,7 @@ _SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
     {"optimizer_in_backward": True},
 )
 """What makes that smaller, one after the other, from fast to small."""
-_FINAL = ("optimizer_in_backward",)  # not beside clipping of norms
+FINAL = ("optimizer_in_backward",)  # not beside clipping of norms
 _ALWAYS = ("micro_batch_size", "eval_micro_batch_size")
 _DETAILS: Mapping[str, Mapping[str, Any]] = {"single_gpu": {"force_8bit": ("*",)}}
 
@@ -243,7 +243,7 @@ def stack_forms(arguments: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         if name == "optimizer" and "embeddings" in str(arguments["offload"]):
             return False
         is_open = name in found["from_stack"] and stack != "off"
-        return is_open and (name in on or name in _FINAL) and limit.allows(exactness[name])
+        return is_open and (name in on or name in FINAL) and limit.allows(exactness[name])
 
     first = {name: found[name] for name in found["from_stack"]}
     for form in forms_on_host(first, may_set):
@@ -278,7 +278,7 @@ def with_stack(
     what = getattr(arguments["offload"], "what", arguments["offload"])
     if what is True or not {"optimizer", "parameters"}.isdisjoint(str(what).split("+")):
         instead = {n: v for n, v in BESIDE_OFFLOAD.items() if missing.get(n) is not None}
-        missing |= instead | dict.fromkeys((n for n in _FINAL if n in missing), None)
+        missing |= instead | dict.fromkeys((n for n in FINAL if n in missing), None)
     missing |= form or {}
     # The stack's `force_8bit` applies to every 8-bit optimizer chosen by name, unless the user set
     # it; a `LowBitOptimizer` object has its own.
