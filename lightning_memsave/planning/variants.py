@@ -429,9 +429,8 @@ class Variants:
             if form.items() <= variant.beside.items():
                 return faster
             needed = self._weights_on_host(changes_of(chosen, form))
-            smaller = {n: v for n, v in variant.beside.items() if v != form.get(n)}
-            smaller = {n: v for n, v in smaller.items() if n not in (MICRO_BATCH, OFFLOAD)}
-            names = ", ".join(f"{n}={v!r}" for n, v in smaller.items())
+            own = {n: v for n, v in variant.beside.items() if n not in (MICRO_BATCH, OFFLOAD)}
+            names = ", ".join(f"{n}={v!r}" for n, v in own.items() if v != form.get(n))
             faster = (
                 f"{names}: without, weights and what belongs to them need {format_bytes(needed)} "
                 f"on the host, and `host_budget` is {format_bytes(int(self.host_budget_bytes))}"
