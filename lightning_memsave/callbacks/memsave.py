@@ -487,7 +487,8 @@ def refuse_unknown(others: Iterable[str]) -> None:
     known = [entry.argument for entry in entries()]
     for name in others:
         if name not in known:
-            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {', '.join(_DEFAULTS)}."
+            names = ", ".join(f"`{known}`" for known in _DEFAULTS)
+            fix = did_you_mean(name, _DEFAULTS).strip() or f"Use {names}."
             raise ConfigurationError(f"`{name}` is not an argument of `MemSaveCallback`. {fix}")
 
 

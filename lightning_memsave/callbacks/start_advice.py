@@ -1,5 +1,6 @@
 """What may be the reason where a run does not start, or would not go on as it was."""
 
+import itertools
 import traceback
 import zipfile
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ _PLACES = (
     *("torch/nn/modules/", "torch/autograd/", "torch/utils/checkpoint"),
     "lightning_memsave/techniques/",
 )
+_LIGHTNING = ("/lightning/pytorch/", "/pytorch_lightning/")
 
 
 def add_start_advice(exception: BaseException, checkpoint: object, rows: Sequence[Row]) -> None:
@@ -34,11 +36,16 @@ def add_start_advice(exception: BaseException, checkpoint: object, rows: Sequenc
 
 
 def _add_advice_on_settings(exception: BaseException, rows: Sequence[Row]) -> None:
+    def is_in(path: str, places: Sequence[str]) -> bool:
+        return any(place in path for place in places)
+
     arguments = {cls.name: cls.argument for cls in techniques()}
     on = [row for row in rows if row.status == "on" and row.name in arguments]
     frames = traceback.extract_tb(exception.__traceback__)
     paths = [Path(frame.filename).as_posix() for frame in frames]
-    is_of_modules = any(place in path for path in paths for place in _PLACES)
+    # Lightning runs the whole batch within the step of the optimizer, which may be ours.
+    inner = itertools.takewhile(lambda path: not is_in(path, _LIGHTNING), paths[::-1])
+    is_of_modules = any(is_in(path, _PLACES) for path in inner)
     if not on or not is_of_modules or isinstance(exception, MemsaveError | KeyboardInterrupt):
         return
     settings = ", ".join(f"`{arguments[row.name]}={row.value}`" for row in on)

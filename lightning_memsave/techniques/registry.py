@@ -117,10 +117,10 @@ BESIDE_OFFLOAD: Mapping[str, Any] = {"optimizer": None, "low_precision_weights":
 """What takes the place of other values where weights are on the host: there is room for whole
 state, and updates are made in float32."""
 _SMALLER_ON_HOST: tuple[dict[str, Any], ...] = (
-    # Updates of single rows of a table are known for whole state only.
-    {"optimizer": "8bit", "force_8bit": ("*",), "offload": "parameters+activations"},
     {"low_precision_weights": "split"},
     {"optimizer_in_backward": True},
+    # Updates of single rows of a table are known for whole state only.
+    {"optimizer": "8bit", "force_8bit": ("*",), "offload": "parameters+activations"},
 )
 """What makes that smaller, one after the other, from fast to small."""
 FINAL = ("optimizer_in_backward",)  # not beside clipping of norms

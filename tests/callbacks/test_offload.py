@@ -736,8 +736,8 @@ class TestStack:
         ("num_bytes", "settings"),
         [
             (18, {"low_precision_weights": "'master'"}),
-            (12, {"low_precision_weights": "'master'", "optimizer": "'8bit'"}),
-            (10, {"low_precision_weights": "'split'", "optimizer": "'8bit'"}),
+            (16, {"low_precision_weights": "'split'"}),
+            (14, {"low_precision_weights": "'split'", "optimizer_in_backward": "True"}),
             (
                 9,
                 {
@@ -775,7 +775,7 @@ class TestStack:
 
     def test_of_others_yields_to_what_the_host_has(self):
         lit = make_lit(model="transformer")
-        needed = 12 * sum(p.numel() for p in lit.parameters())
+        needed = 11 * sum(p.numel() for p in lit.parameters())
         how: dict[str, Any] = {"stack": "classic", "predict": False, "report": False}
         callback = MemSaveCallback(offload="optimizer", host_budget=needed, **how)
         fit(lit, callback)
