@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import warnings
@@ -141,6 +142,15 @@ def _sync_debug_mode() -> int:
     return torch.cuda.get_sync_debug_mode() if is_in_use else 0
 
 
+def _handler_of_sigterm() -> Any:
+    return signal.getsignal(signal.SIGTERM)
+
+
+# A Trainer that is not torn down stays alive by it.
+def _handle_sigterm(handler: Any) -> None:
+    signal.signal(signal.SIGTERM, handler)
+
+
 class ProcessState:
     """The settings of this process that all tests share."""
 
@@ -150,6 +160,7 @@ class ProcessState:
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
         (_sync_debug_mode, torch.cuda.set_sync_debug_mode),
+        (_handler_of_sigterm, _handle_sigterm),
     )
 
     def __init__(self) -> None:
