@@ -143,8 +143,8 @@ class UpdatesInBackward(GradientUpdates):
         slab = self._slabs.pop(0)
         self._slabs.append(slab)
         slab.empty()
-        num_bytes = max(form.nbytes, self._slab_bytes())
-        if slab.memory.nbytes < num_bytes:
+        if slab.memory.nbytes < form.nbytes:
+            num_bytes = max(form.nbytes, self._slab_bytes())
             residence = self._residence()
             assert residence is not None, "its hook runs"
             slab.memory = slab.memory.new_empty(0)  # freed before there is more
@@ -173,12 +173,13 @@ class UpdatesInBackward(GradientUpdates):
             return 0
         largest = 0
         for part in residence.parts:
+            owned = [param for param in part.params if owns(optimizer, param)]
             forms = [
-                part.form_of(param, None if self._clips else part.device_dtype_of(param))
-                for param in part.params
-                if owns(optimizer, param)
+                (part.form_of(p), None if self._clips else part.device_dtype_of(p)) for p in owned
             ]
-            sizes = [_aligned(form.nbytes) for form in forms]
+            sizes = [
+                _aligned(form.numel() * (dtype or form.dtype).itemsize) for form, dtype in forms
+            ]
             together = max if part is residence.rest else sum
             largest = max(largest, together(sizes or [0]))
         return largest
