@@ -159,13 +159,16 @@ def _row(ours: int, theirs: int, time_ratio: float = 0.9) -> dict[str, Any]:
 
 
 def test_table_has_ratios_to_nothing_and_to_the_other_trainer():
-    text = make_text({"nothing": _row(8 * MIB, 8 * MIB), "all": _row(2 * MIB, 4 * MIB)})
+    calls = {"nothing": "", "all": "MemSaveCallback()"}
+    text = make_text({"nothing": _row(8 * MIB, 8 * MIB), "all": _row(2 * MIB, 4 * MIB)}, calls)
 
     line = next(line for line in text.splitlines() if line.startswith("| all "))
     cells = [cell.strip() for cell in line.split("|")][1:-1]
     assert cells[1:5] == ["2.0", "0.250", "4.0", "0.500"]
     assert cells[7] == "0.900 (0.850 to 0.950)"
     assert "| all, HF" in text
+    typed = [line for line in text.splitlines() if "`MemSaveCallback()`" in line]
+    assert [line.split()[1] for line in typed] == ["all"]
 
 
 @pytest.mark.parametrize(
@@ -185,7 +188,31 @@ def test_nothing_is_claimed_of_a_row_that_failed():
     row = {**_row(1, 1), "lightning": {"error": "out of memory"}}
 
     assert check_claims({"all": row}, is_timed=True) == {}
-    assert "`all`, lightning: out of memory" in make_text({"all": row})
+    assert "`all`, lightning: out of memory" in make_text({"all": row}, {"all": ""})
+
+
+@pytest.mark.parametrize(
+    ("peaks", "expected"),
+    [((4, 3, 2, 2), {True}), ((3, 4, 2, 1), {True}), ((4, 3, 2, 3), {True, False})],
+)
+def test_presets_are_in_order(peaks, expected):
+    names = ("classic", "bitwise", "single_gpu", "offload")
+    rows = {n: _row(peak, 8) for n, peak in zip(names, peaks, strict=True)}
+    found = check_claims(rows, is_timed=False)
+    ordered = {claim: holds for claim, holds in found.items() if "needs no more than" in claim}
+    assert len(ordered) == 5
+    assert {*ordered.values()} == expected
+    assert "bitwise needs no more than classic" not in ordered
+
+
+def test_the_call_beside_a_row_is_what_its_trainer_gets():
+    for name, row in ROWS.items():
+        code = row.call(DRY)
+        given = row.callback_arguments(DRY)
+        assert (code == "") == (given is None) == (name == "nothing")
+        if given is not None:
+            typed = eval(code, {"MemSaveCallback": dict})
+            assert typed == {n: v for n, v in given.items() if n != "monitor"}
 
 
 def test_main_writes_tables_claims_and_plot(tmp_path, monkeypatch, capsys):

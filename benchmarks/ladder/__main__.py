@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks._common import RESULTS, device_name, run_in_process, write_results
-from benchmarks.ladder._rows import ROWS
+from benchmarks.ladder._rows import ROWS, WORKLOADS
 from benchmarks.ladder._run import TRAINERS
 from benchmarks.ladder._table import check_claims, make_text
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     on_gpu = torch.cuda.is_available()
     workload = "dry" if options.dry else "84m" if on_gpu else "7m"
     rows = measure(options.rows, workload, 3 if options.dry else options.rounds)
-    text = make_text(rows)
+    text = make_text(rows, {name: ROWS[name].call(WORKLOADS[workload]) for name in rows})
     print(f"\n{text}")
     claims = check_claims(rows, is_timed=not options.dry)
     for claim, holds in claims.items():

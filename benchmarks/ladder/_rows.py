@@ -76,8 +76,7 @@ class Row:
             Its arguments, or ``None`` for training without it.
         """
         if self.stack is not None:
-            found = {"stack": self.stack, "monitor": False, **self.beside}
-            return found | _offloading() if self.stack == "offload" else found
+            return {"stack": self.stack, "monitor": False, **self.beside}
         chosen: dict[str, Any] = {}
         if self.checkpointing:
             chosen |= CHECKPOINTING
@@ -88,6 +87,22 @@ class Row:
         if self.low_bit:
             chosen |= LOW_BIT_OPTIMIZER
         return {**NOTHING, **chosen} if chosen else None
+
+    def call(self, workload: Workload) -> str:
+        """Give what a user types for `MemSaveCallback`.
+
+        Args:
+            workload: What is trained.
+
+        Returns:
+            Code; empty without the callback.
+        """
+        given = self.callback_arguments(workload)
+        if given is None:
+            return ""
+        # What is measured is without the monitor, which changes no bytes of a step.
+        named = [f"{name}={value!r}" for name, value in given.items() if name != "monitor"]
+        return f"MemSaveCallback({', '.join(named)})"
 
     def hugging_face_arguments(self, workload: Workload) -> dict[str, Any]:
         """Say the same to Hugging Face's Trainer.
@@ -116,14 +131,6 @@ class Row:
         return chosen
 
 
-# Of a small model, too.
-def _offloading() -> dict[str, Any]:
-    from lightning_memsave import Offloading  # noqa: PLC0415 - "nothing" is without it
-
-    kinds = "parameters+activations+embeddings"
-    return {"offload": Offloading(kinds, min_bytes=2**12, min_table_bytes=2**20)}
-
-
 _ALL = Row(checkpointing=True, micro_batches=True, mixed_precision=True, low_bit=True)
 
 ROWS = {
@@ -137,16 +144,7 @@ ROWS = {
     "bitwise": Row(checkpointing=True, stack="bitwise"),
     # On a CPU the stack would leave the precision as it is.
     "classic": replace(_ALL, stack="classic", beside=MIXED_PRECISION),
-    # By name: in the small model of a CPU they save less than a stack sets them for.
-    "single_gpu": replace(_ALL, stack="single_gpu", beside={"low_precision_weights": "stochastic"}),
-    # One sequence at a time, as in the row "all".
-    "offload": replace(
-        _ALL,
-        stack="offload",
-        beside={
-            "low_precision_weights": "master",
-            "micro_batch_size": 1,
-        },
-    ),
+    "single_gpu": replace(_ALL, stack="single_gpu"),
+    "offload": replace(_ALL, stack="offload"),
 }
 """By name, in the order of the table."""

@@ -1,5 +1,7 @@
 """The ladder as tables, and what is claimed of it."""
 
+import itertools
+from collections.abc import Mapping
 from typing import Any
 
 from benchmarks._common import markdown_table
@@ -10,6 +12,8 @@ CATEGORIES = (
 )
 Rows = dict[str, dict[str, Any]]
 
+STACKS = ("classic", "bitwise", "single_gpu", "offload")
+"""From much to little memory; of the first two either may need less."""
 CLAIMED_SHARES = {"all": 1.0, "single_gpu": 0.55}
 """Of the peak of Hugging Face's Trainer with all its flags, by row."""
 
@@ -42,22 +46,28 @@ def check_claims(rows: Rows, *, is_timed: bool) -> dict[str, bool]:
         row = rows.get(name, {})
         if not row or any("error" in found for found in row.values()):
             continue
-        ours, theirs = row["lightning"], row["hugging_face"]
-        claims[f"{name}: the peak is at most {share} of that of Hugging Face's Trainer"] = peak_of(
-            ours
-        ) <= share * peak_of(theirs)
+        least, theirs = peak_of(row["lightning"]), peak_of(row["hugging_face"])
+        claims[f"{name}: the peak is at most {share} of that of Hugging Face's Trainer"] = (
+            least <= share * theirs
+        )
         if is_timed:
             ratio = _time_ratios(rows, name)["lightning / hugging_face"]
             # The interval: a median of 1.001 may be chance, but not one that begins there.
             claims[f"{name}: a step takes no longer than there"] = ratio["confidence_low"] <= 1.0
+    ours = {name: rows[name]["lightning"] for name in STACKS if name in rows}
+    peaks = {name: peak_of(found) for name, found in ours.items() if "error" not in found}
+    for larger, smaller in itertools.combinations(peaks, 2):
+        if (larger, smaller) != STACKS[:2]:
+            claims[f"{smaller} needs no more than {larger}"] = peaks[smaller] <= peaks[larger]
     return claims
 
 
-def make_text(rows: Rows) -> str:
+def make_text(rows: Rows, calls: Mapping[str, str]) -> str:
     """Lay out the ladder.
 
     Args:
         rows: What was measured.
+        calls: What a user types, by row.
 
     Returns:
         Markdown: the table of peaks and times, that of categories, and errors.
@@ -76,8 +86,11 @@ def make_text(rows: Rows) -> str:
         "of the measured steps. `time` is a step's against Lightning's without anything, `HF time` "
         "that of Hugging Face's against the same, `time / HF` of ours against theirs."
     )
+    typed = markdown_table(
+        ["row", "what is typed"], [[name, f"`{calls[name]}`"] for name in complete if calls[name]]
+    )
     return "\n\n".join(
-        [notes, _peaks(complete), *_device(complete), _by_category(complete), *errors]
+        [notes, _peaks(complete), typed, *_device(complete), _by_category(complete), *errors]
     )
 
 

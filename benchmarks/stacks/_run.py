@@ -11,7 +11,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from benchmarks._models import BASE, MaskedLM, masked_batch
+from benchmarks._models import BASE, SMALL, MaskedLM, masked_batch
 from benchmarks._settings import NOTHING
 from benchmarks._training import LanguageModel, fit
 from lightning_memsave import MemSaveCallback, predict_memory
@@ -66,20 +66,13 @@ MODELS = {
         MaskedLM(6_500, 200, 6, 5, 512).build, 6_500, 16, 128, is_masked=True
     ),
     "GPT-2 XL in small": Model(gpt2(6_282, 200, 6, 5), 6_282, 2, 512, is_masked=False),
+    "RoBERTa 7M, 16 x 128": Model(SMALL.build, SMALL.vocab_size, 16, 128, is_masked=True),
 }
 """By name."""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "nothing": NOTHING | {"early_release": None},
-    # 8-bit state and weights by name: a stack leaves out what saves little in a small model.
-    "classic": {"stack": "classic", "optimizer": "8bit"},
-    "bitwise": {"stack": "bitwise"},
-    "single_gpu": {
-        "stack": "single_gpu",
-        "optimizer": "8bit",
-        "low_precision_weights": "stochastic",
-    },
-    "offload": {"stack": "offload", "low_precision_weights": "master", "host_budget": "1024GiB"},
+    **{stack: {"stack": stack} for stack in ("classic", "bitwise", "single_gpu", "offload")},
 }
 """What `MemSaveCallback` is told, by name."""
 
