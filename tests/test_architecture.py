@@ -295,10 +295,13 @@ FOREIGN_PRIVATE_NAMES = {
         "techniques.block_micro_batching.separability": "_version",
         "techniques.micro_batching.training_state": "_cdata _version",
         "techniques.offloading.activations": "_cdata",
-        "techniques.offloading.flat_memory": "_cdata",
+        "techniques.offloading.flat_memory": "_cdata _C _storage_Use_Count",
         "techniques.offloading.stashes": "_cdata _version",
-        "techniques.offloading.part": "_cdata _version _C _storage_Use_Count",
+        "techniques.offloading.part": "_version",
         "techniques.offloading.technique": "_cdata",
+    },
+    "hooks of a tensor are only known to itself": {
+        "techniques.offloading.host_table": "_backward_hooks _post_accumulate_grad_hooks",
     },
     "which backward pass runs, and what it will still come to": {
         "techniques.optimizer_in_backward.updates": "_execution_engine",

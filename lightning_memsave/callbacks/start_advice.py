@@ -39,7 +39,7 @@ def _add_advice_on_settings(exception: BaseException, rows: Sequence[Row]) -> No
     def is_in(path: str, places: Sequence[str]) -> bool:
         return any(place in path for place in places)
 
-    arguments = {cls.name: cls.argument for cls in techniques()}
+    arguments = {cls.argument for cls in techniques()}
     on = [row for row in rows if row.status == "on" and row.name in arguments]
     frames = traceback.extract_tb(exception.__traceback__)
     paths = [Path(frame.filename).as_posix() for frame in frames]
@@ -48,11 +48,11 @@ def _add_advice_on_settings(exception: BaseException, rows: Sequence[Row]) -> No
     is_of_modules = any(is_in(path, _PLACES) for path in inner)
     if not on or not is_of_modules or isinstance(exception, MemsaveError | KeyboardInterrupt):
         return
-    settings = ", ".join(f"`{arguments[row.name]}={row.value}`" for row in on)
+    settings = ", ".join(f"`{row.name}={row.value}`" for row in on)
     exception.add_note(
         f"This happened before the first batch was done. `MemSaveCallback` changes what modules do "
         f'there, by {settings}. Does it happen with `MemSaveCallback(stack="off")` too? If not, '
-        f"set them to None one by one, such as `{arguments[on[0].name]}=None`, and keep the others."
+        f"set them to None one by one, such as `{on[0].name}=None`, and keep the others."
     )
 
 

@@ -854,3 +854,22 @@ def test_updates_on_the_host_of_a_gpu_round_otherwise(package, what):
     exact = only(offload="activations", exactness="bitwise")
     make_trainer(package, exact, **gpu).fit(make_lit(package))
     assert rows_of(exact)["offload"].exactness in ("bitwise", "")
+
+
+class Widens(nn.Linear):
+    """Gives its weight another type, as `torch.renorm` does under autocast on CUDA."""
+
+    def forward(self, x):
+        self.weight.data = self.weight.data.float()
+        return nn.functional.linear(x, self.weight.to(x.dtype))
+
+
+def test_a_forward_that_changes_the_type_of_a_weight_is_refused():
+    half = {"precision": "bf16-mixed", "low_precision_weights": "master"}
+    callback = only(stack="off", offload="parameters", **half)
+    lit = make_lit(model=nn.Sequential(*(Widens(64, 64, bias=False) for _ in range(3))))
+    before = [param.clone() for param in lit.parameters()]
+    with pytest.raises(IncompatibleError, match="forward replaces it by") as caught:
+        fit(lit, callback)
+    assert "Set `low_precision_weights=None`" in str(caught.value)
+    assert all(map(torch.equal, before, lit.parameters()))

@@ -22,8 +22,9 @@ def test_settings_are_named_where_a_module_fails():
     def step(self, batch, batch_idx):
         return self.model(batch[:, :3]).sum()
 
-    found = notes_of(step, activation_checkpointing="all")
-    assert "`activation_checkpointing='all'`" in found
+    for name, value in (("activation_checkpointing", "all"), ("offload", "parameters")):
+        found = notes_of(step, **{"stack": "off", name: value})
+        assert f"by `{name}={value!r}`." in found
     assert '`MemSaveCallback(stack="off")`' in found
     assert not notes_of(step, stack="off")
 

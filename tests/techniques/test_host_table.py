@@ -686,10 +686,10 @@ def test_prediction_of_a_look_up_counts_the_rows_of_its_ids():
 @pytest.mark.parametrize(
     ("model", "remedy"),
     [
-        (Model(max_norm=1.0), "Set it to `None`"),
+        (Model(max_norm=1.0), "Set `max_norm=None`"),
         (Model(sparse=True), "Set it to `False`"),
         (Model().bfloat16(), "Keep it in float32"),
-        (TiedModel(), "Apply `ChunkedCrossEntropy` to it first"),
+        (TiedModel(), "Set `chunked_cross_entropy=True`; in a plain loop apply"),
     ],
     ids=["max_norm", "sparse", "bfloat16", "tied"],
 )

@@ -928,7 +928,9 @@ class TestEmbeddings:
     def test_a_head_that_is_not_chunked_is_refused(self):
         model = make_model("tied")
         before = [*map(id, model.parameters())]
-        with pytest.raises(IncompatibleError, match="Apply `ChunkedCrossEntropy` to it first"):
+        with pytest.raises(
+            IncompatibleError, match="Set `chunked_cross_entropy=True`; in a plain loop apply"
+        ):
             Offloading("parameters+embeddings", min_table_bytes=1).apply(model)
         assert [*map(id, model.parameters())] == before
         assert not any(map(is_on_host, model.parameters()))

@@ -25,6 +25,7 @@ from lightning_memsave.techniques.offloading.technique import (
     Offloading,
     OffloadingHandle,
     compiled_problem,
+    trains_offloaded,
 )
 from lightning_memsave.trainer.hooks import owners_of
 from lightning_memsave.trainer.trainer import averages_weights, is_compiled_whole
@@ -148,16 +149,22 @@ class OffloadSetting(ModuleSetting):
             watchers.append(f"{type(pl_module).__name__}.training_step")
         if self._handle.residence is not None:
             self._handle.residence.is_watched = bool(watchers)
+        for table in self._handle.tables:
+            table.is_watched = bool(watchers)
         details = [*self._handle.changes, *self._handle.skipped]
         if self.why_form:
             details.append(f"{SMALLER_FORM}{self.why_form}")
         if self._why_no_tables:
             details.append(f"embeddings are weights as all others: {self._why_no_tables}")
-        for optimizer in trainer.optimizers:
+        # With tables alone on the host, others may train what is on the device.
+        trained = [o for o in trainer.optimizers if trains_offloaded(o)]
+        for optimizer in trained or trainer.optimizers:
             handle = self.technique.update_in_background(optimizer)
             self._undo.append(handle.undo)
+        names, with_tables = ", ".join(f"`{name}`" for name in watchers), self._handle.tables
+        rows = ", and all rows of tables are updated in each step" if with_tables else ""
         details.append(
-            f"updates end before {', '.join(f'`{name}`' for name in watchers)}: it may read weights"
+            f"updates end before {names}: it may read weights{rows}"
             if watchers
             else "updates run beside the next step"
         )

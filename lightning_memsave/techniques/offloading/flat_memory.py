@@ -121,3 +121,14 @@ def _all_bytes(run: Sequence[tuple[Tensor, _Place]]) -> Tensor:
         return place.piece[place.start : end]
     flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     return flat.as_strided((end - place.start,), (1,), place.start)
+
+
+def num_owners(tensors: Sequence[Tensor]) -> int:
+    """Count who holds the memory of tensors."""
+    count = torch._C._storage_Use_Count
+    return sum(count(tensor.untyped_storage()._cdata) for tensor in tensors)
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are views of the same memory."""
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

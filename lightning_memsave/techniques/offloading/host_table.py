@@ -22,6 +22,7 @@ from lightning_memsave.techniques.offloading.module_hooks import residence_of
 from lightning_memsave.techniques.offloading.row_gradient import RowGradient
 
 aten: Any = torch.ops.aten
+_LEFT_OUT = 'leave out `"embeddings"`'
 _Hook = Callable[[], None]
 
 
@@ -60,6 +61,8 @@ class HostTable(HostWeight):
         """The device that computed last."""
         self.updates: Updates | None = None
         """What updates it."""
+        self.is_watched = False
+        """Whether code between two steps may read any row: all are up to date after each step."""
         self.home = weight.device
         """The device of the weight before and after."""
         self.memory = HostMemory()
@@ -386,6 +389,10 @@ def table_problems(model: nn.Module, weight: nn.Parameter) -> list[Problem]:
     problems = []
     if weight.dtype not in (torch.float32, torch.float64):
         problems.append(_conversion(weight.dtype))
+    if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+        why = "hooks get no gradient of it, which is made row by row on the host"
+        fix = f'Remove them from the weight, or {_LEFT_OUT}, as in `offload="parameters"`.'
+        problems.append(Problem("a hook of a table", why, fix))
     for name, module in model.named_modules():
         if not any(param is weight for param in module._parameters.values()):
             continue
@@ -403,7 +410,10 @@ def _why_not(module: nn.Module) -> tuple[str, str]:
         return f"a `{kind}` with the table is not supported", "Give it a weight of its own."
     if is_patched_with(module, technique.forward):
         return "", ""
-    fix = "Apply `ChunkedCrossEntropy` to it first, with its name in `heads`."
+    fix = (
+        "Set `chunked_cross_entropy=True`; in a plain loop apply `ChunkedCrossEntropy` first, with "
+        f"its name in `heads`. Or {_LEFT_OUT}."
+    )
     return "its output is computed with the whole table", fix
 
 
@@ -412,7 +422,11 @@ def _why_not_embedding(embedding: nn.Embedding) -> tuple[str, str]:
     own = (None, forward, tied_embedding.forward, nn.Embedding.forward)
     reasons = (
         (host_weight_of(embedding.weight), "its weight is on the host already", "Undo that first."),
-        (embedding.max_norm, "`max_norm` changes rows in the forward pass", "Set it to `None`."),
+        (
+            embedding.max_norm,
+            "`max_norm` changes rows in the forward pass",
+            f"Set `max_norm=None`, or {_LEFT_OUT}.",
+        ),
         (embedding.sparse, "`sparse=True` makes gradients of its own kind", "Set it to `False`."),
         (
             getattr(method, "__func__", method) not in own,

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lightning_memsave.core.memory import counted_as, host_copies, is_fake, mark_as, on_cuda
+from lightning_memsave.errors import IncompatibleError, Problem
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import Weights
 from lightning_memsave.techniques.offloading.copies import Copies
-from lightning_memsave.techniques.offloading.flat_memory import in_order
+from lightning_memsave.techniques.offloading.flat_memory import in_order, num_owners, shares_memory
 from lightning_memsave.techniques.offloading.host_memory import HostMemory
 from lightning_memsave.techniques.offloading.host_worker import wait_for
 from lightning_memsave.techniques.offloading.split_weights import join_weight, split_weight
@@ -215,7 +216,7 @@ class Part:
                 self._on_device = self._allocate(copies, device)
             for copy in self._on_device:
                 mark_as("parameter", copy)
-            self._sole_owners = _num_owners(self._on_device)
+            self._sole_owners = num_owners(self._on_device)
         self._wait_for_copies = copies.to_device(self._on_device, self._to_send)
         self._sent = self._versions()
 
@@ -281,6 +282,8 @@ class Part:
         self.join()
         with host_copies():
             for index, data, sent in found:
+                if data.dtype is not sent.dtype:
+                    raise IncompatibleError("offloading", [_other_type(data, sent)])
                 new, weight = data.cpu(), self._weights[index]
                 # Where it was not written, a weight keeps what its copy lacks.
                 weight.copy_(torch.where(new == sent, weight, new.to(weight.dtype)))
@@ -290,14 +293,13 @@ class Part:
         for index, (param, sent) in enumerate(zip(self.params, self._to_send, strict=True)):
             if self._is_checked and not is_fake(param):
                 with host_copies():
-                    is_other = not torch.equal(param.data.cpu(), sent)
-                if is_other:  # by way of `param.data`, which torch does not count
-                    self._written.add(index)
+                    if not torch.equal(param.data.cpu(), sent):  # torch does not count `.data`
+                        self._written.add(index)
         both = enumerate(zip(self.params, self._entered, self._on_device, strict=True))
         return [
             index
             for index, (param, version, copy) in both
-            if index in self._written or param._version != version or not _is_same(param, copy)
+            if index in self._written or param._version != version or not shares_memory(param, copy)
         ]
 
     def drop(self) -> None:
@@ -308,7 +310,7 @@ class Part:
         """
         if not self.is_streamed or self.is_on_device:
             return
-        if _num_owners(self._on_device) > self._sole_owners:
+        if num_owners(self._on_device) > self._sole_owners:
             return
         if self._wait_for_copies is not None:  # memory must not be reused before they are done
             self._wait_for_copies()
@@ -340,7 +342,7 @@ class Part:
         if index in self._received:
             return
         gradient = self._gradient_memory()[index]
-        if not _is_same(param.grad, gradient):
+        if not shares_memory(param.grad, gradient):
             with host_copies():
                 gradient.copy_(param.grad)
         param.grad = None
@@ -439,7 +441,7 @@ class Part:
 
     def _replace_weights(self, weights: Mapping[int, Tensor]) -> None:
         for index, weight in weights.items():
-            if _is_same(self.params[index], self._weights[index]):
+            if shares_memory(self.params[index], self._weights[index]):
                 self.params[index].data = weight
             self._weights[index] = weight
 
@@ -469,10 +471,10 @@ class Part:
 
     # Somebody may have given a parameter other data, as `Module.to` does.
     def _adopt(self) -> None:
-        if not all(map(_is_same, self.params, self._weights)):
+        if not all(map(shares_memory, self.params, self._weights)):
             self.join()
         for param, weight in zip(self.params, self._weights, strict=True):
-            if not _is_same(param, weight):
+            if not shares_memory(param, weight):
                 weight.copy_(param.data)
                 param.data = weight
 
@@ -489,10 +491,8 @@ def _keep(part: "weakref.ref[Part]", param: nn.Parameter, _: object) -> None:
         own.keep_gradient(param)
 
 
-def _num_owners(tensors: Sequence[Tensor]) -> int:
-    count = torch._C._storage_Use_Count
-    return sum(count(tensor.untyped_storage()._cdata) for tensor in tensors)
-
-
-def _is_same(one: Tensor, other: Tensor) -> bool:
-    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)
+# Another type makes a new node for its gradient, of which nothing here knows.
+def _other_type(data: Tensor, sent: Tensor) -> Problem:
+    what = f"a parameter of shape {tuple(data.shape)}"
+    why = f"forward replaces it by {data.dtype}, and on the device it is {sent.dtype}"
+    return Problem(what, why, "Set `low_precision_weights=None`, or keep its type in forward.")

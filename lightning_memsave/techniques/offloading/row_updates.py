@@ -382,6 +382,9 @@ def tables_apart(optimizer: Optimizer) -> Iterator[None]:
     finally:
         for weight, grad in hidden:
             weight.grad = grad
+    for updates in _UPDATES.get(optimizer, []):
+        if updates.table.is_watched:
+            updates.bring_up_to_date(None)
 
 
 def wait_for_tables(optimizer: Optimizer) -> None:

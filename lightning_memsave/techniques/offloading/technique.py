@@ -371,11 +371,7 @@ class Offloading(Technique[nn.Module]):
         """
         problems = wrapper_problems(optimizer)
         what = f"`{type(optimizer).__name__}`"
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        found = (residence_with(param) for param in params)
-        residence = next((each for each in found if each is not None), None)
-        hosts = (host_weight_of(param) for param in params)
-        tables = [host for host in hosts if isinstance(host, HostTable)]
+        residence, tables = _offloaded_of(optimizer)
         if residence is None and not tables:
             why, fix = "it trains no offloaded parameter", "Apply `Offloading` to its model first."
             problems.append(Problem(what, why, fix))
@@ -395,6 +391,19 @@ class Offloading(Technique[nn.Module]):
         sizes = [(p.numel() * p.element_size(), p.requires_grad) for p in params]
         share = self.bytes_per_parameter / torch.float32.itemsize
         return int(sum(size * share if is_trained else size for size, is_trained in sizes))
+
+
+def trains_offloaded(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer trains what is on the host."""
+    return any(_offloaded_of(optimizer))
+
+
+def _offloaded_of(optimizer: Optimizer) -> tuple[Residence | None, list[HostTable]]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    found = (residence_with(param) for param in params)
+    hosts = (host_weight_of(param) for param in params)
+    residence = next((each for each in found if each is not None), None)
+    return residence, [host for host in hosts if isinstance(host, HostTable)]
 
 
 def compiled_problem(name: str) -> Problem:
