@@ -24,15 +24,17 @@ from tests.awkward_projects import BATCH_SIZE, all_projects
 
 PLAIN_FAILS = "plain fails"
 """Training without the callback, as on a virtual GPU, which has no recurrent kernels."""
+LATE = "ended with advice"
+"""After the first step, with an error that says what to type."""
 BAD = ("wrong", "crashed")
-OUTCOMES = ("equal", "as declared", "refused", PLAIN_FAILS, *BAD)
+OUTCOMES = ("equal", "as declared", "refused", LATE, PLAIN_FAILS, *BAD)
 EXACT: dict[str, Any] = {"precision": None, "optimizer": None}
 OFF: dict[str, Any] = {"stack": "off"}
 CHECKPOINTED: dict[str, Any] = {"activation_checkpointing": "all"}
 # Those after which weights may differ, by their relative error: what is recomputed in other tiles,
 # and what keeps weights or state in fewer bits. With the latter the loss counts as well: an expert
-# that gets other tokens has other weights.
-APPROXIMATE, MAX_LOSS = 0.5, 0.02
+# that gets other tokens has other weights. Lightning's "bf16-mixed" alone moves it by up to 3.3 %.
+APPROXIMATE, MAX_LOSS = 0.5, 0.05
 # A host rounds updates in another way than a GPU.
 ON_HOST = 1e-4 if torch.cuda.is_available() else 0
 SETTINGS: dict[str, tuple[dict[str, Any], float]] = {
@@ -161,8 +163,8 @@ def _judge(found: Any, plain: dict[str, Any], tolerance: float) -> dict[str, Any
     if not isinstance(found, dict):
         return {"outcome": "crashed", "error": str(found)}
     if found["error"] is not None:
-        is_refused = not found["steps"] and found["has_advice"]
-        return {"outcome": "refused" if is_refused else "crashed", "error": found["error"][:600]}
+        outcome = (LATE if found["steps"] else "refused") if found["has_advice"] else "crashed"
+        return {"outcome": outcome, "error": found["error"][:600]}
     if found["digest"] == plain["digest"]:
         return {"outcome": "equal"}
     deviation = max(
@@ -190,7 +192,7 @@ def attack(projects: Sequence[str], names: Sequence[str], conditions: Sequence[s
         for column, name in enumerate(names):
             one = cells.run(project, name, conditions[(row + column) % len(conditions)])
             found.append(one)
-            if one["outcome"] in (PLAIN_FAILS, *BAD):
+            if one["outcome"] in (LATE, PLAIN_FAILS, *BAD):
                 shown = str(one.get("error") or one.get("deviation"))[:200].replace("\n", " ")
                 print(project, name, one["condition"], one["outcome"], shown, sep=" | ", flush=True)
     return found

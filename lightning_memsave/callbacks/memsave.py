@@ -367,10 +367,10 @@ class MemSaveCallback(CallbackBase):
                     callback.write_before_undo(trainer, pl_module, exception)
             with attempted(trainer, "There is no advice on memory"):
                 add_advice(trainer, pl_module, exception, error)
-        if error is None and not self._has_trained:
-            with attempted(trainer, "There is no advice on the start"):
+        if error is None:
+            with attempted(trainer, "There is no advice on settings"):
                 rows = self.rows if self._has_started else ()
-                add_start_advice(exception, trainer.ckpt_path, rows)
+                add_start_advice(exception, trainer.ckpt_path, rows, has_trained=self._has_trained)
         with attempted(trainer, "What was measured is lost"):
             if self._reported is not None:
                 self._reported.on_exception(trainer, pl_module, exception)

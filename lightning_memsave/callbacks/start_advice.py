@@ -23,16 +23,32 @@ _PLACES = (
 _LIGHTNING = ("/lightning/pytorch/", "/pytorch_lightning/")
 
 
-def add_start_advice(exception: BaseException, checkpoint: object, rows: Sequence[Row]) -> None:
+def add_start_advice(
+    exception: BaseException, checkpoint: object, rows: Sequence[Row], *, has_trained: bool
+) -> None:
     """Let an exception name what may be its reason, below its traceback.
 
     Args:
-        exception: What ended a run before its first batch was done, but for lack of memory.
+        exception: What ended a run, but for lack of memory.
         checkpoint: Its ``ckpt_path``.
         rows: The table of settings, empty before it is shown.
+        has_trained: Whether its first batch was done.
     """
-    _add_advice_on_checkpoint(exception, checkpoint)
-    _add_advice_on_settings(exception, rows)
+    if not has_trained:
+        _add_advice_on_checkpoint(exception, checkpoint)
+        _add_advice_on_settings(exception, rows)
+    _add_advice_on_device(exception, rows)
+
+
+# By hooks between two steps, in the first batch or later.
+def _add_advice_on_device(exception: BaseException, rows: Sequence[Row]) -> None:
+    moved = [row.value for row in rows if row.name == "offload" and row.status == "on"]
+    if moved and moved != ["'activations'"] and "on the same device" in str(exception):
+        exception.add_note(
+            f"With `offload={moved[0]}` weights wait on the host between steps, and while none of "
+            "their modules computes. Code that reads them then, such as `on_train_batch_end`, "
+            'brings them to the device with `.to(...)`; or set `offload="activations"` or `None`.'
+        )
 
 
 def _add_advice_on_settings(exception: BaseException, rows: Sequence[Row]) -> None:

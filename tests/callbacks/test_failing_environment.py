@@ -257,8 +257,11 @@ class TestFolders:
     def test_a_log_folder_that_is_gone_is_the_error_of_the_logger(self):
         callbacks = MemSaveCallback(report=False), at_step(3, lambda: shutil.rmtree("logs"))
         logger = CSVLogger("logs", flush_logs_every_n_steps=1)
+        settings = {"logger": logger, "log_every_n_steps": 1}
+        trainer = make_trainer(lightning.pytorch, *callbacks, **settings)
         with pytest.raises(FileNotFoundError, match=r"logs/.*metrics\.csv"):
-            fit(make_lit(), *callbacks, logger=logger, log_every_n_steps=1)
+            trainer.fit(make_lit())
+        trainer._signal_connector.teardown()  # which Lightning has not come to
 
 
 ERRORS = (

@@ -198,3 +198,26 @@ class TestFrozenBase:
         plain = model(make_batch(0))
         with Offloading("parameters").apply(model):
             assert torch.equal(model(make_batch(0)), plain)
+
+
+class KnowsItsDevice(Adversaries):
+    """Reads its device from its first parameter, as models of Hugging Face do."""
+
+    @property
+    def device(self) -> torch.device:
+        return next(param.device for param in self.parameters())
+
+
+def test_the_device_of_a_model_is_where_it_computes():
+    plain, model, other = vars(KnowsItsDevice)["device"], KnowsItsDevice(), KnowsItsDevice()
+    with Offloading("parameters").apply(model) as handle:
+        assert handle.residence is not None
+        handle.residence.device = torch.device("meta")
+        assert model.device.type == "meta"
+        assert other.device.type == "cpu"
+        with Offloading("optimizer").apply(other):
+            assert other.device.type == "cpu"
+        assert model.device.type == "meta"
+        handle.residence.device = torch.device("cpu")
+    assert model.device.type == "cpu"
+    assert vars(KnowsItsDevice)["device"] is plain

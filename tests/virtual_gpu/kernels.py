@@ -241,7 +241,10 @@ class _Operator:
     def _is_done(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the virtual GPU itself moves the bytes, or only integers are wanted."""
         moved = {"copy_": args[:2], "zero_": args[:1]}.get(self._name, ())
-        if moved and all(m.is_contiguous() and m.dtype == moved[0].dtype for m in moved):
+        if moved and all(
+            m.is_contiguous() and m.dtype == moved[0].dtype and m.shape == moved[0].shape
+            for m in moved
+        ):
             return True
         if self._compute is _no_values and _written.of_operators:
             return True  # the operator whose CUDA code calls this one computes

@@ -63,6 +63,12 @@ def test_an_operator_that_writes_through_others_computes_once():
     assert total.sum(1).tolist() == [0.0, 4.0, 0.0, 4.0, 0.0]
 
 
+def test_a_copy_to_another_shape_computes():
+    """One to the same shape is a transfer."""
+    row = torch.arange(3.0, device="cuda")
+    assert torch.full((2, 3), 7.0, device="cuda").copy_(row).tolist() == [[0, 1, 2]] * 2
+
+
 def test_an_operator_without_a_key_of_cuda_computes():
     exponent = torch.tensor(7, device="cuda", dtype=torch.int32)
     assert torch.ldexp(torch.ones((), device="cuda"), exponent).item() == 128.0

@@ -28,6 +28,7 @@ from lightning_memsave.techniques.offloading.host_updates import (
     let_scales_land,
 )
 from lightning_memsave.techniques.offloading.host_worker import HostWorker
+from lightning_memsave.techniques.offloading.model_device import tell_device
 from lightning_memsave.techniques.offloading.module_hooks import (
     move_with,
     residence_of,
@@ -286,7 +287,7 @@ class Offloading(Technique[nn.Module]):
         for table in tables:
             undo += table.start()
         if tables or self.has_weights:
-            undo.append(let_scales_land())
+            undo += [let_scales_land(), *tell_device(target)]
         if tables:
             num_bytes = self._bytes_of([table.weight for table in tables])
             changes.append(f"{len(tables)} embeddings on the host: {format_bytes(num_bytes)}")

@@ -1,0 +1,61 @@
+"""``model.device`` of models that read it from their parameters, as those of Hugging Face do."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_memsave.techniques.chunked_cross_entropy.host_weight import host_weight_of
+from lightning_memsave.techniques.offloading.module_hooks import residence_of
+
+_MODULES: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+_PLAIN: dict[type, Any] = {}  # properties by class, while a module of it is offloaded
+
+
+def tell_device(model: nn.Module) -> list[Callable[[], None]]:
+    """Let ``device`` be where the model computes, not where its parameters wait.
+
+    ``generate`` and users bring tokens there.
+
+    Args:
+        model: The model; modules with a property ``device`` are looked for in it.
+
+    Returns:
+        Functions that undo it.
+    """
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        classes = type(module).__mro__
+        owner = next((c for c in classes if isinstance(vars(c).get("device"), property)), None)
+        if owner is None or hasattr(module, "_device"):  # Lightning notes it by itself
+            continue
+        _MODULES.add(module)
+        if owner not in _PLAIN:
+            _PLAIN[owner] = vars(owner)["device"]
+            owner.device = property(_device)  # type: ignore[attr-defined]
+        undo.append(functools.partial(_forget, weakref.ref(module), owner))
+    return undo
+
+
+def _forget(reference: "weakref.ref[nn.Module]", owner: type) -> None:
+    module = reference()
+    if module is not None:
+        _MODULES.discard(module)
+    if owner in _PLAIN and not any(isinstance(other, owner) for other in _MODULES):
+        owner.device = _PLAIN.pop(owner)  # type: ignore[attr-defined]
+
+
+def _device(self: nn.Module) -> torch.device:
+    if self in _MODULES:
+        residence = residence_of(self)
+        if residence is not None:
+            return residence.device
+        for param in self.parameters():
+            if host_weight_of(param) is None:
+                return param.device
+    plain = next(_PLAIN[cls] for cls in type(self).__mro__ if cls in _PLAIN)
+    device: torch.device = plain.fget(self)
+    return device
