@@ -199,12 +199,14 @@ def attack(projects: Sequence[str], names: Sequence[str], conditions: Sequence[s
 
 
 def make_table(found: list[dict[str, Any]]) -> str:
-    """Count the outcomes, by project and by settings."""
-    rows = []
-    for kind in ("project", "settings", "condition"):
-        for name in dict.fromkeys(one[kind] for one in found):
-            outcomes = [one["outcome"] for one in found if one[kind] == name]
-            rows.append([name, str(len(outcomes)), *(str(outcomes.count(o)) for o in OUTCOMES)])
-    outcomes = [one["outcome"] for one in found]
-    rows.append(["all", str(len(found)), *(str(outcomes.count(o)) for o in OUTCOMES)])
-    return markdown_table(["cells", "number", *OUTCOMES], rows)
+    """Count the outcomes: by settings and condition, and in a second table by project."""
+    tables = []
+    for kinds in (("settings", "condition", "all"), ("project",)):
+        rows = []
+        for kind in kinds:
+            for name in dict.fromkeys(one.get(kind, "all") for one in found):
+                outcomes = [one["outcome"] for one in found if one.get(kind, "all") == name]
+                counts = [str(outcomes.count(outcome)) for outcome in OUTCOMES]
+                rows.append([name, str(len(outcomes)), *counts])
+        tables.append(markdown_table(["cells", "number", *OUTCOMES], rows))
+    return "\n\n".join(tables)
