@@ -1,8 +1,8 @@
 """Say what each stack needs: `python -m benchmarks.stacks`.
 
 Steps of six models are predicted for CUDA, each in a fresh process, with `MemSaveCallback(stack=)`
-and nothing else. On this machine's CPU the 84M RoBERTa and the small models train two steps with
-``"single_gpu"``, and what was counted stands beside what was predicted.
+and nothing else. With ``--train`` the 84M RoBERTa and the small models train two steps with
+``"single_gpu"`` on this machine's CPU, and what was counted stands beside what was predicted.
 """
 
 import argparse
@@ -27,21 +27,22 @@ TRAINED = [next(iter(LIMITS)), *SMALL]
 LIMIT_S = 1800
 
 
-def make_text(predicted: dict[str, dict[str, Any]], trained: dict[str, Any]) -> str:
-    """Lay out what was found.
-
-    Args:
-        predicted: By model and settings.
-        trained: By model.
-
-    Returns:
-        Markdown.
-    """
+def make_text(predicted: dict[str, dict[str, Any]]) -> str:
+    """Lay out what was predicted, by model and settings."""
     rows = [
         [model, *(f"{found[name]['peak_bytes'] / MIB:,.0f}" for name in SETTINGS)]
         for model, found in predicted.items()
     ]
-    counted = [
+    return (
+        "Predicted peak of a step on CUDA in MiB with `MemSaveCallback(stack=...)` and nothing "
+        "beside it, cuBLAS's workspace included, the allocator's slack and CUDA's context not:\n\n"
+        + markdown_table(["model", *SETTINGS], rows)
+    )
+
+
+def make_trained_text(trained: dict[str, Any]) -> str:
+    """Lay out what was counted, by model."""
+    rows = [
         [
             model,
             f"{found['predicted_bytes'] / MIB:,.1f}",
@@ -51,27 +52,13 @@ def make_text(predicted: dict[str, dict[str, Any]], trained: dict[str, Any]) -> 
         ]
         for model, found in trained.items()
     ]
-    return "\n\n".join(
-        [
-            "Predicted peak of a step on CUDA in MiB with `MemSaveCallback(stack=...)` and nothing "
-            "beside it, cuBLAS's workspace included, the allocator's slack and CUDA's context not:",
-            markdown_table(["model", *SETTINGS], rows),
-            "Two steps on a CPU with `single_gpu` and `chunked_sdpa`, in MiB:",
-            markdown_table(["model", "predicted", "counted", "error", "losses"], counted),
-        ]
+    return "Two steps on a CPU with `single_gpu` and `chunked_sdpa`, in MiB:\n\n" + markdown_table(
+        ["model", "predicted", "counted", "error", "losses"], rows
     )
 
 
-def check_claims(predicted: dict[str, dict[str, Any]], trained: dict[str, Any]) -> dict[str, bool]:
-    """Say what holds of what is claimed.
-
-    Args:
-        predicted: By model and settings.
-        trained: By model.
-
-    Returns:
-        True or false for each claim.
-    """
+def check_claims(predicted: dict[str, dict[str, Any]]) -> dict[str, bool]:
+    """Say what holds of what is claimed of predictions, by model and settings."""
     claims = {
         f"{model}: single_gpu is predicted to need at most {LIMITS[model]:,} MiB": (
             found["single_gpu"]["peak_bytes"] <= LIMITS[model] * MIB
@@ -86,6 +73,12 @@ def check_claims(predicted: dict[str, dict[str, Any]], trained: dict[str, Any]) 
             and peaks["single_gpu"] <= min(peaks["bitwise"], peaks["classic"])
             and max(peaks["bitwise"], peaks["classic"]) <= peaks["nothing"]
         )
+    return claims
+
+
+def check_trained_claims(trained: dict[str, Any]) -> dict[str, bool]:
+    """Say what holds of what is claimed of what was counted, by model."""
+    claims = {}
     for model, found in trained.items():
         claims[f"{model}: predicted within 1 % of what was counted"] = (
             abs(found["predicted_bytes"] / found["counted_bytes"] - 1) <= 0.01
@@ -98,7 +91,7 @@ def check_claims(predicted: dict[str, dict[str, Any]], trained: dict[str, Any]) 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Predict, train, print and write the results.
+    """Predict or train, print and write the results.
 
     Args:
         arguments: Of the command line.
@@ -107,23 +100,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         1 if what is claimed is not so.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stacks", description=__doc__)
+    parser.add_argument("--train", action="store_true", help="count two steps on this CPU instead")
     parser.add_argument("--dry", action="store_true", help="the small models only")
     parser.add_argument("--results", type=Path, help="folder of the result files")
     options = parser.parse_args(arguments)
-    predicted: dict[str, dict[str, Any]] = {}
-    for model in SMALL if options.dry else MODELS:
-        predicted[model] = {name: _run("predict", model, name) for name in SETTINGS}
-    trained = {
-        model: _run("train", model, "single_gpu") for model in (SMALL if options.dry else TRAINED)
-    }
-    text = make_text(predicted, trained)
+    found: dict[str, Any] = {}
+    if options.train:
+        for model in SMALL if options.dry else TRAINED:
+            found[model] = _run("train", model, "single_gpu")
+        name, text, claims = "stacks_trained", make_trained_text(found), check_trained_claims(found)
+    else:
+        for model in SMALL if options.dry else MODELS:
+            found[model] = {setting: _run("predict", model, setting) for setting in SETTINGS}
+        name, text, claims = "stacks", make_text(found), check_claims(found)
     print(f"\n{text}\n")
-    claims = check_claims(predicted, trained)
     for claim, holds in claims.items():
         print(f"{'holds' if holds else 'FAILS'}: {claim}")
     path = write_results(
-        "stacks_dry" if options.dry else "stacks_cpu",
-        {"predicted": predicted, "trained": trained, "claims": claims},
+        f"{name}_{'dry' if options.dry else 'cpu'}",
+        {"trained" if options.train else "predicted": found, "claims": claims},
         text,
         folder=options.results or (Path(tempfile.mkdtemp()) if options.dry else RESULTS),
     )
