@@ -301,6 +301,7 @@ def _alone(variables: Sequence[tuple[str, Tensor]]) -> list[Tensor]:
 _MOST_OBJECTS, _MOST_ITEMS, _MOST_STEPS = 200_000, 20_000, 30
 _WITHOUT_TENSORS = (type, ModuleType, Optimizer, str, bytes, bool, int, float, complex, type(None))
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_OF_IMPORTS = (".__loader__", ".__spec__")  # of a module: what has imported it may have anything
 
 
 def _kept_by_all(owners: Mapping[str, object], seen: set[int]) -> Iterator[tuple[str, Tensor]]:
@@ -328,6 +329,8 @@ def _kept_by(root: object, name: str, seen: set[int]) -> Iterator[tuple[str, Ten
         with contextlib.suppress(Exception):
             is_of_module = issubclass(type(value), nn.Module)
             for step, item in _references_of(value):
+                if step in _OF_IMPORTS:
+                    continue
                 kind = type(item)
                 held = path if is_inside else f"{path}{step}"
                 if issubclass(kind, Tensor):

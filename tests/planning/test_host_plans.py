@@ -53,6 +53,7 @@ def recorded() -> Variants:
 
 def with_host(num_bytes):
     variants = copy.copy(recorded())
+    variants._excess = {}  # what another search has learned
     variants.host_budget_bytes = num_bytes
     return PlanSearch(variants)
 
