@@ -3,7 +3,7 @@ import gc
 import weakref
 from collections import deque
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -370,3 +370,12 @@ class TestOwners:
             assert ref() is None
         finally:
             gc.enable()
+
+
+def test_what_has_imported_a_module_keeps_nothing_for_it():
+    """Such as pytest, whose session has the tensors of all tests."""
+    project: Any = ModuleType("project")
+    project.kept, project.__loader__ = [torch.ones(1000)], SimpleNamespace(items=[torch.ones(2000)])
+    found = {one.num_bytes: one.owner for one in find_alive_tensors("cpu", others={"own": project})}
+    assert found[4000] == "own.kept"
+    assert found[8000] == ""
