@@ -27,7 +27,7 @@ from lightning_memsave.callbacks.start_advice import add_start_advice, describe_
 from lightning_memsave.core.blocks import BlockSelector
 from lightning_memsave.core.names import did_you_mean
 from lightning_memsave.core.technique import Row
-from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning, Problem
+from lightning_memsave.errors import ConfigurationError, IncompatibleError, MemsaveWarning
 from lightning_memsave.planning.ladder import RunPlan
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.techniques.activation_checkpointing.technique import (
@@ -42,6 +42,7 @@ from lightning_memsave.techniques.micro_batching.technique import MicroBatching
 from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.optimizer_in_backward.technique import OptimizerInBackward
 from lightning_memsave.techniques.registry import entries, with_plan, with_stack
+from lightning_memsave.techniques.waiting_state import leave_on_host
 from lightning_memsave.trainer.first_batch import before_strategy_setup
 from lightning_memsave.trainer.hooks import CallbackBase
 from lightning_memsave.trainer.trainer import (
@@ -50,6 +51,7 @@ from lightning_memsave.trainer.trainer import (
     leave_device,
     put_first,
     remove_callback,
+    second_use,
 )
 from lightning_memsave.trainer.training_loop import has_open_window
 
@@ -243,7 +245,8 @@ class MemSaveCallback(CallbackBase):
             IncompatibleError: If a setting conflicts with the Trainer or the module; the message
                 lists every conflict, and nothing has been changed.
         """
-        self._refuse_second_use(trainer)
+        if problems := second_use(trainer, self._user):
+            raise IncompatibleError(type(self).__name__, problems)
         self._is_disabled = first_of(trainer, MemSaveCallback) is not self
         if self._is_disabled:
             warnings.warn(
@@ -314,6 +317,11 @@ class MemSaveCallback(CallbackBase):
         if self.arguments["report"] and trainer.is_global_zero:
             with attempted(trainer, "The table cannot be printed to standard output"):
                 _report.print_table(self.rows)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let optimizer state of a checkpoint wait on the host, as a fresh run has none yet."""
+        if not self._is_disabled and trainer.world_size == 1:
+            leave_on_host(trainer.optimizers)
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -438,15 +446,6 @@ class MemSaveCallback(CallbackBase):
     @property
     def _micro_batches(self) -> MicroBatchSetting:
         return self._settings.find(MicroBatchSetting)
-
-    def _refuse_second_use(self, trainer: Any) -> None:
-        if self._user is None:
-            return
-        why = "another Trainer is in a run with it"
-        if self._user == id(trainer):
-            why = "the Trainer has it twice among its callbacks"
-        what, fix = "this callback object", "Make one `MemSaveCallback` for each Trainer."
-        raise IncompatibleError(type(self).__name__, [Problem(what, why, fix)])
 
     def _write_report(
         self, trainer: Any, error: BaseException | None = None, is_always: bool = False

@@ -22,6 +22,7 @@ from lightning_memsave.prediction.predict import predict
 from lightning_memsave.prediction.result import MemoryPrediction
 from lightning_memsave.prediction.training_step import RunningFit, TrainingStep
 from lightning_memsave.techniques.registry import entries
+from lightning_memsave.techniques.waiting_state import waiting_bytes
 from lightning_memsave.trainer.distributed import copies_gradients
 from lightning_memsave.trainer.hooks import log_info
 from lightning_memsave.trainer.trainer import is_strategy
@@ -88,7 +89,8 @@ class RunPrediction(Predicted):
                 # The user's own modes, such as one that counts operations, must not see it.
                 with _disable_current_modes():
                     step = step_of(trainer, pl_module, batch, make_callback, arguments)
-                    self.prediction = predict(replace(step, time_limit_s=self.limit_s))
+                    found = predict(replace(step, time_limit_s=self.limit_s))
+                self.prediction = _of_resumed(found, waiting_bytes(trainer.optimizers))
         # The user's code may fail on fake tensors; that must not end a run that would train.
         except (Exception, SystemExit) as error:
             # A Trainer makes the one of the other.
@@ -170,6 +172,16 @@ def obstacle(trainer: Any, pl_module: Any) -> str:
     if str(trainer.precision) not in _PREDICTABLE:
         return f"not for precision {trainer.precision}"
     return ""
+
+
+def _of_resumed(prediction: MemoryPrediction, num_bytes: int) -> MemoryPrediction:
+    if not num_bytes:
+        return prediction
+    line = (
+        f"resumed as from the start: optimizer state of the checkpoint ({format_bytes(num_bytes)}) "
+        "waits on the host until the first update"
+    )
+    return replace(prediction, assumptions=(*prediction.assumptions, line))
 
 
 # In words of the project: which of its lines ends the prediction, and not what torch says.

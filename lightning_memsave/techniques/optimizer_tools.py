@@ -15,6 +15,7 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import (
 )
 from lightning_memsave.techniques.low_precision_weights.rounded_updates import RoundedStep
 from lightning_memsave.techniques.low_precision_weights.tiled_steps import ELEMENTWISE
+from lightning_memsave.techniques.waiting_state import bring
 
 # Of torch's optimizers, only LBFGS couples parameters. Older versions do not have Muon.
 _KNOWN = ELEMENTWISE | {
@@ -45,6 +46,7 @@ def allocate_state(optimizer: torch.optim.Optimizer) -> None:
     Args:
         optimizer: An optimizer whose gradients are complete. The result of its step is unchanged.
     """
+    bring(optimizer)
     for index, group in enumerate(optimizer.param_groups):
         stateless = [
             p for p in group["params"] if p.grad is not None and not optimizer.state.get(p)

@@ -82,6 +82,24 @@ def check_host(trainer: Any) -> list[Problem]:
     ]
 
 
+def second_use(trainer: Any, user: int | None) -> list[Problem]:
+    """Refuse a callback that is in a run already.
+
+    Args:
+        trainer: The Trainer that sets it up.
+        user: The ``id`` of the Trainer that has; ``None`` if there is none.
+
+    Returns:
+        The problem, if it is one.
+    """
+    if user is None:
+        return []
+    why = "another Trainer is in a run with it"
+    if user == id(trainer):
+        why = "the Trainer has it twice among its callbacks"
+    return [Problem("this callback object", why, "Make one `MemSaveCallback` for each Trainer.")]
+
+
 def data_connector_of(trainer: Any) -> ModuleType:
     """Return the module of a Trainer's package with which it prepares DataLoaders."""
     return importlib.import_module(

@@ -24,6 +24,7 @@ from lightning_memsave.techniques.low_bit_optimizer.state_checks import (
     check_states,
     check_structure,
 )
+from lightning_memsave.techniques.waiting_state import initialize
 
 
 def update_all(optimizer: Any) -> None:
@@ -36,10 +37,7 @@ def update_all(optimizer: Any) -> None:
     Args:
         optimizer: A bitsandbytes optimizer; call it under ``torch.no_grad``.
     """
-    if not optimizer.initialized:
-        optimizer.check_overrides()
-        optimizer.to_gpu()
-        optimizer.initialized = True
+    initialize(optimizer)
     paged_on = set()
     for group_index, group in enumerate(optimizer.param_groups):
         for param_index, param in enumerate(group["params"]):
@@ -218,6 +216,10 @@ class _PerParameterBits(_Base):
         )
         if self.is_paged:
             self._page_all()
+        shared: dict[Any, torch.Tensor] = {}  # each loaded state has tables of 256 values
+        for state in self.state.values():
+            for key in state.keys() & {"qmap1", "qmap2"}:
+                state[key] = shared.setdefault((key, state[key].device), state[key])
 
     def prefetch_state(self, p: torch.Tensor) -> None:
         """Prefetch the state, after moving state from a checkpoint back to pages."""

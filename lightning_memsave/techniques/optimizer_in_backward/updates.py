@@ -17,6 +17,7 @@ from lightning_memsave.techniques.optimizer_in_backward.held_gradients import (
     HeldGradients,
     dense_bytes,
 )
+from lightning_memsave.techniques.waiting_state import after_closure, bring, initialize
 
 ParameterStep = Callable[[Optimizer, list[nn.Parameter]], None]
 
@@ -45,6 +46,7 @@ def step_parameters(optimizer: Optimizer, params: list[nn.Parameter]) -> None:
     step = vars(optimizer).get(_ATTRIBUTE, plain_step)
     _num_updates += 1
     try:
+        bring(optimizer, params)
         step(optimizer, params)
     finally:
         _num_updates -= 1
@@ -124,11 +126,7 @@ def run_step(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         groups: Settings with ``params``: tensors with a gradient, not necessarily the optimizer's
             own. They replace its groups during the step.
     """
-    # The initialization of bitsandbytes needs all parameters.
-    if getattr(optimizer, "initialized", True) is False and hasattr(optimizer, "to_gpu"):
-        optimizer.check_overrides()  # type: ignore[attr-defined]
-        optimizer.to_gpu()
-        optimizer.initialized = True  # type: ignore[attr-defined]
+    initialize(optimizer)
     own_groups, optimizer.param_groups = optimizer.param_groups, groups
     try:
         step_without_hooks(optimizer)
@@ -369,20 +367,7 @@ class GradientUpdates:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._finish(optimizer)
-            return None
-        # Backward may run inside the closure: gradients are complete after it.
-        closure = functools.partial(self._run_closure, optimizer, closure)
-        if len(args) > 1:
-            return (args[0], closure, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closure}
-
-    def _run_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        result = closure()
-        self._finish(optimizer)
-        return result
+        return after_closure(args, kwargs, functools.partial(self._finish, optimizer))
 
     @torch.no_grad()
     def _finish(self, optimizer: Optimizer) -> None:
