@@ -1,8 +1,8 @@
 """Let optimizer state of a checkpoint wait in host memory until the first update.
 
 A fresh run allocates its state in the first update, in memory that forward and backward have left.
-A checkpoint's is there before them, and pushes apart what comes later: the same run, resumed, may
-not fit. RoBERTa 7M, 64 x 128: 2,529 MiB of a GPU instead of 2,507 (`benchmarks.virtual_gpu`).
+A checkpoint's is there before them, and pushes apart what comes later: RoBERTa 7M, 64 x 128, needs
+a GPU of 2,528 MiB when it resumes, and of 2,506 from the start (`benchmarks.virtual_gpu resuming`).
 """
 
 import functools
