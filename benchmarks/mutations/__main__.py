@@ -45,6 +45,7 @@ TESTS = [
             "offloaded_activations_limits",
             "offloaded_updates_in_backward",
             "in_backward_limits",
+            "low_bit_step",
         ),
     )
 ]

@@ -11,6 +11,7 @@ FILES = (
     "offloading/*.py",
     "optimizer_in_backward/held_gradients.py",
     "chunked_cross_entropy/kernel.py",
+    "low_bit_optimizer/bitsandbytes_optimizers.py",
 )
 # An identifier with one of these words waits, lets somebody wait later, or is what one waits for.
 _WORDS = {"wait", "finish", "synchronize", "landing", "result", "record", "queue", "finalize"}

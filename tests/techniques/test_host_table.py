@@ -369,6 +369,23 @@ def test_evaluation_sees_missed_steps():
         assert torch.equal(plain(ids), ours(ids))
 
 
+@pytest.mark.parametrize("is_watched", [True, False])
+def test_whoever_reads_the_weight_between_steps_meets_missed_updates(is_watched):
+    """As an average of weights does, through no module. Unwatched, rows wait for their use."""
+    seed_torch(0)
+    plain = Model()
+    ours = copy.deepcopy(plain)
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in (plain, ours)]
+    table, _ = on_host(ours, optimizers[1], replays=True)
+    table.is_watched = is_watched
+    are_same = []
+    for step in range(3):
+        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+            train(model, optimizer, range(step, step + 1))
+        are_same.append(torch.equal(plain.table.weight, ours.table.weight))
+    assert are_same == [is_watched] * 3
+
+
 def test_updates_beside_the_computation_give_the_same_bits():
     worker = HostWorker(in_background=True)
     (plain, optimizer), (ours, other) = pair(OPTIMIZERS["adamw"], replays=True, worker=worker)

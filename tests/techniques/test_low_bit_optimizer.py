@@ -616,6 +616,11 @@ def test_a_bitsandbytes_that_is_too_old_names_the_command(version, version_of):
     assert "is older than" in (find_obstacle(torch.device("cpu")) or ("",))[0]
 
 
+def test_a_device_without_tests_is_refused():
+    why, fix = find_obstacle(torch.device("xpu")) or ("", "")
+    assert (why, fix) == ("8-bit optimizers are not tested on xpu", "Set `optimizer=None`.")
+
+
 @pytest.mark.parametrize("version", ["0.50.0", "0.50.3.dev0", "0.51.0", "1.0"])
 def test_newer_versions_of_bitsandbytes_are_used(version, version_of):
     version_of(version)

@@ -49,9 +49,7 @@ def update_all(optimizer: Any) -> None:
                     optimizer.init_state(group, param, group_index, param_index)
                 optimizer.prefetch_state(param)
                 optimizer.update_step(group, param, group_index, param_index)
-            if param.device.type == "xpu":  # not tested without
-                _synchronize(param.device)
-            elif optimizer.is_paged and param.device.type == "cuda":
+            if optimizer.is_paged and param.device.type == "cuda":
                 paged_on.add(param.device)
                 # The host writes to new pages; some systems forbid that while a kernel runs.
                 if is_new:
@@ -328,6 +326,8 @@ def import_bitsandbytes(setting: str) -> Any:
 
 def find_obstacle(device: torch.device) -> tuple[str, str] | None:
     """Return why bitsandbytes cannot run on a device, and what to do about it."""
+    if device.type not in ("cpu", "cuda"):
+        return f"8-bit optimizers are not tested on {device.type}", "Set `optimizer=None`."
     why = _find_wrong_version()
     # For a CPU the import, which needs seconds, can wait until an optimizer is made.
     if why is None and device.type == "cuda":
