@@ -1,8 +1,11 @@
 """Read a budget of memory, and the rates to plan with."""
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any, NoReturn
+
+import torch
 
 from lightning_memsave.errors import ConfigurationError
 from lightning_memsave.planning.step_time import Rates, host_memory_rate, measure_rates
@@ -110,7 +113,13 @@ def rates_of(gpu: Gpu | None, device: str, *, is_local: bool = False) -> Rates:
         Those of the GPU, or of a typical one if its throughput is not known.
     """
     if device == "cpu":
-        return measure_rates("cpu")
+        return _rates_of_cpu(torch.get_num_threads())
     throughput = None if gpu is None else gpu.throughput
     rates = Rates.of_gpu(throughput or GPUS[_TYPICAL].throughput)  # type: ignore[arg-type]
     return replace(rates, host_memory_bytes=host_memory_rate()) if is_local else rates
+
+
+@functools.cache
+def _rates_of_cpu(num_threads: int) -> Rates:
+    """Measure them once for each number of threads: a process may plan several fits."""
+    return measure_rates("cpu")

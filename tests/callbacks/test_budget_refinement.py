@@ -159,6 +159,7 @@ def small(plain, tmp_path_factory) -> tuple[Path, Plan]:
     [("backward", 0.2, True), ("forward", 0.6, False), ("optimizer", 0.6, False)],
 )
 @pytest.mark.predicts
+@pytest.mark.daily(3)
 def test_measured_times_decide_whether_a_faster_plan_is_worth_a_change(
     phase, seconds, is_worth_it, plain, small
 ):

@@ -224,6 +224,7 @@ def test_works_or_is_refused(name, way):
 
 
 @pytest.mark.parametrize("way", ["lit", "model"])
+@pytest.mark.daily(2)
 def test_a_stack_leaves_out_what_would_be_refused(way):
     torch._dynamo.reset()
     callback = MemSaveCallback(stack="single_gpu", monitor=False, predict=False, report=False)

@@ -34,6 +34,7 @@ MODELS = [pytest.param(name, marks=() if name in _DAILY else _MORE) for name in 
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=_MORE)])
+@pytest.mark.daily(2)
 def test_the_plan_is_as_fast_as_the_best_of_all(name, device):
     everything = list(all_plans(name, device))
     search = search_of(name, device)
@@ -194,6 +195,7 @@ def test_what_the_model_raises_comes_through():
     ],
     ids=str,
 )
+@pytest.mark.daily(2)
 def test_the_exactness_of_a_plan_is_that_of_all_that_is_on(settings, expected):
     what_if = what_if_of("encoder", stack=None, **settings)
     found = search_for(what_if, Exactness.BITWISE).find(10**9)

@@ -111,6 +111,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.predicts
 @pytest.mark.parametrize("family", PARAMS)
+@pytest.mark.daily(2)
 def test_the_bare_callback_trains(family):
     losses = fit(family, MemSaveCallback(report=False)).losses
     assert len(losses) == STEPS
