@@ -111,7 +111,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 
 def _move_to_host(optimizer: Optimizer) -> _Waiting:
-    states = {p: s for p, s in optimizer.state.items() if isinstance(s, dict)}
+    # State of weights on the host goes back there with the next update of `offload`.
+    states = {p: s for p, s in optimizer.state.items() if p.is_cuda and isinstance(s, dict)}
     owners = Counter(id(value) for state in states.values() for value in state.values())
     waiting: _Waiting = {}
     for param, state in states.items():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_memsave import MemSaveCallback
+from lightning_memsave.techniques.offloading.technique import Offloading
 from lightning_memsave.techniques.waiting_state import bring, leave_on_host, waiting_bytes
 from tests.callbacks.lit import make_lit, make_trainer
 from tests.cases import WIDTH
@@ -35,6 +36,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "bitwise": ({"stack": "bitwise"}, {}),
     "offload": ({"stack": "offload"}, {}),
+    "table on the host": ({"offload": Offloading("embeddings", min_table_bytes=1)}, {}),
+    "table on the host, the rest in backward": (
+        {
+            "offload": Offloading("embeddings", min_table_bytes=1),
+            "optimizer_in_backward": True,
+        },
+        {},
+    ),
 }
 NUM_STEPS, NUM_SAVED = 3, 1
 
@@ -44,11 +53,12 @@ class Wide(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.last = nn.Linear(WIDTH, 1)
+        self.table, self.last = nn.Embedding(2, WIDTH), nn.Linear(WIDTH, 1)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     @override
     def forward(self, x: Tensor) -> Tensor:
+        x = x + self.table((x[:, 0] > 0).long())
         for block in self.blocks:
             x = x + block(x).tanh()
         return self.last(x).square().mean()
@@ -182,6 +192,6 @@ def test_its_prediction_says_so(tmp_path):
     assert resumed.peak_bytes == fresh.peak_bytes
     lines = fresh.assumptions
     assert [line for line in resumed.assumptions if line not in lines] == [
-        "resumed as from the start: optimizer state of the checkpoint (98.01 KiB) waits on the "
+        "resumed as from the start: optimizer state of the checkpoint (99.01 KiB) waits on the "
         "host until the first update"
     ]

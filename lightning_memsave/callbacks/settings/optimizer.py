@@ -24,7 +24,7 @@ from lightning_memsave.techniques.low_bit_optimizer.optimizer_kinds import is_lo
 from lightning_memsave.techniques.low_bit_optimizer.state import convert_state_dict
 from lightning_memsave.techniques.low_bit_optimizer.state_checks import check_type
 from lightning_memsave.techniques.low_bit_optimizer.technique import LowBitOptimizer
-from lightning_memsave.techniques.offloading.host_updates import host_updates_of
+from lightning_memsave.techniques.offloading.technique import trains_offloaded
 from lightning_memsave.trainer.trainer import (
     convert_loaded_optimizer_states,
     facts_of,
@@ -135,7 +135,7 @@ def load_optimizer_state_dict(self: Any, checkpoint: Mapping[str, Any]) -> None:
     paged = [
         (optimizer, state)
         for state, optimizer in zip(translated, self.optimizers, strict=False)
-        if (is_low_bit(optimizer) and optimizer.is_paged) or host_updates_of(optimizer) is not None
+        if (is_low_bit(optimizer) and optimizer.is_paged) or trains_offloaded(optimizer)
     ]
     # Lightning moves what it has loaded to the GPU. State that may not fit there comes afterwards.
     shown = [
