@@ -26,6 +26,8 @@ def leave_on_host(optimizers: Iterable[Optimizer]) -> None:
         optimizers: Those with the state of a checkpoint; others are left alone.
     """
     for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):  # DeepSpeed's have a state of their own
+            continue
         initialize(optimizer)
         waiting = _move_to_host(optimizer)
         if waiting:
@@ -112,7 +114,11 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _move_to_host(optimizer: Optimizer) -> _Waiting:
     # State of weights on the host goes back there with the next update of `offload`.
-    states = {p: s for p, s in optimizer.state.items() if p.is_cuda and isinstance(s, dict)}
+    states = {
+        param: state
+        for param, state in optimizer.state.items()
+        if isinstance(param, Tensor) and param.is_cuda and isinstance(state, dict)
+    }
     owners = Counter(id(value) for state in states.values() for value in state.values())
     waiting: _Waiting = {}
     for param, state in states.items():

@@ -184,14 +184,24 @@ def test_what_parameters_share_stays():
     assert waiting_bytes([optimizer]) == 2 * 4 * 2 * (64 + 8)
 
 
+@pytest.mark.parametrize(
+    ("settings", "size"), [({}, "99.01 KiB"), ({"optimizer": "8bit"}, "27.38 KiB")], ids=str
+)
 @pytest.mark.predicts
-def test_its_prediction_says_so(tmp_path):
-    run({}, saves=(path := tmp_path / "half.ckpt"))
-    *_, fresh = run({"predict": True})
-    *_, resumed = run({"predict": True}, resumes=path)
+def test_its_prediction_says_so(settings, size, tmp_path):
+    run(settings, saves=(path := tmp_path / "half.ckpt"))
+    *_, fresh = run(settings | {"predict": True})
+    *_, resumed = run(settings | {"predict": True}, resumes=path)
     assert resumed.peak_bytes == fresh.peak_bytes
-    lines = fresh.assumptions
-    assert [line for line in resumed.assumptions if line not in lines] == [
-        "resumed as from the start: optimizer state of the checkpoint (99.01 KiB) waits on the "
-        "host until the first update"
+    assert [line for line in resumed.assumptions if line not in fresh.assumptions] == [
+        f"resumed as from the start: optimizer state of the checkpoint ({size}) waits on the host "
+        "until the first update"
     ]
+
+
+def test_other_keys_of_state_and_other_optimizers_are_left_alone():
+    _, optimizer = trained_adamw()
+    optimizer.state["all"] = {"seen": torch.zeros(4, device="cuda")}
+    leave_on_host([optimizer, object()])
+    assert optimizer.state["all"]["seen"].is_cuda
+    assert waiting_bytes([optimizer]) == 2 * 4 * 2 * (64 + 8)
