@@ -19,7 +19,7 @@ _Waiting = dict[Tensor, list[tuple[str, torch.device]]]
 _ATTRIBUTE = "memsave_waiting_state"
 
 
-def leave_on_host(optimizers: Iterable[Optimizer]) -> None:
+def leave_on_host(optimizers: Iterable[Any]) -> None:
     """Move state of optimizers from their GPU to the host, until an update needs it.
 
     Args:
@@ -112,7 +112,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     return after_closure(args, kwargs, functools.partial(bring, optimizer))
 
 
-def _move_to_host(optimizer: Optimizer) -> _Waiting:
+def _move_to_host(optimizer: Any) -> _Waiting:
     # State of weights on the host goes back there with the next update of `offload`.
     states = {
         param: state
