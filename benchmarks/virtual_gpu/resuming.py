@@ -164,8 +164,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
     path = write_results("virtual_gpu_resuming", {"rows": found}, table, folder=options.results)
     print(f"{table}\n\nWritten to {path}")
     ours = [both for row, both in found.items() if ROWS[row] is not None]
-    return int(any(more > less for both in ours for more, less in _pairs(both)))
-
-
-def _pairs(both: dict[str, list[int]]) -> list[tuple[int, int]]:
-    return [*zip(both["resumed"], both["start"], strict=True)]
+    pairs = (pair for both in ours for pair in zip(both["resumed"], both["start"], strict=True))
+    return int(any(resumed > start for resumed, start in pairs))

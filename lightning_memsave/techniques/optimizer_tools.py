@@ -37,7 +37,7 @@ def updates_each_alone(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def allocate_state(optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the state of every parameter that has a gradient and no state yet.
+    """Allocate the state of every parameter that has a gradient and no state yet; bring what waits.
 
     Optimizers allocate it during the step, some parameter by parameter: if memory runs out, half of
     the parameters would be updated, and the step could be neither finished nor repeated. Optimizers

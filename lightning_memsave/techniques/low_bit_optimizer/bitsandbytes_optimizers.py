@@ -53,9 +53,9 @@ def update_all(optimizer: Any) -> None:
                 paged_on.add(param.device)
                 # The host writes to new pages; some systems forbid that while a kernel runs.
                 if is_new:
-                    _synchronize(param.device)
+                    torch.cuda.synchronize(param.device)
     for device in paged_on:
-        _synchronize(device)
+        torch.cuda.synchronize(device)
 
 
 @contextlib.contextmanager
@@ -71,10 +71,6 @@ def _in_order(device: torch.device) -> Iterator[None]:
     default.wait_stream(current)
     yield
     current.wait_stream(default)
-
-
-def _synchronize(device: torch.device) -> None:
-    torch.get_device_module(device).synchronize(device)
 
 
 if TYPE_CHECKING:
