@@ -14,9 +14,10 @@ from torch import nn
 from benchmarks._models import BASE, OTHERS, TINY, Other, masked_batch
 from benchmarks._settings import CHECKPOINTING, LOW_BIT_OPTIMIZER, MIXED_PRECISION, NOTHING
 from benchmarks._training import Batch, LanguageModel, fit
-from benchmarks.gpu._lines import Found, write_line
+from benchmarks.gpu._lines import Found, import_slow_packages, wait_for_turn, write_line
 from benchmarks.gpu._measure import MIB, limit_to, synchronize
 from lightning_memsave import MemSaveCallback
+from lightning_memsave.measure.nvml import read_nvml
 
 PLAIN: dict[str, Any] = {**NOTHING, "early_release": None, **MIXED_PRECISION}
 
@@ -57,6 +58,8 @@ FITS = {
     "roberta plain": Fit("roberta", PLAIN),
     "roberta single_gpu": Fit("roberta", {"stack": "single_gpu"}),
     "gpt2_xl single_gpu": Fit("gpt2_xl", {"stack": "single_gpu"}),
+    "roberta offload": Fit("roberta", {"stack": "offload"}),
+    "gpt2_xl offload": Fit("gpt2_xl", {"stack": "offload"}),
     "roberta classic": Fit("roberta", {"stack": "classic"}),
     "roberta bitwise": Fit("roberta", {"stack": "bitwise", **MIXED_PRECISION}),
     "roberta default": Fit("roberta", {}),
@@ -72,6 +75,9 @@ FITS = {
         "gpt2_medium", {**PLAIN, "low_precision_weights": "stochastic"}
     ),
     "gpt2_medium single_gpu": Fit("gpt2_medium", {"stack": "single_gpu"}),
+    "gpt2_medium offload": Fit("gpt2_medium", {"stack": "offload"}),
+    "gpt2_xl plain": Fit("gpt2_xl", PLAIN),
+    "gpt2_xl bitwise": Fit("gpt2_xl", {"stack": "bitwise", **MIXED_PRECISION}),
     "gpt2_xl classic": Fit("gpt2_xl", {"stack": "classic"}),
     "roberta fp32": Fit("roberta", {**NOTHING, "early_release": None}),
     "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
@@ -95,6 +101,10 @@ class _Clock(Callback):
         self.device, self.num_warmup = device, num_warmup
         self.losses: list[torch.Tensor] = []
         self.host_s = self.wall_s = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Let others measure until it is this process' turn."""
+        wait_for_turn()
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
@@ -170,18 +180,19 @@ def run(name: str, device: str) -> Found:
     found: Found = {
         "fit_s": time.perf_counter() - start_s,
         "step_ms": 1e3 * clock.wall_s / num_steps,
+        "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "host_ms": 1e3 * clock.host_s / num_steps,
         "losses": [loss.item() for loss in clock.losses],
         "rows": [f"{row.name}={row.value} {row.status}" for row in memsave.rows],
         "predicted_mib": None if prediction is None else prediction.peak_bytes / MIB,
     }
     if is_cuda:
-        free_bytes, total_bytes = torch.cuda.mem_get_info()
         measured = {
             "allocated": torch.cuda.max_memory_allocated(),
             "reserved": torch.cuda.max_memory_reserved(),
-            "driver": total_bytes - free_bytes,
         }
+        driver_bytes = read_nvml().process_bytes
+        measured |= {"driver": driver_bytes} if driver_bytes else {}
         found |= {f"{part}_mib": num_bytes / MIB for part, num_bytes in measured.items()}
         found["num_alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         if prediction is not None:
@@ -203,6 +214,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file to append the line to")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    import_slow_packages()
     write_line(
         options.out, {"check": "fit", "case": options.fit, **run(options.fit, options.device)}
     )

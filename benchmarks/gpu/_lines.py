@@ -1,7 +1,10 @@
 """Write what a step finds, line by line, so that a step that is cut off keeps what it had."""
 
 import argparse
+import importlib
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -18,6 +21,23 @@ def write_line(path: Path | None, found: Mapping[str, Any]) -> None:
     if path is not None:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+
+
+WAITS = "BENCHMARKS_GPU_WAITS"
+"""Environment variable of a process that was started before its turn."""
+
+
+def import_slow_packages() -> None:
+    """Import now what the checks import in time that counts, if there is time before the turn."""
+    if WAITS in os.environ:
+        for package in ("lightning.pytorch", "transformers.models.auto", "lightning_memsave"):
+            importlib.import_module(package)
+
+
+def wait_for_turn() -> None:
+    """Wait for a line from whoever started this process before its turn."""
+    if os.environ.pop(WAITS, None):
+        sys.stdin.readline()
 
 
 def attempt(case: str, check: Callable[[], Found]) -> Found:
@@ -37,5 +57,7 @@ def run_checks(checks: Mapping[str, Callable[[str], Iterable[Found]]]) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, help="file to append the lines to")
     options = parser.parse_args()
+    import_slow_packages()
+    wait_for_turn()
     for found in checks[options.check](options.device):
         write_line(options.out, {"check": options.check, **found})

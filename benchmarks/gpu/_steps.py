@@ -6,6 +6,20 @@ from dataclasses import dataclass
 BITSANDBYTES = ("bitsandbytes",)
 
 
+# Without warnings as errors: those of old releases are not ours.
+PYTEST = (
+    *("pytest", "-m", "gpu and not exhaustive", "-q", "--color=no", "-p", "no:cacheprovider"),
+    *("-o", "filterwarnings=", "--tb=short", "--maxfail=60"),
+)
+
+
+# Folders whose files import no package beside those that `needs` names.
+TESTS = tuple(
+    f"tests/{name}"
+    for name in ("callbacks", "cli", "measure", "prediction", "techniques", "virtual_gpu")
+)
+
+
 @dataclass(frozen=True)
 class Step:
     """What one process does.
@@ -16,6 +30,7 @@ class Step:
         limit_s: When it is stopped; about three times what an H100 should need.
         needs: Packages without which it is left out.
         expected: What `shared/facts` of this project expects, so that a miss is a finding.
+        is_parallel: Whether it is many processes, which begin at once.
     """
 
     name: str
@@ -23,6 +38,7 @@ class Step:
     limit_s: int
     needs: tuple[str, ...] = ()
     expected: str = ""
+    is_parallel: bool = False
 
 
 def _device(name: str, limit_s: int, expected: str = "") -> Step:
@@ -50,6 +66,24 @@ STEPS = (
     _fit("roberta plain", "20-25 ms; allocated within 3 %, reserved within 15 %"),
     _fit("roberta single_gpu", "50-70 ms, host = wall", needs=BITSANDBYTES),
     _fit("gpt2_xl single_gpu", "0.5-0.9 s", limit_s=150, needs=BITSANDBYTES),
+    _fit("roberta offload", "losses as with single_gpu", needs=BITSANDBYTES),
+    _fit("gpt2_xl offload", "waits for the host", limit_s=200, needs=BITSANDBYTES),
+    Step(
+        "accuracy",
+        ("benchmarks.gpu._accuracy",),
+        150,
+        BITSANDBYTES,
+        "allocated as on the virtual H100, but where cuDNN computes",
+        is_parallel=True,
+    ),
+    Step(
+        "gpu tests",
+        (*PYTEST, "-n", "12", "--dist", "worksteal", *TESTS),
+        240,
+        ("pytest", "xdist", "hypothesis", "jsonargparse", "bitsandbytes"),
+        "all pass",
+        is_parallel=True,
+    ),
     _fit("roberta classic", "30-40 ms", needs=BITSANDBYTES),
     _fit("roberta bitwise", "45-60 ms"),
     _fit("roberta default", "as bitsandbytes is there: 8-bit"),
@@ -62,13 +96,6 @@ STEPS = (
     _technique("stochastic_rounding", 60, "mean within 1e-5"),
     _fit("roberta accumulation", "about 3 times plain's step in each batch"),
     _fit("roberta out of memory", "micro-batches"),
-    Step(
-        "gpu tests",
-        ("pytest", "-m", "gpu", "-q", "--color=no", "-p", "no:cacheprovider", "tests"),
-        200,
-        ("pytest", "hypothesis", "jsonargparse", "bitsandbytes"),
-        "all pass",
-    ),
     _fit("roberta fused"),
     _fit("roberta bitwise, clipping"),
     _fit("gpt2_medium plain"),
@@ -76,6 +103,9 @@ STEPS = (
     _fit("gpt2_medium in backward"),
     _fit("gpt2_medium bf16 weights"),
     _fit("gpt2_medium single_gpu", needs=BITSANDBYTES),
+    _fit("gpt2_medium offload", needs=BITSANDBYTES),
+    _fit("gpt2_xl plain", limit_s=150),
+    _fit("gpt2_xl bitwise", limit_s=150),
     _fit("gpt2_xl classic", limit_s=150, needs=BITSANDBYTES),
     _fit("roberta fp32"),
     _fit("roberta checkpointing"),

@@ -23,7 +23,14 @@ from typing import Any
 
 import torch
 
-from benchmarks._common import RESULTS, markdown_table, provenance, several_runs, write_results
+from benchmarks._common import (
+    RESULTS,
+    device_name,
+    markdown_table,
+    provenance,
+    several_runs,
+    write_results,
+)
 from benchmarks.virtual_gpu._architectures import ARCHITECTURES
 from lightning_memsave.units import MIB
 
@@ -153,9 +160,10 @@ def measure(architecture: str, setting: str) -> dict[str, Any]:
 
     from lightning_memsave import MemSaveCallback  # noqa: PLC0415
 
-    _take_as_proven()
-    # cuDNN's own memory is not torch's; the virtual GPU does not have it.
-    torch.backends.cudnn.enabled = False
+    if device_name().startswith("virtual"):
+        _take_as_proven()
+        # cuDNN's own memory is not torch's; the virtual GPU does not have it.
+        torch.backends.cudnn.enabled = False
     chosen = ARCHITECTURES[architecture]
     torch.manual_seed(0)
     callback = MemSaveCallback(**SETTINGS[setting], predict=LIMIT_S)

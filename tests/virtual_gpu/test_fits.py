@@ -151,14 +151,18 @@ def check(name: str, **trainer: Any) -> None:
     expected, expected_state = case.reference()
     assert any(row.status == "on" for row in callback.rows), callback.rows
     assert len(losses) == 6
-    if case.tolerance:
-        assert losses == pytest.approx(expected, rel=case.tolerance)
+    # Only on the virtual GPU is the host's update the same kernel as that of the device.
+    is_rounded = case.is_fused and not counters.is_on
+    tolerance = case.tolerance or (1e-4 if is_rounded else 0.0)
+    if tolerance:
+        assert losses == pytest.approx(expected, rel=tolerance)
         assert state.keys() == expected_state.keys()
         return
     assert losses == expected
     assert [k for k, v in expected_state.items() if not torch.equal(v, state[k])] == []
 
 
+@pytest.mark.real_gpu_too
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_exactly_as_it_declares(name):
     check(name)
@@ -201,6 +205,7 @@ def test_on_the_second_of_two_gpus():
     assert found[0] == 0
 
 
+@pytest.mark.real_gpu_too
 @pytest.mark.parametrize("name", ["offload", "offload parameters"])
 def test_generates_in_validation_with_weights_on_the_host(name):
     """Hugging Face's `generate` brings tokens to `model.device`."""
@@ -213,6 +218,7 @@ def test_generates_in_validation_with_weights_on_the_host(name):
     assert found["loss"] == pytest.approx(plain["loss"], rel=MAX_LOSS)
 
 
+@pytest.mark.real_gpu_too
 def test_code_between_steps_that_meets_weights_on_the_host_is_told():
     found = run("MomentumTeacher", SETTINGS["offload optimizer"][0], "plain", drops=True)
     assert "on the same device" in found["error"]
