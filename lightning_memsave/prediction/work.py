@@ -155,12 +155,24 @@ class WorkCounter:
         key = (func, *(v.shape if isinstance(v, Tensor) else repr(v) for v in values))
         if key not in self._flop:
             assert traits.flop_of is not None, "only such operators come here"
+            if traits.kind == "attention":
+                args = _with_own_heads(args)
             self._flop[key] = int(traits.flop_of(*args, **kwargs, out_val=result))
         return self._flop[key]
 
     def work(self) -> Work:
         """Return what was counted so far."""
         return Work(tuple(self._counts.items()))
+
+
+# Torch's formulas refuse heads that share keys and values before 2.13.
+def _with_own_heads(args: Sequence[Any]) -> list[Any]:
+    tensors = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 4]
+    num_heads = max((tensor.size(1) for tensor in tensors), default=0)
+    return [
+        arg[:, :1].expand(-1, num_heads, -1, -1) if any(arg is t for t in tensors) else arg
+        for arg in args
+    ]
 
 
 # What is made while host copies are made is on the host, too.

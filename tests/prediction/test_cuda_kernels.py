@@ -110,12 +110,14 @@ class TestAttention:
     # (batch, heads, tokens, head size)
     B, H, T, D = 2, 4, 40, 16
 
-    def run(self, dtype=torch.bfloat16, *, mask=None, key_heads=None, size=D, **settings):
+    def run(
+        self, dtype=torch.bfloat16, *, mask=None, key_heads=None, size=D, dropout=0.125, **settings
+    ):
         query = leaf(self.B, self.H, self.T, size, dtype=dtype)
         key, value = (leaf(self.B, key_heads or self.H, self.T, size, dtype=dtype) for _ in "kv")
         with Ops() as ops:
             functional.scaled_dot_product_attention(
-                query, key, value, mask, 0.1, enable_gqa=key_heads is not None, **settings
+                query, key, value, mask, dropout, enable_gqa=key_heads is not None, **settings
             ).sum().backward()
         for kernel in ("cudnn", "flash", "efficient"):
             if f"_scaled_dot_product_{kernel}_attention_backward" in ops.names:
@@ -170,6 +172,19 @@ class TestAttention:
         assert chosen[8, 0] == chosen[12, 0] == others
         assert chosen[9, 0] == ["cudnn", "cudnn", "flash", "efficient", "cudnn"]
         assert chosen[10, 0] == ["cudnn", "cudnn", "flash", "efficient", "efficient"]
+
+    def test_what_keeps_cudnn_away(self):
+        with fake_cuda(capability=(9, 0)):
+            mask = torch.zeros(self.B, 1, self.T, self.T, dtype=torch.bfloat16)
+            # A learned bias of positions, as in T5: found on an H200.
+            assert self.run(mask=mask.clone().requires_grad_()) == "efficient"
+            is_coarse = TorchVersion(torch.__version__) >= TorchVersion("2.14")
+            assert self.run(mask=mask, dropout=0.1) == ("efficient" if is_coarse else "cudnn")
+            torch.use_deterministic_algorithms(True)
+            try:
+                assert self.run(mask=mask) == "efficient"
+            finally:
+                torch.use_deterministic_algorithms(False)
 
     # https://github.com/pytorch/pytorch/pull/170800; the efficient kernel copies it for alignment.
     def test_cudnn_copies_no_mask(self):

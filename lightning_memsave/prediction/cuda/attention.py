@@ -11,6 +11,8 @@ from torch.torch_version import TorchVersion
 _HALF = (torch.float16, torch.bfloat16)
 # https://github.com/pytorch/pytorch/pull/191085
 _EFFICIENT_SHARES_HEADS = TorchVersion(torch.__version__) >= TorchVersion("2.14")
+# `check_cudnn_dropout`
+_CUDNN_DROPOUT_STEPS = 16 if TorchVersion(torch.__version__) >= TorchVersion("2.14") else 0
 _MASK_ALIGNMENT = 16  # of the efficient kernel, in elements
 KERNELS = ("flash", "efficient", "math")
 
@@ -79,9 +81,17 @@ class Attention:
     # `check_prefer_cudnn_attention`, since torch 2.9; `check_cudnn_tensor_shapes`.
     def _cudnn_fits(self, inputs: _Inputs) -> bool:
         sizes = {t.size(-1) for t in inputs[:3]}
+        dropout = _CUDNN_DROPOUT_STEPS * inputs.dropout_p
+        is_nondeterministic_fine = (
+            not torch.are_deterministic_algorithms_enabled()
+            or torch.is_deterministic_algorithms_warn_only_enabled()
+        )
         return (
             torch.backends.cuda.cudnn_sdp_enabled()
+            and is_nondeterministic_fine
             and self._capability in {(9, 0), (10, 0)}
+            and not (inputs.mask is not None and inputs.mask.requires_grad)
+            and dropout == int(dropout)
             and inputs.query.dtype in _HALF
             and _is_regular(inputs, may_share_heads=True)
             and len(sizes) == 1
