@@ -38,6 +38,8 @@ def start_step(step: Step, path: Path, *, is_dry: bool, waits: bool = False) -> 
     command = [sys.executable, "-m", *step.command]
     if step.command[0] == "pytest":
         command += ["--collect-only"] if is_dry else []
+    elif step.command[0] == "benchmarks.ladder._run":
+        command[-1:] = ["dry"] if is_dry else ["84m"]
     else:
         command += ["--device", "cpu" if is_dry else "cuda", "--out", str(path)]
     environment = os.environ | ({WAITS: "1"} if waits else {})
@@ -73,7 +75,9 @@ def finish_step(step: Step, process: Process, path: Path, limit_s: float) -> dic
         end["error"] = f"stopped after {limit_s:.0f} s"
     else:
         end["returncode"] = process.returncode
-        if step.command[0] == "pytest":
+        if step.command[0].startswith("benchmarks.ladder"):
+            end |= json.loads(output.splitlines()[-1]) if process.returncode == 0 else {}
+        elif step.command[0] == "pytest":
             end["output"] = output.strip().splitlines()[-25:]
             path.with_suffix(".log").write_text(output, "utf-8")
         if process.returncode != 0:
@@ -118,12 +122,16 @@ class Line:
         place = self._steps.index(step)
         # The first one finds out what the driver has given to all processes.
         for later in self._steps[place + 1 : place + 1 + self._num_ahead] if place else ():
-            if later not in self._waiting and not later.is_parallel:
+            if later not in self._waiting and _waits(later):
                 later_path = path_of(later, self._folder)
                 self._waiting[later] = start_step(
                     later, later_path, is_dry=self._is_dry, waits=True
                 )
         return finish_step(step, process, path, limit_s)
+
+
+def _waits(step: Step) -> bool:
+    return step.command[0].startswith("benchmarks.gpu.") and not step.is_parallel
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

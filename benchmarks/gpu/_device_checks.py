@@ -2,11 +2,13 @@
 
 import gc
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks._models import BASE, TINY, masked_batch
 from benchmarks.gpu._lines import Found, attempt, run_checks
@@ -14,6 +16,7 @@ from benchmarks.gpu._measure import (
     MIB,
     allocated_mib,
     outside_mib,
+    peak_mib,
     relative_error,
     synchronize,
     time_of,
@@ -128,6 +131,68 @@ def saved_by_attention(device: str) -> Iterator[Found]:
                 yield attempt(f"{dtype}, {num_tokens} tokens, mask {mask_name}", check)
 
 
+# Sequences, heads, heads of keys and values, tokens, size of a head.
+_ATTENTION = (
+    *((8, 25, 25, 1024, 64), (64, 12, 12, 128, 64), (2, 32, 8, 2048, 128), (8, 12, 4, 512, 64)),
+    *((1, 16, 16, 1024, 64), (4, 16, 16, 1024, 64), (8, 16, 16, 1024, 64), (8, 16, 16, 1000, 64)),
+    *((4, 16, 16, 2048, 64), (4, 16, 16, 1024, 128)),
+)
+
+
+def attention_kernels(device: str) -> Iterator[Found]:
+    """Memory and time of each kernel of attention, forward and backward, by shape."""
+    is_cuda = device == "cuda"
+    kernels = {
+        "cudnn": SDPBackend.CUDNN_ATTENTION,
+        "flash": SDPBackend.FLASH_ATTENTION,
+        "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    }
+    for shape, (masked, dropout), (kernel, backend) in itertools.product(
+        _ATTENTION if is_cuda else [(2, 2, 2, 16, 8)],
+        (("causal", 0.0), ("causal", 0.125), ("mask", 0.125)),
+        (kernels if is_cuda else {"math": SDPBackend.MATH}).items(),
+    ):
+
+        def check(
+            shape: tuple[int, ...] = shape,
+            masked: str = masked,
+            dropout: float = dropout,
+            backend: SDPBackend = backend,
+        ) -> Found:
+            batch, heads, shared, num_tokens, width = shape
+
+            def make(num_heads: int) -> Tensor:
+                size = (batch, num_tokens, num_heads, width)
+                x = torch.randn(size, device=device, dtype=torch.bfloat16)
+                return x.transpose(1, 2).requires_grad_()
+
+            qkv = make(heads), make(shared), make(shared)
+            mask = torch.zeros(batch, 1, num_tokens, num_tokens, device=device).bfloat16()
+
+            def forward() -> Tensor:
+                with sdpa_kernel(backend):
+                    return nn.functional.scaled_dot_product_attention(
+                        *qkv,
+                        attn_mask=mask if masked == "mask" else None,
+                        is_causal=masked == "causal",
+                        dropout_p=dropout,
+                        enable_gqa=heads != shared,
+                    )
+
+            out = forward()
+            gradient = torch.ones_like(out)
+
+            def backward() -> None:
+                torch.autograd.grad(out, qkv, gradient, retain_graph=True)
+
+            found: Found = {f"{f.__name__}_mib": peak_mib(f, device) for f in (forward, backward)}
+            times = {f"backward_{k}": v for k, v in time_of(backward, device).items()}
+            return found | {"query_mib": out.nbytes / MIB} | time_of(forward, device) | times
+
+        sizes = " x ".join(map(str, shape))
+        yield attempt(f"{sizes}, {masked}, dropout {dropout}, {kernel}", check)
+
+
 def allocator_replay(device: str) -> Iterator[Found]:
     """Three real training steps, replayed through our CachingAllocator: equal bytes expected."""
     from lightning_memsave.prediction.cuda.allocator import CachingAllocator  # noqa: PLC0415
@@ -212,6 +277,7 @@ CHECKS = {
         fixed_costs,
         wide_products,
         saved_by_attention,
+        attention_kernels,
         allocator_replay,
         words_of_a_full_gpu,
     )

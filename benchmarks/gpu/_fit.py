@@ -32,6 +32,7 @@ class Fit:
         trainer: More arguments of the Trainer.
         is_fused: AdamW with ``fused=True``, as Hugging Face's Trainer has it.
         limit_mib: What the allocator may have.
+        takes_cudnn: Whether attention may be cuDNN's.
     """
 
     model: str
@@ -39,6 +40,7 @@ class Fit:
     trainer: dict[str, Any] = field(default_factory=dict)
     is_fused: bool = False
     limit_mib: int | None = None
+    takes_cudnn: bool = True
 
 
 def _gpt2(width: int, num_layers: int, num_heads: int) -> Other:
@@ -49,6 +51,7 @@ def _gpt2(width: int, num_layers: int, num_heads: int) -> Other:
 
 MODELS = {
     "gpt2_xl": _gpt2(1600, 48, 25),
+    "gpt2_xl_6": _gpt2(1600, 6, 25),
     "gpt2_medium": _gpt2(1024, 24, 16),
     **{name.lower(): other for name, other in OTHERS.items()},
 }
@@ -79,6 +82,9 @@ FITS = {
     "gpt2_xl plain": Fit("gpt2_xl", PLAIN),
     "gpt2_xl bitwise": Fit("gpt2_xl", {"stack": "bitwise", **MIXED_PRECISION}),
     "gpt2_xl classic": Fit("gpt2_xl", {"stack": "classic"}),
+    "gpt2_xl_6 offload": Fit("gpt2_xl_6", {"stack": "offload"}),
+    "gpt2_xl_6 offload, flash": Fit("gpt2_xl_6", {"stack": "offload"}, takes_cudnn=False),
+    "roberta single_gpu, flash": Fit("roberta", {"stack": "single_gpu"}, takes_cudnn=False),
     "roberta fp32": Fit("roberta", {**NOTHING, "early_release": None}),
     "roberta checkpointing": Fit("roberta", {**PLAIN, **CHECKPOINTING}),
     "roberta selective": Fit("roberta", {**PLAIN, "activation_checkpointing": "selective"}),
@@ -100,6 +106,7 @@ class _Clock(Callback):
     def __init__(self, device: str, num_warmup: int) -> None:
         self.device, self.num_warmup = device, num_warmup
         self.losses: list[torch.Tensor] = []
+        self.measured: dict[str, int] = {}
         self.host_s = self.wall_s = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -127,6 +134,13 @@ class _Clock(Callback):
         self.host_s = time.perf_counter() - self._start_s
         synchronize(self.device)
         self.wall_s = time.perf_counter() - self._start_s
+        if self.device == "cuda":
+            self.measured = {
+                "allocated": torch.cuda.max_memory_allocated(),
+                "reserved": torch.cuda.max_memory_reserved(),
+            }
+            of_process = read_nvml(torch.cuda.current_device()).process_bytes
+            self.measured |= {"driver": of_process} if of_process else {}
 
 
 class _Module(LanguageModel):
@@ -157,6 +171,8 @@ def run(name: str, device: str) -> Found:
     chosen = FITS[name]
     is_cuda = device == "cuda"
     num_steps, num_warmup = (20, 4) if is_cuda else (2, 2)
+    if not chosen.takes_cudnn:
+        torch.backends.cuda.enable_cudnn_sdp(False)
     accumulated = chosen.trainer.get("accumulate_grad_batches", 1)
     model, batches = make_problem(chosen.model, device)
     module = _Module(model)
@@ -187,12 +203,7 @@ def run(name: str, device: str) -> Found:
         "predicted_mib": None if prediction is None else prediction.peak_bytes / MIB,
     }
     if is_cuda:
-        measured = {
-            "allocated": torch.cuda.max_memory_allocated(),
-            "reserved": torch.cuda.max_memory_reserved(),
-        }
-        driver_bytes = read_nvml().process_bytes
-        measured |= {"driver": driver_bytes} if driver_bytes else {}
+        measured = clock.measured
         found |= {f"{part}_mib": num_bytes / MIB for part, num_bytes in measured.items()}
         found["num_alloc_retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
         if prediction is not None:

@@ -41,6 +41,11 @@ class Step:
     is_parallel: bool = False
 
 
+def _ladder(trainer: str, row: str) -> Step:
+    command = ("benchmarks.ladder._run", trainer, row, "84m")
+    return Step(f"{row}, {trainer}", command, 60, BITSANDBYTES)
+
+
 def _device(name: str, limit_s: int, expected: str = "") -> Step:
     return Step(name, ("benchmarks.gpu._device_checks", name), limit_s, expected=expected)
 
@@ -68,6 +73,15 @@ STEPS = (
     _fit("gpt2_xl single_gpu", "0.5-0.9 s", limit_s=150, needs=BITSANDBYTES),
     _fit("roberta offload", "losses as with single_gpu", needs=BITSANDBYTES),
     _fit("gpt2_xl offload", "waits for the host", limit_s=200, needs=BITSANDBYTES),
+    _device("attention_kernels", 60, "cuDNN is faster and needs more"),
+    _fit("gpt2_xl plain", limit_s=150),
+    _fit("gpt2_xl_6 offload", needs=BITSANDBYTES),
+    _fit("gpt2_xl_6 offload, flash", needs=BITSANDBYTES),
+    *(_ladder("hugging_face", row) for row in ("mixed precision", "all")),
+    *(
+        _ladder("lightning", row)
+        for row in ("mixed precision", "all", "single_gpu", "bitwise", "classic", "offload")
+    ),
     Step(
         "accuracy",
         ("benchmarks.gpu._accuracy",),
@@ -104,9 +118,9 @@ STEPS = (
     _fit("gpt2_medium bf16 weights"),
     _fit("gpt2_medium single_gpu", needs=BITSANDBYTES),
     _fit("gpt2_medium offload", needs=BITSANDBYTES),
-    _fit("gpt2_xl plain", limit_s=150),
     _fit("gpt2_xl bitwise", limit_s=150),
     _fit("gpt2_xl classic", limit_s=150, needs=BITSANDBYTES),
+    _fit("roberta single_gpu, flash", needs=BITSANDBYTES),
     _fit("roberta fp32"),
     _fit("roberta checkpointing"),
     _fit("roberta selective"),

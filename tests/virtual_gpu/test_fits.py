@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -216,6 +217,28 @@ def test_generates_in_validation_with_weights_on_the_host(name):
     found = run("Generates", SETTINGS[name][0], "plain", drops=True)
     assert found["error"] is None
     assert found["loss"] == pytest.approx(plain["loss"], rel=MAX_LOSS)
+
+
+@pytest.mark.real_gpu_too
+def test_a_table_that_was_made_on_the_gpu_stays_on_the_host_at_the_end():
+    """With its state it would need four times its size, when training is done: seen on an H200."""
+    in_fit = []
+
+    class _Watch(Callback):
+        def on_train_end(self, *_: Any) -> None:
+            in_fit.append(torch.cuda.max_memory_allocated())
+
+    with torch.device("cuda"):
+        model = build("classifier")
+        model.embedding = nn.Embedding(2**16, model.head.in_features)
+        lit = make_lit(model=model)
+    technique = Offloading("parameters+embeddings", min_table_bytes=2**12)
+    memsave = MemSaveCallback(**QUIET | {"offload": technique})
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fit(lit, memsave, _Watch(), accelerator="gpu", limit_val_batches=0)
+    assert any(row.status == "on" for row in memsave.rows), memsave.rows
+    assert torch.cuda.max_memory_allocated() == in_fit[0]
 
 
 @pytest.mark.real_gpu_too

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_memsave.callbacks.settings.modules import ModuleSetting
@@ -209,8 +210,11 @@ class OffloadSetting(ModuleSetting):
     def undo(self) -> None:
         """Restore the module on the host, where Lightning moves it; a second call does nothing."""
         handle = self._handle
-        if handle is not None and handle.residence is not None:
-            handle.residence.stay_on_host()
+        if handle is not None:
+            if handle.residence is not None:
+                handle.residence.stay_on_host()
+            for table in handle.tables:
+                table.home = torch.device("cpu")
         super().undo()
 
 
